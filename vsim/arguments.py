@@ -1,0 +1,88 @@
+"""Checking what a user gave: every error names what was given, what is allowed, and where."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def reject_unknown(given: Iterable[str], valid: Iterable[str], where: str) -> None:
+    """Raise a TypeError for the first name in `given` that is not in `valid`, naming the nearest valid one.
+
+    >>> reject_unknown(["num_node"], ["num_nodes", "seed"], "fit()")
+    Traceback (most recent call last):
+        ...
+    TypeError: fit() got an unknown argument 'num_node'; did you mean 'num_nodes'? Valid: num_nodes, seed
+    """
+    valid = list(valid)
+    for name in given:
+        if name not in valid:
+            nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+            raise TypeError(f"{where} got an unknown argument {name!r}{hint} Valid: {', '.join(valid)}")
+
+
+def known_keywords(function: Function) -> Function:
+    """Decorate a function so that an unknown keyword raises a TypeError that names the nearest valid one."""
+    parameters = inspect.signature(function).parameters.values()
+    valid = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "self"]
+    where = f"{function.__qualname__.removesuffix('.__init__')}()"
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        reject_unknown(kwargs, valid, where)
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None) -> int:
+    """Return `value` if it is an int in [at_least, at_most]; raise a ValueError or TypeError otherwise."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number, got {value!r} of type {type(value).__name__}")
+    value = value.__index__()
+    if value < at_least or (at_most is not None and value > at_most):
+        allowed = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise ValueError(f"{name} must be a whole number {allowed}, got {value}")
+    return int(value)
+
+
+def real_number(
+    name: str, value: Any, *, at_least: float = -math.inf, above: float = -math.inf, at_most: float = math.inf
+) -> float:
+    """Return `value` as a float if it lies in the allowed range; raise a ValueError or TypeError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if not (at_least <= value <= at_most and value > above):
+        bounds = [
+            f">= {at_least:g}" if at_least > -math.inf else "",
+            f"> {above:g}" if above > -math.inf else "",
+            f"<= {at_most:g}" if at_most < math.inf else "",
+        ]
+        allowed = " and ".join(b for b in bounds if b) or "finite"
+        raise ValueError(f"{name} must be {allowed}, got {value}")
+    return float(value)
+
+
+def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
+    """Return `value` if it is one of the `allowed` names; raise a ValueError otherwise."""
+    allowed = list(allowed)
+    if value not in allowed:
+        nearest = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
+    return str(value)
+
+
+def only_one(where: str, **given: Any) -> Any:
+    """Return the one value of `given` that is not None (or None); raise if two spellings of it were given."""
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) > 1:
+        raise TypeError(f"{where}: {' and '.join(named)} are two spellings of one argument; give one of them")
+    return next(iter(named.values()), None)

@@ -1,0 +1,55 @@
+"""What a strategy works on: the nodes held here, how they communicate, and what they decide together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vsim.collectives import Collectives
+from vsim.replicas import Replicas
+
+
+@dataclass
+class Cluster:
+    """K nodes in the middle of a run.
+
+    Attributes:
+        replicas: the weights, gradients and buffers of the nodes held here.
+        collectives: the only way from one node to another.
+        generator: what all nodes decide together (masks, islands, cohorts) is drawn from here. It lives on the
+            CPU, so that the decisions do not depend on the device.
+        shard_sizes: (K,) the number of examples that each node has.
+        max_steps: the number of steps of the whole run.
+        deterministic: whether results must have the bits of the multi-process run.
+        step: t, the number of optimizer steps completed; during a step, that step is counted already.
+    """
+
+    replicas: Replicas
+    collectives: Collectives
+    generator: torch.Generator
+    shard_sizes: Tensor
+    max_steps: int
+    deterministic: bool = False
+    step: int = 0
+
+    @property
+    def num_nodes(self) -> int:
+        """K."""
+        return self.collectives.num_nodes
+
+    @property
+    def weights(self) -> Tensor:
+        """Stacked (R, P)."""
+        return self.replicas.weights
+
+    @property
+    def grads(self) -> Tensor:
+        """Stacked (R, P)."""
+        return self.replicas.grads
+
+    def mean_weights(self) -> Tensor:
+        """Return the mean replica, shared (P,), for evaluation: nothing is billed."""
+        with self.collectives.unbilled():
+            return self.collectives.all_reduce(self.weights)

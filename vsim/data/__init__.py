@@ -1,0 +1,17 @@
+"""Data: what every node sees in which order, stacked batches, and datasets that need no download."""
+
+from vsim.data.batches import Batches
+from vsim.data.order import Order, epoch_indices
+from vsim.data.sources import TextDataset, Vocabulary, digits, docs_text, mnist, text_file
+
+__all__ = [
+    "Batches",
+    "Order",
+    "TextDataset",
+    "Vocabulary",
+    "digits",
+    "docs_text",
+    "epoch_indices",
+    "mnist",
+    "text_file",
+]

@@ -1,0 +1,238 @@
+"""From datasets to stacked batches (K, B, …): fetched in one go, collated, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from vsim.arguments import reject_unknown
+from vsim.data.order import Order
+from vsim.randomness import LOADER, generator
+
+DatasetFactory = Callable[[int, int, bool], Dataset[Any]]
+LOADER_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "drop_last",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+class Batches:
+    """Stacked batches (K, B, …) of all nodes, step after step.
+
+    Args:
+        datasets: one dataset that the nodes share as DistributedSampler would, or one for each node.
+        num_nodes: K.
+        batch_size: examples a node and step.
+        shuffle, seed: as of DistributedSampler.
+        dataloader_kwargs: more arguments for the DataLoader. A `collate_fn` gets the samples of one node at a time.
+
+    Attributes:
+        steps_per_epoch: steps until every example has been seen.
+        shard_sizes: (K,) examples of every node.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Dataset[Any]],
+        num_nodes: int,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        options = dict(dataloader_kwargs or {})
+        reject_unknown(options, LOADER_OPTIONS, "dataloader_kwargs")
+        drop_last = bool(options.pop("drop_last", False))
+        lengths = [_length(dataset) for dataset in datasets]
+        if len(datasets) == 1 and lengths[0] < num_nodes:
+            raise ValueError(
+                f"the training dataset has {lengths[0]} examples, fewer than the {num_nodes} nodes; "
+                "lower num_nodes, or give more examples"
+            )
+        self.order = Order(lengths, num_nodes, batch_size, shuffle, seed, drop_last)
+        if self.order.steps_per_epoch == 0:
+            raise ValueError(
+                f"drop_last leaves no batch: {int(self.order.shard_sizes.max())} examples a node, "
+                f"batch_size {batch_size}"
+            )
+        self.steps_per_epoch = self.order.steps_per_epoch
+        self.shard_sizes = self.order.shard_sizes
+        self._datasets = list(datasets)
+        self._in_memory = None if options else [in_memory(dataset) for dataset in datasets]
+        self._options = options
+        self._seed = seed
+
+    def from_step(self, start_step: int = 0) -> Iterator[Any]:
+        """Yield the stacked batch of every step from the 0-based `start_step` on, without end, on the CPU."""
+        if self._in_memory is not None and all(stored is not None for stored in self._in_memory):
+            return self._gathered(start_step)
+        return self._loaded(start_step)
+
+    def _gathered(self, start_step: int) -> Iterator[Any]:
+        """Tensors in memory: a batch is one gather."""
+        stored = self._in_memory
+        assert stored is not None
+        for positions in self.order.batches(start_step):
+            if len(stored) == 1:
+                yield stored[0](positions)  # type: ignore[misc]
+            else:
+                own = [take(p) for take, p in zip(stored, positions - self.order.offsets[:, None], strict=True)]  # type: ignore[misc]
+                yield [torch.stack(column) for column in zip(*own, strict=True)]
+
+    def _loaded(self, start_step: int) -> Iterator[Any]:
+        """Any dataset: one DataLoader, whose batches hold the samples of all nodes, node by node."""
+        collate = self._options.get("collate_fn")
+        num_nodes = self.order.num_nodes
+        dataset = self._datasets[0] if len(self._datasets) == 1 else ConcatDataset(self._datasets)
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=_NodeByNode(self.order, start_step),
+            generator=generator(self._seed, LOADER),
+            **{
+                **self._options,
+                "collate_fn": _CollateTogether(num_nodes) if collate is None else _CollateEach(collate, num_nodes),
+            },
+        )
+        yield from loader
+
+
+class _NodeByNode:
+    """A batch sampler: the indices of a step, those of node 0 first."""
+
+    def __init__(self, order: Order, start_step: int) -> None:
+        self.order, self.start_step = order, start_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for positions in self.order.batches(self.start_step):
+            yield positions.flatten().tolist()
+
+
+class _CollateTogether:
+    """Collate the samples of all nodes as torch does, and cut the result into nodes."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = default_collate(samples)
+        check_tensors(batch)
+        return tree_map(lambda t: t.view(self.num_nodes, -1, *t.shape[1:]), batch)
+
+
+class _CollateEach:
+    """Collate the samples of every node by the user's function, and stack the results."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], num_nodes: int) -> None:
+        self.collate, self.num_nodes = collate, num_nodes
+
+    def __call__(self, samples: list[Any]) -> Any:
+        size = len(samples) // self.num_nodes
+        own = [self.collate(samples[i * size : (i + 1) * size]) for i in range(self.num_nodes)]
+        for batch in own:
+            check_tensors(batch)
+        return tree_map(_stack, *own)
+
+
+def _stack(*tensors: Tensor) -> Tensor:
+    shapes = {tuple(t.shape) for t in tensors}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"the nodes' batches have different shapes, {sorted(shapes)}, and cannot be stacked; "
+            "pad to a fixed length in collate_fn"
+        )
+    return torch.stack(tensors)
+
+
+def check_tensors(batch: Any) -> None:
+    """Raise a ValueError that names the fields of a collated batch that are not tensors."""
+    odd = [
+        f"batch{keystr(path)}: {type(leaf).__name__}"
+        for path, leaf in tree_flatten_with_path(batch)[0]
+        if not isinstance(leaf, Tensor)
+    ]
+    if odd:
+        raise ValueError(
+            f"a batch must hold tensors only, got {', '.join(odd[:5])}; convert or drop them in the dataset or in "
+            "dataloader_kwargs={'collate_fn': …}"
+        )
+
+
+def in_memory(dataset: Dataset[Any]) -> Callable[[Tensor], list[Tensor]] | None:
+    """Return a function from an index tensor (…) to the dataset's fields (…, *shape), if it is held in tensors.
+
+    That is: a TensorDataset whose __getitem__ is its own, or a Subset of one.
+    """
+    if type(dataset) is Subset:
+        inner = in_memory(dataset.dataset)
+        if inner is None:
+            return None
+        chosen = torch.as_tensor(dataset.indices, dtype=torch.long)
+        return lambda positions: inner(chosen[positions])
+    if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
+        tensors = dataset.tensors
+        return lambda positions: [t[positions] for t in tensors]
+    return None
+
+
+def first_examples(dataset: Dataset[Any], count: int, collate: Callable[[list[Any]], Any] | None) -> Any:
+    """Return one batch (N, …) of the first `count` examples, or of all if there are fewer."""
+    count = min(count, _length(dataset))
+    stored = in_memory(dataset) if collate is None else None
+    if stored is not None:
+        return stored(torch.arange(count))
+    fetch_many = getattr(dataset, "__getitems__", None)
+    samples = fetch_many(list(range(count))) if fetch_many else [dataset[i] for i in range(count)]
+    batch = (collate or default_collate)(samples)
+    check_tensors(batch)
+    return batch
+
+
+def resolve(dataset: Any, num_nodes: int, train: bool, what: str) -> list[Dataset[Any]]:
+    """Return the datasets behind an argument: itself, or what a factory makes, one for each node.
+
+    Raises:
+        TypeError: it is neither a map-style dataset nor a function f(rank, num_nodes, train_dataset).
+        ValueError: a dataset is empty.
+    """
+    if callable(dataset) and not hasattr(dataset, "__getitem__"):
+        ranks = range(num_nodes) if train else range(1)
+        made = [dataset(rank, num_nodes, train) for rank in ranks]
+        return [_checked(d, f"{what}({rank}, {num_nodes}, {train})") for rank, d in enumerate(made)]
+    return [_checked(dataset, what)]
+
+
+def _checked(dataset: Any, what: str) -> Dataset[Any]:
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise TypeError(
+            f"{what} must be a dataset with __getitem__ and __len__, or a function f(rank, num_nodes, train_dataset) "
+            f"that returns one; got {type(dataset).__name__}"
+        )
+    if _length(dataset) == 0:
+        raise ValueError(f"{what} is empty")
+    return dataset
+
+
+def _length(dataset: Dataset[Any]) -> int:
+    return len(dataset)  # type: ignore[arg-type]

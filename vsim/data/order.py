@@ -1,0 +1,98 @@
+"""Which example each node sees when: index matrices (K, L), one row a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
+    """Return (K, L) indices: row k is what DistributedSampler(num_replicas=K, rank=k, shuffle, seed) yields.
+
+    Padded, as there, by starting over, so that every node has L = ceil(num_examples / K).
+    """
+    if shuffle:
+        order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(seed + epoch))
+    else:
+        order = torch.arange(num_examples)
+    length = -(-num_examples // num_nodes)
+    padded = order.repeat(-(-length * num_nodes // num_examples))[: length * num_nodes]
+    return padded.view(length, num_nodes).T  # node k takes every K-th, from k on
+
+
+class Order:
+    """The examples of every step of a run, as positions in the concatenation of all nodes' datasets.
+
+    Nodes with equally many examples go through them in epochs, whose last batch may be smaller. Nodes with different
+    numbers each go through their own epochs without a break, so that all batches are full; an epoch of the
+    cluster is then that of the largest.
+
+    Args:
+        lengths: the number of examples of every dataset: one dataset that the nodes share, or one for each node.
+        num_nodes: K.
+        batch_size: examples a node and step.
+        shuffle, seed: as of DistributedSampler.
+        drop_last: leave out the smaller last batch of an epoch.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        num_nodes: int,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool = False,
+    ) -> None:
+        self.lengths = list(lengths)
+        self.num_nodes = num_nodes
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.shared = len(self.lengths) == 1
+        self.offsets = torch.tensor([0, *self.lengths[:-1]]).cumsum(0)
+        self.even = len(set(self.lengths)) == 1
+        if self.shared:
+            self.shard_sizes = torch.full((num_nodes,), -(-self.lengths[0] // num_nodes))
+        else:
+            self.shard_sizes = torch.tensor(self.lengths)
+        longest = int(self.shard_sizes.max())
+        self.steps_per_epoch = longest // batch_size if drop_last else -(-longest // batch_size)
+
+    def batches(self, start_step: int = 0) -> Iterator[Tensor]:
+        """Yield (K, b) positions for every step from the 0-based `start_step` on, without end."""
+        return self._in_epochs(start_step) if self.even else self._in_streams(start_step)
+
+    def _in_epochs(self, step: int) -> Iterator[Tensor]:
+        while True:
+            epoch, first = divmod(step, self.steps_per_epoch)
+            order = self._epoch(epoch)  # (K, L)
+            for position in range(first, self.steps_per_epoch):
+                yield order[:, position * self.batch_size : (position + 1) * self.batch_size]
+                step += 1
+
+    def _in_streams(self, step: int) -> Iterator[Tensor]:
+        streams = [self._stream(node, step * self.batch_size) for node in range(self.num_nodes)]
+        while True:
+            yield torch.stack([next(stream) for stream in streams])
+
+    def _epoch(self, epoch: int) -> Tensor:
+        if self.shared:
+            return epoch_indices(self.lengths[0], self.num_nodes, self.shuffle, self.seed, epoch)
+        return torch.cat([self._own_epoch(node, epoch) for node in range(self.num_nodes)])
+
+    def _own_epoch(self, node: int, epoch: int) -> Tensor:
+        return epoch_indices(self.lengths[node], 1, self.shuffle, self.seed, epoch) + self.offsets[node]
+
+    def _stream(self, node: int, position: int) -> Iterator[Tensor]:
+        """Yield (B,) positions of one node: its epochs end to end, from example `position` of that on."""
+        epoch, skip = divmod(position, self.lengths[node])
+        rest = self._own_epoch(node, epoch)[0, skip:]
+        while True:
+            while len(rest) < self.batch_size:
+                epoch += 1
+                rest = torch.cat([rest, self._own_epoch(node, epoch)[0]])
+            yield rest[: self.batch_size]
+            rest = rest[self.batch_size :]

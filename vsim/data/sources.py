@@ -1,0 +1,286 @@
+"""Data to start with: text that every CPython carries, a text file, scikit-learn's digits, MNIST's files.
+
+Each function returns a pair (train, val) of TensorDatasets and draws nothing from the global generators.
+Nothing is downloaded.
+"""
+
+import gzip
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+__all__ = ["TextDataset", "Vocabulary", "digits", "docs_text", "mnist", "text_file"]
+
+
+class Vocabulary:
+    """The distinct characters of a text, in code point order; a character's id is its place among them.
+
+    Args:
+        text: any text with at least one character; repetitions don't count.
+
+    Raises:
+        ValueError: the text is empty.
+
+    >>> vocabulary = Vocabulary("hello")
+    >>> vocabulary.characters, vocabulary.size
+    ('ehlo', 4)
+    >>> vocabulary.encode("hole")
+    tensor([1, 3, 2, 0])
+    >>> vocabulary.decode(torch.tensor([1, 0]))
+    'he'
+    """
+
+    def __init__(self, text: str) -> None:
+        if not text:
+            raise ValueError("Vocabulary: got an empty text; at least one character is needed")
+        self._codes = np.unique(_code_points(text))  # (size,)
+        self.characters = "".join(map(chr, self._codes.tolist()))
+
+    @property
+    def size(self) -> int:
+        """Number of characters."""
+        return len(self.characters)
+
+    def encode(self, text: str) -> Tensor:
+        """The ids of a text's characters, (len(text),) int64; an unknown character is a ValueError."""
+        codes = _code_points(text)
+        ids = np.searchsorted(self._codes, codes).clip(max=self.size - 1)
+        unknown = np.flatnonzero(self._codes[ids] != codes)
+        if len(unknown):
+            place = int(unknown[0])
+            raise ValueError(f"encode: unknown character {text[place]!r} at {place}; allowed: {self.characters!r}")
+        return torch.from_numpy(ids.astype(np.int64))
+
+    def decode(self, ids: Tensor) -> str:
+        """The text of ids (T,), or of one id (); an id outside 0 … size − 1 is a ValueError."""
+        if ids.ndim > 1 or ids.is_floating_point():
+            raise ValueError(f"decode: got {tuple(ids.shape)} {ids.dtype}; integers of shape (T,) or () allowed")
+        numbers = ids.reshape(-1).tolist()
+        for number in numbers:
+            if not 0 <= number < self.size:
+                raise ValueError(f"decode: got id {number}; 0 to {self.size - 1} allowed")
+        return "".join(self.characters[number] for number in numbers)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and self.characters == other.characters
+
+    def __hash__(self) -> int:
+        return hash(self.characters)
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({self.characters!r})"
+
+
+class TextDataset(TensorDataset):
+    """Windows over a text: x is (N, block_size) int64, y the same windows one character later.
+
+    Both are views of `ids`, so a small stride costs no memory. Characters after the last whole window are
+    left out.
+
+    Args:
+        ids: the text, (length,) int64 with length > block_size.
+        vocabulary: what the ids mean.
+        block_size: characters in a window.
+        stride: characters from one window's start to the next one's.
+    """
+
+    def __init__(self, ids: Tensor, vocabulary: Vocabulary, block_size: int, stride: int) -> None:
+        super().__init__(ids[:-1].unfold(0, block_size, stride), ids[1:].unfold(0, block_size, stride))
+        self.vocabulary = vocabulary
+
+
+def docs_text(
+    block_size: int = 64, stride: int | None = None, val_fraction: float = 0.1
+) -> tuple[TextDataset, TextDataset]:
+    """Python's own language reference, as shipped with every CPython: about 0.5 MB of English, by character.
+
+    The text, and with it the vocabulary, differs a little from one Python version to the next.
+
+    Args:
+        block_size: characters in a window, ≥ 1.
+        stride: characters from one window's start to the next one's, ≥ 1; None for block_size.
+        val_fraction: share of the text, at its end, that is for validation; between 0 and 1.
+
+    Returns:
+        (train, val): datasets of x (N, block_size) int64 and y, the next characters, likewise; both have
+        the same `.vocabulary`.
+
+    Raises:
+        ValueError: an argument out of its range, or too large for the text.
+    """
+    from pydoc_data.topics import topics  # half a megabyte that only this function needs
+
+    text = "\n".join(topics[name] for name in sorted(topics))
+    return _windows(text, "pydoc_data.topics", block_size, stride, val_fraction)
+
+
+def text_file(
+    path: str | Path,
+    block_size: int = 64,
+    stride: int | None = None,
+    val_fraction: float = 0.1,
+    encoding: str = "utf-8",
+) -> tuple[TextDataset, TextDataset]:
+    """A text file, by character; arguments and result as for `docs_text`.
+
+    Args:
+        path: the file.
+        encoding: how its bytes are read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is too short for one window in each part, or is not text in this encoding.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"text_file: no file at {path}")
+    try:
+        text = path.read_text(encoding=encoding)
+    except LookupError:
+        raise ValueError(f"text_file: unknown encoding {encoding!r}; 'utf-8' and 'latin-1' are common") from None
+    except UnicodeError as error:
+        raise ValueError(f"text_file: {path} is not {encoding} text ({error}); give its encoding=") from error
+    return _windows(text, str(path), block_size, stride, val_fraction)
+
+
+def digits(val_fraction: float = 0.2, seed: int = 0) -> tuple[TensorDataset, TensorDataset]:
+    """scikit-learn's 1,797 handwritten digits, shuffled and split.
+
+    Args:
+        val_fraction: share for validation, between 0 and 1.
+        seed: of the shuffle.
+
+    Returns:
+        (train, val): datasets of x (N, 1, 8, 8) float32 in [0, 1] and y (N,) int64 in 0 … 9.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+        ValueError: an argument out of its range.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError('digits needs scikit-learn: pip install "vsim[examples]"') from error
+    _check_fraction(val_fraction)
+    bunch = load_digits()
+    x = torch.from_numpy(bunch.images.astype(np.float32)).div_(16).unsqueeze(1)  # (N, 1, 8, 8)
+    y = torch.from_numpy(bunch.target.astype(np.int64))
+    order = torch.randperm(len(y), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    val_length = _val_length(len(y), val_fraction, 1)
+    val, train = order[:val_length], order[val_length:]
+    return TensorDataset(x[train], y[train]), TensorDataset(x[val], y[val])
+
+
+def mnist(folder: str | Path) -> tuple[TensorDataset, TensorDataset]:
+    """MNIST, or any data set in its format, from its four IDX files.
+
+    Args:
+        folder: where `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`, `t10k-images-idx3-ubyte` and
+            `t10k-labels-idx1-ubyte` are; each may end in `.gz` and may be spelt with `.idx` for `-idx`.
+
+    Returns:
+        (train, val): datasets of x (N, 1, 28, 28) float32 in [0, 1] and y (N,) int64; height and width
+        are what the files say.
+
+    Raises:
+        FileNotFoundError: the folder or one of the files is missing.
+        ValueError: a file is not in the format, is cut short, or has another count than its companion.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"mnist: no folder at {folder}")
+    # All four are found before the first is read: an incomplete folder is then reported at once.
+    parts = [
+        (_find_idx(folder, f"{part}-images", 3), _find_idx(folder, f"{part}-labels", 1)) for part in ("train", "t10k")
+    ]
+    train, val = (_images_and_labels(images, labels) for images, labels in parts)
+    return train, val
+
+
+def _windows(
+    text: str, source: str, block_size: int, stride: int | None, val_fraction: float
+) -> tuple[TextDataset, TextDataset]:
+    """Encode a text, cut its end off for validation, and lay windows over both parts."""
+    stride = block_size if stride is None else stride
+    for name, size in (("block_size", block_size), ("stride", stride)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}: got {size!r}; an integer of at least 1 allowed")
+    _check_fraction(val_fraction)
+    # A window needs one character more than block_size, for its last target, and each part needs a window.
+    # Rounded first, because 1 - 0.9 is a little less than 0.1 and would ask for one character too many.
+    minimum = math.ceil(round((block_size + 1) / min(val_fraction, 1 - val_fraction), 6))
+    if len(text) < minimum:
+        raise ValueError(
+            f"{source}: got {len(text)} characters; block_size={block_size} and "
+            f"val_fraction={val_fraction} need at least {minimum}"
+        )
+    vocabulary = Vocabulary(text)
+    ids = vocabulary.encode(text)
+    split = len(ids) - _val_length(len(ids), val_fraction, block_size + 1)
+    train, val = ids[:split], ids[split:]
+    return TextDataset(train, vocabulary, block_size, stride), TextDataset(val, vocabulary, block_size, stride)
+
+
+def _val_length(length: int, val_fraction: float, at_least: int) -> int:
+    """How many of `length` are for validation, leaving `at_least` on both sides."""
+    return min(max(round(length * val_fraction), at_least), length - at_least)
+
+
+def _check_fraction(val_fraction: float) -> None:
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction: got {val_fraction!r}; a number between 0 and 1 allowed")
+
+
+def _code_points(text: str) -> npt.NDArray[np.uint32]:
+    """The code points of a text, (len(text),); lone surrogates, as in undecoded file names, included."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+
+
+def _find_idx(folder: Path, stem: str, ndim: int) -> Path:
+    """The IDX file of this stem, in any of its spellings."""
+    names = [f"{stem}{dash}idx{ndim}-ubyte{suffix}" for suffix in ("", ".gz") for dash in ("-", ".")]
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise FileNotFoundError(f"mnist: {folder} has none of {', '.join(names)}")
+
+
+def _images_and_labels(images_path: Path, labels_path: Path) -> TensorDataset:
+    images = _read_idx(images_path, ndim=3)  # (N, height, width)
+    labels = _read_idx(labels_path, ndim=1)  # (N,)
+    if len(images) != len(labels):
+        raise ValueError(
+            f"mnist: {images_path.name} has {len(images)} images and {labels_path.name} has "
+            f"{len(labels)} labels; equal counts are needed"
+        )
+    x = torch.from_numpy(images.astype(np.float32)).div_(255).unsqueeze(1)  # (N, 1, height, width)
+    return TensorDataset(x, torch.from_numpy(labels.astype(np.int64)))
+
+
+def _read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
+    """An IDX file of unsigned bytes: a magic number, `ndim` sizes, all big-endian 32-bit, then the bytes."""
+    raw = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            raw = gzip.decompress(raw)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"mnist: {path} is not a whole gzip file: {error}") from error
+    magic = 0x0800 | ndim  # 0x08 is the format's code for unsigned bytes
+    found = int.from_bytes(raw[:4], "big")
+    if len(raw) >= 4 and found != magic:
+        raise ValueError(f"mnist: {path} starts with magic number {found}; {magic} is needed")
+    header_bytes = 4 + 4 * ndim
+    if len(raw) < header_bytes:
+        raise ValueError(f"mnist: {path} is cut short: {len(raw)} bytes, not even a header of {header_bytes}")
+    shape = tuple(int.from_bytes(raw[i : i + 4], "big") for i in range(4, header_bytes, 4))
+    expected_bytes = header_bytes + math.prod(shape)
+    if len(raw) != expected_bytes:
+        what = "is cut short" if len(raw) < expected_bytes else "is too long"
+        raise ValueError(f"mnist: {path} {what}: {len(raw)} bytes; {expected_bytes} for shape {shape} expected")
+    return np.frombuffer(raw, dtype=np.uint8, offset=header_bytes).reshape(shape)

@@ -1,0 +1,107 @@
+"""Validation: every node's own model, the global model, and how far apart the replicas are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vsim.cluster import Cluster
+from vsim.executor import Executor
+from vsim.randomness import EVALUATION, generator
+from vsim.replicas import Views
+from vsim.strategy.base import Strategy
+
+# Columns of the node matrix that are compared at once: bounds the memory that measuring needs.
+_COLUMNS_AT_ONCE = 2**18
+
+
+class Evaluator:
+    """Measures a run without changing anything in it.
+
+    Args:
+        executor: computes the losses.
+        batch: the validation examples, one batch (N, …) on the run's device.
+        batch_size: examples at a time.
+        seed: whatever the model draws in evaluation mode is the same at every evaluation.
+    """
+
+    def __init__(self, executor: Executor, batch: Any, batch_size: int, seed: int) -> None:
+        self.executor = executor
+        self.seed = seed
+        self.num_examples = len(tree_leaves(batch)[0])
+        self.pieces = [
+            tree_map(lambda t, a=start: t[a : a + batch_size], batch)
+            for start in range(0, self.num_examples, batch_size)
+        ]
+
+    def __call__(self, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
+        """Return the validation columns of `History`."""
+        replicas = cluster.replicas
+        local, local_accuracies = self._measure(cluster.weights, replicas.buffers)
+        global_weights, mean_weights = strategy.global_weights(), cluster.mean_weights()
+        candidates = torch.stack([global_weights, mean_weights])  # (2, P)
+        if torch.equal(global_weights, mean_weights):
+            candidates = candidates[:1]
+        buffers = {n: b.expand(len(candidates), *b.shape) for n, b in replicas.mean_buffers().items()}
+        overall, overall_accuracies = self._measure(candidates, buffers)
+
+        columns = {
+            "local_loss": local[0],
+            "global_loss": overall[0],
+            "average_loss": overall[-1],
+            "node_loss_min": local.min(),
+            "node_loss_max": local.max(),
+            "node_loss_std": local.std(correction=0),
+        }
+        if local_accuracies is not None and overall_accuracies is not None:
+            columns["local_accuracy"] = local_accuracies[0]
+            columns["global_accuracy"] = overall_accuracies[0]
+        return {name: float(value) for name, value in columns.items()}
+
+    def _measure(self, weights: Tensor, buffers: Views) -> tuple[Tensor, Tensor | None]:
+        """Return (losses, accuracies), stacked (R,), over all validation examples."""
+        losses = torch.zeros(len(weights), dtype=torch.float64)
+        accuracies: Tensor | None = torch.zeros_like(losses)
+        stream = generator(self.seed, EVALUATION, device=weights.device)
+        for piece in self.pieces:
+            share = len(tree_leaves(piece)[0]) / self.num_examples
+            loss, accuracy = self.executor.evaluate(weights, buffers, piece, stream)
+            losses += share * loss.double().cpu()
+            if accuracy is None or accuracies is None:
+                accuracies = None
+            else:
+                accuracies += share * accuracy.double().cpu()
+        return losses, accuracies
+
+
+def replica_spread(weights: Tensor) -> dict[str, float]:
+    """Return how far apart stacked weights (K, P) are.
+
+    divergence: sqrt(mean_k |θ_k − θ̄|²) / |θ̄|, the root mean square distance from the mean replica relative to its
+    length. correlation: the mean over pairs of nodes of the Pearson correlation of their weights, NaN for one node.
+
+    >>> replica_spread(torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]))
+    {'divergence': 0.0, 'correlation': 1.0}
+    """
+    num_nodes, num_parameters = weights.shape
+    row_means = weights.mean(1, keepdim=True)
+    gram = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)  # of rows, each centred on its own mean
+    distance = length = 0.0
+    for start in range(0, num_parameters, _COLUMNS_AT_ONCE):
+        block = weights[:, start : start + _COLUMNS_AT_ONCE]
+        mean = block.mean(0)
+        distance += float((block - mean).square().sum())
+        length += float(mean.square().sum())
+        centred = block - row_means
+        gram += (centred @ centred.T).double().cpu()
+    deviations = gram.diagonal().sqrt()
+    correlations = gram / deviations[:, None] / deviations
+    pairs = num_nodes * (num_nodes - 1)
+    return {
+        "divergence": math.sqrt(distance / num_nodes / length) if length else math.nan,
+        "correlation": min(1.0, float(correlations.sum() - correlations.trace()) / pairs) if pairs else math.nan,
+    }

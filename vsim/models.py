@@ -1,0 +1,344 @@
+"""Three small models in the form the trainer expects: `model((x, y))` is the loss.
+
+Every model here also answers `model(x)` and `model.logits(x)` with the logits and `model.accuracy((x, y))`
+with the share of right answers. All are plain functions of their parameters, so `torch.func.functional_call`
+under `torch.func.vmap` runs K of them at once: no `.item()`, no branch on data, no write into an input.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["CNN", "GPT", "MLP"]
+
+
+class _LossModel(nn.Module):
+    """A classifier that returns its own loss; subclasses define `logits`."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The logits: class scores along the last dimension."""
+        raise NotImplementedError
+
+    def forward(self, batch: Tensor | Sequence[Tensor]) -> Tensor:
+        """The mean cross-entropy of a batch `(x, y)`, a scalar in nats; for a lone tensor x, its logits."""
+        if isinstance(batch, Tensor):
+            return self.logits(batch)
+        x, y = batch
+        return F.cross_entropy(self.logits(x).flatten(0, -2), y.flatten())
+
+    @torch.no_grad()
+    def accuracy(self, batch: Sequence[Tensor]) -> Tensor:
+        """The share of predictions in a batch `(x, y)` that are right, a scalar in [0, 1].
+
+        Runs in the mode the model is in: call `eval()` first where dropout or BatchNorm matters.
+        """
+        x, y = batch
+        return (self.logits(x).argmax(-1) == y).float().mean()
+
+
+class MLP(_LossModel):
+    """Fully connected layers with ReLU between them; the input is flattened.
+
+    x is (B, *shape) with `prod(shape) == in_features`, y is (B,) int64, logits are (B, num_classes).
+
+    Args:
+        in_features: numbers in one flattened example.
+        hidden: width of each hidden layer; empty for a linear classifier.
+        num_classes: number of classes.
+        dropout: probability after each ReLU, in [0, 1).
+        seed: draws the initial weights from this seed, on the CPU, and leaves the global generator as it
+            was; None draws from the global generator.
+
+    Raises:
+        ValueError: an argument out of its range, or an input of another size.
+
+    >>> model = MLP(in_features=4, hidden=(8,), num_classes=3, seed=0)
+    >>> x, y = torch.ones(5, 2, 2), torch.zeros(5, dtype=torch.int64)
+    >>> model((x, y)).shape, model(x).shape
+    (torch.Size([]), torch.Size([5, 3]))
+    """
+
+    def __init__(
+        self,
+        in_features: int = 64,
+        hidden: Sequence[int] = (128, 128),
+        num_classes: int = 10,
+        dropout: float = 0.0,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        _check_sizes(in_features=in_features, num_classes=num_classes)
+        _check_tuple("hidden", hidden)
+        _check_dropout(dropout)
+        super().__init__()
+        self.in_features = in_features
+        layers: list[nn.Module] = []
+        width = in_features
+        with _seeded(seed):
+            for next_width in hidden:
+                layers += [nn.Linear(width, next_width), nn.ReLU(), nn.Dropout(dropout)]
+                width = next_width
+            self.layers = nn.Sequential(*layers, nn.Linear(width, num_classes))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(B, *shape) → (B, num_classes)."""
+        if math.prod(x.shape[1:]) != self.in_features:
+            raise ValueError(
+                f"MLP: got examples of shape {tuple(x.shape[1:])}; in_features={self.in_features} numbers expected"
+            )
+        return self.layers(x.flatten(1))
+
+
+class CNN(_LossModel):
+    """Blocks of 3×3 convolution, ReLU and 2×2 max-pooling, then a linear head.
+
+    x is (B, *image_shape), y is (B,) int64, logits are (B, num_classes). The defaults fit 8×8 digits;
+    `image_shape=(1, 28, 28)` fits MNIST.
+
+    Args:
+        image_shape: (channels, height, width); each block halves height and width, rounding down, and at
+            least one pixel must remain.
+        channels: output channels of each block; at least one block.
+        num_classes: number of classes.
+        batch_norm: put BatchNorm2d after each convolution.
+        dropout: probability before the head, in [0, 1).
+        seed: as for `MLP`.
+
+    Raises:
+        ValueError: an argument out of its range, or an input of another shape.
+    """
+
+    def __init__(
+        self,
+        image_shape: Sequence[int] = (1, 8, 8),
+        channels: Sequence[int] = (32, 64),
+        num_classes: int = 10,
+        batch_norm: bool = False,
+        dropout: float = 0.0,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        _check_tuple("image_shape", image_shape, length=3)
+        _check_tuple("channels", channels, at_least=1)
+        _check_sizes(num_classes=num_classes)
+        _check_dropout(dropout)
+        depth, height, width = image_shape
+        if min(height, width) < 2 ** len(channels):
+            raise ValueError(
+                f"image_shape: got {tuple(image_shape)}; {len(channels)} poolings need a height and width "
+                f"of at least {2 ** len(channels)}"
+            )
+        super().__init__()
+        self.image_shape = tuple(image_shape)
+        layers: list[nn.Module] = []
+        with _seeded(seed):
+            for next_depth in channels:
+                layers.append(nn.Conv2d(depth, next_depth, kernel_size=3, padding=1))
+                if batch_norm:
+                    layers.append(nn.BatchNorm2d(next_depth))
+                layers += [nn.ReLU(), nn.MaxPool2d(2)]
+                depth, height, width = next_depth, height // 2, width // 2
+            self.features = nn.Sequential(*layers)
+            self.dropout = nn.Dropout(dropout)
+            self.head = nn.Linear(depth * height * width, num_classes)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(B, *image_shape) → (B, num_classes)."""
+        if x.shape[1:] != self.image_shape:
+            raise ValueError(f"CNN: got images of shape {tuple(x.shape[1:])}; image_shape={self.image_shape} expected")
+        return self.head(self.dropout(self.features(x).flatten(1)))
+
+
+class GPT(_LossModel):
+    """A decoder-only transformer after GPT-2: pre-LayerNorm, learned positions, tied embedding and head.
+
+    x is (B, T) int64 with T ≤ block_size, y is (B, T) int64, the token that follows each of x; logits are
+    (B, T, vocab_size). Weights start as in GPT-2: normal with standard deviation 0.02, the projections
+    that write into the residual stream divided by sqrt(2 · layers), biases zero.
+
+    Args:
+        vocab_size: number of different tokens.
+        block_size: longest context, in tokens.
+        layers: number of transformer blocks.
+        width: size of the residual stream; a multiple of heads.
+        heads: attention heads a block.
+        dropout: probability on the embedding and on what each block adds, in [0, 1). The attention
+            weights have none.
+        seed: as for `MLP`.
+
+    Raises:
+        ValueError: an argument out of its range, or an input longer than block_size.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        block_size: int = 64,
+        layers: int = 2,
+        width: int = 128,
+        heads: int = 4,
+        dropout: float = 0.0,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        _check_sizes(vocab_size=vocab_size, block_size=block_size, layers=layers, width=width, heads=heads)
+        _check_dropout(dropout)
+        if width % heads:
+            raise ValueError(f"width: got {width}; a multiple of heads={heads} is needed")
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        with _seeded(seed):
+            self.tokens = nn.Embedding(vocab_size, width)
+            self.positions = nn.Embedding(block_size, width)
+            self.dropout = nn.Dropout(dropout)
+            self.blocks = nn.Sequential(*(_Block(width, heads, dropout) for _ in range(layers)))
+            self.norm = nn.LayerNorm(width)
+            self.lm_head = nn.Linear(width, vocab_size, bias=False)
+            self.lm_head.weight = self.tokens.weight
+            self._initialise(layers)
+
+    def _initialise(self, layers: int) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(B, T) → (B, T, vocab_size)."""
+        length = x.shape[-1]
+        if length > self.block_size:
+            raise ValueError(f"GPT: got {length} tokens; at most block_size={self.block_size} allowed")
+        hidden = self.dropout(self.tokens(x) + self.positions.weight[:length])  # (B, T, width)
+        return self.lm_head(self.norm(self.blocks(hidden)))
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Sample a continuation; dropout is off and the training mode is the same afterwards.
+
+        Args:
+            prompt: (B, T0) int64 with T0 ≥ 1; only the last block_size tokens are seen.
+            max_new_tokens: tokens to add, ≥ 0.
+            temperature: divides the logits, ≥ 0; 0 takes the likeliest token.
+            top_k: sample among this many likeliest tokens, ≥ 1; None among all.
+            generator: source of the draws, on the model's device; None starts a new one at seed 0, so that
+                equal calls return equal text. The global generator is never used.
+
+        Returns:
+            (B, T0 + max_new_tokens) int64: the prompt and what follows it.
+
+        Raises:
+            ValueError: an argument out of its range.
+        """
+        if prompt.ndim != 2 or prompt.dtype != torch.int64 or prompt.shape[1] == 0:
+            raise ValueError(f"prompt: got {tuple(prompt.shape)} {prompt.dtype}; (B, T0 ≥ 1) int64 is needed")
+        lowest, highest = (int(end) for end in prompt.aminmax()) if prompt.numel() else (0, 0)
+        if lowest < 0 or highest >= self.vocab_size:
+            raise ValueError(f"prompt: got tokens {lowest} to {highest}; 0 to {self.vocab_size - 1} allowed")
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens: got {max_new_tokens}; at least 0 allowed")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature: got {temperature}; a finite number of at least 0 allowed")
+        if top_k is not None:
+            _check_sizes(top_k=top_k)
+        if generator is None:
+            generator = torch.Generator(prompt.device).manual_seed(0)
+        training = {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            for _ in range(max_new_tokens):
+                logits = self.logits(prompt[:, -self.block_size :])[:, -1]  # (B, vocab_size)
+                token = _sample(logits, temperature, top_k, generator)
+                prompt = torch.cat([prompt, token], dim=1)
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+        return prompt
+
+
+class _Block(nn.Module):
+    """One transformer block: attention and MLP, each normalized before and added after."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, T, width) → (B, T, width)."""
+        hidden = hidden + self.dropout(self._attend(self.attention_norm(hidden)))
+        return hidden + self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden)))))
+
+    def _attend(self, hidden: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, T, width / heads)
+            for part in self.attention_in(hidden).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.attention_out(mixed.transpose(1, 2).flatten(2))
+
+
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    """One token a row: (B, vocab_size) → (B, 1)."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    # The largest logit becomes 0 before the division, so that no temperature overflows.
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        values, candidates = logits.topk(top_k)
+        choice = torch.multinomial(values.softmax(-1), 1, generator=generator)
+        return candidates.gather(-1, choice)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Draw initial weights from `seed` inside the block, leaving the global generators as they were."""
+    if seed is None:
+        yield
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed: got {seed!r}; None or an integer from 0 to 2**63 - 1 allowed")
+    # On the CPU whatever the default device: a seed then means the same weights everywhere, and no
+    # other device's generator is involved.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}: got {size!r}; an integer of at least 1 allowed")
+
+
+def _check_tuple(name: str, sizes: Sequence[int], length: int | None = None, at_least: int = 0) -> None:
+    if isinstance(sizes, int) or len(sizes) < at_least or (length is not None and len(sizes) != length):
+        count = f"{length}" if length is not None else f"at least {at_least}"
+        raise ValueError(f"{name}: got {sizes!r}; a sequence of {count} integers allowed")
+    for index, size in enumerate(sizes):
+        _check_sizes(**{f"{name}[{index}]": size})
+
+
+def _check_dropout(dropout: float) -> None:
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout: got {dropout!r}; a probability in [0, 1) allowed")

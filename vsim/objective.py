@@ -1,0 +1,70 @@
+"""What is minimised: the user's model and loss as one module from a batch to a scalar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class Objective(nn.Module):
+    """The mean loss of a batch: `model(batch)`, or `loss_fn(model(x), y)` of a batch (x, y) if there is a `loss_fn`.
+
+    Accuracy is known where the model has a method `accuracy(batch)` that returns a scalar, or where a
+    `loss_fn` compares outputs (B, C, …) with whole-number targets (B, …): then it is that of argmax over C.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
+        super().__init__()
+        if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+            raise ValueError("loss_fn has trainable parameters: make them part of the model, or freeze them")
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, batch: Any, with_accuracy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return (loss, accuracy): scalars; accuracy is None unless asked for and known."""
+        if self.loss_fn is None:
+            loss = self.model(batch)
+            measure = getattr(self.model, "accuracy", None)
+            accuracy = measure(batch) if with_accuracy and callable(measure) else None
+        else:
+            x, y = _inputs_and_targets(batch)
+            outputs = self.model(x)
+            loss = self.loss_fn(outputs, y)
+            accuracy = _accuracy(outputs, y) if with_accuracy else None
+        return _scalar(loss, "the loss"), None if accuracy is None else _scalar(accuracy, "the accuracy")
+
+
+def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, Sequence) or len(batch) != 2:
+        given = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
+        raise ValueError(f"with loss_fn= a batch must be a pair (x, y); the dataset gives {given}")
+    return batch[0], batch[1]
+
+
+def _scalar(value: Any, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{what} must be a scalar tensor, got {type(value).__name__}; a model that returns outputs needs loss_fn="
+        )
+    if value.dim() != 0:
+        raise ValueError(
+            f"{what} must be a scalar (the mean over the batch), got a tensor of shape {tuple(value.shape)}; "
+            "reduce it with .mean(), or give loss_fn= if the model returns outputs"
+        )
+    return value
+
+
+def _accuracy(outputs: Any, targets: Any) -> Tensor | None:
+    classifies = (
+        isinstance(outputs, Tensor)
+        and isinstance(targets, Tensor)
+        and not targets.is_floating_point()
+        and outputs.dim() == targets.dim() + 1 >= 2
+        and outputs.shape[:1] + outputs.shape[2:] == targets.shape
+    )
+    return (outputs.argmax(1) == targets).to(torch.float32).mean() if classifies else None

@@ -1,0 +1,84 @@
+"""One seed, many independent streams, and the process's own random state left alone.
+
+Every stream is derived from the run's seed and a key through numpy's SeedSequence, so that streams do not
+overlap and adding a node or a consumer does not move another's numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+# The first element of every stream's key: who draws from it.
+NODE, SHARED, GLOBAL, EVALUATION, LOADER = range(5)
+
+
+def derive_seed(seed: int, *key: int) -> int:
+    """Return a 63-bit seed for the stream that `key` names under the run's `seed`.
+
+    >>> derive_seed(42, NODE, 0) == derive_seed(42, NODE, 0) != derive_seed(42, NODE, 1)
+    True
+    """
+    state = np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))
+
+
+def generator(seed: int, *key: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a new torch.Generator on `device` for the stream that `key` names under `seed`."""
+    stream = torch.Generator(device)
+    stream.manual_seed(derive_seed(seed, *key))
+    return stream
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that random operations on `device` draw from when they are given none."""
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    return torch.default_generator
+
+
+@contextmanager
+def drawing_from(stream: torch.Generator) -> Iterator[None]:
+    """Make operations that draw from the default generator of `stream`'s device draw from `stream`.
+
+    The default generator's own state is put back at the end, and `stream` has then moved on by what was drawn.
+    """
+    default = default_generator(stream.device)
+    kept = default.get_state()
+    default.set_state(stream.get_state())
+    try:
+        yield
+    finally:
+        stream.set_state(default.get_state())
+        default.set_state(kept)
+
+
+@contextmanager
+def isolated(seed: int, device: torch.device) -> Iterator[None]:
+    """Run a block with the global generators of torch, numpy and Python seeded from `seed`, then put them back.
+
+    vsim itself draws from its own streams. This is for what a user's dataset, model or hook draws: it becomes a
+    function of `seed`, and the process's state is afterwards what it was before.
+    """
+    generators = {default_generator(torch.device("cpu")), default_generator(device)}
+    torch_states = [(g, g.get_state()) for g in generators]
+    numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
+    for g in generators:
+        g.manual_seed(derive_seed(seed, GLOBAL, 0))
+    np.random.seed(derive_seed(seed, GLOBAL, 1) % 2**32)  # noqa: NPY002
+    random.seed(derive_seed(seed, GLOBAL, 2))
+    try:
+        yield
+    finally:
+        for g, state in torch_states:
+            g.set_state(state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        random.setstate(python_state)

@@ -1,0 +1,206 @@
+"""What a strategy is: an inner optimizer, and what the nodes communicate before and after it.
+
+    gradients ─► modules' communicate_gradients ─► clip ─► optimizer ─► modules' communicate ─► schedule ─► t + 1
+
+A strategy is configured when it is made and holds no state then: a run works on a copy of its own, so that one object
+can be used for many runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import Unpack
+
+from vsim.arguments import real_number, reject_unknown
+from vsim.cluster import Cluster
+from vsim.optim import (
+    ELEMENTWISE,
+    OptimSpec,
+    Schedule,
+    StackedOptimizer,
+    clip_by_node,
+    resolve_optim,
+    torch_optimizers,
+)
+from vsim.strategy.communicate import communicating_through
+from vsim.strategy.node import StackedModel
+
+
+class CommunicationModule:
+    """One way of communicating, at one or both of two moments of every step. Subclass it; both do nothing here."""
+
+    def setup(self, cluster: Cluster) -> None:
+        """Prepare for a run on `cluster`: make the state that lasts from step to step."""
+
+    def communicate_gradients(self, cluster: Cluster) -> None:
+        """Change `cluster.grads` in place, before clipping and the optimizer step number `cluster.step`."""
+
+    def communicate(self, cluster: Cluster) -> None:
+        """Change `cluster.weights` in place, after the optimizer step number `cluster.step`."""
+
+    def global_weights(self, cluster: Cluster) -> Tensor | None:
+        """Return the shared weights (P,) that this module holds as the global model, if it does."""
+        return None
+
+
+class StrategyOptions(TypedDict, total=False):
+    """The arguments that all strategies take; see `Strategy`."""
+
+    optim_spec: OptimSpec | type[Optimizer] | str | None
+    inner_optim: OptimSpec | type[Optimizer] | str | None
+    lr: float | None
+    inner_lr: float | None
+    max_norm: float | None
+    lr_scheduler: type[LRScheduler] | str | None
+    lr_scheduler_kwargs: dict[str, Any] | None
+    warmup_steps: int | None
+    cosine_anneal: bool | None
+    max_steps: int | None
+
+
+class Strategy:
+    """An inner optimizer and an ordered list of communication modules. The base to subclass.
+
+    Args:
+        communication_modules: what is communicated, in this order. None: every node trains alone.
+        optim_spec, inner_optim: the inner optimizer (two spellings; give one): an `OptimSpec`, a torch.optim class or
+            its name in small letters. Default AdamW.
+        lr, inner_lr: its learning rate (two spellings).
+        max_norm: clip every node's gradient to this 2-norm before its optimizer step.
+        lr_scheduler: a torch.optim.lr_scheduler class, or "cosine" or "lambda_cosine": the peak rate times s / w while
+            s < w (warm-up), then, with cosine_anneal, times 0.1 + 0.45 · (1 + cos(π (s − w) / (T − w))), at 0-based
+            step s of T.
+        lr_scheduler_kwargs: arguments of the scheduler.
+        warmup_steps: w. cosine_anneal: on for "cosine", off for "lambda_cosine". max_steps: T; default the run's.
+
+    Attributes during a run:
+        model: the stacked model: `parameters()` yields tensors (K, *shape) with stacked `.grad`.
+        optim: the inner optimizer. num_nodes: K. local_step: completed steps. cluster: everything else.
+
+    A subclass may override `step` with code written as if for one node, ending with `super().step()`:
+
+        class AverageGradients(Strategy):
+            def step(self):
+                for p in self.model.parameters():
+                    all_reduce(p.grad)
+                    p.grad.div_(self.num_nodes)
+                super().step()
+    """
+
+    def __init__(
+        self, communication_modules: Sequence[CommunicationModule] = (), **options: Unpack[StrategyOptions]
+    ) -> None:
+        own = [n for n in inspect.signature(type(self).__init__).parameters if n not in ("self", "options")]
+        where = f"{type(self).__name__}()"
+        reject_unknown(options, [*own, *StrategyOptions.__annotations__], where)
+        for module in communication_modules:
+            if not isinstance(module, CommunicationModule):
+                raise TypeError(f"{where}: communication_modules must be CommunicationModules, got {module!r}")
+        self.communication_modules = list(communication_modules)
+        self.optim_spec = resolve_optim(
+            where,
+            {name: options.get(name) for name in ("optim_spec", "inner_optim")},
+            {"lr": options.get("lr"), "inner_lr": options.get("inner_lr")},
+            default=OptimSpec(torch.optim.AdamW),
+        )
+        max_norm = options.get("max_norm")
+        self.max_norm = None if max_norm is None else real_number("max_norm", max_norm, above=0)
+        self.schedule = Schedule(
+            options.get("lr_scheduler"),
+            options.get("lr_scheduler_kwargs"),
+            options.get("warmup_steps"),
+            options.get("cosine_anneal"),
+            options.get("max_steps"),
+        )
+
+    # A run -------------------------------------------------------------------------------------------------------
+
+    def setup(self, cluster: Cluster) -> None:
+        """Start a run on `cluster`. Called once, on the run's own copy of the strategy."""
+        self.cluster = cluster
+        self.num_nodes = cluster.num_nodes
+        self.local_step = 0
+        self.model = StackedModel(cluster.replicas)
+        self._init_node(self.model, cluster.replicas.first_node, cluster.num_nodes)
+        self._optim_has_stepped = False
+        for optimizer in torch_optimizers(self.optim):
+            if type(optimizer) not in ELEMENTWISE and not hasattr(self.optim, "optimizers"):
+                name = type(optimizer).__name__
+                raise TypeError(
+                    f"{name} may mix the elements of a tensor, so over stacked parameters it would mix nodes; "
+                    f"build it with OptimSpec(torch.optim.{name}, …).build(self.model), one for each node"
+                )
+        # Of several (one for each node) the last is the one whose step completes the optimizer's.
+        torch_optimizers(self.optim)[-1].register_step_post_hook(self._note_optimizer_step)
+        self.schedulers = self.schedule.build(self.optim, cluster.max_steps)
+        for module in self.communication_modules:
+            module.setup(cluster)
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        """Prepare the nodes; a subclass may extend this, and may set `self.optim`.
+
+        Args:
+            model: the stacked model, also `self.model`.
+            rank: the number of the first node held here: 0 in the simulator, where all nodes are held together.
+            num_nodes: K.
+        """
+        self.optim: StackedOptimizer = self.optim_spec.build_for(self.cluster.replicas, self.cluster.deterministic)
+
+    @torch.no_grad()
+    def take_step(self) -> None:
+        """Do step number `cluster.step`, whose gradients are in `cluster.grads`. The training loop calls this."""
+        self._optim_has_stepped = False
+        with communicating_through(self.cluster.collectives):
+            self.step()
+        self.model.write_back()
+
+    def step(self) -> None:
+        """One step of all nodes: gradients → communicate → clip → optimizer → communicate → schedule."""
+        self.model.write_back()
+        for module in self.communication_modules:
+            module.communicate_gradients(self.cluster)
+        if not self._optim_has_stepped:  # a subclass may have called self.optim.step() itself
+            self.clip()
+            self.optim.step()
+        for module in self.communication_modules:
+            module.communicate(self.cluster)
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self.local_step += 1
+
+    def clip(self) -> None:
+        """Clip every node's gradient to `max_norm`, if there is one."""
+        if self.max_norm is not None:
+            clip_by_node(self.cluster.replicas, self.max_norm, exact=self.cluster.deterministic)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next optimizer step."""
+        return float(self.optim.param_groups[0]["lr"])
+
+    def global_weights(self) -> Tensor:
+        """Return the shared weights (P,) to evaluate as the global model: a module's own, or the mean replica."""
+        for module in self.communication_modules:
+            weights = module.global_weights(self.cluster)
+            if weights is not None:
+                return weights
+        return self.cluster.mean_weights()
+
+    def _note_optimizer_step(self, *_: Any) -> None:
+        self._optim_has_stepped = True
+
+
+class CommunicateOptimizeStrategy(Strategy):
+    """Any communication modules in order around one inner optimizer; see `Strategy` for the arguments."""
+
+    def __init__(
+        self, communication_modules: Sequence[CommunicationModule], **options: Unpack[StrategyOptions]
+    ) -> None:
+        super().__init__(communication_modules, **options)

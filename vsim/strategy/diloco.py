@@ -1,0 +1,99 @@
+"""DiLoCo: train alone for H steps, then step a shared copy of the weights with an outer optimizer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import Unpack
+
+from vsim.arguments import whole_number
+from vsim.cluster import Cluster
+from vsim.optim import OptimSpec, resolve_optim
+from vsim.strategy.base import CommunicationModule, Strategy, StrategyOptions
+
+OuterOptim = OptimSpec | type[Optimizer] | str | None
+
+
+class DiLoCoCommunicator(CommunicationModule):
+    """After every H-th step the mean distance that the nodes have come is the outer optimizer's gradient.
+
+    Args:
+        H: steps between syncs.
+        outer_optim_spec, outer_optim: the outer optimizer (two spellings; give one). Default SGD with lr 0.7, momentum
+            0.9, Nesterov.
+        outer_lr: its learning rate.
+    """
+
+    def __init__(
+        self,
+        H: int = 100,
+        outer_optim_spec: OuterOptim = None,
+        *,
+        outer_optim: OuterOptim = None,
+        outer_lr: float | None = None,
+    ) -> None:
+        self.H = whole_number("H", H)
+        self.outer_optim_spec = resolve_optim(
+            "DiLoCo",
+            {"outer_optim_spec": outer_optim_spec, "outer_optim": outer_optim},
+            {"outer_lr": outer_lr},
+            default=OptimSpec(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+        )
+        if not self.outer_optim_spec.elementwise:
+            raise ValueError(
+                f"the outer optimizer steps all weights as one vector, so it must be elementwise; "
+                f"{self.outer_optim_spec.cls.__name__} is not"
+            )
+
+    def setup(self, cluster: Cluster) -> None:
+        self.outer_weights = cluster.weights[0].clone()  # φ, shared (P,)
+        self.outer_gradient = torch.zeros_like(self.outer_weights)
+        self.outer_optim = self.outer_optim_spec.build_over(
+            self.outer_weights, self.outer_gradient, cluster.deterministic
+        )
+
+    def communicate(self, cluster: Cluster) -> None:
+        if cluster.step % self.H:
+            return
+        mean = cluster.collectives.all_reduce(cluster.weights, label="outer gradient")
+        # mean_k (φ − θ_k): φ is equal on all nodes, so that averaging θ_k sends the same bytes.
+        torch.sub(self.outer_weights, mean, out=self.outer_gradient)
+        self.outer_optim.step()
+        cluster.weights.copy_(self.outer_weights)
+
+    def global_weights(self, cluster: Cluster) -> Tensor:
+        return self.outer_weights
+
+
+class DiLoCoStrategy(Strategy):
+    """Distributed low-communication training [Douillard et al. 2023, arXiv:2311.08105].
+
+        θ_k ← inner optimizer(θ_k, g_k)
+        after every H-th step:  Δ = mean_k (φ − θ_k);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
+
+    The inner optimizer's state survives the sync. With the default outer optimizer the first move is 0.7 · 1.9 · Δ, as
+    torch.optim.SGD's Nesterov momentum has it.
+
+    Args:
+        H: inner steps between syncs, at least 1. The paper uses 500.
+        outer_optim, outer_optim_spec: the outer optimizer (two spellings): an `OptimSpec`, class or name. Default SGD,
+            lr 0.7, momentum 0.9, Nesterov.
+        outer_lr: the outer learning rate.
+        options: those of every strategy; see `Strategy`. The paper's inner optimizer is
+            OptimSpec("adamw", lr=4e-4, weight_decay=0.1).
+
+    Payload: all weights every H steps.
+    """
+
+    def __init__(
+        self,
+        H: int = 100,
+        outer_optim: OuterOptim = None,
+        outer_lr: float | None = None,
+        *,
+        outer_optim_spec: OuterOptim = None,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        outer = DiLoCoCommunicator(H, outer_optim_spec, outer_optim=outer_optim, outer_lr=outer_lr)
+        super().__init__([outer], **options)

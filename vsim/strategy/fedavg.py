@@ -1,0 +1,77 @@
+"""Local SGD and FedAvg: train alone for H steps, then average the weights."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import Unpack
+
+from vsim.arguments import one_of, whole_number
+from vsim.cluster import Cluster
+from vsim.collectives import Groups
+from vsim.strategy.base import CommunicationModule, Strategy, StrategyOptions
+
+
+class AveragingCommunicator(CommunicationModule):
+    """θ_k = Σ_j w_j θ_j after every `every`-th step, over all nodes or inside of islands.
+
+    Args:
+        island_size: nodes that average together. At every sync the nodes are shuffled anew and cut into islands of
+            this size; the last may be smaller. None: all nodes.
+        every: steps between syncs, H.
+        weighting: "uniform", or "examples": by the number of examples that a node has.
+    """
+
+    def __init__(self, island_size: int | None = None, every: int = 1, weighting: str = "uniform") -> None:
+        self.island_size = None if island_size is None else whole_number("island_size", island_size)
+        self.every = whole_number("every", every)
+        self.weighting = one_of("weighting", weighting, ("uniform", "examples"))
+
+    def setup(self, cluster: Cluster) -> None:
+        if self.island_size is not None:
+            whole_number("island_size", self.island_size, at_most=cluster.num_nodes)
+
+    def communicate(self, cluster: Cluster) -> None:
+        if cluster.step % self.every:
+            return
+        cluster.weights.copy_(
+            cluster.collectives.all_reduce(
+                cluster.weights,
+                label="weights",
+                groups=self._islands(cluster),
+                weights=cluster.shard_sizes if self.weighting == "examples" else None,
+            )
+        )
+
+    def _islands(self, cluster: Cluster) -> Groups | None:
+        if self.island_size is None or self.island_size == cluster.num_nodes:
+            return None
+        shuffled = torch.randperm(cluster.num_nodes, generator=cluster.generator)
+        return [sorted(island.tolist()) for island in shuffled.split(self.island_size)]
+
+
+class FedAvgStrategy(Strategy):
+    """Federated averaging [McMahan et al. 2016, arXiv:1602.05629]; with equal shards local SGD [Stich 2018,
+    arXiv:1805.09767].
+
+        θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j w_j θ_j
+
+    Args:
+        H: local steps between averagings, at least 1.
+        island_size: average only inside of random islands of this many nodes, drawn anew at every sync.
+        weighting: "uniform" (w_j = 1/K) or "examples" (w_j in proportion to node j's number of examples).
+        options: those of every strategy; see `Strategy`.
+
+    Payload: all weights every H steps.
+
+    Deviations from the paper: all nodes take part in every round, and H counts steps, not epochs.
+    """
+
+    def __init__(
+        self,
+        H: int = 1,
+        island_size: int | None = None,
+        weighting: str = "uniform",
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        every = whole_number("H", H)
+        super().__init__([AveragingCommunicator(island_size, every, weighting)], **options)

@@ -1,0 +1,73 @@
+"""The model as per-node code sees it: parameters and gradients of all nodes behind the names of one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from vsim.replicas import Replicas
+
+
+class StackedModel(nn.Module):
+    """The user's model with stacked parameters (K, *shape), which are views of the node matrix, as are their `.grad`.
+
+    Elementwise code that is written for one node (`p.grad.div_(2)`, `p.mul_(0.9)`, `p.grad = sign(p.grad)`) runs
+    for all nodes at once. Trainable parameters only: the frozen ones are shared and never change.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        super().__init__()
+        self._replicas = replicas
+        self._stacked: dict[str, nn.Parameter] | None = None
+        self._views: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, stacked parameter (K, *shape)), in the order of the user's model."""
+        for name, parameter in self._parameters_by_name().items():
+            yield (f"{prefix}.{name}" if prefix else name), parameter
+
+    def __deepcopy__(self, memo: object) -> StackedModel:
+        """A copy with its own memory: the snapshot that strategies keep of the weights."""
+        replicas = self._replicas
+        return StackedModel(
+            Replicas(
+                replicas.module,
+                replicas.layout,
+                replicas.weights.clone(),
+                replicas.grads.clone(),
+                copy.deepcopy(replicas.buffers),
+                replicas.frozen,
+                replicas.first_node,
+            )
+        )
+
+    def write_back(self) -> None:
+        """Bring what was assigned (`p.grad = …`, `p.data = …`) into the matrix, where everything else looks."""
+        for parameter, weights, grads in self._views:
+            if parameter.data_ptr() != weights.data_ptr():
+                weights.copy_(parameter)
+                parameter.data = weights
+            if parameter.grad is None:
+                grads.zero_()
+            elif parameter.grad.data_ptr() != grads.data_ptr() or parameter.grad.shape != grads.shape:
+                grads.copy_(parameter.grad)
+            else:
+                continue
+            parameter.grad = grads
+
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
+        if self._stacked is None:  # on first use: strategies that work on the matrix never need them
+            self._stacked = {}
+            weights = self._replicas.views(self._replicas.weights)
+            grads = self._replicas.views(self._replicas.grads)
+            for name, view in weights.items():
+                parameter = nn.Parameter(view)
+                parameter.grad = grads[name]
+                parameter.is_stacked = True  # type: ignore[attr-defined]
+                self._stacked[name] = parameter
+                self._views.append((parameter, view, grads[name]))
+        return self._stacked

@@ -1,0 +1,28 @@
+"""AllReduce, also called DDP: every step averages the gradients, so that all nodes stay equal."""
+
+from __future__ import annotations
+
+from typing_extensions import Unpack
+
+from vsim.cluster import Cluster
+from vsim.strategy.base import CommunicationModule, Strategy, StrategyOptions
+
+
+class GradientAverage(CommunicationModule):
+    """g = mean_k g_k before every optimizer step. Payload: all gradients, every step."""
+
+    def communicate_gradients(self, cluster: Cluster) -> None:
+        cluster.grads.copy_(cluster.collectives.all_reduce(cluster.grads, label="gradients"))
+
+
+class SimpleReduceStrategy(Strategy):
+    """AllReduce: the averaged gradient is clipped and stepped with on every node.
+
+        g = mean_k g_k;  θ_k ← optimizer(θ_k, clip(g))
+
+    Args:
+        options: those of every strategy; see `Strategy`.
+    """
+
+    def __init__(self, **options: Unpack[StrategyOptions]) -> None:
+        super().__init__([GradientAverage()], **options)
