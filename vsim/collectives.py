@@ -34,7 +34,7 @@ _TRAFFIC: dict[str, Callable[[int], tuple[Fraction, Fraction]]] = {
 def reduce_rows(stacked: Tensor, op: str, weights: Tensor | None = None) -> Tensor:
     """Reduce (R, …) over its rows in rank order: the one kernel that every backend's exact result comes from."""
     if weights is not None:
-        return torch.tensordot(weights.to(stacked.dtype), stacked, dims=1)
+        return torch.tensordot(weights.to(stacked), stacked, dims=1)
     if op == "mean":
         return stacked.mean(0)
     if op == "sum":
@@ -147,11 +147,11 @@ class StackedCollectives(Collectives):
 
     def _all_reduce(self, stacked: Tensor, op: str, groups: Groups | None, weights: Tensor | None) -> Tensor:
         if groups is None:
-            return reduce_rows(stacked, op, None if weights is None else weights / weights.sum())
+            return reduce_rows(stacked, op, None if weights is None else _shares(weights))
         result = torch.empty_like(stacked)
         for group in groups:
             rows = torch.as_tensor(group, device=stacked.device)
-            own = None if weights is None else weights[rows] / weights[rows].sum()
+            own = None if weights is None else _shares(weights[list(group)])
             result[rows] = reduce_rows(stacked[rows], op, own)
         return result
 
@@ -160,6 +160,11 @@ class StackedCollectives(Collectives):
 
     def _broadcast(self, stacked: Tensor, src: int) -> Tensor:
         return stacked[src]
+
+
+def _shares(weights: Tensor) -> Tensor:
+    # On the CPU, where float64 always is: a few numbers, whatever the device and precision of what they weigh.
+    return weights.cpu().double() / weights.sum().item()
 
 
 def check_partition(groups: Groups, num_nodes: int) -> None:

@@ -133,7 +133,13 @@ class _progress_bar:
         if self.run.progress:
             from tqdm.auto import tqdm
 
-            self.bar = tqdm(total=self.run.max_steps, desc=self.run.description, unit="step", dynamic_ncols=True)
+            self.bar = tqdm(
+                total=self.run.max_steps,
+                desc=self.run.description,
+                unit="step",
+                dynamic_ncols=True,
+                disable=None,  # not into files and pipes
+            )
         return self
 
     def advance(self, train_loss: float) -> None:

@@ -88,7 +88,7 @@ class Replicas:
     def views(self, matrix: Tensor) -> Views:
         """Return name → view of a stacked (R, P) matrix as (R, *shape), or of a shared (P,) row as (*shape)."""
         lead = matrix.shape[:-1]
-        return {c.name: matrix[..., c.start : c.stop].view(*lead, *c.shape) for c in self.layout}
+        return {c.name: matrix[..., c.start : c.stop].view((*lead, *c.shape)) for c in self.layout}
 
     def rows(self, start: int, stop: int) -> Replicas:
         """Return the nodes in rows start … stop − 1, sharing memory with this one."""

@@ -42,6 +42,7 @@ class Trainer:
 
     Attributes, after or during a `fit`:
         history: the `History` of the last run. ledger: its `Ledger`. strategy: its own copy of the strategy.
+        run_label: what progress bar and history call the next runs; None: by their strategy.
 
     Example:
         >>> from vsim import Trainer
@@ -77,6 +78,7 @@ class Trainer:
         self.history = History()
         self.ledger = Ledger()
         self.strategy: Strategy | None = None
+        self.run_label: str | None = None
 
     @known_keywords
     def fit(
@@ -171,7 +173,7 @@ class Trainer:
             self.strategy = copy.deepcopy(strategy)
             self.strategy.setup(cluster)
             engine = self._executor(executor, replicas, target, seed, autocast, deterministic)
-            self.history = History(type(strategy).__name__, num_nodes)
+            self.history = History(self.run_label or type(strategy).__name__, num_nodes)
             collate = (dataloader_kwargs or {}).get("collate_fn")
             train(
                 Run(
@@ -189,7 +191,7 @@ class Trainer:
                     train_loss_hook,
                     eval_loss_hook,
                     progress,
-                    f"{type(strategy).__name__.removesuffix('Strategy')} × {num_nodes}",
+                    self.run_label or f"{type(strategy).__name__.removesuffix('Strategy')} × {num_nodes}",
                 )
             )
             return replicas.as_module(cluster.mean_weights(), replicas.mean_buffers(), like=self.model)

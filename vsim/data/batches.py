@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -105,7 +107,7 @@ class Batches:
         """Any dataset: one DataLoader, whose batches hold the samples of all nodes, node by node."""
         collate = self._options.get("collate_fn")
         num_nodes = self.order.num_nodes
-        dataset = self._datasets[0] if len(self._datasets) == 1 else ConcatDataset(self._datasets)
+        dataset = self._datasets[0] if len(self._datasets) == 1 else _EndToEnd(self._datasets)
         loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=_NodeByNode(self.order, start_step),
@@ -116,6 +118,17 @@ class Batches:
             },
         )
         yield from loader
+
+
+class _EndToEnd(ConcatDataset[Any]):
+    """The nodes' own datasets one after another; each is asked for its examples in one go where it can be."""
+
+    def __getitems__(self, positions: list[int]) -> list[Any]:
+        ends, examples = self.cumulative_sizes, []
+        for which, own in itertools.groupby(positions, key=lambda position: bisect.bisect_right(ends, position)):
+            start = ends[which - 1] if which else 0
+            examples += fetch(self.datasets[which], [position - start for position in own])
+        return examples
 
 
 class _NodeByNode:
@@ -196,15 +209,19 @@ def in_memory(dataset: Dataset[Any]) -> Callable[[Tensor], list[Tensor]] | None:
     return None
 
 
+def fetch(dataset: Dataset[Any], indices: list[int]) -> list[Any]:
+    """Return the examples at `indices`, in one go where the dataset offers that."""
+    fetch_many = getattr(dataset, "__getitems__", None)
+    return fetch_many(indices) if fetch_many else [dataset[i] for i in indices]
+
+
 def first_examples(dataset: Dataset[Any], count: int, collate: Callable[[list[Any]], Any] | None) -> Any:
     """Return one batch (N, …) of the first `count` examples, or of all if there are fewer."""
     count = min(count, _length(dataset))
     stored = in_memory(dataset) if collate is None else None
     if stored is not None:
         return stored(torch.arange(count))
-    fetch_many = getattr(dataset, "__getitems__", None)
-    samples = fetch_many(list(range(count))) if fetch_many else [dataset[i] for i in range(count)]
-    batch = (collate or default_collate)(samples)
+    batch = (collate or default_collate)(fetch(dataset, list(range(count))))
     check_tensors(batch)
     return batch
 

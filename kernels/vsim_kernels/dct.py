@@ -1,0 +1,196 @@
+"""Discrete cosine transform of tiles: the basis in which DeMo [2411.19870] looks for large components.
+
+A parameter is cut into equal tiles, each dimension into chunks of its largest divisor up to a limit:
+
+    matrix  (K, rows, cols)  → (K · tiles, h, w)    two-dimensional DCT of each tile
+    vector  (K, n)           → (K · tiles, 1, w)    one-dimensional
+    (K, out, a, b, …)        → folded to (K, out, a·b·…) first, then as a matrix
+
+Tiles of equal shape from any number of parameters can be concatenated: node k's tiles of a parameter are
+rows k · tiles … (k + 1) · tiles − 1, in row-major order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .precision import working_dtype
+
+_matrices: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
+
+
+def dct_matrix(n: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+    """The orthonormal DCT-II matrix C, with C @ x the transform of x and C.T its inverse.
+
+        C[u, i] = sqrt((2 − [u = 0]) / n) · cos(π (2i + 1) u / 2n)
+
+    Built once per (n, device, dtype), in float64 on the CPU (some devices have none), then cast. The result
+    is that cached tensor: don't write to it. `torch.compile` finds it there too; where it is not there yet,
+    the building is traced and the next call compiles once more.
+
+    Args:
+        n: size, at least 1.
+        device: where the matrix goes.
+        dtype: floating dtype of the matrix.
+
+    Returns:
+        (n, n), *shared*.
+
+    Raises:
+        ValueError: n < 1.
+
+    Source: Ahmed, Natarajan, Rao (1974), Discrete Cosine Transform.
+    """
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    key = (n, torch.device(device), dtype)
+    if key not in _matrices:
+        # Built under inference_mode it would be unusable in a later autograd graph.
+        with torch.inference_mode(False), torch.no_grad():
+            i = torch.arange(n, dtype=torch.float64, device="cpu")
+            # The angle is reduced to one turn in integers first: exact, whatever n.
+            turns = torch.outer(i, 2.0 * i + 1.0).remainder(4.0 * n)  # (n, n), in units of π / 2n
+            matrix = torch.cos(turns * (math.pi / (2.0 * n))) * math.sqrt(2.0 / n)
+            matrix[0] = math.sqrt(1.0 / n)
+            _matrices[key] = matrix.to(dtype).to(device)
+    return _matrices[key]
+
+
+def largest_divisor(n: int, at_most: int) -> int:
+    """The largest divisor of n that is not above `at_most`: the side of DeMo's tiles.
+
+    Raises:
+        ValueError: n or at_most is below 1.
+
+    >>> largest_divisor(384, 64), largest_divisor(100, 64), largest_divisor(67, 64)
+    (64, 50, 1)
+    """
+    if n < 1 or at_most < 1:
+        raise ValueError(f"need n >= 1 and at_most >= 1, got n={n}, at_most={at_most}")
+    divisor = min(n, at_most)
+    while n % divisor:
+        divisor -= 1
+    return divisor
+
+
+def tile_shape(shape: Sequence[int], chunk: int) -> tuple[int, int]:
+    """The (h, w) of the tiles of a parameter of this shape (without node dimension).
+
+    Raises:
+        ValueError: a dimension or chunk is below 1.
+
+    >>> tile_shape((128, 384), 64), tile_shape((100,), 64), tile_shape((32, 3, 3, 3), 64)
+    ((64, 64), (1, 50), (32, 27))
+    """
+    rows, cols = _folded(shape)
+    return largest_divisor(rows, chunk), largest_divisor(cols, chunk)
+
+
+def _folded(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, cols) of a parameter seen as a matrix; vectors and scalars are a single row."""
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
+
+
+def to_tiles(tensor: Tensor, chunk: int) -> Tensor:
+    """Cut a stacked parameter into tiles.
+
+    Args:
+        tensor: *stacked* (K, *shape).
+        chunk: upper limit for each side of a tile, at least 1.
+
+    Returns:
+        *stacked* (K · tiles, h, w) with (h, w) = `tile_shape(shape, chunk)`: a view where the memory allows
+        one, else a copy.
+
+    Raises:
+        ValueError: a dimension or chunk is below 1.
+
+    Deviation from the reference code of DeMo: it takes no tensor of more than two dimensions.
+    """
+    shape = tensor.shape[1:]
+    (rows, cols), (h, w) = _folded(shape), tile_shape(shape, chunk)
+    blocks = tensor.reshape(tensor.shape[0], rows // h, h, cols // w, w)
+    return blocks.transpose(2, 3).reshape(-1, h, w)
+
+
+def from_tiles(tiles: Tensor, shape: Sequence[int], chunk: int) -> Tensor:
+    """Put tiles together again: the inverse of `to_tiles`.
+
+    Args:
+        tiles: *stacked* (K · tiles, h, w); one node's tiles alone are K = 1.
+        shape: shape of the parameter, without node dimension.
+        chunk: as in `to_tiles`.
+
+    Returns:
+        *stacked* (K, *shape).
+
+    Raises:
+        ValueError: a dimension or chunk is below 1.
+    """
+    (rows, cols), (h, w) = _folded(shape), tile_shape(shape, chunk)
+    blocks = tiles.reshape(-1, rows // h, cols // w, h, w)
+    return blocks.transpose(2, 3).reshape(-1, *shape)
+
+
+def dct_tiles(tiles: Tensor) -> Tensor:
+    """Orthonormal DCT-II of every tile: C_h X C_wᵀ.
+
+    Args:
+        tiles: (M, h, w), transformed in both dimensions, or (M, n), transformed in the last one. 16-bit
+            types are transformed in float32 and rounded once, at the end.
+
+    Returns:
+        The same shape and dtype.
+    """
+    return _both_sides(tiles, inverse=False)
+
+
+def idct_tiles(tiles: Tensor) -> Tensor:
+    """Inverse of `dct_tiles`: C_hᵀ X C_w, same arguments."""
+    return _both_sides(tiles, inverse=True)
+
+
+def _both_sides(tiles: Tensor, inverse: bool) -> Tensor:
+    dtype = working_dtype(tiles.dtype)
+    out = tiles.to(dtype)
+    right = dct_matrix(tiles.shape[-1], tiles.device, dtype)
+    out = out @ (right if inverse else right.T)  # one product for all rows of all tiles
+    if tiles.dim() == 3 and tiles.shape[1] > 1:
+        left = dct_matrix(tiles.shape[1], tiles.device, dtype)
+        out = (left.T if inverse else left) @ out
+    return out.to(tiles.dtype)
+
+
+def dct_tiles_reference(tiles: Tensor) -> Tensor:
+    """`dct_tiles` from the definition, coefficient by coefficient, in float64."""
+    out = tiles.to(torch.float64).reshape(tiles.shape[0], -1, tiles.shape[-1])
+    waves_h, waves_w = _waves(out.shape[1]), _waves(out.shape[2])
+    rows = [[[(x * torch.outer(a, b)).sum() for b in waves_w] for a in waves_h] for x in out]
+    return torch.tensor(rows, dtype=torch.float64).reshape(tiles.shape).to(tiles.dtype)
+
+
+def idct_tiles_reference(tiles: Tensor) -> Tensor:
+    """`idct_tiles` from the definition, as a sum of waves weighted by the coefficients, in float64."""
+    coefficients = tiles.to(torch.float64).reshape(tiles.shape[0], -1, tiles.shape[-1])
+    out = torch.zeros_like(coefficients)
+    for tile, coefficient in zip(out, coefficients, strict=True):
+        for u, a in enumerate(_waves(out.shape[1])):
+            for v, b in enumerate(_waves(out.shape[2])):
+                tile += coefficient[u, v] * torch.outer(a, b)
+    return out.reshape(tiles.shape).to(tiles.dtype)
+
+
+def _waves(n: int) -> list[Tensor]:
+    """The n orthonormal cosine waves of length n, straight from the formula."""
+    waves = []
+    for u in range(n):
+        norm = math.sqrt((1 if u == 0 else 2) / n)
+        wave = [norm * math.cos(math.pi * (2 * i + 1) * u / (2 * n)) for i in range(n)]
+        waves.append(torch.tensor(wave, dtype=torch.float64))
+    return waves

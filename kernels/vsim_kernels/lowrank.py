@@ -1,0 +1,135 @@
+"""Low-rank messages: one step of power iteration a round, PowerSGD [1905.13727].
+
+For matrices M_k (n, m) on K nodes and a *shared* Q (m, r) kept from the round before:
+
+    P  = mean_k M_k Q          `left_factor`, then the caller's all-reduce of n · r numbers
+    P̂  = orthogonalize(P)      on every node, equal
+    Q' = mean_k M_kᵀ P̂         `right_factor`, then the caller's all-reduce of m · r numbers
+    mean_k M_k ≈ P̂ Q'ᵀ         `low_rank`
+
+The means are collectives, so they are between the functions and not inside.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .precision import working_dtype
+
+# Devices on which QR is missing in some supported version of torch; it runs on the CPU for them.
+_WITHOUT_QR = frozenset({"mps"})
+
+
+def left_factor(matrices: Tensor, q: Tensor) -> Tensor:
+    """Each node's M_k Q, before the mean over nodes.
+
+    Args:
+        matrices: *stacked* (K, n, m), or (K, L, n, m) for L parameters of one shape.
+        q: *shared* (m, r), or (L, m, r).
+
+    Returns:
+        *stacked* (K, n, r), or (K, L, n, r).
+    """
+    return matrices @ q
+
+
+def right_factor(matrices: Tensor, p: Tensor) -> Tensor:
+    """Each node's M_kᵀ P̂, before the mean over nodes.
+
+    Args:
+        matrices: *stacked* (K, n, m), or (K, L, n, m).
+        p: *shared* (n, r) with orthonormal columns, or (L, n, r).
+
+    Returns:
+        *stacked* (K, m, r), or (K, L, m, r).
+    """
+    return matrices.transpose(-1, -2) @ p
+
+
+def low_rank(p: Tensor, q: Tensor) -> Tensor:
+    """P̂ Q'ᵀ: (n, r) and (m, r) to (n, m), with any leading dimensions."""
+    return p @ q.transpose(-1, -2)
+
+
+def orthogonalize(p: Tensor) -> Tensor:
+    """Orthonormal columns, each in the span of the columns up to its own.
+
+    QR with a positive diagonal of R, which is Gram-Schmidt in exact arithmetic and keeps the columns
+    orthogonal where Gram-Schmidt loses it. A column that depends on the ones before becomes some other
+    orthonormal one (the identity's columns for P = 0), which does no harm to the approximation.
+
+    Args:
+        p: (…, n, r), r ≤ n, floating; 16-bit types are factorized in float32.
+
+    Returns:
+        The shape and dtype of p; the same input gives the same bits.
+
+    Raises:
+        ValueError: r > n.
+
+    Source: PowerSGD [1905.13727], algorithm 1, line 5.
+    """
+    n, r = p.shape[-2:]
+    if r > n:
+        raise ValueError(f"rank {r} is more than the {n} rows allow")
+    work = p.to(working_dtype(p.dtype))
+    if p.device.type in _WITHOUT_QR:
+        work = work.cpu()
+    q, upper = torch.linalg.qr(work)
+    i = torch.arange(r, device=work.device)  # not .diagonal(): torch.compile meets a deprecated check in it
+    flip = torch.where(upper[..., i, i] < 0, -1.0, 1.0).to(work.dtype)
+    return (q * flip[..., None, :]).to(p.dtype).to(p.device)
+
+
+def power_iteration(matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """A whole round with plain means in place of the collectives.
+
+    Args:
+        matrices: *stacked* (K, n, m), or (K, L, n, m).
+        q: *shared* (m, r), or (L, m, r), from the round before.
+
+    Returns:
+        P̂ (n, r) and Q' (m, r), *shared*: `low_rank(P̂, Q')` approximates the mean of the matrices, and Q' is
+        the next round's q.
+
+    Raises:
+        ValueError: r > n.
+    """
+    p = orthogonalize(left_factor(matrices, q).mean(0))
+    return p, right_factor(matrices, p).mean(0)
+
+
+def left_factor_reference(matrices: Tensor, q: Tensor) -> Tensor:
+    """`left_factor` of (K, n, m), node by node and row by row."""
+    return torch.stack([torch.stack([(row[:, None] * q).sum(0) for row in m]) for m in matrices])
+
+
+def right_factor_reference(matrices: Tensor, p: Tensor) -> Tensor:
+    """`right_factor` of (K, n, m), node by node and column by column."""
+    return torch.stack([torch.stack([(column[:, None] * p).sum(0) for column in m.T]) for m in matrices])
+
+
+def low_rank_reference(p: Tensor, q: Tensor) -> Tensor:
+    """`low_rank` of (n, r) and (m, r), as a sum of outer products."""
+    out = p.new_zeros(p.shape[0], q.shape[0])
+    for a, b in zip(p.T, q.T, strict=True):
+        out = out + torch.outer(a, b)
+    return out
+
+
+def orthogonalize_reference(p: Tensor) -> Tensor:
+    """`orthogonalize` of one (n, r) of full rank: Gram-Schmidt, twice over, in float64."""
+    done: list[Tensor] = []
+    for column in p.double().T:
+        for _ in range(2):  # the second pass removes what rounding left of the first
+            for other in done:
+                column = column - (other @ column) * other
+        done.append(column / column.norm())
+    return torch.stack(done, dim=1).to(p.dtype)
+
+
+def power_iteration_reference(matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """`power_iteration`, from the other references."""
+    p = orthogonalize_reference(left_factor_reference(matrices, q).mean(0))
+    return p, right_factor_reference(matrices, p).mean(0)

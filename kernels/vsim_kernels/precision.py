@@ -1,0 +1,19 @@
+"""Which precision the arithmetic runs in, as against the one the tensors are stored in."""
+
+from __future__ import annotations
+
+import torch
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in for tensors of `dtype`: float32 for the 16-bit types, else `dtype` itself.
+
+    Raises:
+        TypeError: `dtype` is not a real floating dtype.
+
+    >>> working_dtype(torch.bfloat16), working_dtype(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    if not dtype.is_floating_point:
+        raise TypeError(f"expected a floating-point tensor, got {dtype}")
+    return torch.float32 if dtype.itemsize < 4 else dtype

@@ -1,0 +1,275 @@
+"""Fewer bits a number: uniform and stochastic quantization, signs, and votes on signs.
+
+A quantizer gives integer codes and a scale; `dequantize` multiplies them. Everywhere: a row of zeros gives
+zeros, NaN counts as 0, and an infinity takes the largest code of its sign while the scale comes from the
+finite entries. No quantizer returns NaN, so look for divergence before quantizing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .precision import working_dtype
+
+
+def quantize(x: Tensor, bits: int, dim: int | None = None) -> tuple[Tensor, Tensor]:
+    """Symmetric uniform quantization to `bits` bits.
+
+        bits ≥ 2:  L = 2^(bits−1) − 1,  scale = max|x| / L,  code = round(x / scale) in −L … L
+        bits = 1:  scale = mean|x|,     code = −1 where x < 0, else +1
+
+    Rounding is to the nearest, ties to even, so the error is at most scale / 2 and 0 stays 0 (from 2 bits
+    on). One bit has no code for 0; mean|x| is then the scale of least squared error. One code of the 2^bits
+    is unused.
+
+    Args:
+        x: any shape, floating.
+        bits: 1 to 16.
+        dim: the dimension a scale spans: −1 on a *stacked* (K, N) gives a scale to each node. All by default.
+
+    Returns:
+        codes, the shape of x, int8 up to 8 bits and int16 above; and scale, broadcastable to x, float32 (or
+        float64 if x is).
+
+    Raises:
+        ValueError: bits is out of range.
+        TypeError: x is not floating.
+
+    >>> codes, scale = quantize(torch.tensor([-6.0, 1.0, 3.0]), bits=3)
+    >>> codes, scale
+    (tensor([-3,  0,  2], dtype=torch.int8), tensor([2.]))
+    """
+    if not 1 <= bits <= 16:
+        raise ValueError(f"bits must be between 1 and 16, got {bits}")
+    x = x.to(working_dtype(x.dtype))
+    if bits == 1:
+        return torch.where(x < 0, -1, 1).to(torch.int8), _mean_magnitude(x, dim)
+    levels = 2 ** (bits - 1) - 1
+    scale = _max_magnitude(x, dim) / levels
+    codes = _ratio(x, scale).round_().clamp_(-levels, levels)
+    return codes.to(_code_dtype(levels)), scale
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """codes · scale, in the dtype of scale; shapes broadcast."""
+    return codes.to(scale.dtype) * scale
+
+
+def uniform_quantize(x: Tensor, bits: int, dim: int | None = None) -> Tensor:
+    """What the receiver of `quantize(x, bits, dim)` sees: the same shape and dtype as x.
+
+    Raises:
+        ValueError: bits is out of range.
+        TypeError: x is not floating.
+
+    >>> uniform_quantize(torch.tensor([-6.0, 1.0, 3.0]), bits=3)
+    tensor([-6.,  0.,  4.])
+    """
+    return dequantize(*quantize(x, bits, dim)).to(x.dtype)
+
+
+def stochastic_codes(x: Tensor, levels: int, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """QSGD with the random numbers given: unbiased quantization of each row on a grid of its norm.
+
+        scale = ‖x‖₂ / s,   y = |x| / scale,   code = sign(x) · (floor(y) + [u < y − floor(y)])
+
+    so that E[code · scale] = x for u ~ U[0, 1), and codes lie in −s … s.
+
+    Args:
+        x: (…, n), floating; the last dimension is a row.
+        levels: s, 1 to 32767.
+        uniform: the shape of x, independent draws from U[0, 1).
+
+    Returns:
+        codes, the shape of x, int8 if s ≤ 127, else int16; and scale (…, 1), float32 (or float64 if x is).
+
+    Raises:
+        ValueError: levels is out of range.
+        TypeError: x is not floating.
+
+    Source: QSGD [1610.02132], section 3.1.
+    """
+    if not 1 <= levels <= 32767:
+        raise ValueError(f"levels must be between 1 and 32767, got {levels}")
+    x = x.to(working_dtype(x.dtype))
+    magnitude = _magnitude(x)
+    norm = torch.linalg.vector_norm(magnitude, dim=-1, keepdim=True)
+    if x.shape[-1] > 0:
+        # Squares of tiny entries vanish and those of huge ones overflow. Any norm from max|x| up is unbiased.
+        norm = torch.maximum(norm, magnitude.amax(-1, keepdim=True)).clamp_(max=torch.finfo(x.dtype).max)
+    scale = norm / levels
+    y = _ratio(x, scale).abs_().clamp_(max=levels)
+    low = y.floor()
+    # Compared with the remainder, which is exact; floor(y + u) would round y + u where s is large.
+    codes = low.add_(uniform < y.sub_(low)).copysign_(x)
+    return codes.to(_code_dtype(levels)), scale
+
+
+def stochastic_quantize(x: Tensor, levels: int, generator: torch.Generator) -> Tensor:
+    """What the receiver of a QSGD message sees: unbiased, E = x, the same shape and dtype as x.
+
+    The arithmetic is `stochastic_codes`; drawing from a `torch.Generator` is what `torch.compile` can't take.
+
+    Args:
+        x: (…, n), floating; each row has its own norm.
+        levels: s, 1 to 32767.
+        generator: the only source of randomness. The draw is made on its device.
+
+    Raises:
+        ValueError: levels is out of range.
+        TypeError: x is not floating.
+
+    Source: QSGD [1610.02132], section 3.1.
+    """
+    uniform = torch.rand(x.shape, generator=generator, device=generator.device, dtype=working_dtype(x.dtype)).to(
+        x.device
+    )
+    return dequantize(*stochastic_codes(x, levels, uniform)).to(x.dtype)
+
+
+def sign_compress(x: Tensor) -> Tensor:
+    """Sign of each entry, −1, 0 or +1 in the dtype of x: signSGD [1802.04434]. 0 and NaN give 0.
+
+    Three values, so strictly more than one bit; `quantize(x, bits=1)` has no 0.
+    """
+    return x.sign()
+
+
+def scaled_sign(x: Tensor, dim: int | None = None) -> Tensor:
+    """Sign times mean magnitude, (‖x‖₁ / d) · sign(x): the compressor of EF-signSGD.
+
+    Args:
+        x: any shape, floating.
+        dim: the dimension a mean spans, as in `quantize`. All by default.
+
+    Returns:
+        The shape and dtype of x.
+
+    Raises:
+        TypeError: x is not floating.
+
+    Source: EF-signSGD [1901.09847], algorithm 1.
+    """
+    work = x.to(working_dtype(x.dtype))
+    return (work.sign() * _mean_magnitude(work, dim)).to(x.dtype)
+
+
+def majority_vote(signs: Tensor) -> Tensor:
+    """The sign most nodes voted for: sign(Σ_k s_k).
+
+    Args:
+        signs: *stacked* (K, …) of −1, 0 and +1; a 0 is an abstention.
+
+    Returns:
+        *shared* (…) in the dtype of signs; a tie gives 0, so the parameter stays where it is.
+
+    Source: signSGD with majority vote [1810.05291].
+
+    >>> majority_vote(torch.tensor([[1.0, 1.0, 0.0], [1.0, -1.0, 0.0], [-1.0, 0.0, -1.0]]))
+    tensor([ 1.,  0., -1.])
+    """
+    return signs.sum(0).sign().to(signs.dtype)
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    """|x|, with 0 for what is not finite."""
+    return x.abs().nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _max_magnitude(x: Tensor, dim: int | None) -> Tensor:
+    """Largest finite |x|, dimension kept; 0 where there is nothing to look at."""
+    dims = _spanned(x, dim)
+    if x.numel() == 0:
+        return x.sum(dims, keepdim=True)
+    return _magnitude(x).amax(dims, keepdim=True)
+
+
+def _mean_magnitude(x: Tensor, dim: int | None) -> Tensor:
+    """Mean |x| with non-finite entries as 0, dimension kept; 0 where there is nothing to look at."""
+    count = max(x.numel() if dim is None else x.shape[dim], 1)
+    return _magnitude(x).div_(count).sum(_spanned(x, dim), keepdim=True)  # divided first: the sum could overflow
+
+
+def _spanned(x: Tensor, dim: int | None) -> list[int]:
+    return list(range(x.dim())) if dim is None else [dim]
+
+
+def _ratio(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale, with 0 for NaN; infinities stay. A scale of 0 divides as 1: its codes don't matter."""
+    return (x / torch.where(scale > 0, scale, 1.0)).nan_to_num_(0.0, float("inf"), -float("inf"))
+
+
+def _code_dtype(levels: int) -> torch.dtype:
+    return torch.int8 if levels <= 127 else torch.int16
+
+
+def quantize_reference(x: Tensor, bits: int, dim: int | None = None) -> tuple[Tensor, Tensor]:
+    """`quantize`, number by number (finite entries only)."""
+    rows = x.to(working_dtype(x.dtype))
+    rows = rows.reshape(1, -1) if dim is None else rows.movedim(dim, -1)
+    flat = rows.reshape(-1, rows.shape[-1])
+    levels = 2 ** (bits - 1) - 1
+    codes = torch.zeros(flat.shape, dtype=_code_dtype(levels))
+    scales = torch.zeros(flat.shape[0], 1, dtype=flat.dtype)
+    for r, row in enumerate(flat):
+        if bits == 1:
+            scales[r] = sum(abs(float(v)) for v in row) / len(row)
+        else:
+            scales[r] = max(abs(v) for v in row) / levels
+        for j, v in enumerate(row):
+            if bits == 1:
+                codes[r, j] = -1 if v < 0 else 1
+            elif scales[r] > 0:
+                codes[r, j] = min(max(round(float(v / scales[r])), -levels), levels)
+    if dim is None:
+        return codes.reshape(x.shape), scales.reshape([1] * x.dim())
+    shape = (*rows.shape[:-1], 1)
+    return codes.reshape(rows.shape).movedim(-1, dim), scales.reshape(shape).movedim(-1, dim)
+
+
+def uniform_quantize_reference(x: Tensor, bits: int, dim: int | None = None) -> Tensor:
+    """`uniform_quantize`, from `quantize_reference`."""
+    codes, scale = quantize_reference(x, bits, dim)
+    return (codes * scale).to(x.dtype)
+
+
+def stochastic_codes_reference(x: Tensor, levels: int, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """`stochastic_codes`, number by number in Python's float64 (finite entries only)."""
+    codes = torch.zeros(x.shape, dtype=_code_dtype(levels)).reshape(-1, x.shape[-1])
+    scales = torch.zeros(codes.shape[0], 1, dtype=working_dtype(x.dtype))
+    rows, draws = x.reshape(codes.shape).tolist(), uniform.reshape(codes.shape).tolist()
+    for r, (row, draw) in enumerate(zip(rows, draws, strict=True)):
+        scale = math.hypot(*row) / levels
+        scales[r] = scale
+        for j, (v, u) in enumerate(zip(row, draw, strict=True)):
+            y = abs(v) / scale if scale > 0 else 0.0
+            code = math.floor(y) + (u < y - math.floor(y))
+            codes[r, j] = code if v > 0 else -code
+    return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1)
+
+
+def sign_compress_reference(x: Tensor) -> Tensor:
+    """`sign_compress`, number by number."""
+    signs = [(v > 0) - (v < 0) for v in x.flatten().tolist()]
+    return torch.tensor(signs, dtype=x.dtype).reshape(x.shape)
+
+
+def scaled_sign_reference(x: Tensor, dim: int | None = None) -> Tensor:
+    """`scaled_sign`, row by row (finite entries only)."""
+    if dim is not None:
+        rows = [scaled_sign_reference(row) for row in x.movedim(dim, -1).reshape(-1, x.shape[dim])]
+        return torch.stack(rows).reshape(x.movedim(dim, -1).shape).movedim(-1, dim)
+    mean = sum(abs(v) for v in x.flatten().tolist()) / max(x.numel(), 1)
+    return (sign_compress_reference(x).double() * mean).to(x.dtype)
+
+
+def majority_vote_reference(signs: Tensor) -> Tensor:
+    """`majority_vote`, by counting."""
+    out = torch.zeros_like(signs[0]).flatten()
+    for j, votes in enumerate(signs.reshape(signs.shape[0], -1).T.tolist()):
+        ups, downs = votes.count(1), votes.count(-1)
+        out[j] = (ups > downs) - (ups < downs)
+    return out.reshape(signs.shape[1:])

@@ -1,0 +1,155 @@
+"""Tiles and their cosine transform."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import fft
+from vsim_kernels import dct_matrix, dct_tiles, from_tiles, idct_tiles, largest_divisor, tile_shape, to_tiles
+from vsim_kernels.dct import dct_tiles_reference, idct_tiles_reference
+
+seeds = st.integers(0, 2**31)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 64), (2, 48, 10), (5, 1, 64), (5, 50), (2, 7, 1)])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+def test_transform_is_scipys(shape, dtype, error):
+    x = normal(*shape, dtype=dtype)
+    axes = range(1, len(shape))
+    theirs = fft.dctn(x.double().numpy(), axes=axes, norm="ortho")
+    assert np.abs(dct_tiles(x).numpy() - theirs).max() < error * np.abs(theirs).max()
+    back = fft.idctn(x.double().numpy(), axes=axes, norm="ortho")
+    assert np.abs(idct_tiles(x).numpy() - back).max() < error * np.abs(back).max()
+
+
+@settings(max_examples=40, deadline=None)
+@given(tiles=st.integers(1, 3), h=st.integers(1, 7), w=st.integers(1, 7), flat=st.booleans(), seed=seeds)
+def test_transform_against_reference(tiles, h, w, flat, seed):
+    shape = (tiles, w) if flat else (tiles, h, w)
+    x = normal(*shape, seed=seed, dtype=torch.float64)
+    torch.testing.assert_close(dct_tiles(x), dct_tiles_reference(x))
+    torch.testing.assert_close(idct_tiles(x), idct_tiles_reference(x))
+
+
+@settings(max_examples=40, deadline=None)
+@given(tiles=st.integers(1, 3), h=st.integers(1, 40), w=st.integers(1, 70), seed=seeds)
+def test_inverse_and_energy(tiles, h, w, seed):
+    x = normal(tiles, h, w, seed=seed)
+    y = dct_tiles(x)
+    torch.testing.assert_close(idct_tiles(y), x, rtol=0, atol=1e-5)
+    torch.testing.assert_close(y.norm(), x.norm(), rtol=1e-5, atol=0)
+
+
+def test_two_by_two_by_hand():
+    # C for n = 2: row 0 is (1, 1)/sqrt 2; row 1 is (cos(pi/4), cos(3 pi/4)) = (1, -1)/sqrt 2.
+    # C [[1, 2], [3, 5]] Cᵀ = 1/2 [[1+2+3+5, 1-2+3-5], [1+2-3-5, 1-2-3+5]] = [[5.5, -1.5], [-2.5, 0.5]].
+    r = 1 / math.sqrt(2)
+    torch.testing.assert_close(dct_matrix(2), torch.tensor([[r, r], [r, -r]]))
+    x = torch.tensor([[[1.0, 2.0], [3.0, 5.0]]])
+    torch.testing.assert_close(dct_tiles(x), torch.tensor([[[5.5, -1.5], [-2.5, 0.5]]]))
+
+
+def test_a_constant_is_one_coefficient():
+    # The mean times sqrt(h · w): 3 · sqrt(4 · 16) = 24.
+    y = dct_tiles(torch.full((1, 4, 16), 3.0))
+    assert y[0, 0, 0].item() == pytest.approx(24, rel=1e-6)
+    y[0, 0, 0] = 0
+    assert y.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 64, 301])
+def test_matrix_is_orthonormal(n):
+    c = dct_matrix(n, "cpu", torch.float64)
+    torch.testing.assert_close(c @ c.T, torch.eye(n, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_matrix_is_built_once_for_each_device_and_dtype():
+    assert dct_matrix(9) is dct_matrix(9, torch.device("cpu"), torch.float32)
+    assert dct_matrix(9, dtype=torch.float64).dtype == torch.float64
+    assert dct_matrix(9, "meta").device.type == "meta"
+
+
+def test_matrix_built_in_inference_mode_serves_autograd_later():
+    with torch.inference_mode():
+        dct_matrix(11)
+    x = torch.ones(1, 11, requires_grad=True)
+    dct_tiles(x).sum().backward()
+    assert not dct_matrix(11).is_inference() and x.grad is not None
+
+
+def test_half_precision_rounds_once():
+    x = normal(4, 64, 64).bfloat16()
+    y = dct_tiles(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, dct_tiles(x.float()).bfloat16())
+
+
+def test_a_node_alone_has_the_bits_it_has_among_others():
+    stacked = normal(4, 128, 192)
+    together = dct_tiles(to_tiles(stacked, 64)).reshape(4, -1, 64, 64)
+    for k in range(4):
+        assert torch.equal(together[k], dct_tiles(to_tiles(stacked[k : k + 1], 64)))
+
+
+@given(n=st.integers(1, 3000), at_most=st.integers(1, 200))
+def test_largest_divisor(n, at_most):
+    assert largest_divisor(n, at_most) == max(d for d in range(1, at_most + 1) if n % d == 0)
+
+
+@pytest.mark.parametrize(("n", "at_most"), [(0, 64), (64, 0)])
+def test_largest_divisor_of_nothing(n, at_most):
+    with pytest.raises(ValueError, match="need n >= 1 and at_most >= 1"):
+        largest_divisor(n, at_most)
+
+
+def test_matrix_of_no_size():
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        dct_matrix(0)
+
+
+def tiles_reference(tensor: torch.Tensor, chunk: int) -> list[torch.Tensor]:
+    """Cut with plain slices: node by node, row of tiles by row of tiles."""
+    out = []
+    for node in tensor:
+        matrix = node.reshape(1, -1) if node.dim() < 2 else node.reshape(node.shape[0], -1)
+        h, w = (largest_divisor(size, chunk) for size in matrix.shape)
+        for top in range(0, matrix.shape[0], h):
+            out += [matrix[top : top + h, left : left + w] for left in range(0, matrix.shape[1], w)]
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    nodes=st.integers(1, 3),
+    shape=st.lists(st.integers(1, 12), max_size=4),
+    chunk=st.integers(1, 9),
+)
+def test_tiles_against_slices_and_back(nodes, shape, chunk):
+    tensor = torch.arange(nodes * math.prod(shape)).reshape(nodes, *shape)
+    tiles = to_tiles(tensor, chunk)
+    assert tiles.shape[1:] == tile_shape(shape, chunk)
+    assert torch.equal(tiles, torch.stack(tiles_reference(tensor, chunk)))
+    assert torch.equal(from_tiles(tiles, shape, chunk), tensor)
+
+
+def test_tiles_of_strided_rows():
+    whole = torch.arange(3 * 100).reshape(3, 100)
+    view = whole[:, 10:34].unflatten(1, (4, 6))  # a parameter's columns of the matrix of replicas
+    assert torch.equal(to_tiles(view, 3), to_tiles(view.contiguous(), 3))
+
+
+def test_tiles_by_hand():
+    # A 4 × 6 matrix at chunk 3: 4 has divisors 1, 2, (4), so h = 2; w = 3. Four tiles, left to right first.
+    tiles = to_tiles(torch.arange(24).reshape(1, 4, 6), 3)
+    assert tiles.shape == (4, 2, 3)
+    assert tiles[1].tolist() == [[3, 4, 5], [9, 10, 11]]
+    assert tiles[2].tolist() == [[12, 13, 14], [18, 19, 20]]

@@ -1,0 +1,109 @@
+"""The largest entries of every row, and the mean over those that sent an entry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from vsim_kernels import scatter_mean, topk_entries
+from vsim_kernels.topk import scatter_mean_reference, topk_entries_reference
+
+seeds = st.integers(0, 2**31)
+dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+
+
+def check_topk(x: torch.Tensor, k: int) -> None:
+    values, index = topk_entries(x, k)
+    assert index.dtype == torch.int64 and values.dtype == x.dtype
+    assert values.shape == index.shape == (x.shape[0], min(k, x.shape[1]))
+    assert torch.equal(values, x.gather(1, index))
+    assert (index.sort(1).values.diff(dim=1) > 0).all()  # distinct
+    expected, _ = topk_entries_reference(x, k)
+    assert torch.equal(values.abs().sort(1).values, expected.abs().sort(1).values)
+    again, index_again = topk_entries(x.clone(), k)
+    assert torch.equal(values, again) and torch.equal(index, index_again)
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=st.integers(1, 4), n=st.integers(1, 200), k=st.integers(1, 40), seed=seeds, dtype=dtypes)
+@example(rows=2, n=197, k=2, seed=0, dtype=torch.float32)  # prime: one stage
+@example(rows=2, n=192, k=2, seed=0, dtype=torch.float32)  # two stages, groups of 8
+@example(rows=2, n=8, k=8, seed=0, dtype=torch.float32)
+def test_topk_against_sorting(rows, n, k, seed, dtype):
+    check_topk(torch.randn(rows, n, generator=torch.Generator().manual_seed(seed)).to(dtype), k)
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=st.integers(1, 3), n=st.integers(1, 200), k=st.integers(1, 20), seed=seeds)
+def test_topk_with_ties(rows, n, k, seed):
+    x = torch.randint(-2, 3, (rows, n), generator=torch.Generator().manual_seed(seed))
+    check_topk(x.float(), k)
+
+
+def test_topk_of_a_demo_tile_is_exact():
+    x = torch.randn(20, 4096, generator=torch.Generator().manual_seed(0))
+    _, index = topk_entries(x, 32)
+    assert torch.equal(index.sort(1).values, x.abs().topk(32).indices.sort(1).values)
+
+
+def test_topk_by_hand():
+    values, index = topk_entries(torch.tensor([[1.0, -5.0, 0.0, 3.0]]), 2)
+    assert dict(zip(index[0].tolist(), values[0].tolist(), strict=True)) == {1: -5.0, 3: 3.0}
+
+
+def test_keeping_everything_keeps_the_order():
+    x = torch.tensor([[3.0, -1.0, 0.0]])
+    values, index = topk_entries(x, 7)
+    assert torch.equal(values, x) and index.tolist() == [[0, 1, 2]]
+    assert values.data_ptr() != x.data_ptr()
+
+
+def test_topk_of_none():
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        topk_entries(torch.zeros(1, 3), 0)
+
+
+@st.composite
+def sent(draw):
+    nodes, tiles, n = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 12))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    index = torch.rand(nodes, tiles, n, generator=generator).argsort(-1)[..., : draw(st.integers(1, n))]
+    return index, torch.randn(index.shape, generator=generator).to(draw(dtypes)), n
+
+
+@settings(max_examples=80, deadline=None)
+@given(sent())
+def test_scatter_mean_against_reference(case):
+    index, values, n = case
+    mean = scatter_mean(index, values, n)
+    assert mean.dtype == values.dtype
+    eps = 4 * torch.finfo(values.dtype).eps
+    torch.testing.assert_close(mean, scatter_mean_reference(index, values, n), rtol=eps, atol=eps)
+
+
+def test_scatter_mean_by_hand():
+    # Entry 0 comes from both nodes: (1 + 3) / 2. Entry 1 from the first alone: 8, not 8 / 2. Entry 3 is sent
+    # as 0 by the second and as 6 by nobody else: 0. Entry 2 by nobody: 0.
+    index = torch.tensor([[[0, 1]], [[3, 0]]])
+    values = torch.tensor([[[1.0, 8.0]], [[0.0, 3.0]]])
+    assert scatter_mean(index, values, 4).tolist() == [[2.0, 8.0, 0.0, 0.0]]
+
+
+def test_a_zero_that_was_sent_counts():
+    index = torch.zeros(2, 1, 1, dtype=torch.int64)
+    values = torch.tensor([[[4.0]], [[0.0]]])
+    assert scatter_mean(index, values, 2).tolist() == [[2.0, 0.0]]
+
+
+def test_one_node_that_sends_everything_gets_it_back_bit_for_bit():
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    values, index = topk_entries(x, 64)
+    assert torch.equal(scatter_mean(index[None], values[None], 64), x)
+
+
+def test_the_sum_runs_in_rank_order():
+    # In float32, (1e8 + 1) − 1e8 = 0 while (1e8 − 1e8) + 1 = 1: the order shows.
+    index = torch.zeros(3, 1, 1, dtype=torch.int64)
+    assert scatter_mean(index, torch.tensor([1e8, 1.0, -1e8]).reshape(3, 1, 1), 1).item() == 0
+    assert scatter_mean(index, torch.tensor([1e8, -1e8, 3.0]).reshape(3, 1, 1), 1).item() == 1

@@ -1,0 +1,227 @@
+"""`vsim compare` and `vsim train`: the main jobs from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import vsim
+from vsim.arguments import one_of
+from vsim.compare import Comparison, compare
+from vsim.data import TextDataset, digits, docs_text, mnist, text_file
+from vsim.executor import EXECUTORS
+from vsim.models import CNN, GPT, MLP
+from vsim.strategy import STRATEGIES, Strategy
+
+DATA = ("docs", "digits", "mnist")
+MODELS = ("gpt", "mlp", "cnn")
+# Learning rates of AdamW that train the built-in models well in some hundred steps.
+LEARNING_RATES = {"gpt": 3e-3, "mlp": 3e-3, "cnn": 3e-3}
+
+_EPILOG = """\
+strategies:
+  A strategy is a name, with arguments of its class after a colon if you like:
+    allreduce                    average the gradients at every step
+    fedavg:H=50                  train alone for 50 steps, then average the weights
+    fedavg:H=10,island_size=2    … inside of random pairs
+    diloco:H=50,outer_lr=0.7     … then step a shared copy with an outer optimizer
+  H is 10 and lr that of --lr where they are not given.
+
+examples:
+  vsim compare                                              K = 4 small GPTs on English text, all strategies
+  vsim compare --data digits --model cnn --nodes 8          images instead
+  vsim compare --text notes.txt --steps 500 --seed 1        your own text
+  vsim compare --strategies allreduce diloco:H=10 diloco:H=50 diloco:H=200 --steps 400
+  vsim train --strategy diloco:H=20 --nodes 16              one strategy, and its model
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="vsim",
+        description="Simulate distributed training of K nodes in one process, and count every byte they would send.",
+    )
+    parser.add_argument("--version", action="version", version=f"vsim {vsim.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="compare | train")
+    _add_compare(commands)
+    _add_train(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
+        print(f"vsim {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"vsim {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _add_compare(commands: Any) -> None:
+    command = _command(commands, "compare", "train the same model with several strategies, and compare loss and bytes")
+    command.add_argument(
+        "--strategies", nargs="+", default=list(STRATEGIES), metavar="NAME", help="what to compare (default: all)"
+    )
+    command.set_defaults(run=_compare)
+
+
+def _add_train(commands: Any) -> None:
+    command = _command(commands, "train", "train with one strategy, and keep the model")
+    command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
+    command.set_defaults(run=_train)
+
+
+def _command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=purpose,
+        description=f"{purpose[0].upper()}{purpose[1:]}.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    data = command.add_argument_group("data and model")
+    source = data.add_mutually_exclusive_group()
+    source.add_argument("--data", choices=DATA, default="docs", help="docs: Python's manual, always there (default)")
+    source.add_argument("--text", type=Path, metavar="FILE", help="characters of a text file")
+    data.add_argument("--mnist-folder", type=Path, metavar="DIR", help="where --data mnist finds its four files")
+    data.add_argument("--model", choices=MODELS, help="default: gpt for text, cnn for images")
+    run = command.add_argument_group("the run")
+    run.add_argument("--nodes", type=int, default=4, metavar="K", help="nodes (default: 4)")
+    run.add_argument("--steps", type=int, default=240, help="optimizer steps (default: 240)")
+    run.add_argument("--batch-size", type=int, default=16, help="examples a node and step (default: 16)")
+    run.add_argument("--lr", type=float, help="inner learning rate of AdamW (default: by model)")
+    run.add_argument("--val-size", type=int, default=512, help="validation examples (default: 512)")
+    run.add_argument("--val-interval", type=int, metavar="STEPS", help="default: twelve times in a run")
+    run.add_argument("--seed", type=int, default=42, help="default: 42")
+    run.add_argument("--device", help="cuda, mps or cpu (default: the first of them that is there)")
+    run.add_argument("--executor", choices=EXECUTORS, default="auto", help="default: auto")
+    run.add_argument("--deterministic", action="store_true", help="the bits of separate processes; slower")
+    run.add_argument("--quiet", action="store_true", help="no progress bar")
+    command.add_argument("--out", type=Path, default=Path("vsim-out"), metavar="DIR", help="default: vsim-out")
+    return command
+
+
+def parse_strategy(text: str, lr: float, **defaults: Any) -> Strategy:
+    """Return the strategy that "name:argument=value,…" says.
+
+    Args:
+        text: the name is one of STRATEGIES; values are Python literals, or else strings.
+        lr: learning rate, unless the text gives one.
+        defaults: more arguments, for the strategies that take them.
+
+    >>> parse_strategy("diloco:H=50,outer_lr=0.4", lr=1e-3).optim_spec
+    OptimSpec(AdamW, lr=0.001)
+    """
+    name, _, tail = text.partition(":")
+    cls, own_defaults = STRATEGIES[one_of("strategy", name, STRATEGIES)]
+    options: dict[str, Any] = {**own_defaults, "lr": lr, **defaults}
+    for item in filter(None, tail.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"strategy {text!r}: expected argument=value after the colon, got {item!r}")
+        try:
+            options[key.strip()] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key.strip()] = value
+    return cls(**options)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    comparison = _run(arguments, arguments.strategies)
+    print(f"\n{comparison.table()}\n")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    comparison.to_csv(arguments.out / "comparison.csv")
+    comparison.figure(_title(arguments)).savefig(arguments.out / "comparison.png")
+    print(f"figure: {arguments.out / 'comparison.png'}\ndata:   {arguments.out / 'comparison.csv'}")
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    comparison = _run(arguments, [arguments.strategy])
+    ((name, run),) = comparison.items()
+    if run.model is None:
+        raise FloatingPointError(f"{name}: {run.failure}")
+    print(f"\n{comparison.table()}\n")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    run.history.to_csv(arguments.out / "history.csv")
+    comparison.figure(_title(arguments)).savefig(arguments.out / "history.png")
+    torch.save(run.model.state_dict(), arguments.out / "model.pt")
+    for what in ("history.png", "history.csv", "model.pt"):
+        print(arguments.out / what)
+    return 0
+
+
+def _run(arguments: argparse.Namespace, strategies: Sequence[str]) -> Comparison:
+    repeated = sorted({s for s in strategies if list(strategies).count(s) > 1})
+    if repeated:
+        raise ValueError(f"--strategies names {', '.join(repeated)} more than once")
+    train, val = _data(arguments)
+    kind = _model_kind(arguments)
+    lr = LEARNING_RATES[kind] if arguments.lr is None else arguments.lr
+    return compare(
+        _model(kind, train, arguments.seed),
+        train,
+        val,
+        strategies={text: parse_strategy(text, lr) for text in strategies},
+        num_nodes=arguments.nodes,
+        max_steps=arguments.steps,
+        batch_size=arguments.batch_size,
+        val_size=arguments.val_size,
+        val_interval=arguments.val_interval or max(1, arguments.steps // 12),
+        seed=arguments.seed,
+        device=arguments.device,
+        executor=arguments.executor,
+        deterministic=arguments.deterministic,
+        progress=not arguments.quiet,
+    )
+
+
+def _data(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    if arguments.mnist_folder is not None and arguments.data != "mnist":
+        raise ValueError("--mnist-folder has no effect without --data mnist")
+    if arguments.text is not None:
+        return text_file(arguments.text, block_size=GPT_SHAPE["block_size"])
+    if arguments.data == "docs":
+        return docs_text(block_size=GPT_SHAPE["block_size"])
+    if arguments.data == "digits":
+        return digits()
+    if arguments.mnist_folder is None:
+        raise ValueError("--data mnist needs --mnist-folder DIR, the folder with the four IDX files")
+    return mnist(arguments.mnist_folder)
+
+
+GPT_SHAPE = {"block_size": 32, "layers": 2, "width": 64, "heads": 4}
+
+
+def _is_text(arguments: argparse.Namespace) -> bool:
+    return arguments.text is not None or arguments.data == "docs"
+
+
+def _model_kind(arguments: argparse.Namespace) -> str:
+    kind = arguments.model or ("gpt" if _is_text(arguments) else "cnn")
+    if (kind == "gpt") != _is_text(arguments):
+        fitting = "gpt" if _is_text(arguments) else "mlp or cnn"
+        raise ValueError(f"--model {kind} does not fit the data; --model may be {fitting} here")
+    return str(kind)
+
+
+def _model(kind: str, train: Any, seed: int) -> nn.Module:
+    if isinstance(train, TextDataset):
+        return GPT(train.vocabulary.size, seed=seed, **GPT_SHAPE)
+    images = train.tensors[0]
+    if kind == "mlp":
+        return MLP(images[0].numel(), seed=seed)
+    return CNN(tuple(images.shape[1:]), seed=seed)
+
+
+def _title(arguments: argparse.Namespace) -> str:
+    data = arguments.text.name if arguments.text is not None else arguments.data
+    kind = _model_kind(arguments).upper()
+    return f"{kind} on {data}, {arguments.nodes} nodes × batch {arguments.batch_size}, {arguments.steps} steps"
