@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,25 +23,35 @@ from vsim.strategy import STRATEGIES, Strategy
 
 DATA = ("docs", "digits", "mnist")
 MODELS = ("gpt", "mlp", "cnn")
-# Learning rates of AdamW that train the built-in models well in some hundred steps.
-LEARNING_RATES = {"gpt": 3e-3, "mlp": 3e-3, "cnn": 3e-3}
+# For each built-in model what trains it well in some hundred steps: AdamW's learning rate, examples a node and step.
+LEARNING_RATES = {"gpt": 6e-4, "mlp": 2e-3, "cnn": 2e-3}
+BATCH_SIZES = {"gpt": 8, "mlp": 16, "cnn": 16}
+GPT_SHAPE = {"block_size": 64, "layers": 2, "width": 64, "heads": 4}
 
-_EPILOG = """\
-strategies:
-  A strategy is a name, with arguments of its class after a colon if you like:
-    allreduce                    average the gradients at every step
-    fedavg:H=50                  train alone for 50 steps, then average the weights
-    fedavg:H=10,island_size=2    … inside of random pairs
-    diloco:H=50,outer_lr=0.7     … then step a shared copy with an outer optimizer
-  H is 10 and lr that of --lr where they are not given.
-
+_EXAMPLES = """
 examples:
   vsim compare                                              K = 4 small GPTs on English text, all strategies
   vsim compare --data digits --model cnn --nodes 8          images instead
   vsim compare --text notes.txt --steps 500 --seed 1        your own text
-  vsim compare --strategies allreduce diloco:H=10 diloco:H=50 diloco:H=200 --steps 400
+  vsim compare --strategies allreduce fedavg:H=50,island_size=2 diloco:H=50,outer_lr=0.7 diloco:H=200 --steps 400
   vsim train --strategy diloco:H=20 --nodes 16              one strategy, and its model
 """
+
+
+def _epilog() -> str:
+    """What --help says of strategies: their names, what is given to them by default, and what they are."""
+    lines = [
+        "strategies:",
+        "  A name, or a name with arguments of its class: diloco:H=50,outer_lr=0.7. Beside --lr they are given:",
+    ]
+    for name, (cls, own) in STRATEGIES.items():
+        given = ", ".join(f"{key}={value}" for key, value in own.items())
+        summary = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+        lines += [
+            f"  {name:14} {given}",
+            *textwrap.wrap(summary, 100, initial_indent=17 * " ", subsequent_indent=17 * " "),
+        ]
+    return "\n".join(lines) + "\n" + _EXAMPLES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +94,7 @@ def _command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
         name,
         help=purpose,
         description=f"{purpose[0].upper()}{purpose[1:]}.",
-        epilog=_EPILOG,
+        epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     data = command.add_argument_group("data and model")
@@ -94,11 +105,11 @@ def _command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
     data.add_argument("--model", choices=MODELS, help="default: gpt for text, cnn for images")
     run = command.add_argument_group("the run")
     run.add_argument("--nodes", type=int, default=4, metavar="K", help="nodes (default: 4)")
-    run.add_argument("--steps", type=int, default=240, help="optimizer steps (default: 240)")
-    run.add_argument("--batch-size", type=int, default=16, help="examples a node and step (default: 16)")
+    run.add_argument("--steps", type=int, default=200, help="optimizer steps (default: 200)")
+    run.add_argument("--batch-size", type=int, help="examples a node and step (default: by model)")
     run.add_argument("--lr", type=float, help="inner learning rate of AdamW (default: by model)")
     run.add_argument("--val-size", type=int, default=512, help="validation examples (default: 512)")
-    run.add_argument("--val-interval", type=int, metavar="STEPS", help="default: twelve times in a run")
+    run.add_argument("--val-interval", type=int, metavar="STEPS", help="default: ten times in a run")
     run.add_argument("--seed", type=int, default=42, help="default: 42")
     run.add_argument("--device", help="cuda, mps or cpu (default: the first of them that is there)")
     run.add_argument("--executor", choices=EXECUTORS, default="auto", help="default: auto")
@@ -108,20 +119,19 @@ def _command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
     return command
 
 
-def parse_strategy(text: str, lr: float, **defaults: Any) -> Strategy:
+def parse_strategy(text: str, lr: float) -> Strategy:
     """Return the strategy that "name:argument=value,…" says.
 
     Args:
         text: the name is one of STRATEGIES; values are Python literals, or else strings.
-        lr: learning rate, unless the text gives one.
-        defaults: more arguments, for the strategies that take them.
+        lr: learning rate, unless the text or the strategy's own defaults have one.
 
     >>> parse_strategy("diloco:H=50,outer_lr=0.4", lr=1e-3).optim_spec
     OptimSpec(AdamW, lr=0.001)
     """
     name, _, tail = text.partition(":")
     cls, own_defaults = STRATEGIES[one_of("strategy", name, STRATEGIES)]
-    options: dict[str, Any] = {**own_defaults, "lr": lr, **defaults}
+    options: dict[str, Any] = {"lr": lr, **own_defaults}
     for item in filter(None, tail.split(",")):
         key, equals, value = item.partition("=")
         if not equals:
@@ -172,9 +182,9 @@ def _run(arguments: argparse.Namespace, strategies: Sequence[str]) -> Comparison
         strategies={text: parse_strategy(text, lr) for text in strategies},
         num_nodes=arguments.nodes,
         max_steps=arguments.steps,
-        batch_size=arguments.batch_size,
+        batch_size=_batch_size(arguments),
         val_size=arguments.val_size,
-        val_interval=arguments.val_interval or max(1, arguments.steps // 12),
+        val_interval=arguments.val_interval or max(1, arguments.steps // 10),
         seed=arguments.seed,
         device=arguments.device,
         executor=arguments.executor,
@@ -197,9 +207,6 @@ def _data(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return mnist(arguments.mnist_folder)
 
 
-GPT_SHAPE = {"block_size": 32, "layers": 2, "width": 64, "heads": 4}
-
-
 def _is_text(arguments: argparse.Namespace) -> bool:
     return arguments.text is not None or arguments.data == "docs"
 
@@ -210,6 +217,10 @@ def _model_kind(arguments: argparse.Namespace) -> str:
         fitting = "gpt" if _is_text(arguments) else "mlp or cnn"
         raise ValueError(f"--model {kind} does not fit the data; --model may be {fitting} here")
     return str(kind)
+
+
+def _batch_size(arguments: argparse.Namespace) -> int:
+    return BATCH_SIZES[_model_kind(arguments)] if arguments.batch_size is None else int(arguments.batch_size)
 
 
 def _model(kind: str, train: Any, seed: int) -> nn.Module:
@@ -224,4 +235,4 @@ def _model(kind: str, train: Any, seed: int) -> nn.Module:
 def _title(arguments: argparse.Namespace) -> str:
     data = arguments.text.name if arguments.text is not None else arguments.data
     kind = _model_kind(arguments).upper()
-    return f"{kind} on {data}, {arguments.nodes} nodes × batch {arguments.batch_size}, {arguments.steps} steps"
+    return f"{kind} on {data}, {arguments.nodes} nodes × batch {_batch_size(arguments)}, {arguments.steps} steps"

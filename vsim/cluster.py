@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vsim.collectives import Collectives
-from vsim.replicas import Replicas
+from vsim.replicas import Replicas, Views
 
 
 @dataclass
@@ -53,3 +53,13 @@ class Cluster:
         """Return the mean replica, shared (P,), for evaluation: nothing is billed."""
         with self.collectives.unbilled():
             return self.collectives.all_reduce(self.weights)
+
+    def mean_buffers(self) -> Views:
+        """Return name → shared buffer, for evaluation: the mean over nodes where it is floating, else node 0's."""
+        with self.collectives.unbilled():
+            return {
+                name: self.collectives.all_reduce(b)
+                if b.is_floating_point() or b.is_complex()
+                else self.collectives.broadcast(b).clone()
+                for name, b in self.replicas.buffers.items()
+            }

@@ -49,12 +49,14 @@ class Collectives(ABC):
         num_nodes: K.
         ledger: where calls are recorded.
         step: the step that calls now belong to; the training loop sets it.
+        label: that of the last call.
     """
 
     def __init__(self, num_nodes: int, ledger: Ledger) -> None:
         self.num_nodes = num_nodes
         self.ledger = ledger
         self.step = 0
+        self.label = ""
         self._billed = True
 
     def all_reduce(
@@ -112,6 +114,7 @@ class Collectives(ABC):
     def _record(
         self, collective: str, label: str, stacked: Tensor, groups: Groups | None, payload_bytes: float | None
     ) -> None:
+        self.label = label
         sizes = (self.num_nodes,) if groups is None else tuple(len(g) for g in groups)
         if groups is not None:
             check_partition(groups, self.num_nodes)

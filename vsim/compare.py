@@ -15,12 +15,13 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+from vsim.data.batches import Data
 from vsim.history import COLUMNS, History, import_pandas, write_csv
 from vsim.ledger import Ledger
 from vsim.objective import LossFunction
 from vsim.plot import overview, plot_histories
 from vsim.strategy.base import Strategy
-from vsim.trainer import Data, Trainer
+from vsim.trainer import Trainer
 
 if TYPE_CHECKING:
     import pandas as pd

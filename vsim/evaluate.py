@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.cluster import Cluster
 from vsim.executor import Executor
 from vsim.randomness import EVALUATION, generator
-from vsim.replicas import Views
+from vsim.replicas import Replicas, Views
 from vsim.strategy.base import Strategy
 
 # Columns of the node matrix that are compared at once: bounds the memory that measuring needs.
@@ -41,12 +41,14 @@ class Evaluator:
     def __call__(self, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
         """Return the validation columns of `History`."""
         replicas = cluster.replicas
-        local, local_accuracies = self._measure(cluster.weights, replicas.buffers)
+        own, own_accuracies = self._measure_nodes(replicas)
+        with cluster.collectives.unbilled():
+            local = cluster.collectives.all_gather(own)  # (K,)
         global_weights, mean_weights = strategy.global_weights(), cluster.mean_weights()
         candidates = torch.stack([global_weights, mean_weights])  # (2, P)
         if torch.equal(global_weights, mean_weights):
             candidates = candidates[:1]
-        buffers = {n: b.expand(len(candidates), *b.shape) for n, b in replicas.mean_buffers().items()}
+        buffers = {n: b.expand(len(candidates), *b.shape) for n, b in cluster.mean_buffers().items()}
         overall, overall_accuracies = self._measure(candidates, buffers)
 
         columns = {
@@ -57,10 +59,20 @@ class Evaluator:
             "node_loss_max": local.max(),
             "node_loss_std": local.std(correction=0),
         }
-        if local_accuracies is not None and overall_accuracies is not None:
-            columns["local_accuracy"] = local_accuracies[0]
+        if own_accuracies is not None and overall_accuracies is not None:
+            with cluster.collectives.unbilled():
+                columns["local_accuracy"] = cluster.collectives.broadcast(own_accuracies)
             columns["global_accuracy"] = overall_accuracies[0]
         return {name: float(value) for name, value in columns.items()}
+
+    def _measure_nodes(self, replicas: Replicas) -> tuple[Tensor, Tensor | None]:
+        """Return (losses, accuracies) of all nodes, stacked (K,); equal replicas are measured once."""
+        own = {"": replicas.weights, **replicas.buffers}
+        if not all(torch.equal(t, t[:1].expand_as(t)) for t in own.values()):
+            return self._measure(replicas.weights, replicas.buffers)
+        first = replicas.rows(0, 1)
+        loss, accuracy = self._measure(first.weights, first.buffers)
+        return loss.expand(replicas.num_rows), None if accuracy is None else accuracy.expand(replicas.num_rows)
 
     def _measure(self, weights: Tensor, buffers: Views) -> tuple[Tensor, Tensor | None]:
         """Return (losses, accuracies), stacked (R,), over all validation examples."""
@@ -93,9 +105,10 @@ def replica_spread(weights: Tensor) -> dict[str, float]:
     distance = length = 0.0
     for start in range(0, num_parameters, _COLUMNS_AT_ONCE):
         block = weights[:, start : start + _COLUMNS_AT_ONCE]
-        mean = block.mean(0)
-        distance += float((block - mean).square().sum())
-        length += float(mean.square().sum())
+        apart = block - block[0]  # so that equal replicas are exactly 0 apart, whatever their mean's rounding
+        mean = apart.mean(0)
+        distance += float((apart - mean).square().sum())
+        length += float((block[0] + mean).square().sum())
         centred = block - row_means
         gram += (centred @ centred.T).double().cpu()
     deviations = gram.diagonal().sqrt()

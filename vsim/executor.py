@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.lowering import NodeDropout
 from vsim.objective import Objective
-from vsim.randomness import drawing_from
+from vsim.randomness import default_generator, drawing_from
 from vsim.replicas import Replicas, Views
 
 EXECUTORS = ("auto", "vmap", "loop")
@@ -73,25 +73,31 @@ class Executor(ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Return stacked (losses, accuracies), both (R,), of weights (R, P) on one shared batch (B, …).
 
-        The model is in evaluation mode meanwhile, and what it draws comes from `stream`. Nothing of the training
-        state changes. `accuracies` is None where the objective knows none.
+        The model is in evaluation mode meanwhile, and what it draws comes from `stream`, the same for every row.
+        Nothing of the training state changes. `accuracies` is None where the objective knows none.
         """
-        with evaluating(self.objective), drawing_from(stream):
-            return self._evaluate(weights, buffers, batch)
+        with evaluating(self.objective):
+            return self._evaluate(weights, buffers, batch, stream)
 
     @abstractmethod
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         """Return share · losses (K,); write (if first) or add share · gradients to `replicas.grads`."""
 
     @abstractmethod
-    def _evaluate(self, weights: Tensor, buffers: Views, batch: Any) -> tuple[Tensor, Tensor | None]: ...
+    def _evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]: ...
 
     def _outcome(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, with_accuracy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The loss and accuracy of one node, from its own tensors."""
         own = {f"model.{name}": t for part in (parameters, buffers) for name, t in part.items()}
-        return functional_call(self.objective, own, (batch, with_accuracy))
+        outcome: tuple[Tensor, Tensor | None] = functional_call(self.objective, own, (batch, with_accuracy))
+        for name, buffer in buffers.items():  # functional_call leaves in `own` what the model has assigned anew
+            if own[f"model.{name}"] is not buffer:
+                buffer.copy_(own[f"model.{name}"].detach())
+        return outcome
 
     def _precision(self) -> AbstractContextManager[Any]:
         if not self.autocast:
@@ -125,11 +131,15 @@ class LoopExecutor(Executor):
             losses.append(_write_gradients(loss, leaves, grads, share, first))
         return torch.stack(losses)
 
-    def _evaluate(self, weights: Tensor, buffers: Views, batch: Any) -> tuple[Tensor, Tensor | None]:
+    def _evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
         outcomes = []
+        state = stream.get_state()
         for row, views in enumerate(_by_row(self.replicas, weights)):
             own_buffers = {n: b[row].clone() for n, b in buffers.items()}
-            with self._precision():
+            stream.set_state(state)
+            with drawing_from(stream), self._precision():
                 outcomes.append(self._outcome(dict(zip(self.names, views, strict=True)), own_buffers, batch, True))
         accuracies = [a for _, a in outcomes if a is not None]
         return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None
@@ -174,23 +184,33 @@ class VmapExecutor(Executor):
             losses.append(_write_gradients(stacked, list(leaves.values()), grads, share, first))
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
-    def _evaluate(self, weights: Tensor, buffers: Views, batch: Any) -> tuple[Tensor, Tensor | None]:
+    def _evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
         def outcome_of_node(own: Views, buffers: Views, batch: Any) -> tuple[Tensor, ...]:
             return tuple(x for x in self._outcome(own, buffers, batch, True) if x is not None)
 
         outcomes = []
+        state = stream.get_state()
         for rows in self._pieces(len(weights)):
             own_buffers = {name: b[rows].clone() for name, b in buffers.items()}
             arguments = (self.replicas.views(weights[rows]), own_buffers, batch)
-            with self._precision():
-                outcomes.append(self._vmapped(outcome_of_node, (0, 0, None), arguments))
+            stream.set_state(state)
+            with drawing_from(stream), self._precision():
+                outcomes.append(self._vmapped(outcome_of_node, (0, 0, None), arguments, randomness="same"))
         columns = [torch.cat(column) for column in zip(*outcomes, strict=True)]
         return columns[0], columns[1] if len(columns) > 1 else None
 
-    def _vmapped(self, of_node: Callable[..., Any], in_dims: tuple[int | None, ...], arguments: Any) -> Any:
+    def _vmapped(
+        self,
+        of_node: Callable[..., Any],
+        in_dims: tuple[int | None, ...],
+        arguments: Any,
+        randomness: str = "different",
+    ) -> Any:
         try:
             with _without_performance_warnings():
-                return vmap(of_node, in_dims=in_dims, randomness="different")(*arguments)
+                return vmap(of_node, in_dims=in_dims, randomness=randomness)(*arguments)
         except Exception as error:
             if self._works_alone(of_node, in_dims, arguments):
                 raise VmapError(_explain_vmap_failure(error)) from error
@@ -225,19 +245,26 @@ class AutoExecutor(Executor):
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         return self._attempt("_backward", batch, share, first)
 
-    def _evaluate(self, weights: Tensor, buffers: Views, batch: Any) -> tuple[Tensor, Tensor | None]:
-        return self._attempt("_evaluate", weights, buffers, batch)
+    def _evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._attempt("_evaluate", weights, buffers, batch, stream)
 
     def _attempt(self, work: str, *arguments: Any) -> Any:
         if work in self.proven:
             return getattr(self.chosen, work)(*arguments)
         kept = {name: buffer.clone() for name, buffer in self.replicas.buffers.items()}
+        drawn_from = [*self.generators, default_generator(self.replicas.weights.device)]
+        drawn_from += [argument for argument in arguments if isinstance(argument, torch.Generator)]
+        states = [stream.get_state() for stream in drawn_from]
         try:
             outcome = getattr(self.chosen, work)(*arguments)
         except VmapError as error:
             warnings.warn(f"executor='auto' goes on with 'loop': {error}", UserWarning, stacklevel=2)
             for name, buffer in kept.items():
                 self.replicas.buffers[name].copy_(buffer)
+            for stream, state in zip(drawn_from, states, strict=True):
+                stream.set_state(state)
             self.chosen = LoopExecutor(self.replicas, self.objective, self.generators, self.autocast)
             outcome = getattr(self.chosen, work)(*arguments)
         self.proven.add(work)

@@ -1,7 +1,7 @@
 """Three small models in the form the trainer expects: `model((x, y))` is the loss.
 
-Every model here also answers `model(x)` and `model.logits(x)` with the logits and `model.accuracy((x, y))`
-with the share of right answers. All are plain functions of their parameters, so `torch.func.functional_call`
+Every model here also answers `model(x)` and `model.logits(x)` with the logits and `model.loss_and_accuracy((x, y))`
+with the loss and the share of right answers. All are plain functions of their parameters, so that `functional_call`
 under `torch.func.vmap` runs K of them at once: no `.item()`, no branch on data, no write into an input.
 """
 
@@ -28,16 +28,20 @@ class _LossModel(nn.Module):
         if isinstance(batch, Tensor):
             return self.logits(batch)
         x, y = batch
-        return F.cross_entropy(self.logits(x).flatten(0, -2), y.flatten())
+        return _cross_entropy(self.logits(x), y)
 
-    @torch.no_grad()
-    def accuracy(self, batch: Sequence[Tensor]) -> Tensor:
-        """The share of predictions in a batch `(x, y)` that are right, a scalar in [0, 1].
+    def loss_and_accuracy(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The loss of a batch `(x, y)` and the share of predictions that are right, in [0, 1]; two scalars.
 
         Runs in the mode the model is in: call `eval()` first where dropout or BatchNorm matters.
         """
         x, y = batch
-        return (self.logits(x).argmax(-1) == y).float().mean()
+        logits = self.logits(x)
+        return _cross_entropy(logits, y), (logits.argmax(-1) == y).float().mean()
+
+
+def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
 
 
 class MLP(_LossModel):

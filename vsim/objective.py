@@ -14,7 +14,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 class Objective(nn.Module):
     """The mean loss of a batch: `model(batch)`, or `loss_fn(model(x), y)` of a batch (x, y) if there is a `loss_fn`.
 
-    Accuracy is known where the model has a method `accuracy(batch)` that returns a scalar, or where a
+    Accuracy is known where the model has a method `loss_and_accuracy(batch)` that returns two scalars, or where a
     `loss_fn` compares outputs (B, C, …) with whole-number targets (B, …): then it is that of argmax over C.
     """
 
@@ -28,9 +28,8 @@ class Objective(nn.Module):
     def forward(self, batch: Any, with_accuracy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return (loss, accuracy): scalars; accuracy is None unless asked for and known."""
         if self.loss_fn is None:
-            loss = self.model(batch)
-            measure = getattr(self.model, "accuracy", None)
-            accuracy = measure(batch) if with_accuracy and callable(measure) else None
+            both = getattr(self.model, "loss_and_accuracy", None) if with_accuracy else None
+            loss, accuracy = (self.model(batch), None) if both is None else both(batch)
         else:
             x, y = _inputs_and_targets(batch)
             outputs = self.model(x)

@@ -122,9 +122,11 @@ class NodeOptimizers:
 
     Attributes:
         optimizers: the torch optimizers, node by node.
+        stacked: the stacked tensors that they step the rows of.
     """
 
     def __init__(self, spec: OptimSpec, nodes: Sequence[Sequence[tuple[Tensor, int]]]) -> None:
+        self.stacked = [p for p, _ in nodes[0]]
         self._sources = nodes
         self._rows = [[p[row].detach() for p, row in node] for node in nodes]
         self.optimizers = [spec.cls(rows, **spec.kwargs) for rows in self._rows]
@@ -143,7 +145,7 @@ class NodeOptimizers:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all nodes."""
-        for stacked, _ in self._sources[0]:
+        for stacked in self.stacked:
             if stacked.grad is not None and set_to_none:
                 stacked.grad = None
             elif stacked.grad is not None:
@@ -156,6 +158,13 @@ StackedOptimizer = Optimizer | NodeOptimizers
 def torch_optimizers(optimizer: StackedOptimizer) -> list[Optimizer]:
     """Return the torch optimizers that a stacked optimizer is made of."""
     return optimizer.optimizers if isinstance(optimizer, NodeOptimizers) else [optimizer]
+
+
+def stepped_tensors(optimizer: StackedOptimizer) -> list[Tensor]:
+    """Return the tensors whose `.grad` a stacked optimizer steps with."""
+    if isinstance(optimizer, NodeOptimizers):
+        return optimizer.stacked
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _with_grad(weights: Tensor, grads: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ def plot_histories(
         )
     if logarithmic:
         ax.set_xscale("log")
+        ax.xaxis.set_major_formatter("{x:g}")
     ax.set_xlabel(label)
     ax.set_ylabel(Y_LABELS.get(y, y.replace("_", " ")))
     ax.grid(True, color="0.9", linewidth=0.8)
@@ -77,7 +78,7 @@ def plot_histories(
     ax.spines[["top", "right"]].set_visible(False)
     if silent:
         ax.annotate(f"no bytes: {', '.join(silent)}", (0.02, 0.02), xycoords="axes fraction", fontsize=8, color="0.4")
-    if legend:
+    if legend and ax.get_lines():
         ax.legend(frameon=False, fontsize=9)
     return ax
 

@@ -102,13 +102,6 @@ class Replicas:
             self.first_node + start,
         )
 
-    def mean_buffers(self) -> Views:
-        """Return name → shared buffer: the mean over nodes where it is floating, else row 0's value."""
-        return {
-            name: b.mean(0) if b.is_floating_point() or b.is_complex() else b[0].clone()
-            for name, b in self.buffers.items()
-        }
-
     def as_module(self, weights: Tensor, buffers: Mapping[str, Tensor], like: nn.Module) -> nn.Module:
         """Return an ordinary copy of the model `like` that holds shared `weights` (P,) and `buffers`."""
         model = copy.deepcopy(like)

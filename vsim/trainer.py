@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
-from torch.utils.data import Dataset
 
-from vsim.arguments import known_keywords, one_of, whole_number
-from vsim.cluster import Cluster
+from vsim.arguments import known_keywords, one_of, real_number, whole_number
+from vsim.assembly import RunConfig, assemble
 from vsim.collectives import StackedCollectives
-from vsim.data.batches import Batches, DatasetFactory, first_examples, resolve
-from vsim.evaluate import Evaluator
+from vsim.data.batches import Batches, Data, resolve
+from vsim.distributed import ProcessOptions, join, train_in_processes, under_torchrun
 from vsim.executor import EXECUTORS, AutoExecutor, Executor, LoopExecutor, VmapExecutor
 from vsim.history import History
 from vsim.ledger import Ledger
-from vsim.loop import Hook, Run, train
-from vsim.objective import LossFunction, Objective
-from vsim.randomness import NODE, SHARED, generator, isolated
+from vsim.loop import Hook, Recorder, StepReport, train
+from vsim.objective import LossFunction
+from vsim.randomness import isolated
 from vsim.replicas import Replicas
 from vsim.strategy.base import Strategy
 
-Data = Dataset[Any] | DatasetFactory
+_EXECUTORS: dict[str, Callable[..., Executor]] = {"auto": AutoExecutor, "vmap": VmapExecutor, "loop": LoopExecutor}
 
 
 class Trainer:
@@ -99,6 +97,10 @@ class Trainer:
         autocast: bool = False,
         executor: str = "auto",
         deterministic: bool = False,
+        backend: str = "stacked",
+        devices: Sequence[str | torch.device] | None = None,
+        threads_per_process: int | None = None,
+        timeout_seconds: float | None = None,
         correlation_interval: int | None = None,
         dataloader_kwargs: Mapping[str, Any] | None = None,
         progress: bool = True,
@@ -121,6 +123,12 @@ class Trainer:
             autocast: compute in bfloat16 where torch.autocast does; weights stay as they are.
             executor: "vmap" (all nodes at once), "loop" (one by one) or "auto" (vmap where the model allows it).
             deterministic: the bits of separate processes in eager PyTorch, on CPU in float32; slower.
+            backend: "stacked", the simulator; or "process": a process for every node over torch.distributed, in
+                ordinary eager PyTorch on this machine, or under torchrun this process as one of its ranks.
+            devices: with backend="process", node k computes on devices[k mod len(devices)]. Default: a GPU for every
+                node where there are as many, else the CPU.
+            threads_per_process: its CPU threads; default the machine's divided by K, at least 1.
+            timeout_seconds: how long a collective waits for the other nodes; default 600.
             correlation_interval: steps between measurements of the replicas' divergence and correlation.
             dataloader_kwargs: num_workers, collate_fn, drop_last and so on. `collate_fn` gets one node's samples.
             progress: show a progress bar.
@@ -130,6 +138,8 @@ class Trainer:
         Raises:
             TypeError, ValueError: an argument is unknown, out of range, or would have no effect.
             FloatingPointError: a node's loss is not finite; it names step and nodes.
+            NodeFailure: with backend="process", a node's process died; what a node raises is raised here, caused by a
+                NodeFailure that has its rank and traceback.
         """
         if not isinstance(strategy, Strategy):
             raise TypeError(f"strategy must be a vsim Strategy object, got {strategy!r}")
@@ -153,80 +163,84 @@ class Trainer:
             raise ValueError(f"deterministic=True promises the bits of eager float32; {given} does not have them")
         if eval_loss_hook is not None and self.val_dataset is None:
             raise ValueError("eval_loss_hook has no effect without a val_dataset")
-        target = pick_device(device) if device is not None else self.device or pick_device(None)
+        one_of("backend", backend, ("stacked", "process"))
+        options = {"devices": devices, "threads_per_process": threads_per_process, "timeout_seconds": timeout_seconds}
+        chosen_device = device if device is not None else self.device
+        if backend == "stacked":
+            idle = [name for name, value in options.items() if value is not None]
+            if idle:
+                raise ValueError(f"{', '.join(idle)} has no effect with backend='stacked'")
+        elif executor != "auto":
+            raise ValueError(f"executor={executor!r} has no effect with backend='process', which runs eager PyTorch")
+        elif device is not None and devices is not None:
+            raise TypeError("device and devices say the same thing; give one of them")
 
-        with isolated(seed, target):
-            datasets = resolve(self.train_dataset, num_nodes, True, "train_dataset")
-            batches = Batches(datasets, num_nodes, batch_size, shuffle, seed, dataloader_kwargs)
-            steps = num_epochs * batches.steps_per_epoch if max_steps is None else max_steps
-            replicas = Replicas.of(self.model, num_nodes, target)
-            replicas.module.train()
-            self.ledger = Ledger()
-            cluster = Cluster(
-                replicas,
-                StackedCollectives(num_nodes, self.ledger),
-                generator(seed, SHARED),
-                batches.shard_sizes,
-                steps,
-                deterministic,
+        config = RunConfig(
+            model=self.model,
+            train_dataset=self.train_dataset,
+            val_dataset=self.val_dataset,
+            loss_fn=self.loss_fn,
+            strategy=strategy,
+            num_nodes=num_nodes,
+            num_epochs=num_epochs,
+            max_steps=max_steps,
+            batch_size=batch_size,
+            minibatch_size=minibatch_size,
+            shuffle=shuffle,
+            val_size=val_size,
+            val_interval=val_interval,
+            seed=seed,
+            autocast=autocast,
+            deterministic=deterministic,
+            correlation_interval=correlation_interval,
+            dataloader_kwargs=dict(dataloader_kwargs or {}),
+        )
+        name = self.run_label or type(strategy).__name__
+        self.history, self.ledger, self.strategy = History(name, num_nodes), Ledger(), None
+        label = self.run_label or f"{name.removesuffix('Strategy')} × {num_nodes}"
+        with Recorder(self.history, progress, label, train_loss_hook, eval_loss_hook) as recorder:
+            if backend == "stacked":
+                return self._simulate(config, executor, pick_device(chosen_device), recorder)
+            process_options = ProcessOptions(
+                _process_devices(devices, chosen_device, num_nodes),
+                whole_number("threads_per_process", threads_per_process or max(1, (os.cpu_count() or 1) // num_nodes)),
+                real_number("timeout_seconds", 600 if timeout_seconds is None else timeout_seconds, above=0),
             )
-            self.strategy = copy.deepcopy(strategy)
-            self.strategy.setup(cluster)
-            engine = self._executor(executor, replicas, target, seed, autocast, deterministic)
-            self.history = History(self.run_label or type(strategy).__name__, num_nodes)
-            collate = (dataloader_kwargs or {}).get("collate_fn")
-            train(
-                Run(
-                    cluster,
-                    self.strategy,
-                    engine,
-                    batches.from_step(0),
-                    self.history,
-                    self.ledger,
-                    steps,
-                    minibatch_size,
-                    self._evaluator(engine, num_nodes, val_size, minibatch_size or batch_size, collate, target, seed),
-                    val_interval,
-                    correlation_interval,
-                    train_loss_hook,
-                    eval_loss_hook,
-                    progress,
-                    self.run_label or f"{type(strategy).__name__.removesuffix('Strategy')} × {num_nodes}",
-                )
+            return self._train_in_processes(config, process_options, recorder)
+
+    def _simulate(self, config: RunConfig, executor: str, device: torch.device, recorder: Recorder) -> nn.Module:
+        """Train all nodes as rows of one matrix in this process."""
+        kind = LoopExecutor if executor == "auto" and config.deterministic else _EXECUTORS[executor]
+        nodes = range(config.num_nodes)
+        with isolated(config.seed, device):
+            datasets = resolve(self.train_dataset, config.num_nodes, nodes, True, "train_dataset")
+            batches = Batches(
+                datasets, config.num_nodes, config.batch_size, config.shuffle, config.seed, config.dataloader_kwargs
             )
-            return replicas.as_module(cluster.mean_weights(), replicas.mean_buffers(), like=self.model)
+            collectives = StackedCollectives(config.num_nodes, self.ledger)
+            run = assemble(config, nodes, collectives, batches, kind, device, recorder)
+            self.strategy = run.strategy
+            train(run)
+            cluster = run.cluster
+            return cluster.replicas.as_module(cluster.mean_weights(), cluster.mean_buffers(), like=self.model)
 
-    def _executor(
-        self,
-        name: str,
-        replicas: Replicas,
-        device: torch.device,
-        seed: int,
-        autocast: bool,
-        deterministic: bool,
-    ) -> Executor:
-        objective = Objective(replicas.module, copy.deepcopy(self.loss_fn)).to(device)
-        streams = [generator(seed, NODE, node, device=device) for node in replicas.nodes]
-        if name == "auto" and deterministic:
-            name = "loop"
-        kind: Callable[..., Executor] = {"auto": AutoExecutor, "vmap": VmapExecutor, "loop": LoopExecutor}[name]
-        return kind(replicas, objective, streams, autocast)
+    def _train_in_processes(self, config: RunConfig, options: ProcessOptions, recorder: Recorder) -> nn.Module:
+        """Train every node in a process of its own, or as the rank that this process is."""
 
-    def _evaluator(
-        self,
-        engine: Executor,
-        num_nodes: int,
-        val_size: int,
-        batch_size: int,
-        collate: Any,
-        device: torch.device,
-        seed: int,
-    ) -> Evaluator | None:
-        if self.val_dataset is None:
-            return None
-        (dataset,) = resolve(self.val_dataset, num_nodes, False, "val_dataset")
-        batch = first_examples(dataset, val_size, collate)
-        return Evaluator(engine, tree_map(lambda t: t.to(device), batch), batch_size, seed)
+        def record(report: StepReport) -> None:
+            for event in report.events:
+                self.ledger.record(event)
+            recorder(report)
+
+        if under_torchrun():
+            rank = int(os.environ["RANK"])
+            recorder.progress = recorder.progress and rank == 0
+            device = options.devices[int(os.environ.get("LOCAL_RANK", rank)) % len(options.devices)]
+            outcome = join(config, device, record, options.timeout_seconds)
+        else:
+            outcome = train_in_processes(config, options, record)
+        skeleton = Replicas.of(self.model, 1, torch.device("cpu"))
+        return skeleton.as_module(outcome.weights, outcome.buffers, like=self.model)
 
 
 class LocalTrainer(Trainer):
@@ -254,6 +268,20 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     if not available.get(chosen.type, False):
         raise ValueError(f"device {str(device)!r} is not available; this machine has {', '.join(here)}")
     return chosen
+
+
+def _process_devices(
+    devices: Sequence[str | torch.device] | None, device: str | torch.device | None, num_nodes: int
+) -> list[torch.device]:
+    """Return the devices that the nodes' processes take in turn."""
+    if devices is not None:
+        if isinstance(devices, str) or not len(devices):
+            raise TypeError(f"devices must be a list of devices with at least one, got {devices!r}")
+        return [pick_device(d) for d in devices]
+    if device is not None:
+        return [pick_device(device)]
+    gpus = torch.cuda.device_count()
+    return [torch.device("cuda", i) for i in range(num_nodes)] if gpus >= num_nodes else [torch.device("cpu")]
 
 
 def _minibatch_size(batch_size: int, minibatch_size: int | None, pieces: int | None) -> int | None:

@@ -25,6 +25,7 @@ from vsim.data.order import Order
 from vsim.randomness import LOADER, generator
 
 DatasetFactory = Callable[[int, int, bool], Dataset[Any]]
+Data = Dataset[Any] | DatasetFactory
 LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",
@@ -64,21 +65,10 @@ class Batches:
         seed: int,
         dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        options = dict(dataloader_kwargs or {})
-        reject_unknown(options, LOADER_OPTIONS, "dataloader_kwargs")
-        drop_last = bool(options.pop("drop_last", False))
+        options, drop_last = loader_options(dataloader_kwargs)
         lengths = [_length(dataset) for dataset in datasets]
-        if len(datasets) == 1 and lengths[0] < num_nodes:
-            raise ValueError(
-                f"the training dataset has {lengths[0]} examples, fewer than the {num_nodes} nodes; "
-                "lower num_nodes, or give more examples"
-            )
         self.order = Order(lengths, num_nodes, batch_size, shuffle, seed, drop_last)
-        if self.order.steps_per_epoch == 0:
-            raise ValueError(
-                f"drop_last leaves no batch: {int(self.order.shard_sizes.max())} examples a node, "
-                f"batch_size {batch_size}"
-            )
+        self.order.check()
         self.steps_per_epoch = self.order.steps_per_epoch
         self.shard_sizes = self.order.shard_sizes
         self._datasets = list(datasets)
@@ -129,6 +119,13 @@ class _EndToEnd(ConcatDataset[Any]):
             start = ends[which - 1] if which else 0
             examples += fetch(self.datasets[which], [position - start for position in own])
         return examples
+
+
+def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], bool]:
+    """Return (the user's arguments for the DataLoader, drop_last), checked."""
+    options = dict(dataloader_kwargs or {})
+    reject_unknown(options, LOADER_OPTIONS, "dataloader_kwargs")
+    return options, bool(options.pop("drop_last", False))
 
 
 class _NodeByNode:
@@ -226,22 +223,28 @@ def first_examples(dataset: Dataset[Any], count: int, collate: Callable[[list[An
     return batch
 
 
-def resolve(dataset: Any, num_nodes: int, train: bool, what: str) -> list[Dataset[Any]]:
-    """Return the datasets behind an argument: itself, or what a factory makes, one for each node.
+def resolve(dataset: Any, num_nodes: int, ranks: range, train: bool, what: str) -> list[Dataset[Any]]:
+    """Return the datasets behind an argument: itself, or what a factory makes, one for each of `ranks`.
 
     Raises:
         TypeError: it is neither a map-style dataset nor a function f(rank, num_nodes, train_dataset).
         ValueError: a dataset is empty.
     """
-    if callable(dataset) and not hasattr(dataset, "__getitem__"):
-        ranks = range(num_nodes) if train else range(1)
+    if is_factory(dataset):
         made = [dataset(rank, num_nodes, train) for rank in ranks]
-        return [_checked(d, f"{what}({rank}, {num_nodes}, {train})") for rank, d in enumerate(made)]
+        return [_checked(d, f"{what}({rank}, {num_nodes}, {train})") for rank, d in zip(ranks, made, strict=True)]
     return [_checked(dataset, what)]
 
 
+def is_factory(dataset: Any) -> bool:
+    """Whether an argument is a function that makes each node's dataset."""
+    return callable(dataset) and not hasattr(dataset, "__getitem__")
+
+
 def _checked(dataset: Any, what: str) -> Dataset[Any]:
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if isinstance(dataset, (type, IterableDataset)) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):
         raise TypeError(
             f"{what} must be a dataset with __getitem__ and __len__, or a function f(rank, num_nodes, train_dataset) "
             f"that returns one; got {type(dataset).__name__}"

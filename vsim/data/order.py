@@ -61,6 +61,17 @@ class Order:
         longest = int(self.shard_sizes.max())
         self.steps_per_epoch = longest // batch_size if drop_last else -(-longest // batch_size)
 
+    def check(self) -> None:
+        """Raise a ValueError if the shared dataset has fewer examples than nodes, or `drop_last` leaves no batch."""
+        if self.shared and self.lengths[0] < self.num_nodes:
+            raise ValueError(
+                f"the training dataset has {self.lengths[0]} examples, fewer than the {self.num_nodes} nodes; "
+                "lower num_nodes, or give more examples"
+            )
+        if self.steps_per_epoch == 0:
+            longest = int(self.shard_sizes.max())
+            raise ValueError(f"drop_last leaves no batch: {longest} examples a node, batch_size {self.batch_size}")
+
     def batches(self, start_step: int = 0) -> Iterator[Tensor]:
         """Yield (K, b) positions for every step from the 0-based `start_step` on, without end."""
         return self._in_epochs(start_step) if self.even else self._in_streams(start_step)

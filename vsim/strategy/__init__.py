@@ -4,27 +4,60 @@ from typing import Any
 
 from vsim.optim import OptimSpec
 from vsim.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Strategy
+from vsim.strategy.compression import CompressedAverage, Compressor, RandomK, TopK
+from vsim.strategy.demo import DCTTopK, DeMoStrategy
 from vsim.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
+from vsim.strategy.powersgd import PowerSGD
+from vsim.strategy.quantization import QSGD, ScaledSign, SignVote, UniformQuantizer
 from vsim.strategy.reduce import GradientAverage, SimpleReduceStrategy
+from vsim.strategy.selectors import (
+    IndexSelector,
+    PartitionedIndexSelector,
+    RandomIndexSelector,
+    ShuffledSequentialIndexSelector,
+)
+from vsim.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
 
-# Short name → class and the arguments that the command line gives it where the user does not.
+# Short name → class and the arguments that the command line gives it where the user does not. Some hundred steps are
+# few rounds: DiLoCo's outer rate of 0.7, made for H = 500, swings around the minimum there.
 STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "allreduce": (SimpleReduceStrategy, {}),
     "fedavg": (FedAvgStrategy, {"H": 10}),
-    "diloco": (DiLoCoStrategy, {"H": 10}),
+    "diloco": (DiLoCoStrategy, {"H": 10, "outer_lr": 0.4}),
+    "sparta": (SPARTAStrategy, {}),
+    "sparta_diloco": (SPARTADiLoCoStrategy, {"H": 10, "outer_lr": 0.4}),
+    "demo": (DeMoStrategy, {"index_bytes": "packed"}),
 }
 
 __all__ = [
+    "QSGD",
     "STRATEGIES",
     "AveragingCommunicator",
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
+    "CompressedAverage",
+    "Compressor",
+    "DCTTopK",
+    "DeMoStrategy",
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
     "FedAvgStrategy",
     "GradientAverage",
+    "IndexSelector",
     "OptimSpec",
+    "PartitionedIndexSelector",
+    "PowerSGD",
+    "RandomIndexSelector",
+    "RandomK",
+    "SPARTADiLoCoStrategy",
+    "SPARTAStrategy",
+    "ScaledSign",
+    "ShuffledSequentialIndexSelector",
+    "SignVote",
     "SimpleReduceStrategy",
+    "SparseCommunicator",
     "Strategy",
+    "TopK",
+    "UniformQuantizer",
 ]

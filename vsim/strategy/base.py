@@ -27,6 +27,7 @@ from vsim.optim import (
     StackedOptimizer,
     clip_by_node,
     resolve_optim,
+    stepped_tensors,
     torch_optimizers,
 )
 from vsim.strategy.communicate import communicating_through
@@ -137,8 +138,10 @@ class Strategy:
                     f"{name} may mix the elements of a tensor, so over stacked parameters it would mix nodes; "
                     f"build it with OptimSpec(torch.optim.{name}, …).build(self.model), one for each node"
                 )
-        # Of several (one for each node) the last is the one whose step completes the optimizer's.
+        # Of several (one for each node) the first is the one whose step begins the optimizer's, the last completes it.
+        torch_optimizers(self.optim)[0].register_step_pre_hook(self._before_optimizer_step)
         torch_optimizers(self.optim)[-1].register_step_post_hook(self._note_optimizer_step)
+        self._stepped = [(p, p.grad) for p in stepped_tensors(self.optim)]
         self.schedulers = self.schedule.build(self.optim, cluster.max_steps)
         for module in self.communication_modules:
             module.setup(cluster)
@@ -157,6 +160,9 @@ class Strategy:
     def take_step(self) -> None:
         """Do step number `cluster.step`, whose gradients are in `cluster.grads`. The training loop calls this."""
         self._optim_has_stepped = False
+        for parameter, grad in self._stepped:
+            if parameter.grad is None:  # a subclass may have called self.optim.zero_grad()
+                parameter.grad = grad
         with communicating_through(self.cluster.collectives):
             self.step()
         self.model.write_back()
@@ -192,6 +198,9 @@ class Strategy:
             if weights is not None:
                 return weights
         return self.cluster.mean_weights()
+
+    def _before_optimizer_step(self, *_: Any) -> None:
+        self.model.write_back()
 
     def _note_optimizer_step(self, *_: Any) -> None:
         self._optim_has_stepped = True

@@ -11,6 +11,7 @@ from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.optim import OptimSpec, resolve_optim
 from vsim.strategy.base import CommunicationModule, Strategy, StrategyOptions
+from vsim.strategy.compression import CompressedAverage, Compressor
 
 OuterOptim = OptimSpec | type[Optimizer] | str | None
 
@@ -23,6 +24,9 @@ class DiLoCoCommunicator(CommunicationModule):
         outer_optim_spec, outer_optim: the outer optimizer (two spellings; give one). Default SGD with lr 0.7, momentum
             0.9, Nesterov.
         outer_lr: its learning rate.
+        compressor: how to send the distances φ − θ_k with fewer bytes; None: as they are.
+        error_feedback: β in [0, 1], the share of what a compressor left out that is sent later; see
+            `CompressedAverage`.
     """
 
     def __init__(
@@ -32,6 +36,8 @@ class DiLoCoCommunicator(CommunicationModule):
         *,
         outer_optim: OuterOptim = None,
         outer_lr: float | None = None,
+        compressor: Compressor | None = None,
+        error_feedback: bool | float | None = None,
     ) -> None:
         self.H = whole_number("H", H)
         self.outer_optim_spec = resolve_optim(
@@ -45,6 +51,9 @@ class DiLoCoCommunicator(CommunicationModule):
                 f"the outer optimizer steps all weights as one vector, so it must be elementwise; "
                 f"{self.outer_optim_spec.cls.__name__} is not"
             )
+        if compressor is None and error_feedback is not None:
+            raise TypeError("DiLoCo: error_feedback has no effect without compressor=")
+        self.compressed = None if compressor is None else CompressedAverage(compressor, error_feedback)
 
     def setup(self, cluster: Cluster) -> None:
         self.outer_weights = cluster.weights[0].clone()  # φ, shared (P,)
@@ -52,13 +61,19 @@ class DiLoCoCommunicator(CommunicationModule):
         self.outer_optim = self.outer_optim_spec.build_over(
             self.outer_weights, self.outer_gradient, cluster.deterministic
         )
+        if self.compressed is not None:
+            self.compressed.setup(cluster)
 
     def communicate(self, cluster: Cluster) -> None:
         if cluster.step % self.H:
             return
-        mean = cluster.collectives.all_reduce(cluster.weights, label="outer gradient")
-        # mean_k (φ − θ_k): φ is equal on all nodes, so that averaging θ_k sends the same bytes.
-        torch.sub(self.outer_weights, mean, out=self.outer_gradient)
+        if self.compressed is None:
+            # mean_k (φ − θ_k): φ is equal on all nodes, so that averaging θ_k sends the same bytes.
+            mean = cluster.collectives.all_reduce(cluster.weights, label="outer gradient")
+            torch.sub(self.outer_weights, mean, out=self.outer_gradient)
+        else:
+            distances = self.outer_weights - cluster.weights  # (R, P)
+            self.outer_gradient.copy_(self.compressed.average(distances, cluster, "outer gradient"))
         self.outer_optim.step()
         cluster.weights.copy_(self.outer_weights)
 
@@ -80,10 +95,13 @@ class DiLoCoStrategy(Strategy):
         outer_optim, outer_optim_spec: the outer optimizer (two spellings): an `OptimSpec`, class or name. Default SGD,
             lr 0.7, momentum 0.9, Nesterov.
         outer_lr: the outer learning rate.
+        compressor: how every node sends its φ − θ_k with fewer bytes, such as TopK(0.01); None: as it is.
+        error_feedback: β in [0, 1], the share of what the compressor left out that a node adds to its next message.
+            Default: 1 where the compressor allows it.
         options: those of every strategy; see `Strategy`. The paper's inner optimizer is
             OptimSpec("adamw", lr=4e-4, weight_decay=0.1).
 
-    Payload: all weights every H steps.
+    Payload: all weights every H steps; with a compressor, its message.
     """
 
     def __init__(
@@ -93,7 +111,16 @@ class DiLoCoStrategy(Strategy):
         outer_lr: float | None = None,
         *,
         outer_optim_spec: OuterOptim = None,
+        compressor: Compressor | None = None,
+        error_feedback: bool | float | None = None,
         **options: Unpack[StrategyOptions],
     ) -> None:
-        outer = DiLoCoCommunicator(H, outer_optim_spec, outer_optim=outer_optim, outer_lr=outer_lr)
+        outer = DiLoCoCommunicator(
+            H,
+            outer_optim_spec,
+            outer_optim=outer_optim,
+            outer_lr=outer_lr,
+            compressor=compressor,
+            error_feedback=error_feedback,
+        )
         super().__init__([outer], **options)

@@ -1,0 +1,305 @@
+"""The built-in data: what it contains, how it is cut, and what is said about bad files."""
+
+import gzip
+import random
+import string
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+from vsim.data.sources import TextDataset, Vocabulary, digits, docs_text, mnist, text_file
+
+
+@pytest.fixture(autouse=True)
+def _global_rng_untouched() -> Iterator[None]:
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    yield
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert np.array_equal(before[1], np.random.get_state()[1])  # noqa: NPY002
+    assert before[2] == random.getstate()
+
+
+# Vocabulary
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text(min_size=1), st.data())
+def test_encode_decode_round_trip(text: str, data: st.DataObject) -> None:
+    vocabulary = Vocabulary(text)
+    assert vocabulary.size == len(set(text))
+    other = "".join(data.draw(st.lists(st.sampled_from(vocabulary.characters), max_size=20)))
+    ids = vocabulary.encode(other)
+    assert ids.dtype == torch.int64 and ids.shape == (len(other),)
+    assert ids.tolist() == [vocabulary.characters.index(character) for character in other]
+    assert vocabulary.decode(ids) == other
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text(min_size=1), st.characters())
+def test_unknown_character_is_named(text: str, character: str) -> None:
+    text = text.replace(character, "") or chr(ord(character) ^ 1)
+    with pytest.raises(ValueError, match="unknown character") as caught:
+        Vocabulary(text).encode(text + character)
+    assert f"{character!r} at {len(text)};" in str(caught.value)
+
+
+def test_lone_surrogates_are_characters() -> None:
+    assert Vocabulary("a\udcff").decode(torch.tensor([1, 0])) == "\udcffa"
+
+
+def test_vocabulary() -> None:
+    vocabulary = Vocabulary("abba")
+    assert repr(vocabulary) == "Vocabulary('ab')"
+    assert vocabulary == Vocabulary("ab") and hash(vocabulary) == hash(Vocabulary("ab"))
+    assert vocabulary != Vocabulary("abc") and vocabulary != "ab"
+    assert vocabulary.decode(torch.tensor(1)) == "b"
+    assert vocabulary.decode(torch.empty(0, dtype=torch.int64)) == ""
+    for ids, message in [
+        (torch.tensor([0, 2]), "got id 2; 0 to 1 allowed"),
+        (torch.tensor([-1]), "got id -1"),
+        (torch.zeros(1, 1, dtype=torch.int64), r"got \(1, 1\) torch.int64"),
+        (torch.zeros(1), r"got \(1,\) torch.float32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            vocabulary.decode(ids)
+    with pytest.raises(ValueError, match="empty text"):
+        Vocabulary("")
+
+
+# Text
+
+
+def test_docs_text() -> None:
+    text = "\n".join(topics[name] for name in sorted(topics))
+    train, val = docs_text()
+    assert isinstance(train, TensorDataset) and isinstance(val, TextDataset)
+    assert train.vocabulary is val.vocabulary
+    assert train.vocabulary == Vocabulary(text)
+    assert 90 < train.vocabulary.size < 200 and len(train) > 3000
+    x, y = train[1]
+    assert x.shape == y.shape == (64,) and x.dtype == y.dtype == torch.int64
+    assert train.vocabulary.decode(x) == text[64:128]
+    assert train.vocabulary.decode(y) == text[65:129]
+    split = len(text) - round(0.1 * len(text))
+    assert val.vocabulary.decode(val[0][0]) == text[split : split + 64]
+
+
+def test_windows_are_views() -> None:
+    train, val = docs_text(block_size=256, stride=1)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (*train.tensors, *val.tensors)}) == 1
+    assert train.tensors[0].untyped_storage().nbytes() < 10e6  # and not 256 times the text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.text(string.ascii_letters, min_size=2, max_size=200),
+    st.integers(1, 9),
+    st.integers(1, 12) | st.none(),
+    st.integers(1, 99),
+)
+def test_text_windows(folder: Path, text: str, block_size: int, stride: int | None, percent: int) -> None:
+    path = folder / "text.txt"
+    path.write_text(text)
+    fraction = percent / 100
+    minimum = -(-100 * (block_size + 1) // min(percent, 100 - percent))  # rounded up
+    if len(text) < minimum:
+        with pytest.raises(ValueError, match=f"{len(text)} characters.* at least {minimum}$"):
+            text_file(path, block_size, stride, fraction)
+        return
+    train, val = text_file(path, block_size, stride, fraction)
+    stride = stride or block_size
+    kept = round(len(text) * fraction)
+    for dataset, part in ((train, text[: len(text) - kept]), (val, text[len(text) - kept :])):
+        starts = range(0, len(part) - block_size, stride)
+        assert [dataset.vocabulary.decode(x) for x, _ in dataset] == [part[i : i + block_size] for i in starts]
+        assert [dataset.vocabulary.decode(y) for _, y in dataset] == [part[i + 1 : i + 1 + block_size] for i in starts]
+        assert len(dataset) >= 1
+
+
+def test_the_named_minimum_is_enough(tmp_path: Path) -> None:
+    for fraction, minimum in ((0.1, 650), (0.5, 130), (0.9, 650), (0.07, 929)):
+        (tmp_path / "enough").write_text("a" * minimum)
+        train, val = text_file(tmp_path / "enough", val_fraction=fraction)
+        assert len(train) >= 1 and len(val) >= 1
+        (tmp_path / "short").write_text("a" * (minimum - 1))
+        with pytest.raises(ValueError, match=f"{minimum - 1} characters; .* at least {minimum}$"):
+            text_file(str(tmp_path / "short"), val_fraction=fraction)
+
+
+def test_text_file_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(("é" * 100).encode("latin-1"))
+    train, _ = text_file(path, 4, encoding="latin-1")
+    assert train.vocabulary.characters == "é"
+    with pytest.raises(ValueError, match=r"text is not utf-8 text \(.*position 0"):
+        text_file(path, 4)
+    with pytest.raises(ValueError, match="unknown encoding 'utf-99'"):
+        text_file(path, 4, encoding="utf-99")
+
+
+def test_text_file_missing_or_empty(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no file at .*nowhere\.txt"):
+        text_file(tmp_path / "nowhere.txt")
+    with pytest.raises(FileNotFoundError, match="no file at"):
+        text_file(tmp_path)
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match="empty: got 0 characters"):
+        text_file(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block_size": 0}, "block_size: got 0; an integer of at least 1"),
+        ({"block_size": 1.5}, "block_size: got 1.5"),
+        ({"stride": 0}, "stride: got 0"),
+        ({"stride": True}, "stride: got True"),
+        ({"val_fraction": 0.0}, "val_fraction: got 0.0; a number between 0 and 1"),
+        ({"val_fraction": 1}, "val_fraction: got 1"),
+        ({"block_size": 10**6}, "pydoc_data.topics: got .* at least 10000010"),
+    ],
+)
+def test_docs_text_rejects(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        docs_text(**arguments)
+
+
+# Digits
+
+
+def test_digits() -> None:
+    sklearn_datasets = pytest.importorskip("sklearn.datasets")
+    train, val = digits()
+    assert (len(train), len(val)) == (1438, 359)
+    x, y = (torch.cat(pair) for pair in zip(train.tensors, val.tensors, strict=True))
+    assert x.shape == (1797, 1, 8, 8) and x.dtype == torch.float32 and y.dtype == torch.int64
+    assert x.min() == 0 and x.max() == 1 and set(y.tolist()) == set(range(10))
+    # Every example is there once, with its own label.
+    bunch = sklearn_datasets.load_digits()
+    expected = np.column_stack([bunch.data / 16, bunch.target])
+    found = np.column_stack([x.flatten(1), y])
+    assert np.array_equal(expected[np.lexsort(expected.T)], found[np.lexsort(found.T)])
+    assert all(torch.equal(a, b) for a, b in zip(digits()[0].tensors, train.tensors, strict=True))
+    assert not torch.equal(digits(seed=1)[1].tensors[1], val.tensors[1])
+    assert len(digits(val_fraction=0.5)[1]) == 898
+    assert len(digits(val_fraction=1e-9)[1]) == 1
+    with pytest.raises(ValueError, match="val_fraction: got -1"):
+        digits(val_fraction=-1)
+
+
+def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match=r'pip install "vsim\[examples\]"'):
+        digits()
+
+
+# MNIST
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    header = np.array([0x0800 | values.ndim, *values.shape], dtype=">u4").tobytes()
+    raw = header + values.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(raw, compresslevel=1) if path.suffix == ".gz" else raw)
+
+
+def write_mnist(folder: Path, counts: tuple[int, int] = (5, 3), suffix: str = "", dash: str = "-") -> None:
+    rng = np.random.default_rng(0)
+    for part, count in zip(("train", "t10k"), counts, strict=True):
+        write_idx(folder / f"{part}-images{dash}idx3-ubyte{suffix}", rng.integers(0, 256, (count, 28, 28)))
+        write_idx(folder / f"{part}-labels{dash}idx1-ubyte{suffix}", rng.integers(0, 10, count))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    counts=st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    height=st.integers(1, 9),
+    width=st.integers(1, 9),
+    suffixes=st.lists(st.sampled_from(["", ".gz"]), min_size=4, max_size=4),
+    dash=st.sampled_from(["-", "."]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_idx_round_trip(
+    tmp_path_factory: pytest.TempPathFactory,
+    counts: tuple[int, int],
+    height: int,
+    width: int,
+    suffixes: list[str],
+    dash: str,
+    seed: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("mnist")
+    rng = np.random.default_rng(seed)
+    parts = [(rng.integers(0, 256, (count, height, width)), rng.integers(0, 256, count)) for count in counts]
+    for part, (images, labels), pair in zip(("train", "t10k"), parts, (suffixes[:2], suffixes[2:]), strict=True):
+        write_idx(folder / f"{part}-images{dash}idx3-ubyte{pair[0]}", images)
+        write_idx(folder / f"{part}-labels{dash}idx1-ubyte{pair[1]}", labels)
+    for dataset, (images, labels) in zip(mnist(folder), parts, strict=True):
+        x, y = dataset.tensors
+        assert x.dtype == torch.float32 and y.dtype == torch.int64
+        assert x.shape == (len(images), 1, height, width)
+        assert np.array_equal((x[:, 0] * 255).round().numpy(), images)
+        assert np.array_equal(y.numpy(), labels)
+        assert not x.numel() or 0 <= x.min() <= x.max() <= 1
+
+
+def test_mnist_pixels_end_at_one(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    write_idx(tmp_path / "train-images-idx3-ubyte", np.full((5, 28, 28), 255))
+    train, val = mnist(str(tmp_path))
+    assert (train.tensors[0] == 1).all()
+    assert train.tensors[0].shape == (5, 1, 28, 28) and len(val) == 3
+
+
+def test_mnist_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no folder at .*nowhere"):
+        mnist(tmp_path / "nowhere")
+    write_mnist(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(FileNotFoundError) as caught:
+        mnist(tmp_path)
+    for name in ("t10k-labels-idx1-ubyte", "t10k-labels.idx1-ubyte.gz", str(tmp_path)):
+        assert name in str(caught.value)
+
+
+def test_mnist_bad_files(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    path = tmp_path / "train-images-idx3-ubyte"
+    whole = path.read_bytes()
+    labels = (tmp_path / "train-labels-idx1-ubyte").read_bytes()
+    for raw, message in [
+        (labels, "starts with magic number 2049; 2051 is needed"),
+        (b"no", "is cut short: 2 bytes, not even a header of 16"),
+        (whole[:15], "is cut short: 15 bytes, not even a header of 16"),
+        (whole[:-1], r"is cut short: 3935 bytes; 3936 for shape \(5, 28, 28\) expected"),
+        (whole + b"!", "is too long: 3937 bytes; 3936 for"),
+    ]:
+        path.write_bytes(raw)
+        with pytest.raises(ValueError, match=f"{path.name} {message}"):
+            mnist(tmp_path)
+    write_idx(path, np.zeros((4, 28, 28)))
+    with pytest.raises(ValueError, match="has 4 images and train-labels-idx1-ubyte has 5 labels"):
+        mnist(tmp_path)
+
+
+def test_mnist_bad_gzip(tmp_path: Path) -> None:
+    write_mnist(tmp_path, suffix=".gz")
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    whole = path.read_bytes()
+    garbled = whole[:30] + bytes(255 - byte for byte in whole[30:])
+    for raw in (b"plain", whole[:-10], garbled):
+        path.write_bytes(raw)
+        with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz is not a whole gzip file"):
+            mnist(tmp_path)

@@ -1,0 +1,196 @@
+"""What runs in the process of one node: its own model, optimizer, sampler and loader, as in any PyTorch script."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, DistributedSampler
+
+from vsim.assembly import RunConfig, assemble
+from vsim.data.batches import is_factory, loader_options, resolve
+from vsim.data.order import Order
+from vsim.distributed.collectives import ProcessCollectives
+from vsim.executor import Executor
+from vsim.ledger import Ledger
+from vsim.loop import Reporter, train
+from vsim.randomness import LOADER, drawing_from, generator, isolated
+from vsim.replicas import Views
+
+
+@dataclass
+class Outcome:
+    """What every node's process has at the end: the mean model's weights (P,) and buffers."""
+
+    weights: Tensor
+    buffers: Views
+
+
+def run_node(config: RunConfig, device: torch.device, report: Reporter) -> Outcome:
+    """Train this process's node within the default process group, whose rank it is."""
+    rank = dist.get_rank()
+    with isolated(config.seed, device):
+        collectives = ProcessCollectives(Ledger(), config.deterministic)
+        batches = NodeBatches(config, rank, collectives)
+        run = assemble(config, range(rank, rank + 1), collectives, batches, EagerExecutor, device, report)
+        train(run)
+        cluster = run.cluster
+        buffers = {name: b.cpu() for name, b in cluster.mean_buffers().items()}
+        return Outcome(cluster.mean_weights().cpu(), buffers)
+
+
+class EagerExecutor(Executor):
+    """One node as an ordinary module: forward, `loss.backward()`. Its parameters are views of the row."""
+
+    name = "eager"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        r = self.replicas
+        self.row, self.grads = r.weights[0], list(r.views(r.grads[0]).values())
+        self.buffers = {name: b[0] for name, b in r.buffers.items()}
+        own = dict(r.module.named_parameters())
+        self.parameters = [own[c.name] for c in r.layout]
+        names = {id(b): name for name, b in r.module.named_buffers()}
+        self.places = [  # where in the module every buffer is held, tied ones more than once
+            (r.module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], names[id(b)])
+            for path, b in r.module.named_buffers(remove_duplicate=False)
+        ]
+        self._use(self.row, self.buffers)
+
+    def _use(self, row: Tensor, buffers: Views) -> None:
+        """Let the module compute with the weights of `row` (P,) and with `buffers`."""
+        for p, view in zip(self.parameters, self.replicas.views(row).values(), strict=True):
+            p.data = view
+        for module, attribute, name in self.places:
+            setattr(module, attribute, buffers[name])
+
+    def _keep_assigned_buffers(self) -> None:
+        for module, attribute, name in self.places:
+            now = getattr(module, attribute)
+            if now is not self.buffers[name]:
+                self.buffers[name].copy_(now.detach())
+                setattr(module, attribute, self.buffers[name])
+
+    def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        for p in self.parameters:
+            p.grad = None
+        with drawing_from(self.generators[0]), self._precision():
+            loss, _ = self.objective(tree_map(lambda t: t[0], batch))
+        self._keep_assigned_buffers()
+        if share != 1.0:
+            loss = loss * share
+        loss.backward()
+        new = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        if first:
+            torch._foreach_copy_(self.grads, new)
+        else:
+            torch._foreach_add_(self.grads, new)
+        return loss.detach()[None]
+
+    def _evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
+        outcomes = []
+        state = stream.get_state()
+        try:
+            for i, row in enumerate(weights):
+                self._use(row, {name: b[i].clone() for name, b in buffers.items()})
+                stream.set_state(state)
+                with drawing_from(stream), self._precision():
+                    outcomes.append(self.objective(batch, with_accuracy=True))
+        finally:
+            self._use(self.row, self.buffers)
+        accuracies = [a for _, a in outcomes if a is not None]
+        return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None
+
+
+class NodeBatches:
+    """The batches of one node: DistributedSampler and DataLoader, epoch after epoch.
+
+    Nodes whose own datasets differ in length go through them without a break, by the simulator's `Order`.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, collectives: ProcessCollectives) -> None:
+        self._config = config
+        self._options, drop_last = loader_options(config.dataloader_kwargs)
+        (self._dataset,) = resolve(config.train_dataset, config.num_nodes, range(rank, rank + 1), True, "train_dataset")
+        own = is_factory(config.train_dataset)
+        with collectives.unbilled():
+            lengths = collectives.all_gather(torch.tensor([len(self._dataset)])).tolist()  # type: ignore[arg-type]
+        order = Order(
+            lengths if own else lengths[:1], config.num_nodes, config.batch_size, config.shuffle, config.seed, drop_last
+        )
+        self.steps_per_epoch, self.shard_sizes = order.steps_per_epoch, order.shard_sizes
+        self._order, self._rank, self._own, self._drop_last = order, rank, own, drop_last
+
+    def from_step(self, start_step: int = 0) -> Iterator[Any]:
+        """Yield (1, B, …) for every step from the 0-based `start_step` on, without end."""
+        batches = self._in_epochs(start_step) if self._order.even else self._in_stream(start_step)
+        for batch in batches:
+            yield tree_map(lambda t: t[None], batch)
+
+    def _in_epochs(self, step: int) -> Iterator[Any]:
+        config = self._config
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            self._dataset,
+            num_replicas=1 if self._own else config.num_nodes,
+            rank=0 if self._own else self._rank,
+            shuffle=config.shuffle,
+            seed=config.seed,
+        )
+        loader = self._loader(batch_size=config.batch_size, sampler=sampler, drop_last=self._drop_last)
+        epoch, skip = divmod(step, self.steps_per_epoch)
+        while True:
+            sampler.set_epoch(epoch)
+            for position, batch in enumerate(loader):
+                if position >= skip:
+                    yield batch
+            epoch, skip = epoch + 1, 0
+
+    def _in_stream(self, step: int) -> Iterator[Any]:
+        offset = self._order.offsets[self._rank]
+        positions = (p[self._rank] - offset for p in self._order.batches(step))
+        yield from self._loader(batch_sampler=_Lists(positions))
+
+    def _loader(self, **kwargs: Any) -> DataLoader[Any]:
+        stream = generator(self._config.seed, LOADER)
+        return DataLoader(self._dataset, generator=stream, **kwargs, **self._options)
+
+
+class _Lists:
+    """A batch sampler from an iterator of index tensors."""
+
+    def __init__(self, positions: Iterator[Tensor]) -> None:
+        self.positions = positions
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for p in self.positions:
+            yield p.tolist()
+
+
+def under_torchrun() -> bool:
+    """Whether this process was started as a rank, by torchrun or another launcher that sets its variables."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def join(config: RunConfig, device: torch.device, report: Reporter, timeout_seconds: float) -> Outcome:
+    """Train as the rank that this process was started as; the process group is made if there is none yet."""
+    made = not dist.is_initialized()
+    if made:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    try:
+        if dist.get_world_size() != config.num_nodes:
+            raise ValueError(f"num_nodes is {config.num_nodes}, but torchrun started {dist.get_world_size()} processes")
+        return run_node(config, device, report)
+    finally:
+        if made:
+            dist.destroy_process_group()

@@ -1,0 +1,126 @@
+"""Which entries a round of sparse averaging shares: columns of the node matrix, the same on all nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from vsim_kernels import bernoulli_indices, chunk_sizes
+
+from vsim.arguments import real_number
+from vsim.cluster import Cluster
+from vsim.replicas import Columns
+
+
+class IndexSelector:
+    """Chooses, in every round, about a share p of the entries of every tensor. Subclass it.
+
+    All nodes choose alike: by the round, the layout of the matrix (`cluster.replicas.layout`: the columns of every
+    tensor) and draws from `cluster.generator`, so that which entries they are need not be sent.
+
+    Args:
+        p: share of the entries, 0 < p ≤ 1.
+    """
+
+    def __init__(self, p: float) -> None:
+        self.p = real_number("p", p, above=0, at_most=1)
+
+    def setup(self, cluster: Cluster) -> None:
+        """Prepare for a run on `cluster`: make the state that lasts from round to round."""
+
+    def select(self, cluster: Cluster, round: int) -> Tensor:
+        """Return the entries of this round, the first being 0: distinct columns (m,), ascending, int64, shared."""
+        raise NotImplementedError(f"{type(self).__name__} must define select(cluster, round)")
+
+    def note_shared(self, index: Tensor, values: Tensor) -> None:
+        """Learn what the nodes have at the columns `index` (m,) as they share them: stacked (R, m), or shared (m,)."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.p:g})"
+
+
+class RandomIndexSelector(IndexSelector):
+    """Every entry with probability p, on its own: m ~ Binomial(P, p). Nothing of length P is drawn."""
+
+    def select(self, cluster: Cluster, round: int) -> Tensor:
+        # Independent draws for every tensor are independent draws for the whole row.
+        return bernoulli_indices(cluster.replicas.num_parameters, self.p, cluster.generator, cluster.weights.device)
+
+
+class ShuffledSequentialIndexSelector(IndexSelector):
+    """Every tensor is shuffled once and cut in c = ⌈1/p⌉ chunks; round r takes chunk r mod c.
+
+    The first chunks are one entry larger where c does not divide n. Every entry is shared once in c rounds, a share 1/c
+    of the rounds, which is p where 1/p is whole. A tensor of n < c entries has nothing to share in c − n of them.
+    """
+
+    def setup(self, cluster: Cluster) -> None:
+        self.count = round_up(1 / self.p)
+        self.order, self.bounds = _shuffled_chunks(cluster, cluster.replicas.layout, self.count)
+
+    def select(self, cluster: Cluster, round: int) -> Tensor:
+        return _chunk(self.order, self.bounds, round % self.count)
+
+
+class PartitionedIndexSelector(IndexSelector):
+    """Every tensor is cut at random in c = min(⌈1/p⌉, n) parts, one for each round, and cut anew when they are used up.
+
+    Every entry of a tensor of n entries is shared once in every c rounds; the parts differ by at most one entry.
+    """
+
+    def setup(self, cluster: Cluster) -> None:
+        most = round_up(1 / self.p)
+        # Tensors of equal c are cut together: all long ones, and for each length below ⌈1/p⌉ those of that length.
+        counts = [min(most, max(1, c.stop - c.start)) for c in cluster.replicas.layout]
+        self.counts = sorted(set(counts))
+        self.members = [
+            [c for c, own in zip(cluster.replicas.layout, counts, strict=True) if own == count] for count in self.counts
+        ]
+        cuts = [_shuffled_chunks(cluster, members, c) for members, c in zip(self.members, self.counts, strict=True)]
+        self.orders = [order for order, _ in cuts]
+        self.bounds = [bounds for _, bounds in cuts]
+
+    def select(self, cluster: Cluster, round: int) -> Tensor:
+        for i, count in enumerate(self.counts):
+            if count > 1 and round > 0 and round % count == 0:
+                self.orders[i], self.bounds[i] = _shuffled_chunks(cluster, self.members[i], count)
+        chunks = [
+            _chunk(order, bounds, round % count)
+            for order, bounds, count in zip(self.orders, self.bounds, self.counts, strict=True)
+        ]
+        return torch.cat(chunks).sort().values if len(chunks) > 1 else chunks[0]
+
+
+def round_up(x: float) -> int:
+    """⌈x⌉, where an x that is whole but for the rounding of its computation (1 / (1 / 49) > 49) stays that number."""
+    return math.ceil(x * (1 - 1e-12))
+
+
+def _shuffled_chunks(cluster: Cluster, tensors: Sequence[Columns], count: int) -> tuple[Tensor, Tensor]:
+    """Cut every tensor at random in `count` chunks, of which those beyond its number of entries are empty.
+
+    Returns:
+        The columns of all tensors (n,), those of the first chunks in front, ascending in every chunk, on the weights'
+        device; and where the chunks start and stop in it, on the CPU; empty ones at the end are left out.
+    """
+    columns, chunk_of = [], []
+    for tensor in tensors:
+        numel = tensor.stop - tensor.start
+        sizes = torch.tensor(chunk_sizes(numel, min(count, max(1, numel))))
+        # Few kinds of small integers sort fastest.
+        numbers = torch.arange(len(sizes), dtype=torch.int16 if count < 2**15 else torch.int64)
+        shuffled = torch.empty(numel, dtype=numbers.dtype)
+        shuffled[torch.randperm(numel, generator=cluster.generator)] = numbers.repeat_interleave(sizes)
+        chunk_of.append(shuffled)
+        columns.append(torch.arange(tensor.start, tensor.stop))
+    chunks = torch.cat(chunk_of)
+    order = torch.cat(columns)[chunks.argsort(stable=True)]
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), chunks.bincount().cumsum(0)])
+    return order.to(cluster.weights.device), bounds
+
+
+def _chunk(order: Tensor, bounds: Tensor, number: int) -> Tensor:
+    last = len(bounds) - 1
+    return order[int(bounds[min(number, last)]) : int(bounds[min(number + 1, last)])]
