@@ -107,11 +107,13 @@ class OptimSpec:
         return self.build_over(replicas.weights, replicas.grads, deterministic)
 
     def build_over(self, weights: Tensor, grads: Tensor, deterministic: bool) -> Optimizer:
-        """Build one optimizer that updates `weights`, of any shape, in place from `grads`."""
-        kwargs = dict(self.kwargs)
-        if self.cls in _FUSED and not deterministic and not _CHOICE_OF_KERNEL & kwargs.keys():
-            kwargs["fused"] = True
-        return self.cls([_with_grad(weights, grads)], **kwargs)
+        """Build one optimizer that updates stacked `weights` (R, P), or a shared row (P,), in place from `grads`."""
+        if deterministic or self.cls not in _FUSED or _CHOICE_OF_KERNEL & self.kwargs.keys():
+            return self.cls([_with_grad(weights, grads)], **self.kwargs)
+        # The fused kernels round the last few entries of a tensor in another way than the rest. With a tensor for every
+        # row that is the same on all nodes, and nodes that are equal stay equal.
+        rows = zip(weights, grads, strict=True) if weights.dim() == 2 else [(weights, grads)]
+        return self.cls([_with_grad(w, g) for w, g in rows], **{**self.kwargs, "fused": True})
 
     def __repr__(self) -> str:
         return f"OptimSpec({', '.join([self.cls.__name__, *(f'{k}={v!r}' for k, v in self.kwargs.items())])})"

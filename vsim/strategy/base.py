@@ -173,7 +173,6 @@ class Strategy:
         for module in self.communication_modules:
             module.communicate_gradients(self.cluster)
         if not self._optim_has_stepped:  # a subclass may have called self.optim.step() itself
-            self.clip()
             self.optim.step()
         for module in self.communication_modules:
             module.communicate(self.cluster)
@@ -182,7 +181,7 @@ class Strategy:
         self.local_step += 1
 
     def clip(self) -> None:
-        """Clip every node's gradient to `max_norm`, if there is one."""
+        """Clip every node's gradient to `max_norm`, if there is one. Happens before every optimizer step."""
         if self.max_norm is not None:
             clip_by_node(self.cluster.replicas, self.max_norm, exact=self.cluster.deterministic)
 
@@ -200,7 +199,9 @@ class Strategy:
         return self.cluster.mean_weights()
 
     def _before_optimizer_step(self, *_: Any) -> None:
+        # Here, so that the gradients are clipped whoever calls `self.optim.step()`.
         self.model.write_back()
+        self.clip()
 
     def _note_optimizer_step(self, *_: Any) -> None:
         self._optim_has_stepped = True

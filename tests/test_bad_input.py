@@ -1,0 +1,438 @@
+"""Every error names what was given and what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from separate import small_gpt, small_mlp, tokens, vectors
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from vsim import Trainer
+from vsim.arguments import real_number
+from vsim.data import text_file
+from vsim.executor import VmapError
+from vsim.strategy import (
+    AveragingCommunicator,
+    CommunicateOptimizeStrategy,
+    DiLoCoCommunicator,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    OptimSpec,
+    SimpleReduceStrategy,
+    Strategy,
+)
+
+
+class Bad(NamedTuple):
+    """What a user did, and what should be said."""
+
+    name: str
+    call: Callable[[], Any]
+    error: type[BaseException]
+    message: str
+
+
+def fit(
+    model: nn.Module | None = None, data: Any = None, val: Any = None, loss_fn: Any = None, **options: Any
+) -> nn.Module:
+    options = {"strategy": SimpleReduceStrategy(), "num_nodes": 2, "max_steps": 2, "progress": False, **options}
+    return Trainer(model or small_mlp(), vectors() if data is None else data, val, loss_fn=loss_fn).fit(**options)
+
+
+class Model(nn.Module):
+    """Its loss is f(outputs, targets)."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 5)
+        self.loss = loss
+
+    def forward(self, batch: list[Tensor]) -> Any:
+        return self.loss(self.linear(batch[0]), batch[1])
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.ones(1)
+
+
+class Words(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"text": "word", "y": index}
+
+
+def half_double() -> nn.Module:
+    model = small_mlp()
+    model.layers[3].double()
+    return model
+
+
+def branching(outputs: Tensor, targets: Tensor) -> Tensor:
+    loss = F.cross_entropy(outputs, targets)
+    return loss if loss.item() > 0 else -loss
+
+
+def not_finite(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets) * torch.nan
+
+
+class Mixing(Strategy):
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        self.optim = torch.optim.Adafactor(model.parameters())
+
+
+NODES = r"num_nodes must be a whole number"
+
+TABLE = [
+    # Unknown keywords
+    Bad("keyword of fit", lambda: fit(num_node=2), TypeError, r"fit\(\) got .* 'num_node'; did you mean 'num_nodes'"),
+    Bad("keyword of fit, far", lambda: fit(qqq=2), TypeError, r"'qqq'\. Valid: strategy, num_nodes, num_epochs"),
+    Bad(
+        "keyword of Trainer",
+        lambda: Trainer(small_mlp(), vectors(), devise="cpu"),
+        TypeError,
+        r"Trainer\(\) got an unknown argument 'devise'; did you mean 'device'",
+    ),
+    Bad(
+        "keyword of a strategy",
+        lambda: FedAvgStrategy(h=3),
+        TypeError,
+        r"FedAvgStrategy\(\) got an unknown argument 'h'.*Valid: H, island_size, weighting, optim_spec",
+    ),
+    Bad("argument of another strategy", lambda: SimpleReduceStrategy(H=3), TypeError, "SimpleReduceStrategy.*'H'"),
+    Bad("near keyword", lambda: DiLoCoStrategy(outer_lrr=1), TypeError, "'outer_lrr'; did you mean 'outer_lr'"),
+    Bad("keyword of an optimizer", lambda: OptimSpec("sgd", momentun=1), TypeError, "SGD.*did you mean 'momentum'"),
+    Bad(
+        "keyword of the loader",
+        lambda: fit(dataloader_kwargs={"num_worker": 1}),
+        TypeError,
+        "dataloader_kwargs got .* 'num_worker'; did you mean 'num_workers'",
+    ),
+    Bad(
+        "batch size twice",
+        lambda: fit(dataloader_kwargs={"batch_size": 1}),
+        TypeError,
+        "dataloader_kwargs got .*'batch",
+    ),
+    # Numbers
+    Bad("no nodes", lambda: fit(num_nodes=0), ValueError, rf"{NODES} >= 1, got 0"),
+    Bad("negative nodes", lambda: fit(num_nodes=-1), ValueError, rf"{NODES} >= 1, got -1"),
+    Bad("half a node", lambda: fit(num_nodes=1.5), TypeError, rf"{NODES}, got 1\.5 of type float"),
+    Bad("nodes as text", lambda: fit(num_nodes="4"), TypeError, rf"{NODES}, got '4' of type str"),
+    Bad("nodes as truth", lambda: fit(num_nodes=True), TypeError, rf"{NODES}, got True of type bool"),
+    Bad("no steps", lambda: fit(max_steps=0), ValueError, "max_steps must be a whole number >= 1, got 0"),
+    Bad("1e3 steps", lambda: fit(max_steps=1e3), TypeError, r"max_steps must be a whole number, got 1000\.0"),
+    Bad("no epochs", lambda: fit(num_epochs=0), ValueError, "num_epochs must be a whole number >= 1, got 0"),
+    Bad("no batch", lambda: fit(batch_size=0), ValueError, "batch_size must be a whole number >= 1, got 0"),
+    Bad("interval of 0", lambda: fit(val_interval=0), ValueError, "val_interval must be a whole number >= 1, got 0"),
+    Bad("correlation at 0", lambda: fit(correlation_interval=0), ValueError, "correlation_interval must be .*, got 0"),
+    Bad("no examples", lambda: fit(val_size=0), ValueError, "val_size must be a whole number >= 1, got 0"),
+    Bad("negative seed", lambda: fit(seed=-1), ValueError, "seed must be a whole number >= 0, got -1"),
+    Bad("seed None", lambda: fit(seed=None), TypeError, "seed must be a whole number, got None of type NoneType"),
+    Bad(
+        "minibatch that does not divide",
+        lambda: fit(batch_size=16, minibatch_size=3),
+        ValueError,
+        r"batch_size 16 cannot be divided by minibatch_size 3; minibatch_size may be one of \[1, 2, 4, 8, 16\]",
+    ),
+    Bad(
+        "pieces that do not divide",
+        lambda: fit(batch_size=6, gradient_accumulation=4),
+        ValueError,
+        r"batch_size 6 cannot be divided by gradient_accumulation 4; .* one of \[1, 2, 3, 6\]",
+    ),
+    Bad("minibatch too large", lambda: fit(batch_size=4, minibatch_size=8), ValueError, "from 1 to 4, got 8"),
+    Bad(
+        "both spellings of accumulation",
+        lambda: fit(minibatch_size=4, gradient_accumulation=4),
+        TypeError,
+        "minibatch_size and gradient_accumulation say the same thing; give one",
+    ),
+    # Data
+    Bad("empty dataset", lambda: fit(data=vectors(0)), ValueError, "train_dataset is empty"),
+    Bad("empty validation", lambda: fit(val=vectors(0)), ValueError, "val_dataset is empty"),
+    Bad(
+        "empty shard",
+        lambda: fit(data=lambda rank, num_nodes, train: vectors(1 - rank)),
+        ValueError,
+        r"train_dataset\(1, 2, True\) is empty",
+    ),
+    Bad(
+        "fewer examples than nodes",
+        lambda: fit(data=vectors(3), num_nodes=5),
+        ValueError,
+        "has 3 examples, fewer than the 5 nodes; lower num_nodes",
+    ),
+    Bad(
+        "nothing left",
+        lambda: fit(data=vectors(8), dataloader_kwargs={"drop_last": True}),
+        ValueError,
+        "drop_last leaves no batch: 4 examples a node, batch_size 16",
+    ),
+    Bad("a stream", lambda: fit(data=Stream()), TypeError, "train_dataset must be a dataset .* got Stream"),
+    Bad("a loader", lambda: fit(data=DataLoader(vectors())), TypeError, "train_dataset must be .* got DataLoader"),
+    Bad("a class", lambda: fit(data=TensorDataset), TypeError, "train_dataset must be a dataset .* got type"),
+    Bad("a number for validation", lambda: fit(val=7), TypeError, "val_dataset must be a dataset .* got int"),
+    Bad("text in batches", lambda: fit(data=Words()), ValueError, r"tensors only, got batch\['text'\]"),
+    Bad("text in validation", lambda: fit(val=Words()), ValueError, r"tensors only, got batch\['text'\]"),
+    Bad(
+        "no pairs",
+        lambda: fit(nn.Linear(12, 5), TensorDataset(torch.ones(8, 12)), loss_fn=F.cross_entropy),
+        ValueError,
+        r"with loss_fn= a batch must be a pair \(x, y\); the dataset gives a list of 1",
+    ),
+    Bad("missing file", lambda: text_file("no/such/file.txt"), FileNotFoundError, r"no/such/file\.txt"),
+    # Models
+    Bad("not a model", lambda: Trainer(lambda x: x, vectors()), TypeError, "model must be a torch.nn.Module, got func"),
+    Bad("class of a model", lambda: Trainer(nn.Linear, vectors()), TypeError, "must be a torch.nn.Module, got type"),
+    Bad("nothing to train", lambda: fit(nn.Identity()), ValueError, "no trainable parameter"),
+    Bad(
+        "mixed dtypes",
+        lambda: fit(half_double()),
+        ValueError,
+        r"share one dtype; most are torch.float32, but not layers.3.weight: torch.float64, layers.3.bias: ",
+    ),
+    Bad("a lazy model", lambda: fit(nn.LazyLinear(3)), ValueError, r"\['weight', 'bias'\] are not initialised yet"),
+    Bad(
+        "a vector for a loss",
+        lambda: fit(Model(lambda outputs, y: F.cross_entropy(outputs, y, reduction="none"))),
+        ValueError,
+        r"the loss must be a scalar \(the mean over the batch\), got a tensor of shape \(15,\); .*\.mean\(\)",
+    ),
+    Bad("outputs for a loss", lambda: fit(Model(lambda o, y: o)), ValueError, r"shape \(15, 5\); .* give loss_fn="),
+    Bad("nothing for a loss", lambda: fit(Model(lambda o, y: None)), ValueError, "scalar tensor, got NoneType"),
+    Bad(
+        "a dictionary for a loss",
+        lambda: fit(Model(lambda outputs, y: {"loss": outputs.mean()})),
+        ValueError,
+        "the loss must be a scalar tensor, got dict; a model that returns outputs needs loss_fn=",
+    ),
+    Bad(
+        "a vector from loss_fn",
+        lambda: fit(nn.Linear(12, 5), loss_fn=nn.CrossEntropyLoss(reduction="none")),
+        ValueError,
+        r"the loss must be a scalar",
+    ),
+    Bad(
+        "a loss without parameters",
+        lambda: fit(Model(lambda outputs, y: y.float().mean())),
+        ValueError,
+        "the loss does not depend on any trainable parameter",
+    ),
+    Bad("loss_fn of a kind", lambda: fit(loss_fn="mse"), TypeError, r"a function of \(outputs, y\), got str"),
+    Bad(
+        "loss_fn that learns",
+        lambda: fit(loss_fn=nn.Linear(5, 1)),
+        ValueError,
+        "loss_fn has trainable parameters: make them part of the model, or freeze them",
+    ),
+    Bad(
+        "a model that fails under vmap",
+        lambda: fit(Model(branching), executor="vmap"),
+        VmapError,
+        r"cannot be vectorised over nodes at .*test_bad_input.py:\d+, `return loss if loss.item\(\) > 0.*"
+        r"executor='loop' runs it",
+    ),
+    Bad(
+        "a loss that is not a number",
+        lambda: fit(Model(not_finite)),
+        FloatingPointError,
+        r"non-finite loss at step 1 on nodes \[0, 1\] \(node 0: nan, node 1: nan\)",
+    ),
+    Bad(
+        "a step that is too large",
+        lambda: fit(strategy=Strategy(inner_optim="sgd", lr=1e30), max_steps=9),
+        FloatingPointError,
+        r"non-finite loss at step \d on nodes \[0, 1\]",
+    ),
+    # Strategies
+    Bad("no strategy", lambda: fit(strategy=None), TypeError, "strategy must be a vsim Strategy object, got None"),
+    Bad(
+        "class of a strategy",
+        lambda: fit(strategy=DiLoCoStrategy),
+        TypeError,
+        "strategy must be a vsim Strategy object, got <class .*DiLoCoStrategy",
+    ),
+    Bad("FedAvg with H 0", lambda: FedAvgStrategy(H=0), ValueError, "H must be a whole number >= 1, got 0"),
+    Bad("DiLoCo with H 0", lambda: DiLoCoStrategy(H=0), ValueError, "H must be a whole number >= 1, got 0"),
+    Bad("H of a half", lambda: DiLoCoStrategy(H=0.5), TypeError, r"H must be a whole number, got 0\.5"),
+    Bad("DiLoCo module", lambda: DiLoCoCommunicator(-2), ValueError, "H must be a whole number >= 1, got -2"),
+    Bad("averaging never", lambda: AveragingCommunicator(every=0), ValueError, "every must be a whole number >= 1"),
+    Bad(
+        "island larger than the cluster",
+        lambda: fit(strategy=FedAvgStrategy(island_size=3)),
+        ValueError,
+        "island_size must be a whole number from 1 to 2, got 3",
+    ),
+    Bad("empty islands", lambda: FedAvgStrategy(island_size=0), ValueError, "island_size must be .* >= 1, got 0"),
+    Bad(
+        "weighting",
+        lambda: FedAvgStrategy(weighting="example"),
+        ValueError,
+        "weighting must be one of 'uniform', 'examples', got 'example'; did you mean 'examples'",
+    ),
+    Bad(
+        "no module",
+        lambda: CommunicateOptimizeStrategy([SimpleReduceStrategy()]),
+        TypeError,
+        r"CommunicateOptimizeStrategy\(\): communication_modules must be CommunicationModules, got <vsim",
+    ),
+    Bad(
+        "class of a module",
+        lambda: CommunicateOptimizeStrategy([AveragingCommunicator]),
+        TypeError,
+        "must be CommunicationModules, got <class",
+    ),
+    Bad(
+        "two optimizers",
+        lambda: SimpleReduceStrategy(optim_spec="sgd", inner_optim="sgd"),
+        TypeError,
+        r"SimpleReduceStrategy\(\): optim_spec and inner_optim are two spellings of one argument",
+    ),
+    Bad(
+        "two outer optimizers",
+        lambda: DiLoCoStrategy(outer_optim="sgd", outer_optim_spec="sgd"),
+        TypeError,
+        "outer_optim_spec and outer_optim are two spellings",
+    ),
+    Bad("two rates", lambda: FedAvgStrategy(lr=0.1, inner_lr=0.1), TypeError, "lr and inner_lr are two spellings"),
+    Bad(
+        "rate twice",
+        lambda: FedAvgStrategy(inner_optim=OptimSpec("sgd", lr=0.1), lr=0.2),
+        TypeError,
+        r"the learning rate is given twice, as 0\.2 and in OptimSpec\(SGD, lr=0\.1\)",
+    ),
+    Bad("negative rate", lambda: FedAvgStrategy(lr=-0.1), ValueError, r"lr must be >= 0, got -0\.1"),
+    Bad("rate as text", lambda: FedAvgStrategy(lr="0.1"), TypeError, r"lr must be a number, got '0\.1' of type str"),
+    Bad("rate that is no number", lambda: FedAvgStrategy(lr=float("nan")), ValueError, "lr must be >= 0, got nan"),
+    Bad("clipping to nothing", lambda: FedAvgStrategy(max_norm=0), ValueError, "max_norm must be > 0, got 0"),
+    Bad(
+        "unknown optimizer",
+        lambda: FedAvgStrategy(inner_optim="adamv"),
+        ValueError,
+        "optimizer must be one of .*'adam'.*, got 'adamv'; did you mean 'adam",
+    ),
+    Bad("an optimizer that is built", lambda: FedAvgStrategy(inner_optim=3), TypeError, "torch.optim class .* got 3"),
+    Bad("closures", lambda: FedAvgStrategy(inner_optim="lbfgs"), ValueError, "LBFGS needs closures"),
+    Bad("an optimizer that mixes nodes", lambda: fit(strategy=Mixing()), TypeError, "Adafactor .* would mix nodes"),
+    Bad(
+        "an outer optimizer that mixes",
+        lambda: DiLoCoStrategy(outer_optim="adafactor"),
+        ValueError,
+        "the outer optimizer .* must be elementwise; Adafactor is not",
+    ),
+    Bad(
+        "unknown schedule",
+        lambda: FedAvgStrategy(lr_scheduler="cosin"),
+        ValueError,
+        "lr_scheduler must be one of 'cosine', 'lambda_cosine', got 'cosin'; did you mean 'cosine'",
+    ),
+    Bad(
+        "a schedule without effect",
+        lambda: FedAvgStrategy(lr_scheduler_kwargs={"gamma": 0.1}),
+        TypeError,
+        "lr_scheduler_kwargs has no effect without lr_scheduler=",
+    ),
+    # Execution
+    Bad(
+        "unknown executor",
+        lambda: fit(executor="map"),
+        ValueError,
+        "executor must be one of 'auto', 'vmap', 'loop', got 'map'",
+    ),
+    Bad("unknown device", lambda: fit(device="gpu"), ValueError, "unknown device 'gpu'; this machine has .*cpu"),
+    Bad(
+        "unknown device of a trainer",
+        lambda: Trainer(small_mlp(), vectors(), device="tpu0"),
+        ValueError,
+        "unknown device 'tpu0'; this machine has .*cpu",
+    ),
+    Bad("device of a kind", lambda: fit(device=[1]), ValueError, r"unknown device \[1\]; this machine has"),
+    Bad(
+        "absent device",
+        lambda: fit(device="meta"),
+        ValueError,
+        "device 'meta' is not available; this machine has .*cpu",
+    ),
+    Bad(
+        "exact and vectorised",
+        lambda: fit(deterministic=True, executor="vmap"),
+        ValueError,
+        "deterministic=True promises the bits of eager float32; executor='vmap' does not",
+    ),
+    Bad(
+        "exact and half as precise",
+        lambda: fit(deterministic=True, autocast=True),
+        ValueError,
+        "deterministic=True .* autocast=True does not",
+    ),
+    Bad(
+        "a hook that is never called",
+        lambda: fit(eval_loss_hook=print),
+        ValueError,
+        "eval_loss_hook has no effect without a val_dataset",
+    ),
+]
+
+
+@pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.name)
+def test_bad_input(bad: Bad) -> None:
+    with pytest.raises(bad.error) as caught:
+        bad.call()
+    assert type(caught.value) is bad.error
+    text = " ".join(map(str, caught.value.args))
+    assert re.search(bad.message, text, re.DOTALL), text
+
+
+def test_the_table_has_every_row_once() -> None:
+    assert len({bad.name for bad in TABLE}) == len(TABLE)
+
+
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+def test_errors_do_not_depend_on_the_executor(executor: str) -> None:
+    for loss, message in [
+        (lambda o, y: F.cross_entropy(o, y, reduction="none"), r"must be a scalar .* shape \(15,\)"),
+        (lambda o, y: None, "got NoneType"),
+        (lambda o, y: y.float().mean(), "does not depend on any trainable parameter"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            fit(Model(loss), executor=executor)
+
+
+def test_a_model_that_fails_under_vmap_trains_in_the_loop() -> None:
+    ours = fit(Model(branching), executor="loop")
+    assert isinstance(ours, Model)
+
+
+def test_what_is_allowed_after_an_error() -> None:
+    # A trainer and a strategy that were given something wrong are as good as new.
+    trainer, strategy = Trainer(small_gpt(), tokens()), FedAvgStrategy(island_size=3)
+    run = partial(trainer.fit, strategy=strategy, max_steps=2, progress=False)
+    with pytest.raises(ValueError, match="island_size"):
+        run(num_nodes=2)
+    with pytest.raises(ValueError, match="fewer than the 50 nodes"):
+        run(num_nodes=50)
+    assert isinstance(run(num_nodes=4), nn.Module)
+
+
+def test_numbers_without_bounds() -> None:
+    with pytest.raises(ValueError, match="x must be > 0 and <= 1, got 2"):
+        real_number("x", 2, above=0, at_most=1)
+    with pytest.raises(ValueError, match="x must be finite, got nan"):
+        real_number("x", float("nan"))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "absent.txt"))):
+        text_file(tmp_path / "absent.txt")

@@ -1,0 +1,396 @@
+"""Which example each node sees when: the order of DistributedSampler and DataLoader, whatever the path to it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from separate import shard_batches
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
+
+from vsim.data import Batches, Order, epoch_indices
+from vsim.data.batches import first_examples, resolve
+
+
+class Numbers(Dataset[Any]):
+    """Example i is `example(i)`; how often it was asked for what is kept."""
+
+    def __init__(self, count: int, example: Callable[[int], Any] = torch.tensor) -> None:
+        self.count, self.example = count, example
+        self.fetched: list[Any] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        self.fetched.append(index)
+        return self.example(index)
+
+
+class ManyNumbers(Numbers):
+    """With a `__getitems__`, as Hugging Face datasets have."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.fetched.append(list(indices))
+        return [self.example(i) for i in indices]
+
+
+def taken(batches: Iterator[Any], count: int) -> list[Any]:
+    return list(itertools.islice(batches, count))
+
+
+def by_torch(num_examples: int, num_nodes: int, batch_size: int, steps: int, **options: Any) -> list[Tensor]:
+    """The stacked batches (K, b) of indices that K processes load."""
+    options = {"shuffle": True, "seed": 0, **options}
+    dataset = TensorDataset(torch.arange(num_examples))
+    loaders = [shard_batches(dataset, num_nodes, node, batch_size, **options) for node in range(num_nodes)]
+    return [torch.stack([next(loader)[0] for loader in loaders]) for _ in range(steps)]
+
+
+# Order
+
+shapes = given(
+    num_examples=st.integers(1, 50),
+    num_nodes=st.integers(1, 7),
+    batch_size=st.integers(1, 9),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+
+
+@settings(deadline=None)
+@shapes
+def test_epochs_are_those_of_distributed_sampler(
+    num_examples: int, num_nodes: int, batch_size: int, shuffle: bool, seed: int
+) -> None:
+    for epoch in range(3):
+        expected = []
+        for rank in range(num_nodes):
+            sampler: DistributedSampler[int] = DistributedSampler(
+                range(num_examples),  # type: ignore[arg-type]
+                num_replicas=num_nodes,
+                rank=rank,
+                shuffle=shuffle,
+                seed=seed,
+            )
+            sampler.set_epoch(epoch)
+            expected.append(list(sampler))
+        assert epoch_indices(num_examples, num_nodes, shuffle, seed, epoch).tolist() == expected
+
+
+@settings(deadline=None)
+@shapes
+def test_batches_are_those_of_dataloaders_over_three_epochs(
+    num_examples: int, num_nodes: int, batch_size: int, shuffle: bool, seed: int
+) -> None:
+    num_examples = max(num_examples, num_nodes)  # fewer are an error, below
+    order = Order([num_examples], num_nodes, batch_size, shuffle, seed)
+    assert order.steps_per_epoch == math.ceil(math.ceil(num_examples / num_nodes) / batch_size)
+    steps = 3 * order.steps_per_epoch
+    expected = by_torch(num_examples, num_nodes, batch_size, steps, shuffle=shuffle, seed=seed)
+    for ours, theirs in zip(taken(order.batches(), steps), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@settings(deadline=None)
+@shapes
+def test_without_the_last_batch_too(
+    num_examples: int, num_nodes: int, batch_size: int, shuffle: bool, seed: int
+) -> None:
+    num_examples = max(num_examples, num_nodes * batch_size)  # fewer leave no batch, an error, below
+    order = Order([num_examples], num_nodes, batch_size, shuffle, seed, drop_last=True)
+    assert order.steps_per_epoch == -(-num_examples // num_nodes) // batch_size
+    steps = 2 * order.steps_per_epoch + 1
+    options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": True}
+    expected = by_torch(num_examples, num_nodes, batch_size, steps, **options)
+    for ours, theirs in zip(taken(order.batches(), steps), expected, strict=True):
+        assert torch.equal(ours, theirs) and ours.shape == (num_nodes, batch_size)
+
+
+lengths = st.one_of(
+    st.lists(st.integers(2, 12), min_size=1, max_size=1),  # shared by 2 nodes
+    st.lists(st.integers(1, 12), min_size=2, max_size=4),
+    st.integers(1, 12).map(lambda n: [n] * 3),
+)
+
+
+@settings(deadline=None)
+@given(lengths=lengths, batch_size=st.integers(1, 6), start=st.integers(0, 12), shuffle=st.booleans())
+def test_starting_at_a_step_is_skipping_to_it(lengths: list[int], batch_size: int, start: int, shuffle: bool) -> None:
+    num_nodes = len(lengths) if len(lengths) > 1 else 2
+    order = Order(lengths, num_nodes, batch_size, shuffle, seed=3)
+    later = taken(order.batches(start), 6)
+    skipped = taken(order.batches(), start + 6)[start:]
+    assert [b.tolist() for b in later] == [b.tolist() for b in skipped]
+
+
+@settings(deadline=None)
+@given(length=st.integers(1, 12), num_nodes=st.integers(2, 4), batch_size=st.integers(1, 5), shuffle=st.booleans())
+def test_equal_own_datasets_go_in_epochs(length: int, num_nodes: int, batch_size: int, shuffle: bool) -> None:
+    # Node k's own dataset, alone in the world, lies at k·length of the concatenation.
+    order = Order([length] * num_nodes, num_nodes, batch_size, shuffle, seed=5)
+    steps = 3 * order.steps_per_epoch
+    expected = by_torch(length, 1, batch_size, steps, shuffle=shuffle, seed=5)
+    for ours, alone in zip(taken(order.batches(), steps), expected, strict=True):
+        assert torch.equal(ours, alone + length * torch.arange(num_nodes)[:, None])
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), min_size=2, max_size=4), batch_size=st.integers(1, 5))
+def test_unequal_own_datasets_go_round_without_a_break(lengths: list[int], batch_size: int) -> None:
+    order = Order([*lengths, max(lengths) + 1], len(lengths) + 1, batch_size, shuffle=True, seed=7)
+    assert order.steps_per_epoch == -(-(max(lengths) + 1) // batch_size)
+    seen = torch.cat(taken(order.batches(), 10), dim=1)  # (K, 10·B): every batch is full
+    assert seen.shape == (len(lengths) + 1, 10 * batch_size)
+    for node, length in enumerate(order.lengths):
+        own = seen[node] - sum(order.lengths[:node])
+        for epoch, part in enumerate(own.split(length)):
+            expected = epoch_indices(length, 1, True, 7, epoch)[0]
+            assert torch.equal(part, expected[: len(part)])
+
+
+def test_shard_sizes() -> None:
+    assert Order([10], 3, 2, True, 0).shard_sizes.tolist() == [4, 4, 4]
+    assert Order([10, 3], 2, 2, True, 0).shard_sizes.tolist() == [10, 3]
+
+
+# Batches: three paths, one result
+
+
+def pairs(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count * 6.0).view(count, 2, 3), torch.arange(count))
+
+
+class SlowPairs(TensorDataset):
+    """Not known to be in memory, as its `__getitem__` is its own."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return super().__getitem__(index)
+
+
+def equal(ours: Any, theirs: Any) -> bool:
+    (own, own_tree), (other, other_tree) = tree_flatten(ours), tree_flatten(theirs)
+    return own_tree == other_tree and all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 5])
+def test_memory_loader_and_torch_give_the_same_batches(num_nodes: int) -> None:
+    data = pairs(17)
+    fast = Batches([data], num_nodes, 3, True, 9)
+    slow = Batches([SlowPairs(*data.tensors)], num_nodes, 3, True, 9)
+    optioned = Batches([data], num_nodes, 3, True, 9, {"collate_fn": torch.utils.data.default_collate})
+    assert fast._in_memory is not None and slow._in_memory == [None] and optioned._in_memory is None
+    steps = 2 * fast.steps_per_epoch + 1
+    loaders = [shard_batches(data, num_nodes, node, 3, True, 9) for node in range(num_nodes)]
+    theirs = [[torch.stack(t) for t in zip(*(next(loader) for loader in loaders), strict=True)] for _ in range(steps)]
+    for batches in (fast, slow, optioned):
+        for ours, expected in zip(taken(batches.from_step(), steps), theirs, strict=True):
+            assert equal(ours, expected)
+    # an epoch's last batch holds what is left of ceil(17 / K) examples
+    sizes = [t[0].shape[1] for t in theirs[: fast.steps_per_epoch]]
+    assert sum(sizes) == -(-17 // num_nodes) and sizes[:-1] == [3] * (len(sizes) - 1)
+
+
+@pytest.mark.parametrize("start", [0, 1, 5])
+def test_every_path_can_start_anywhere(start: int) -> None:
+    for dataset in (pairs(17), SlowPairs(*pairs(17).tensors)):
+        batches = Batches([dataset], 2, 4, True, 1)
+        skipped = taken(batches.from_step(), start + 3)[start:]
+        assert all(map(equal, taken(batches.from_step(start), 3), skipped))
+
+
+@pytest.mark.parametrize("sizes", [(6, 6, 6), (3, 7, 5)], ids=["equal", "unequal"])
+def test_factories_in_memory_and_loaded_agree(sizes: tuple[int, ...]) -> None:
+    tensors = [pairs(size).tensors for size in sizes]
+    made = [TensorDataset(x + 100 * node, y) for node, (x, y) in enumerate(tensors)]  # x is below 100
+    fast = Batches(made, 3, 2, True, 4)
+    slow = Batches([SlowPairs(*d.tensors) for d in made], 3, 2, True, 4)
+    assert fast.shard_sizes.tolist() == list(sizes)
+    for ours, theirs in zip(taken(fast.from_step(), 9), taken(slow.from_step(), 9), strict=True):
+        assert equal(ours, theirs)
+        for node in range(3):
+            assert ((ours[0][node] // 100) == node).all()  # a node sees its own examples only
+
+
+def test_subsets_of_tensors_are_in_memory() -> None:
+    data = pairs(20)
+    nested = Subset(Subset(data, range(4, 20)), [0, 3, 5, 7, 11, 2])
+    batches = Batches([nested], 2, 2, True, 4)
+    assert batches._in_memory is not None and batches._in_memory[0] is not None
+    slow = Batches([nested], 2, 2, True, 4, {"num_workers": 0})
+    assert all(map(equal, taken(batches.from_step(), 5), taken(slow.from_step(), 5)))
+    of_other = Batches([Subset(Numbers(9), [1, 2, 3, 4])], 2, 2, False, 0)
+    assert taken(of_other.from_step(), 1)[0].tolist() == [[1, 3], [2, 4]]
+
+
+STRUCTURES: dict[str, Callable[[int], Any]] = {
+    "tensor": lambda i: torch.full((2,), i),
+    "number": lambda i: float(i),
+    "tuple": lambda i: (torch.full((2,), i), i),
+    "dict": lambda i: {"x": torch.full((2,), i), "y": i},
+    "nested": lambda i: {"x": (torch.full((2, 1), i), [i, {"z": torch.tensor(-i)}])},
+}
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("options", [{}, {"collate_fn": torch.utils.data.default_collate}], ids=["ours", "custom"])
+def test_batches_of_any_structure(structure: str, options: dict[str, Any]) -> None:
+    dataset = Numbers(11, STRUCTURES[structure])
+    ours = taken(Batches([dataset], 3, 2, True, 8, options).from_step(), 4)
+    loaders = [shard_batches(dataset, 3, node, 2, True, 8) for node in range(3)]
+    for batch in ours:
+        expected = tree_map(lambda *t: torch.stack(t), *(next(loader) for loader in loaders))
+        assert equal(batch, expected)
+
+
+def test_many_examples_are_fetched_in_one_go() -> None:
+    dataset = ManyNumbers(12)
+    batches = Batches([dataset], 3, 2, False, 0)
+    assert [b.tolist() for b in taken(batches.from_step(), 2)] == [
+        [[0, 3], [1, 4], [2, 5]],
+        [[6, 9], [7, 10], [8, 11]],
+    ]
+    assert dataset.fetched == [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]]
+    assert first_examples(dataset, 3, None).tolist() == [0, 1, 2]
+    assert dataset.fetched[-1] == [0, 1, 2]
+
+
+def test_many_examples_of_own_datasets_are_fetched_in_one_go_too() -> None:
+    made = [ManyNumbers(4, lambda i, k=k: torch.tensor(10 * k + i)) for k in range(2)]
+    assert taken(Batches(made, 2, 2, False, 0).from_step(), 1)[0].tolist() == [[0, 1], [10, 11]]
+    assert [d.fetched for d in made] == [[[0, 1]], [[0, 1]]]
+
+
+def test_a_custom_collate_gets_one_node_at_a_time() -> None:
+    seen: list[list[int]] = []
+
+    def collate(samples: list[int]) -> dict[str, Tensor]:
+        seen.append(samples)
+        return {"sum": torch.tensor([sum(samples)]), "all": torch.tensor(samples)}
+
+    batches = Batches([Numbers(12, int)], 3, 2, False, 0, {"collate_fn": collate})
+    (batch,) = taken(batches.from_step(), 1)
+    assert seen == [[0, 3], [1, 4], [2, 5]]
+    assert batch["sum"].tolist() == [[3], [5], [7]]
+    assert batch["all"].tolist() == seen
+
+
+def test_worker_processes_do_not_change_the_batches() -> None:
+    dataset = SlowPairs(*pairs(17).tensors)
+    alone = taken(Batches([dataset], 2, 3, True, 9).from_step(), 5)
+    workers = Batches([dataset], 2, 3, True, 9, {"num_workers": 2, "prefetch_factor": 2}).from_step()
+    assert all(map(equal, taken(workers, 5), alone))
+    workers.close()  # type: ignore[attr-defined]
+
+
+def test_hugging_face_datasets() -> None:
+    datasets = pytest.importorskip("datasets")
+    x = torch.arange(22.0).view(11, 2)
+    table = datasets.Dataset.from_dict({"x": x.tolist(), "y": list(range(11))}).with_format("torch")
+    ours = taken(Batches([table], 2, 3, True, 9).from_step(), 3)
+    theirs = taken(Batches([TensorDataset(x, torch.arange(11))], 2, 3, True, 9).from_step(), 3)
+    for ours_at, (x_at, y_at) in zip(ours, theirs, strict=True):
+        assert equal(ours_at, {"x": x_at, "y": y_at})
+    assert first_examples(table, 4, None)["y"].tolist() == [0, 1, 2, 3]
+
+
+def test_the_first_examples_are_all_if_there_are_fewer() -> None:
+    assert [t.shape for t in first_examples(pairs(3), 64, None)] == [(3, 2, 3), (3,)]
+    assert first_examples(Numbers(3), 2, None).tolist() == [0, 1]
+    assert first_examples(Numbers(3, int), 2, lambda samples: torch.tensor([samples])).tolist() == [[0, 1]]
+
+
+# Datasets and factories
+
+
+def test_a_factory_is_asked_for_every_node() -> None:
+    asked: list[tuple[int, int, bool]] = []
+
+    def factory(rank: int, num_nodes: int, train_dataset: bool) -> Dataset[Any]:
+        asked.append((rank, num_nodes, train_dataset))
+        return pairs(rank + 1)
+
+    made = resolve(factory, 3, range(3), True, "train_dataset")
+    assert [len(d) for d in made] == [1, 2, 3]  # type: ignore[arg-type]
+    assert len(resolve(factory, 3, range(1), False, "val_dataset")) == 1
+    assert asked == [(0, 3, True), (1, 3, True), (2, 3, True), (0, 3, False)]
+    # A process that holds one node asks for that one's only.
+    (own,) = resolve(factory, 3, range(2, 3), True, "train_dataset")
+    assert len(own) == 3 and asked[-1] == (2, 3, True)  # type: ignore[arg-type]
+
+
+def test_a_list_is_a_dataset() -> None:
+    examples: Any = [(torch.tensor(float(i)), i) for i in range(5)]
+    assert resolve(examples, 2, range(2), True, "train_dataset") == [examples]
+    batch = taken(Batches([examples], 2, 2, False, 0).from_step(), 1)[0]
+    assert batch[1].tolist() == [[0, 2], [1, 3]]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class Nameless:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "message"),
+    [
+        (Stream(), TypeError, "train_dataset must be a dataset with __getitem__ and __len__.*got Stream"),
+        (Nameless(), TypeError, "got Nameless"),
+        (3, TypeError, "got int"),
+        (lambda rank, num_nodes, train: None, TypeError, r"train_dataset\(0, 2, True\) must be .* got NoneType"),
+        (pairs(0), ValueError, "train_dataset is empty"),
+        (lambda rank, num_nodes, train: pairs(1 - rank), ValueError, r"train_dataset\(1, 2, True\) is empty"),
+    ],
+)
+def test_what_is_no_dataset(dataset: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        resolve(dataset, 2, range(2), True, "train_dataset")
+
+
+def test_batches_that_cannot_be_stacked() -> None:
+    def ragged(samples: list[int]) -> Tensor:
+        return torch.zeros(len(samples), samples[0] + 1)
+
+    batches = Batches([Numbers(8, int)], 2, 2, False, 0, {"collate_fn": ragged})
+    with pytest.raises(ValueError, match=r"different shapes, \[\(2, 1\), \(2, 2\)\].*pad to a fixed length"):
+        next(batches.from_step())
+
+
+@pytest.mark.parametrize("options", [{}, {"collate_fn": lambda samples: {"text": [str(s) for s in samples]}}])
+def test_batches_that_hold_no_tensors(options: dict[str, Any]) -> None:
+    batches = Batches([Numbers(8, lambda i: {"text": str(i)})], 2, 2, False, 0, options)
+    with pytest.raises(ValueError, match=r"tensors only, got batch\['text'\]\[0\]: str.*collate_fn"):
+        next(batches.from_step())
+    with pytest.raises(ValueError, match="tensors only"):
+        first_examples(Numbers(8, lambda i: {"text": str(i)}), 2, options.get("collate_fn"))
+
+
+def test_fewer_examples_than_nodes_or_than_a_batch() -> None:
+    with pytest.raises(ValueError, match="has 2 examples, fewer than the 3 nodes"):
+        Batches([pairs(2)], 3, 1, True, 0)
+    with pytest.raises(ValueError, match="drop_last leaves no batch: 4 examples a node, batch_size 5"):
+        Batches([pairs(8)], 2, 5, True, 0, {"drop_last": True})
+    with pytest.raises(TypeError, match=r"dataloader_kwargs got an unknown argument 'num_worker'.*'num_workers'"):
+        Batches([pairs(8)], 2, 2, True, 0, {"num_worker": 2})
+    with pytest.raises(TypeError, match="dataloader_kwargs got an unknown argument 'shuffle'"):
+        Batches([pairs(8)], 2, 2, True, 0, {"shuffle": True})
+
+
+def test_a_plain_loader_agrees_with_unshuffled_epochs() -> None:
+    # One node, not shuffled: a DataLoader without any sampler.
+    data = pairs(7)
+    ours = taken(Batches([data], 1, 3, False, 0).from_step(), 3)
+    theirs = list(DataLoader(data, 3, generator=torch.Generator()))
+    assert all(equal(a, [t[None] for t in b]) for a, b in zip(ours, theirs, strict=True))

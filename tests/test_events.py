@@ -1,0 +1,251 @@
+"""Every collective call is in the ledger: the exact sequence of steps, names and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from separate import small_mlp, vectors
+from torch import Tensor
+
+from vsim import Event, Ledger, Trainer
+from vsim.collectives import Collectives, StackedCollectives, check_partition
+from vsim.strategy import (
+    AveragingCommunicator,
+    CommunicateOptimizeStrategy,
+    DiLoCoCommunicator,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    SimpleReduceStrategy,
+    Strategy,
+)
+from vsim.strategy.communicate import all_gather, all_reduce, broadcast
+
+S = 4 * 293  # bytes of small_mlp's weights: 12·16 + 16 + 16·5 + 5 = 293 numbers of 4 bytes
+
+
+def ledger_of(strategy: Strategy, num_nodes: int, max_steps: int = 6, **options: Any) -> Ledger:
+    trainer = Trainer(small_mlp(), vectors(), vectors(8))
+    trainer.fit(strategy=strategy, num_nodes=num_nodes, max_steps=max_steps, batch_size=4, progress=False, **options)
+    return trainer.ledger
+
+
+def ring(step: int, label: str, num_nodes: int) -> Event:
+    """An all-reduce of all weights over all nodes: 2(n − 1)/n · S a node, n times that for all."""
+    wire = 2 * (num_nodes - 1) / num_nodes * S
+    return Event(step, "all_reduce", label, S, pytest.approx(wire), pytest.approx(wire * num_nodes), (num_nodes,))
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("strategy", "label", "steps"),
+    [
+        (SimpleReduceStrategy(), "gradients", [1, 2, 3, 4, 5, 6]),
+        (FedAvgStrategy(), "weights", [1, 2, 3, 4, 5, 6]),
+        (FedAvgStrategy(H=4, weighting="examples"), "weights", [4]),
+        (FedAvgStrategy(H=3), "weights", [3, 6]),
+        (DiLoCoStrategy(H=2), "outer gradient", [2, 4, 6]),
+        (DiLoCoStrategy(H=3), "outer gradient", [3, 6]),  # after 3 and 6 steps, not after 4 or 7
+        (DiLoCoStrategy(), "outer gradient", []),  # H = 100
+        (Strategy(), "", []),
+    ],
+    ids=["allreduce", "fedavg-1", "fedavg-4", "fedavg-3", "diloco-2", "diloco-3", "diloco-100", "base"],
+)
+def test_the_events_of_a_strategy(strategy: Strategy, label: str, steps: list[int], num_nodes: int) -> None:
+    for options in ({}, {"executor": "loop", "deterministic": True, "minibatch_size": 2}):
+        assert list(ledger_of(strategy, num_nodes, **options)) == [ring(t, label, num_nodes) for t in steps]
+
+
+def test_modules_communicate_in_their_order() -> None:
+    strategy = CommunicateOptimizeStrategy([AveragingCommunicator(every=2), DiLoCoCommunicator(3)])
+    found = [(e.step, e.label) for e in ledger_of(strategy, 2)]
+    assert found == [(2, "weights"), (3, "outer gradient"), (4, "weights"), (6, "weights"), (6, "outer gradient")]
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "island_size", "sizes", "wire", "total"),
+    [
+        # Groups of 2 send 2·(1/2)·S = S a node; two such groups 4·S together, the node alone sends nothing.
+        (5, 2, (2, 2, 1), S, 4 * S),
+        # The group of 3 is the busier: 2·(2/3)·S a node, 4·S together, and 2·S of the group of 2.
+        (5, 3, (3, 2), pytest.approx(4 / 3 * S), pytest.approx(6 * S)),
+        (4, 2, (2, 2), S, 4 * S),
+        (3, 1, (1, 1, 1), 0, 0),
+        (4, 4, (4,), 1.5 * S, 6 * S),
+        (1, 1, (1,), 0, 0),
+    ],
+)
+def test_the_events_of_islands(
+    num_nodes: int, island_size: int, sizes: tuple[int, ...], wire: float, total: float
+) -> None:
+    expected = [Event(t, "all_reduce", "weights", S, wire, total, sizes) for t in (2, 4, 6)]
+    assert list(ledger_of(FedAvgStrategy(H=2, island_size=island_size), num_nodes)) == expected
+
+
+def test_totals_are_those_of_the_events_and_of_the_history() -> None:
+    trainer = Trainer(small_mlp(), vectors())
+    strategy = FedAvgStrategy(H=2, island_size=2)
+    trainer.fit(strategy=strategy, num_nodes=3, max_steps=5, batch_size=4, progress=False)
+    ledger, history = trainer.ledger, trainer.history
+    assert ledger.payload_bytes == 2 * S == history["payload_bytes"][-1]
+    assert ledger.wire_bytes == 2 * S == history["wire_bytes"][-1]
+    assert ledger.total_wire_bytes == sum(e.total_wire_bytes for e in ledger) == 4 * S
+    assert history["payload_bytes"].tolist() == [0, 0, S, S, 2 * S, 2 * S]
+    assert ledger.by_label() == {"weights": 2 * S}
+    assert repr(ledger) == "Ledger(2 events, payload 0.002 MB a node, wire 0.002 MB a node)"
+    assert ledger[0].step == 2 and ledger[-1].step == 4 and len(ledger[:]) == len(ledger) == 2
+    frame = ledger.to_pandas()
+    assert list(frame.columns) == list(Event._fields) and frame["step"].tolist() == [2, 4]
+
+
+def test_measuring_is_not_billed() -> None:
+    options: dict[str, Any] = {"correlation_interval": 1, "val_interval": 1}
+    assert list(ledger_of(DiLoCoStrategy(H=3), 2, **options)) == [
+        ring(3, "outer gradient", 2),
+        ring(6, "outer gradient", 2),
+    ]
+    assert list(ledger_of(Strategy(), 2, **options)) == []
+
+
+# Custom strategies
+
+
+class Custom(Strategy):
+    """Every collective there is, on the parameters, and on something of its own."""
+
+    def step(self) -> None:
+        first = next(iter(self.model.parameters()))  # (K, 16, 12)
+        all_reduce(first.grad, "mean", label="first layer")
+        values = torch.arange(self.num_nodes * 10, dtype=torch.float64).view(self.num_nodes, 10)
+        broadcast(values, src=1)
+        self.broadcasted = values
+        half = values.to(torch.float16)
+        self.gathered = all_gather(None, half, label="half")
+        self.into = [torch.empty_like(half) for _ in range(self.num_nodes)]
+        assert all_gather(self.into, half) is self.into
+        super().step()
+
+
+def test_a_custom_strategy_is_billed() -> None:
+    trainer = Trainer(small_mlp(), vectors())
+    trainer.fit(strategy=Custom(), num_nodes=3, max_steps=2, batch_size=4, progress=False)
+    layer = 16 * 12 * 4
+    for step in (1, 2):
+        assert [e for e in trainer.ledger if e.step == step] == [
+            Event(step, "all_reduce", "first layer", layer, pytest.approx(layer * 4 / 3), layer * 4, (3,)),
+            # The source sends its 10 numbers of 8 bytes once, and so does every node but the last of the chain.
+            Event(step, "broadcast", "broadcast", 80, 80, 160, (3,)),
+            # Ten numbers of 2 bytes, passed on to each of the two others.
+            Event(step, "all_gather", "half", 20, 40, 120, (3,)),
+            Event(step, "all_gather", "all_gather", 20, 40, 120, (3,)),
+        ]
+    strategy = trainer.strategy
+    assert isinstance(strategy, Custom)
+    source = torch.arange(10.0, 20.0, dtype=torch.float64)
+    assert torch.equal(strategy.broadcasted, source.expand(3, 10))
+    # Position j holds what node j sent, on every node: here all sent the broadcast row.
+    for gathered in (strategy.gathered, strategy.into):
+        assert len(gathered) == 3 and all(torch.equal(g, source.half().expand(3, 10)) for g in gathered)
+
+
+def test_gathering_keeps_the_order_of_the_ranks() -> None:
+    class Gather(Strategy):
+        def step(self) -> None:
+            own = torch.arange(self.num_nodes)[:, None]  # node k sends k
+            gathered = all_gather(None, own)
+            assert [g.flatten().tolist() for g in gathered] == [[j] * self.num_nodes for j in range(self.num_nodes)]
+            with pytest.raises(ValueError, match="one tensor for each of 4 nodes, got 2"):
+                all_gather([own, own], own)
+            for op, expected in (("sum", 6), ("max", 3), ("min", 0)):
+                reduced = own.clone()
+                all_reduce(reduced, op)
+                assert reduced.flatten().tolist() == [expected] * 4
+            super().step()
+
+    ledger_of(Gather(), 4, max_steps=1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda t: all_reduce(t), lambda t: broadcast(t), lambda t: all_gather(None, t)],
+    ids=["reduce", "cast", "gather"],
+)
+def test_communicating_outside_of_a_step(call: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"call it in a strategy's step\(\)"):
+        call(torch.ones(2, 3))
+
+
+def test_a_tensor_without_a_node_dimension() -> None:
+    class Scalar(Strategy):
+        def step(self) -> None:
+            all_reduce(torch.tensor(1.0))
+
+    with pytest.raises(ValueError, match=r"all_reduce\(\) takes a stacked tensor"):
+        ledger_of(Scalar(), 2)
+
+
+# The collectives alone
+
+
+@given(num_nodes=st.integers(1, 64), numbers=st.integers(1, 1000))
+def test_wire_formulas(num_nodes: int, numbers: int) -> None:
+    collectives: Collectives = StackedCollectives(num_nodes, Ledger())
+    collectives.step = 7
+    stacked = torch.ones(num_nodes, numbers)
+    collectives.all_reduce(stacked)
+    collectives.all_gather(stacked)
+    collectives.broadcast(stacked, num_nodes - 1)
+    collectives.all_reduce(stacked, payload_bytes=0.5, label="packed")
+    payload, n = 4 * numbers, num_nodes
+    assert [(e.step, e.payload_bytes) for e in collectives.ledger] == [(7, payload)] * 3 + [(7, 0.5)]
+    busiest = [e.wire_bytes for e in collectives.ledger]
+    assert busiest == pytest.approx([2 * (n - 1) / n * payload, (n - 1) * payload, payload * (n > 1), (n - 1) / n])
+    total = [e.total_wire_bytes for e in collectives.ledger]
+    assert total == pytest.approx([2 * (n - 1) * payload, n * (n - 1) * payload, (n - 1) * payload, (n - 1)])
+
+
+def test_what_a_collective_returns() -> None:
+    rows = torch.tensor([[1.0, 5.0], [2.0, 1.0], [6.0, 0.0]])
+    collectives = StackedCollectives(3, Ledger())
+    assert collectives.all_reduce(rows).tolist() == [3.0, 2.0]
+    assert collectives.all_reduce(rows, "sum").tolist() == [9.0, 6.0]
+    assert collectives.all_reduce(rows, "max").tolist() == [6.0, 5.0]
+    assert collectives.all_reduce(rows, "min").tolist() == [1.0, 0.0]
+    # Weights 1, 1 and 2: (1 + 2 + 12)/4 and (5 + 1 + 0)/4.
+    assert collectives.all_reduce(rows, weights=torch.tensor([1, 1, 2])).tolist() == [3.75, 1.5]
+    grouped = collectives.all_reduce(rows, groups=[[2, 0], [1]], weights=torch.tensor([1, 1, 2]))
+    assert grouped.tolist() == [pytest.approx([13 / 3, 5 / 3]), [2.0, 1.0], pytest.approx([13 / 3, 5 / 3])]
+    assert collectives.broadcast(rows, 1).tolist() == [2.0, 1.0]
+    assert torch.equal(collectives.all_gather(rows), rows)
+
+
+def test_what_a_collective_refuses() -> None:
+    rows, collectives = torch.ones(3, 2), StackedCollectives(3, Ledger())
+    with pytest.raises(ValueError, match="op must be one of 'mean', 'sum', 'max', 'min', got 'avg'"):
+        collectives.all_reduce(rows, "avg")
+    with pytest.raises(ValueError, match="weights are for op='mean', got op='sum'"):
+        collectives.all_reduce(rows, "sum", weights=torch.ones(3))
+    with pytest.raises(ValueError, match="src must be a whole number from 0 to 2, got 3"):
+        collectives.broadcast(rows, 3)
+    for groups in ([[0, 1]], [[0, 1], [1, 2]], [[0, 1, 2, 3]]):
+        with pytest.raises(ValueError, match="each of the nodes 0 … 2 exactly once, got"):
+            collectives.all_reduce(rows, groups=groups)
+    assert len(collectives.ledger) == 0
+    check_partition([[1], [2, 0]], 3)
+
+
+def test_unbilled_is_only_for_its_block() -> None:
+    rows, collectives = torch.ones(3, 2), StackedCollectives(3, Ledger())
+    with collectives.unbilled():
+        with collectives.unbilled():
+            collectives.all_reduce(rows)
+        collectives.all_reduce(rows)
+    with pytest.raises(KeyError), collectives.unbilled():
+        raise KeyError
+    assert len(collectives.ledger) == 0
+    collectives.all_reduce(rows)
+    assert len(collectives.ledger) == 1

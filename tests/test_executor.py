@@ -1,0 +1,364 @@
+"""Losses and gradients of all nodes: those of each node's own model, in whatever pieces they are computed."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from separate import TASKS, Task, small_cnn, small_gpt, small_mlp, vectors
+from torch import Tensor, nn
+
+from vsim import Trainer, executor
+from vsim.executor import AutoExecutor, Executor, LoopExecutor, VmapError, VmapExecutor, minibatches
+from vsim.objective import Objective
+from vsim.randomness import NODE, generator
+from vsim.replicas import Replicas
+from vsim.strategy import SimpleReduceStrategy, Strategy
+
+CPU = torch.device("cpu")
+KINDS: list[type[Executor]] = [VmapExecutor, LoopExecutor, AutoExecutor]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+
+
+def make(
+    kind: type[Executor], model: nn.Module, num_nodes: int = 3, loss_fn: Any = None, autocast: bool = False
+) -> Executor:
+    """An executor of replicas that have drifted apart, as they do in training."""
+    replicas = Replicas.of(model, num_nodes, CPU)
+    replicas.module.train()
+    drift = torch.randn(replicas.weights.shape, generator=torch.Generator().manual_seed(5))
+    replicas.weights.add_(drift, alpha=0.05)
+    streams = [generator(0, NODE, node) for node in range(num_nodes)]
+    return kind(replicas, Objective(replicas.module, loss_fn), streams, autocast)
+
+
+def batch_of(task: Task, num_nodes: int = 3, size: int = 6) -> list[Tensor]:
+    """A stacked batch [(K, B, …), (K, B, …)]."""
+    return [t[: num_nodes * size].view(num_nodes, size, *t.shape[1:]) for t in task.data().tensors]
+
+
+@pytest.mark.parametrize("kind", [VmapExecutor, LoopExecutor])
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_every_node_has_the_loss_and_gradient_of_its_own_model(task: Task, kind: type[Executor]) -> None:
+    model = {"mlp": small_mlp, "cnn": small_cnn, "gpt": small_gpt}[task.name](0.0)
+    ours, batch = make(kind, model), batch_of(task)
+    r = ours.replicas
+    own = [r.as_module(r.weights[k], dict(model.named_buffers()), model).train() for k in range(3)]
+    losses = ours.losses_and_grads(batch)
+    for node, module in enumerate(own):
+        loss = module([t[node] for t in batch])
+        loss.backward()
+        torch.testing.assert_close(losses[node], loss.detach())
+        for name, p in module.named_parameters():
+            torch.testing.assert_close(r.views(r.grads)[name][node], p.grad, rtol=1e-4, atol=1e-6)
+        for name, b in module.named_buffers():
+            torch.testing.assert_close(r.buffers[name][node], b)
+
+
+@every_kind
+@settings(deadline=None, max_examples=15)
+@given(size=st.integers(1, 7))
+def test_accumulated_gradients_are_those_of_the_whole_batch(kind: type[Executor], size: int) -> None:
+    # 6 examples in pieces of 4 are 4 and 2: weighted by 4/6 and 2/6, the mean of the means is the mean.
+    whole, pieces = make(kind, small_mlp()), make(kind, small_mlp())
+    losses = whole.losses_and_grads(batch_of(TASKS[0]))
+    torch.testing.assert_close(pieces.losses_and_grads(batch_of(TASKS[0]), size), losses)
+    torch.testing.assert_close(pieces.replicas.grads, whole.replicas.grads, rtol=1e-4, atol=1e-6)
+    # A second batch starts from zero again.
+    pieces.losses_and_grads(batch_of(TASKS[0]), size)
+    torch.testing.assert_close(pieces.replicas.grads, whole.replicas.grads, rtol=1e-4, atol=1e-6)
+
+
+def test_pieces_of_a_batch() -> None:
+    batch = {"x": torch.arange(10).view(2, 5), "weight": torch.ones(2)}
+    pieces = list(minibatches(batch, 2))
+    assert [p["x"].tolist() for p, _ in pieces] == [[[0, 1], [5, 6]], [[2, 3], [7, 8]], [[4], [9]]]
+    assert [share for _, share in pieces] == [0.4, 0.4, 0.2]
+    assert all(p["weight"] is batch["weight"] for p, _ in pieces)  # one number a node cannot be cut
+    for size in (None, 5, 9):
+        assert list(minibatches(batch, size)) == [(batch, 1.0)]
+    assert [share for _, share in minibatches([torch.ones(2)], 1)] == [1.0]
+
+
+class Partly(nn.Module):
+    """The loss does not reach `spare`; of `table` it reaches one row a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.ones(12))
+        self.spare = nn.Parameter(torch.ones(3))
+        self.table = nn.Embedding(5, 12)
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        return (x * self.used * self.table(y)).sum(1).square().mean()
+
+
+@every_kind
+def test_parameters_that_the_loss_does_not_reach_have_gradient_zero(kind: type[Executor]) -> None:
+    ours = make(kind, Partly())
+    ours.replicas.grads.fill_(torch.nan)
+    ours.losses_and_grads(batch_of(TASKS[0]))
+    grads = ours.replicas.views(ours.replicas.grads)
+    assert not grads["spare"].any() and grads["used"].all()
+    y = batch_of(TASKS[0])[1]
+    for node in range(3):
+        reached = grads["table.weight"][node].any(1)
+        assert reached.nonzero().flatten().tolist() == y[node].unique().tolist()
+
+
+@every_kind
+def test_a_loss_without_parameters_is_an_error(kind: type[Executor]) -> None:
+    class Constant(Partly):
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            return batch[0].mean()
+
+    with pytest.raises(ValueError, match="does not depend on any trainable parameter"):
+        make(kind, Constant()).losses_and_grads(batch_of(TASKS[0]))
+
+
+@every_kind
+def test_frozen_and_tied_parameters_train_as_they_should(kind: type[Executor]) -> None:
+    model = small_gpt(0.0)
+    model.positions.weight.requires_grad_(False)
+    ours, batch = make(kind, model), batch_of(TASKS[2])
+    ours.losses_and_grads(batch)
+    r = ours.replicas
+    own = r.as_module(r.weights[1], {}, model)
+    own([t[1] for t in batch]).backward()
+    assert own.positions.weight.grad is None
+    assert own.lm_head.weight.grad is own.tokens.weight.grad
+    torch.testing.assert_close(r.views(r.grads)["tokens.weight"][1], own.tokens.weight.grad)
+
+
+# In pieces
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 4])
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_some_nodes_at_a_time_are_all_nodes_at_once(task: Task, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of(task, 5, 5)
+    whole = make(VmapExecutor, task.model(), 5)
+    monkeypatch.setattr(executor, "WEIGHTS_AT_ONCE", at_once * whole.replicas.num_parameters)
+    pieces = make(VmapExecutor, task.model(), 5)
+    assert isinstance(pieces, VmapExecutor) and isinstance(whole, VmapExecutor)
+    assert len(whole.pieces) == 1 and len(pieces.pieces) == -(-5 // at_once)
+    sizes = [rows.stop - rows.start for rows, *_ in pieces.pieces]
+    assert sum(sizes) == 5 and max(sizes) - min(sizes) <= 1
+    for size in (None, 2):  # dropout included: a node's draws are its own
+        losses = pieces.losses_and_grads(batch, size)
+        torch.testing.assert_close(losses, whole.losses_and_grads(batch, size))
+        torch.testing.assert_close(pieces.replicas.grads, whole.replicas.grads, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(pieces.replicas.buffers, whole.replicas.buffers)
+    shared = [t[0] for t in batch]
+    for ours, theirs in zip(*(evaluated(e, shared) for e in (pieces, whole)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+# Evaluation
+
+
+def evaluated(ours: Executor, batch: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    return ours.evaluate(ours.replicas.weights, ours.replicas.buffers, batch, generator(0, 9))
+
+
+@every_kind
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_evaluation_is_that_of_each_nodes_model(task: Task, kind: type[Executor]) -> None:
+    ours, batch = make(kind, task.model()), [t[0] for t in batch_of(task)]
+    ours.losses_and_grads(batch_of(task))  # so that statistics differ
+    r = ours.replicas
+    losses, accuracies = evaluated(ours, batch)
+    assert accuracies is not None and not losses.requires_grad
+    for node in range(3):
+        own = r.as_module(r.weights[node], {n: b[node] for n, b in r.buffers.items()}, task.model()).eval()
+        with torch.no_grad():
+            torch.testing.assert_close((losses[node], accuracies[node]), own.loss_and_accuracy(batch))
+
+
+@every_kind
+def test_accuracy_with_a_loss_function(kind: type[Executor]) -> None:
+    linear = nn.Linear(12, 5)
+    batch = [t[0] for t in batch_of(TASKS[0])]
+    ours = make(kind, linear, loss_fn=F.cross_entropy)
+    losses, accuracies = evaluated(ours, batch)
+    for node, views in enumerate(zip(*ours.replicas.views(ours.replicas.weights).values(), strict=True)):
+        outputs = F.linear(batch[0], *views)
+        torch.testing.assert_close(losses[node], F.cross_entropy(outputs, batch[1]))
+        assert accuracies is not None
+        assert accuracies[node] == (outputs.argmax(1) == batch[1]).float().mean()
+
+
+@every_kind
+def test_no_accuracy_where_nothing_is_classified(kind: type[Executor]) -> None:
+    ours = make(kind, nn.Linear(12, 5), loss_fn=F.mse_loss)
+    batch = [torch.ones(4, 12), torch.zeros(4, 5)]
+    assert evaluated(ours, batch)[1] is None
+    assert evaluated(make(kind, Partly()), [t[0] for t in batch_of(TASKS[0])])[1] is None
+    dense = nn.Sequential(nn.Linear(12, 10), nn.Unflatten(1, (5, 2)))  # a class for each of two positions
+    accuracy = evaluated(make(kind, dense, loss_fn=F.cross_entropy), [batch[0], torch.zeros(4, 2).long()])[1]
+    assert accuracy is not None and accuracy.shape == (3,)
+
+
+# What vmap cannot do
+
+
+class Branching(nn.Module):
+    """Looks at a value, which vmap cannot allow; draws before it."""
+
+    def __init__(self, in_evaluation_only: bool = False) -> None:
+        super().__init__()
+        self.mlp = small_mlp(0.5)
+        self.norm = nn.BatchNorm1d(12)
+        self.in_evaluation_only = in_evaluation_only
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        loss = self.mlp([self.norm(batch[0]), batch[1]])
+        if self.training and self.in_evaluation_only:
+            return loss
+        return loss if loss > 0 else loss * 2
+
+
+def fit(model: nn.Module, kind: str, **options: Any) -> Trainer:
+    trainer = Trainer(model, vectors(), vectors(8))
+    options = {"num_nodes": 3, "max_steps": 4, "batch_size": 4, "progress": False, **options}
+    trainer.fit(strategy=SimpleReduceStrategy(inner_optim="sgd", lr=0.1), executor=kind, **options)
+    return trainer
+
+
+def test_the_error_names_the_operation_and_the_way_out() -> None:
+    with pytest.raises(VmapError) as caught:
+        fit(Branching(), "vmap")
+    message = str(caught.value)
+    assert re.search(r"at .*test_executor\.py:\d+, `return loss if loss > 0 else loss \* 2`", message)
+    assert "executor='loop' runs it node by node" in message
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("in_evaluation_only", [False, True])
+@pytest.mark.parametrize("val_interval", [1, None])
+def test_auto_goes_on_with_the_loop(in_evaluation_only: bool, val_interval: int | None) -> None:
+    with pytest.warns(UserWarning, match=r"executor='auto' goes on with 'loop': .*loss > 0") as caught:
+        auto = fit(Branching(in_evaluation_only), "auto", val_interval=val_interval)
+    assert len(caught) == 1 and auto.history.executor == "loop"
+    loop = fit(Branching(in_evaluation_only), "loop", val_interval=val_interval)
+    assert auto.strategy is not None and loop.strategy is not None
+    for ours, theirs in zip(
+        (auto.strategy.cluster.weights, *auto.strategy.cluster.replicas.buffers.values()),
+        (loop.strategy.cluster.weights, *loop.strategy.cluster.replicas.buffers.values()),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_failed_attempt_leaves_no_trace() -> None:
+    # Vmapped, the dropout draws and BatchNorm updates come before the branch: the loop must not see them.
+    auto, loop = make(AutoExecutor, Branching()), make(LoopExecutor, Branching())
+    with pytest.warns(UserWarning, match="goes on with 'loop'"):
+        losses = auto.losses_and_grads(batch_of(TASKS[0]))
+    assert torch.equal(losses, loop.losses_and_grads(batch_of(TASKS[0])))
+    assert torch.equal(auto.replicas.grads, loop.replicas.grads)
+    for name, buffer in auto.replicas.buffers.items():
+        assert torch.equal(buffer, loop.replicas.buffers[name])
+    for ours, theirs in zip(auto.generators, loop.generators, strict=True):
+        assert torch.equal(ours.get_state(), theirs.get_state())
+    assert auto.name == "loop"
+
+
+def test_a_failed_attempt_at_evaluation_leaves_no_trace() -> None:
+    class Restless(Branching):
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            return super().forward([F.dropout(batch[0], 0.5, training=True), batch[1]])
+
+    batch = [t[0] for t in batch_of(TASKS[0])]
+    auto, loop = make(AutoExecutor, Restless()), make(LoopExecutor, Restless())
+    with pytest.warns(UserWarning, match="goes on with 'loop'"):
+        losses, _ = evaluated(auto, batch)
+    assert torch.equal(losses, evaluated(loop, batch)[0])
+
+
+@every_kind
+def test_a_models_own_error_stays_its_own(kind: type[Executor]) -> None:
+    class Wrong(Partly):
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            return batch[0] @ self.used[:3]
+
+    with pytest.raises(RuntimeError, match="size") as caught:
+        make(kind, Wrong()).losses_and_grads(batch_of(TASKS[0]))
+    assert not isinstance(caught.value, VmapError)
+
+
+def test_auto_is_vmap_where_that_works() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fit(small_mlp(0.1), "auto").history.executor == "vmap"
+
+
+# Precision
+
+
+@pytest.mark.parametrize("kind", ["vmap", "loop"])
+def test_autocast_computes_in_bfloat16(kind: str) -> None:
+    seen: set[torch.dtype] = set()
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 5, bias=False)  # vmapped, a bias in float32 would be added afterwards
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            outputs = self.linear(batch[0])
+            seen.add(outputs.dtype)
+            return F.cross_entropy(outputs.float(), batch[1])
+
+    model = Watched()
+    full, half = (fit(model, kind, autocast=autocast) for autocast in (False, True))
+    assert seen == {torch.float32, torch.bfloat16}
+    assert full.strategy is not None and half.strategy is not None
+    ours, theirs = full.strategy.cluster.weights, half.strategy.cluster.weights
+    assert theirs.dtype == torch.float32 and not torch.equal(ours, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)  # bfloat16 has 8 bits
+
+
+def test_any_one_dtype_trains() -> None:
+    class Double(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = small_mlp().double()
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            return self.mlp([batch[0].double(), batch[1]])
+
+    trained = fit(Double(), "vmap")
+    assert trained.strategy is not None
+    assert trained.strategy.cluster.weights.dtype == torch.float64
+    close = fit(small_mlp(), "vmap")
+    assert close.strategy is not None
+    torch.testing.assert_close(
+        trained.strategy.cluster.weights.float(), close.strategy.cluster.weights, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_base_strategy_needs_no_executor_of_its_own() -> None:
+    # Training alone is what the executor gives, stepped: θ ← θ − lr·g.
+    trainer = Trainer(small_mlp(), vectors())
+    trainer.fit(
+        strategy=Strategy(inner_optim="sgd", lr=0.5),
+        num_nodes=3,
+        max_steps=1,
+        batch_size=6,
+        shuffle=False,
+        progress=False,
+    )
+    own = Replicas.of(small_mlp(), 3, CPU)
+    ours = VmapExecutor(own, Objective(own.module), [generator(0, NODE, k) for k in range(3)])
+    x, y = vectors().tensors
+    ours.losses_and_grads([torch.stack([t[k:18:3] for k in range(3)]) for t in (x, y)])
+    assert trainer.strategy is not None
+    torch.testing.assert_close(trainer.strategy.cluster.weights, own.weights - 0.5 * own.grads)

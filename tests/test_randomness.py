@@ -1,0 +1,463 @@
+"""One seed decides everything, and the process's own random state is left alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from separate import TASKS, Task, images, small_cnn, small_mlp, vectors
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from vsim import Trainer
+from vsim.data.batches import Batches
+from vsim.executor import VmapExecutor, evaluating
+from vsim.objective import Objective
+from vsim.randomness import (
+    NODE,
+    SHARED,
+    default_generator,
+    derive_seed,
+    drawing_from,
+    generator,
+    isolated,
+)
+from vsim.replicas import Replicas
+from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
+
+EXECUTORS = ["vmap", "loop"]
+CPU = torch.device("cpu")
+
+
+def global_draws() -> tuple[float, float, float]:
+    return torch.rand(1).item(), float(np.random.rand()), random.random()  # noqa: NPY002
+
+
+def seed_globally(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    random.seed(seed)
+
+
+def run(model: nn.Module, data: Any, strategy: Strategy | None = None, **options: Any) -> Trainer:
+    trainer = Trainer(model, data, options.pop("val", None))
+    options = {"num_nodes": 3, "max_steps": 6, "batch_size": 4, "progress": False, **options}
+    trainer.fit(strategy=strategy or DiLoCoStrategy(H=2, lr=0.01), **options)
+    return trainer
+
+
+def outcome(trainer: Trainer) -> list[Tensor]:
+    """All that training leaves: weights, buffers, losses."""
+    assert trainer.strategy is not None
+    cluster = trainer.strategy.cluster
+    return [cluster.weights, *cluster.replicas.buffers.values(), torch.from_numpy(trainer.history.node_losses)]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(map(torch.equal, ours, theirs))
+
+
+# The process's own state
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_a_fit_leaves_the_global_generators_alone(task: Task, executor: str) -> None:
+    seed_globally(0)
+    expected = [global_draws() for _ in range(2)]
+    seed_globally(0)
+    first = global_draws()
+    run(
+        task.model(),
+        task.data(),
+        FedAvgStrategy(H=2, island_size=2, lr=0.01),
+        val=task.data(),
+        executor=executor,
+        correlation_interval=2,
+    )
+    assert [first, global_draws()] == expected
+
+
+class Failing(nn.Module):
+    """Its loss is not finite from the third call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(12))
+        self.calls = 0
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        self.calls += 1
+        torch.rand(1)
+        loss = (batch[0] @ self.weight).square().mean()
+        return loss * torch.nan if self.calls > 2 else loss
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_fit_that_raises_leaves_them_alone_too(executor: str) -> None:
+    seed_globally(1)
+    expected = global_draws()
+    seed_globally(1)
+    with pytest.raises(FloatingPointError):
+        run(Failing(), vectors(), executor=executor)
+    assert global_draws() == expected
+
+
+def test_a_dataset_that_raises_leaves_them_alone_too() -> None:
+    def factory(rank: int, num_nodes: int, train: bool) -> Dataset[Any]:
+        torch.rand(3)
+        raise OSError("no such shard")
+
+    seed_globally(2)
+    expected = global_draws()
+    seed_globally(2)
+    with pytest.raises(OSError, match="no such shard"):
+        run(small_mlp(), factory)
+    assert global_draws() == expected
+
+
+# One seed
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_two_fits_have_equal_bits_whatever_was_done_before(task: Task, executor: str) -> None:
+    strategy = FedAvgStrategy(H=2, island_size=2, lr=0.01)  # the islands are random
+    model = task.model()
+    first = outcome(run(model, task.data(), strategy, executor=executor))
+    seed_globally(99)
+    global_draws()
+    run(small_mlp(), vectors(), seed=7, num_nodes=2)
+    assert same(first, outcome(run(model, task.data(), strategy, executor=executor)))
+    other = outcome(run(model, task.data(), strategy, executor=executor, seed=43))
+    assert not torch.equal(first[0], other[0])
+
+
+def test_the_seed_decides_the_order_too() -> None:
+    # Without dropout and islands, the seed is only in the order of the data.
+    seeds = [outcome(run(small_mlp(), vectors(), SimpleReduceStrategy(), seed=seed)) for seed in (1, 2)]
+    assert not torch.equal(seeds[0][0], seeds[1][0])
+    seeds = [outcome(run(small_mlp(), vectors(), SimpleReduceStrategy(), seed=s, shuffle=False)) for s in (1, 2)]
+    assert same(*seeds)
+
+
+def test_a_node_does_not_depend_on_how_many_others_there_are() -> None:
+    # Each node on its own data, trained alone with dropout: nodes 0 and 1 of 2 and of 5 are the same.
+    def data(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+        return vectors(seed=rank)
+
+    few, many = (
+        outcome(run(small_mlp(0.4), data, Strategy(inner_optim="sgd", lr=0.1), num_nodes=k, executor="loop"))[0]
+        for k in (2, 5)
+    )
+    torch.testing.assert_close(few, many[:2], rtol=1e-5, atol=1e-6)  # fused SGD; the losses agree to the bit
+
+
+class Augmented(Dataset[Any]):
+    """Draws from the global generators, as transforms do."""
+
+    def __len__(self) -> int:
+        return 17
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        noise = torch.rand(12) + float(np.random.rand()) + random.random()  # noqa: NPY002
+        return noise, index % 5
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_dataset_that_draws_globally_is_reproducible(executor: str) -> None:
+    options: dict[str, Any] = {"executor": executor, "val": vectors(8)}
+    first = outcome(run(small_mlp(), Augmented(), **options))
+    seed_globally(5)
+    expected = global_draws()
+    seed_globally(5)
+    assert same(first, outcome(run(small_mlp(), Augmented(), **options)))
+    assert global_draws() == expected
+    assert not same(first, outcome(run(small_mlp(), Augmented(), **options, seed=1)))
+    # Neither dropout in the model nor evaluation moves what the dataset draws.
+    seen: list[list[Tensor]] = []
+    for model, interval in ((small_mlp(), 1), (small_mlp(0.5), None)):
+        spy = Spy()
+        run(model, spy, val_interval=interval, **options)
+        seen.append(spy.drawn)
+    assert same(*seen)
+
+
+class Spy(Augmented):
+    def __init__(self) -> None:
+        self.drawn: list[Tensor] = []
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        example = super().__getitem__(index)
+        self.drawn.append(example[0])
+        return example
+
+
+def test_worker_processes_draw_reproducibly() -> None:
+    def fetched() -> list[Tensor]:
+        with isolated(3, CPU):
+            stream = Batches([Augmented()], 2, 3, True, 3, {"num_workers": 2}).from_step()
+            batches = [batch[0] for batch in itertools.islice(stream, 4)]
+            stream.close()  # type: ignore[attr-defined]
+        return batches
+
+    first = fetched()
+    assert same(first, fetched())
+    assert len(torch.cat(first, 1).unique()) == torch.cat(first, 1).numel()  # no two workers draw the same
+
+
+# Evaluation changes nothing
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_evaluation_does_not_change_training(task: Task, executor: str) -> None:
+    never = run(task.model(), task.data(), executor=executor)
+    for options in (
+        {"val": task.data(), "val_interval": 1, "correlation_interval": 1},
+        {"val": task.data(), "val_interval": None},
+        {"val": task.data(), "val_interval": 2, "val_size": 3, "minibatch_size": None},
+    ):
+        assert same(outcome(never), outcome(run(task.model(), task.data(), executor=executor, **options)))
+
+
+class Restless(nn.Module):
+    """Random in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(12))
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return F.dropout(batch[0] @ self.weight, 0.5, training=True).square().mean()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_what_evaluation_draws_is_the_same_every_time(executor: str) -> None:
+    strategy = Strategy(inner_optim="sgd", lr=0.0)  # the model stays as it is
+    trainer = run(Restless(), vectors(), strategy, val=vectors(), val_interval=1, executor=executor)
+    (losses,) = trainer.history.measured("global_loss")
+    assert len(losses) == 7 and len(set(losses)) == 1
+    assert len(set(trainer.history.node_losses[:, 0])) > 3  # unlike in training
+    assert same(outcome(trainer), outcome(run(Restless(), vectors(), strategy, executor=executor)))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_batch_norm_is_evaluated_with_its_statistics_and_keeps_them(executor: str) -> None:
+    kept: list[list[Tensor]] = []
+    trainer = Trainer(small_cnn(), images(), images())
+
+    def keep(step: int, loss: float) -> None:
+        assert trainer.strategy is not None
+        replicas = trainer.strategy.cluster.replicas
+        kept.append([b.clone() for b in replicas.buffers.values()])
+        assert replicas.module.training and all(m.training for m in replicas.module.modules())
+
+    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 3, "batch_size": 4, "progress": False}
+    trainer.fit(strategy=SimpleReduceStrategy(), **options, executor=executor, val_interval=1, eval_loss_hook=keep)
+    names = [n for n, _ in small_cnn().named_buffers()]
+    counts = [i for i, name in enumerate(names) if name.endswith("num_batches_tracked")]
+    for step, buffers in enumerate(kept):  # evaluated at steps 0 … 3
+        assert len(counts) == 2 and all(buffers[i].tolist() == [step, step] for i in counts)
+
+
+def test_every_submodule_gets_its_mode_back() -> None:
+    model = small_cnn()
+    model.features[1].eval()
+    before = [m.training for m in model.modules()]
+
+    def fail_meanwhile() -> None:
+        with evaluating(model):
+            assert not any(m.training for m in model.modules())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_meanwhile()
+    assert [m.training for m in model.modules()] == before
+
+
+# Dropout by node
+
+
+class Masks(nn.Module):
+    """Its gradient is the dropout mask of its weight, scaled."""
+
+    def __init__(self, dropout: Callable[[Tensor], Tensor], *shape: int) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.weight = nn.Parameter(torch.ones(shape))
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return self.dropout(self.weight).sum() + 0 * batch[0].mean()
+
+
+def masks(executor: str, dropout: Callable[[Tensor], Tensor], *shape: int) -> Tensor:
+    """The stacked gradients (3, P) of the first step."""
+    found: list[Tensor] = []
+
+    class Keep(Strategy):
+        def step(self) -> None:
+            found.append(self.cluster.grads.clone())
+            super().step()
+
+    run(Masks(dropout, *shape), vectors(), Keep(), executor=executor, max_steps=1, seed=11)
+    return found[0]
+
+
+DROPOUTS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "dropout": (nn.Dropout(0.4), (50,)),
+    "functional": (lambda x: F.dropout(x, 0.4), (5, 10)),
+    "twice": (lambda x: F.dropout(F.dropout(x, 0.2), 0.3), (50,)),
+    "in-place": (lambda x: F.dropout(x * 1, 0.4, inplace=True), (50,)),
+    "dropout1d": (nn.Dropout1d(0.4), (6, 5, 4)),
+    "dropout2d": (nn.Dropout2d(0.4), (6, 5, 2, 3)),
+    "dropout3d": (nn.Dropout3d(0.4), (6, 5, 2, 2, 2)),
+    "all": (nn.Dropout(1.0), (50,)),
+    "none": (nn.Dropout(0.0), (50,)),
+    "evaluation": (lambda x: F.dropout(x, 0.4, training=False), (50,)),
+    "empty": (lambda x: F.dropout(x[:0], 0.4).sum() + x, (50,)),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_every_node_draws_its_own_mask(name: str) -> None:
+    dropout, shape = DROPOUTS[name]
+    expected = []
+    for node in range(3):
+        weight = torch.ones(shape, requires_grad=True)
+        with drawing_from(generator(11, NODE, node)):
+            dropout(weight).sum().backward()
+        assert weight.grad is not None
+        expected.append(weight.grad.flatten())
+    for executor in EXECUTORS:
+        assert torch.equal(masks(executor, dropout, *shape), torch.stack(expected))
+    assert name in ("all", "none", "evaluation", "empty") or len(torch.stack(expected).unique(dim=0)) == 3
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_identical_data_with_dropout_gives_different_replicas(executor: str) -> None:
+    def data(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+        return vectors()
+
+    weights = outcome(run(small_mlp(0.5), data, Strategy(), executor=executor))[0]
+    assert len(weights.unique(dim=0)) == 3
+
+
+def test_a_vmap_inside_the_model_may_drop() -> None:
+    def rows(x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(x)
+
+    found = masks("vmap", rows, 40, 5)
+    assert torch.equal(found, masks("vmap", rows, 40, 5))
+    assert set(found.flatten().tolist()) == {0.0, 2.0}
+    assert len(found.unique(dim=0)) == 3  # different on every node
+    assert len(found[0].view(40, 5).unique(dim=0)) > 10  # and in every row
+
+
+def test_feature_dropout_in_a_vmap_inside_the_model_is_refused() -> None:
+    def rows(x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda row: F.dropout2d(row, 0.5), randomness="different")(x)
+
+    with pytest.raises(Exception, match="feature dropout inside a vmap within the model; use executor='loop'"):
+        masks("vmap", rows, 2, 3, 4, 5, 5)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_dropout_probability_out_of_range(executor: str) -> None:
+    with pytest.raises(ValueError, match=r"dropout probability .* between 0 and 1, (but )?got 1\.5"):
+        masks(executor, lambda x: F.dropout(x, 1.5), 5)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_other_random_operations_are_reproducible_and_differ_between_nodes(executor: str) -> None:
+    def noisy(x: Tensor) -> Tensor:
+        return x * torch.rand_like(x)
+
+    found = masks(executor, noisy, 30)
+    assert torch.equal(found, masks(executor, noisy, 30))
+    assert len(found.unique(dim=0)) == 3
+
+
+def test_a_stream_moves_on_by_what_was_drawn_and_no_more() -> None:
+    model = small_mlp(0.5)
+    replicas = Replicas.of(model, 2, CPU)
+    streams = [generator(0, NODE, node) for node in range(2)]
+    executor = VmapExecutor(replicas, Objective(replicas.module), streams)
+    before = [s.get_state() for s in streams]
+    executor.evaluate(replicas.weights, {}, list(vectors(4).tensors), generator(0, 9))
+    assert same(before, [s.get_state() for s in streams])
+    executor.losses_and_grads([t.expand(2, *t.shape) for t in vectors(4).tensors])
+    for node, stream in enumerate(streams):
+        fresh = generator(0, NODE, node)
+        torch.empty(4, 16).bernoulli_(0.5, generator=fresh)  # one mask of the hidden layer
+        assert torch.equal(stream.get_state(), fresh.get_state())
+
+
+# Streams
+
+
+def test_streams_are_told_apart_by_their_keys() -> None:
+    keys = [(seed, kind, node) for seed in range(5) for kind in range(5) for node in range(20)]
+    keys += [(seed, SHARED) for seed in range(5)]  # type: ignore[misc]
+    seeds = [derive_seed(*key) for key in keys]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= s < 2**63 for s in seeds)
+    assert derive_seed(2**70, NODE, 0) == derive_seed(2**70, NODE, 0)
+
+
+def test_a_stream_is_the_default_generator_for_a_block() -> None:
+    seed_globally(4)
+    ours = torch.default_generator.get_state()
+    stream, reference = generator(1, NODE, 2), generator(1, NODE, 2)
+    for _ in range(2):
+        with drawing_from(stream):
+            drawn = torch.rand(3)
+        assert torch.equal(drawn, torch.rand(3, generator=reference))
+
+    def fail_meanwhile() -> None:
+        with drawing_from(stream):
+            torch.rand(3)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_meanwhile()
+    torch.rand(3, generator=reference)
+    assert torch.equal(stream.get_state(), reference.get_state())
+    assert torch.equal(torch.default_generator.get_state(), ours)
+    assert default_generator(CPU) is torch.default_generator
+
+
+def test_default_generators_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = (torch.Generator(), torch.Generator())
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "default_generators", streams)
+    assert default_generator(torch.device("cuda")) is streams[1]
+    assert default_generator(torch.device("cuda:0")) is streams[0]
+    monkeypatch.setattr(torch.mps, "_get_default_mps_generator", lambda: streams[0])
+    assert default_generator(torch.device("mps")) is streams[0]
+
+
+@pytest.fixture
+def _numpy_and_python() -> Iterator[None]:
+    states = np.random.get_state(), random.getstate()  # noqa: NPY002
+    yield
+    np.random.set_state(states[0])  # noqa: NPY002
+    random.setstate(states[1])
+
+
+@pytest.mark.usefixtures("_numpy_and_python")
+def test_isolated_draws_depend_on_the_seed_alone() -> None:
+    seen = []
+    for before, seed in ((1, 8), (2, 8), (1, 9)):
+        seed_globally(before)
+        with isolated(seed, CPU):
+            seen.append(global_draws())
+    assert seen[0] == seen[1]
+    assert all(a != b for a, b in zip(seen[0], seen[2], strict=True))

@@ -1,0 +1,190 @@
+"""The node matrix: views share its memory, and every kind of parameter and buffer has its place."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from separate import small_cnn, small_gpt, small_mlp
+from torch import nn
+
+from vsim import Ledger
+from vsim.cluster import Cluster
+from vsim.collectives import StackedCollectives
+from vsim.replicas import Columns, Replicas
+
+CPU = torch.device("cpu")
+
+
+class Shapes(nn.Module):
+    """Parameters of given shapes."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=5),
+    num_nodes=st.integers(1, 5),
+)
+def test_views_are_the_matrix(shapes: list[tuple[int, ...]], num_nodes: int) -> None:
+    model = Shapes(*shapes)
+    replicas = Replicas.of(model, num_nodes, CPU)
+    assert replicas.weights.is_contiguous() and replicas.grads.is_contiguous()
+    assert replicas.weights.shape == replicas.grads.shape == (replicas.num_rows, replicas.num_parameters)
+    assert replicas.num_rows == num_nodes
+    assert replicas.num_parameters == sum(p.numel() for p in model.parameters())
+    views = replicas.views(replicas.weights)
+    assert list(views) == [name for name, _ in model.named_parameters()]
+    for name, p in model.named_parameters():
+        assert torch.equal(views[name], p.detach().expand(num_nodes, *p.shape))
+    for number, view in enumerate(views.values()):
+        view.fill_(number)
+    sizes = [p.numel() for p in model.parameters()]
+    expected = torch.cat([torch.full((size,), float(number)) for number, size in enumerate(sizes)])
+    assert torch.equal(replicas.weights, expected.expand(num_nodes, -1))
+    # A shared row has views without the node dimension.
+    shared = replicas.views(replicas.weights[0])
+    assert [tuple(v.shape) for v in shared.values()] == shapes
+    assert not replicas.grads.any()
+
+
+def test_the_model_is_left_alone() -> None:
+    model = small_cnn()
+    before = copy.deepcopy(model.state_dict())
+    replicas = Replicas.of(model, 3, CPU)
+    replicas.weights.zero_()
+    for buffer in replicas.buffers.values():
+        buffer.zero_()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert replicas.module is not model
+
+
+def test_tied_parameters_are_one_column_range() -> None:
+    model = small_gpt()
+    assert model.lm_head.weight is model.tokens.weight
+    replicas = Replicas.of(model, 2, CPU)
+    names = [c.name for c in replicas.layout]
+    assert "tokens.weight" in names and "lm_head.weight" not in names
+    assert replicas.num_parameters == sum(p.numel() for p in model.parameters())
+    assert replicas.layout[0] == Columns("tokens.weight", torch.Size([11, 16]), 0, 176)
+    restored = replicas.as_module(replicas.weights[0] + 1, {}, model)
+    assert isinstance(restored, type(model)) and restored.lm_head.weight is restored.tokens.weight
+    assert torch.equal(restored.lm_head.weight, model.lm_head.weight + 1)
+
+
+def test_frozen_parameters_are_stored_once() -> None:
+    model = small_mlp()
+    model.layers[0].weight.requires_grad_(False)
+    replicas = Replicas.of(model, 4, CPU)
+    assert list(replicas.frozen) == ["layers.0.weight"]
+    assert torch.equal(replicas.frozen["layers.0.weight"], model.layers[0].weight)
+    assert not replicas.frozen["layers.0.weight"].requires_grad
+    assert "layers.0.weight" not in [c.name for c in replicas.layout]
+    assert replicas.num_parameters == 293 - 12 * 16
+
+
+def test_every_node_has_its_own_buffers() -> None:
+    model = small_cnn()
+    model.features[1].running_mean.copy_(torch.arange(4.0))
+    model.register_buffer("phase", torch.tensor([1j]))
+    replicas = Replicas.of(model, 3, CPU)
+    assert list(replicas.buffers) == [name for name, _ in model.named_buffers()]
+    means = replicas.buffers["features.1.running_mean"]
+    assert torch.equal(means, torch.arange(4.0).expand(3, 4))
+    means[1] += 3
+    assert torch.equal(means[0], torch.arange(4.0))  # rows do not share memory
+    counts = replicas.buffers["features.1.num_batches_tracked"]
+    counts.copy_(torch.tensor([5, 6, 7]))
+    replicas.buffers["phase"].copy_(torch.tensor([[1j], [2j], [3j]]))
+    cluster = Cluster(
+        replicas, StackedCollectives(3, Ledger()), torch.Generator(), torch.ones(3, dtype=torch.long), max_steps=1
+    )
+    shared = cluster.mean_buffers()
+    assert torch.equal(shared["features.1.running_mean"], torch.arange(4.0) + 1)
+    assert shared["features.1.num_batches_tracked"].item() == 5  # a whole number is that of row 0
+    assert shared["phase"].item() == 2j
+    assert len(cluster.collectives.ledger) == 0
+    counts.zero_()
+    assert shared["features.1.num_batches_tracked"].item() == 5  # with memory of its own
+
+
+def test_a_row_slice_shares_memory() -> None:
+    replicas = Replicas.of(small_cnn(), 5, CPU, first_node=10)
+    assert replicas.nodes == range(10, 15)
+    part = replicas.rows(1, 3)
+    assert part.nodes == range(11, 13) and part.num_rows == 2
+    assert part.frozen is replicas.frozen and part.module is replicas.module
+    part.weights.fill_(7)
+    part.grads.fill_(8)
+    part.buffers["features.1.running_mean"].fill_(9)
+    for whole, value in (
+        (replicas.weights, 7),
+        (replicas.grads, 8),
+        (replicas.buffers["features.1.running_mean"], 9),
+    ):
+        assert [bool((row == value).all()) for row in whole] == [False, True, True, False, False]
+    again = part.rows(1, 2)
+    assert again.nodes == range(12, 13)
+    again.weights.fill_(1)
+    assert (replicas.weights[2] == 1).all()
+
+
+def test_as_module_is_an_ordinary_model() -> None:
+    model = small_cnn().eval()
+    replicas = Replicas.of(model, 2, CPU)
+    weights = torch.randn(replicas.num_parameters)
+    buffers = {name: value[0] + 1 for name, value in replicas.buffers.items()}
+    made = replicas.as_module(weights, buffers, model)
+    assert torch.equal(torch.cat([p.flatten() for p in made.parameters()]), weights)
+    assert all(torch.equal(b, buffers[n]) for n, b in made.named_buffers())
+    assert all(p.requires_grad and p.is_leaf for p in made.parameters())
+    assert not made.training and made is not model
+    weights.zero_()
+    assert all(p.any() for p in made.parameters())  # with memory of its own
+
+
+def mixed_dtypes() -> nn.Module:
+    model = small_mlp()
+    model.layers[0].bias.data = model.layers[0].bias.data.double()
+    return model
+
+
+def mixed_devices() -> nn.Module:
+    model = small_mlp()
+    model.layers[3].to("meta")
+    return model
+
+
+def complex_numbers() -> nn.Module:
+    model = nn.Module()
+    model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.ReLU, "no trainable parameter"),
+        (lambda: small_mlp().requires_grad_(False), "no trainable parameter"),
+        (lambda: nn.LazyLinear(3), r"parameters \['weight', 'bias'\] are not initialised yet"),
+        (mixed_dtypes, r"share one dtype; most are torch.float32, but not layers.0.bias: torch.float64"),
+        (mixed_devices, r"share one device; most are .*, but not layers.\d.weight: "),
+        (complex_numbers, "must be floating-point, got phase: torch.complex64"),
+    ],
+    ids=["none", "frozen", "lazy", "dtypes", "devices", "complex"],
+)
+def test_models_that_cannot_be_stacked(model: type[nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Replicas.of(model(), 2, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_any_one_floating_dtype(dtype: torch.dtype) -> None:
+    replicas = Replicas.of(small_mlp().to(dtype), 2, CPU)
+    assert replicas.weights.dtype == replicas.grads.dtype == dtype

@@ -1,0 +1,363 @@
+"""Strategies: code written for one node runs for all, runs leave no state, and both moments come in order."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from separate import TASKS, Task, small_cnn, small_mlp
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+from vsim import Trainer
+from vsim.cluster import Cluster
+from vsim.optim import OptimSpec
+from vsim.strategy import (
+    AveragingCommunicator,
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    DiLoCoCommunicator,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    GradientAverage,
+    SimpleReduceStrategy,
+    Strategy,
+)
+from vsim.strategy.communicate import all_reduce, broadcast
+from vsim.strategy.node import StackedModel
+
+SPEC = OptimSpec("sgd", lr=0.1, momentum=0.9)
+EXECUTORS = ["vmap", "loop"]
+both_executors = pytest.mark.parametrize("executor", EXECUTORS)
+
+
+def fit(strategy: Strategy, task: Task = TASKS[0], **options: Any) -> Trainer:
+    trainer = Trainer(task.model(), task.data())
+    options = {"num_nodes": 3, "max_steps": 5, "batch_size": 4, "progress": False, "executor": "loop", **options}
+    trainer.fit(strategy=strategy, **options)
+    return trainer
+
+
+def trained(strategy: Strategy, task: Task = TASKS[0], **options: Any) -> Tensor:
+    """The weights (K, P) after 5 steps."""
+    trainer = fit(strategy, task, **options)
+    assert trainer.strategy is not None
+    return trainer.strategy.cluster.weights
+
+
+# Code for one node
+
+
+class AverageByHand(Strategy):
+    """AllReduce, parameter by parameter."""
+
+    def step(self) -> None:
+        for p in self.model.parameters():
+            all_reduce(p.grad)
+            p.grad.div_(self.num_nodes)
+        super().step()
+
+
+class AverageByAssignment(Strategy):
+    """The same, where nothing is done in place."""
+
+    def step(self) -> None:
+        for p in self.model.parameters():
+            mean = p.grad.clone()
+            all_reduce(mean)
+            p.grad = mean / self.num_nodes
+        super().step()
+
+
+class AverageThenStepMyself(Strategy):
+    """The same, where the optimizer is stepped here: `super().step()` must not do it again."""
+
+    def step(self) -> None:
+        for p in self.model.parameters():
+            all_reduce(p.grad)
+            p.grad.div_(self.num_nodes)
+        self.optim.step()
+        super().step()
+
+
+class AssignThenStepMyself(Strategy):
+    """Both at once, and the gradients are cleared as a training script would."""
+
+    def step(self) -> None:
+        for p in self.model.parameters():
+            mean = p.grad.clone()
+            all_reduce(mean)
+            p.grad = mean / self.num_nodes
+        self.optim.step()
+        self.optim.zero_grad()
+        super().step()
+
+
+class OwnOptimizer(Strategy):
+    """As strategies of the predecessor do: the optimizer is built over the node's model, and stepped here."""
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        assert (rank, num_nodes) == (0, 3) and model is self.model
+        self.optim = self.optim_spec.build(model)
+
+    def step(self) -> None:
+        if self.num_nodes > 1:
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    all_reduce(p.grad)
+                    p.grad.div_(self.num_nodes)
+        self.optim.step()
+        self.optim.zero_grad()
+        super().step()
+
+
+CUSTOM = [AverageByHand, AverageByAssignment, AverageThenStepMyself, AssignThenStepMyself, OwnOptimizer]
+
+
+@both_executors
+@pytest.mark.parametrize("spec", [SPEC, OptimSpec("adamw", lr=0.01), OptimSpec("adafactor", lr=0.05)], ids=repr)
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize("custom", CUSTOM, ids=lambda custom: custom.__name__)
+def test_averaging_by_hand_is_allreduce(custom: type[Strategy], task: Task, spec: OptimSpec, executor: str) -> None:
+    # The sum of 3 rows divided by 3 has the bits of their mean. Not the fused kernels, which are not chosen for
+    # an optimizer that was built over the stacked parameters.
+    if spec.elementwise:
+        spec = OptimSpec(spec.cls, fused=False, **spec.kwargs)
+    options: dict[str, Any] = {"lr_scheduler": StepLR, "lr_scheduler_kwargs": {"step_size": 2}}
+    ours = trained(custom(inner_optim=spec, **options), task, executor=executor)
+    theirs = trained(SimpleReduceStrategy(inner_optim=spec, **options), task, executor=executor)
+    assert torch.equal(ours, theirs)
+
+
+@both_executors
+def test_a_custom_strategy_is_clipped_as_allreduce_is(executor: str) -> None:
+    options: dict[str, Any] = {"executor": executor, "deterministic": executor == "loop"}
+    ours = trained(AverageByHand(inner_optim=SPEC, max_norm=0.1), **options)
+    assert torch.equal(ours, trained(SimpleReduceStrategy(inner_optim=SPEC, max_norm=0.1), **options))
+    assert not torch.equal(ours, trained(SimpleReduceStrategy(inner_optim=SPEC), **options))
+
+
+class AverageWeightsByAssignment(Strategy):
+    """FedAvg at every step, by `p.data = …`."""
+
+    def step(self) -> None:
+        super().step()
+        for p in self.model.parameters():
+            mean = p.data.clone()
+            all_reduce(mean, "mean")
+            p.data = mean
+
+
+class AverageWeightsInPlace(Strategy):
+    def step(self) -> None:
+        super().step()
+        for p in self.model.parameters():
+            all_reduce(p, "mean")
+
+
+@both_executors
+@pytest.mark.parametrize("custom", [AverageWeightsByAssignment, AverageWeightsInPlace])
+def test_assigned_weights_are_the_weights(custom: type[Strategy], executor: str) -> None:
+    ours = trained(custom(inner_optim=SPEC), executor=executor)
+    assert torch.equal(ours, trained(FedAvgStrategy(inner_optim=SPEC), executor=executor))
+
+
+def test_elementwise_code_does_not_notice_the_nodes() -> None:
+    class SignDescent(Strategy):
+        def step(self) -> None:
+            for p in self.model.parameters():
+                p.grad = torch.sign(p.grad)
+                p.mul_(0.9)
+            super().step()
+
+    together = trained(SignDescent(inner_optim=OptimSpec("sgd", lr=0.1)), max_steps=1)
+    start = torch.cat([p.detach().flatten() for p in small_mlp().parameters()])
+    moved = (together - 0.9 * start).abs()
+    assert torch.all((moved < 1e-6) | ((moved - 0.1).abs() < 1e-6))  # 0.9·θ ± lr, or 0.9·θ where g = 0
+    assert len(together.unique(dim=0)) == 3
+
+
+def test_dropping_a_gradient_stops_the_parameter() -> None:
+    class FreezeFirst(Strategy):
+        def step(self) -> None:
+            next(iter(self.model.parameters())).grad = None
+            super().step()
+
+    weights = trained(FreezeFirst(inner_optim="sgd", lr=0.1))
+    start = torch.cat([p.detach().flatten() for p in small_mlp().parameters()])
+    first = 16 * 12
+    assert torch.equal(weights[:, :first], start[:first].expand(3, -1))
+    assert (weights[:, first:] != start[first:]).any()
+
+
+def test_a_master_copy_as_the_predecessors_strategies_keep_it() -> None:
+    # DiLoCo written for one node: a deep copy of the model, an outer optimizer over it, gradients by assignment.
+    class ByHand(Strategy):
+        def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+            super()._init_node(model, rank, num_nodes)
+            self.master = copy.deepcopy(model)
+            self.outer = torch.optim.SGD(self.master.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+
+        def step(self) -> None:
+            super().step()
+            if self.local_step % 2 == 0:
+                for own, master in zip(self.model.parameters(), self.master.parameters(), strict=True):
+                    mean = own.data.clone()
+                    all_reduce(mean, "mean", label="outer gradient")
+                    master.grad = master.data - mean
+                self.outer.step()
+                for own, master in zip(self.model.parameters(), self.master.parameters(), strict=True):
+                    own.data.copy_(master.data)
+
+    by_hand = fit(ByHand(inner_optim=SPEC), deterministic=True)
+    ours = fit(DiLoCoStrategy(H=2, inner_optim=SPEC), deterministic=True)
+    assert by_hand.strategy is not None and ours.strategy is not None
+    assert torch.equal(by_hand.strategy.cluster.weights, ours.strategy.cluster.weights)
+    assert by_hand.ledger.payload_bytes == ours.ledger.payload_bytes
+    assert [e.step for e in by_hand.ledger] == [2] * 4 + [4] * 4  # one call for each of four parameters
+
+
+def test_broadcasting_makes_replicas_equal() -> None:
+    class Follow(Strategy):
+        def step(self) -> None:
+            super().step()
+            for p in self.model.parameters():
+                broadcast(p.data, src=2)
+
+    weights = trained(Follow(inner_optim=SPEC))
+    assert torch.equal(weights, weights[:1].expand(3, -1))
+
+
+def test_the_stacked_model() -> None:
+    class Look(Strategy):
+        def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+            super()._init_node(model, rank, num_nodes)
+            named = dict(model.named_parameters())
+            expected = dict(small_cnn().named_parameters())
+            assert list(named) == list(expected)
+            for name, p in named.items():
+                assert isinstance(p, nn.Parameter) and p.shape == (num_nodes, *expected[name].shape)
+                assert p.grad is not None and p.grad.shape == p.shape
+            assert [n for n, _ in model.named_parameters(prefix="net")] == [f"net.{n}" for n in expected]
+            assert isinstance(model, StackedModel)
+            snapshot = copy.deepcopy(model)
+            for own, kept in zip(model.parameters(), snapshot.parameters(), strict=True):
+                assert torch.equal(own, kept) and own.data_ptr() != kept.data_ptr()
+
+    fit(Look(inner_optim=SPEC), TASKS[1])
+
+
+# Modules
+
+
+class Recorder(CommunicationModule):
+    def __init__(self, name: str, log: list[Any]) -> None:
+        self.name, self.log = name, log
+
+    def __deepcopy__(self, memo: object) -> Recorder:
+        return self  # so that the log can be read after the run
+
+    def setup(self, cluster: Cluster) -> None:
+        self.log.append((self.name, "setup", cluster.num_nodes, cluster.max_steps))
+
+    def communicate_gradients(self, cluster: Cluster) -> None:
+        self.log.append((self.name, "before", cluster.step))
+
+    def communicate(self, cluster: Cluster) -> None:
+        self.log.append((self.name, "after", cluster.step))
+
+
+def test_modules_have_two_moments_in_their_order() -> None:
+    log: list[Any] = []
+
+    class Watched(CommunicateOptimizeStrategy):
+        def clip(self) -> None:
+            log.append("clip")
+            super().clip()
+
+    fit(Watched([Recorder("a", log), Recorder("b", log)]), max_steps=2)
+    assert log == [
+        ("a", "setup", 3, 2),
+        ("b", "setup", 3, 2),
+        *[entry for t in (1, 2) for entry in [
+            ("a", "before", t),
+            ("b", "before", t),
+            "clip",
+            ("a", "after", t),
+            ("b", "after", t),
+        ]],
+    ]  # fmt: skip
+
+
+def test_a_module_that_does_nothing() -> None:
+    nothing = CommunicateOptimizeStrategy([CommunicationModule()], inner_optim=SPEC)
+    assert torch.equal(trained(nothing), trained(Strategy(inner_optim=SPEC)))
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy"),
+    [
+        (GradientAverage(), SimpleReduceStrategy(inner_optim=SPEC)),
+        (AveragingCommunicator(island_size=2, every=2), FedAvgStrategy(H=2, island_size=2, inner_optim=SPEC)),
+        (DiLoCoCommunicator(2, outer_lr=0.5), DiLoCoStrategy(H=2, outer_lr=0.5, inner_optim=SPEC)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_strategy_is_its_module(module: CommunicationModule, strategy: Strategy) -> None:
+    assert torch.equal(trained(CommunicateOptimizeStrategy([module], inner_optim=SPEC)), trained(strategy))
+
+
+def test_the_global_model_is_that_of_the_first_module_that_has_one() -> None:
+    weights = fit(CommunicateOptimizeStrategy([GradientAverage(), DiLoCoCommunicator(3)], inner_optim=SPEC)).strategy
+    assert weights is not None
+    outer = weights.communication_modules[1]
+    assert isinstance(outer, DiLoCoCommunicator)
+    assert torch.equal(weights.global_weights(), outer.outer_weights)
+    alone = fit(FedAvgStrategy(H=3, inner_optim=SPEC)).strategy
+    assert alone is not None
+    assert torch.equal(alone.global_weights(), alone.cluster.weights.mean(0))
+
+
+# Runs leave no state
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DiLoCoStrategy(H=2, inner_optim=OptimSpec("adamw", lr=0.01), lr_scheduler="cosine", warmup_steps=2),
+        lambda: FedAvgStrategy(H=2, island_size=2, inner_optim=SPEC, max_norm=0.5),
+        lambda: SimpleReduceStrategy(inner_optim="adafactor", lr=0.01),
+        lambda: OwnOptimizer(inner_optim=SPEC),
+    ],
+    ids=["diloco", "fedavg", "adafactor", "own"],
+)
+def test_a_strategy_can_be_used_again(make: Callable[[], Strategy]) -> None:
+    strategy = make()
+    before = pickle.dumps(strategy)
+    first = trained(strategy)
+    assert pickle.dumps(strategy) == before
+    assert torch.equal(first, trained(strategy))
+    assert torch.equal(first, trained(make()))
+    trained(strategy, TASKS[1])  # another model in between
+    assert torch.equal(first, trained(strategy))
+
+
+def test_the_runs_own_copy_can_start_another_run() -> None:
+    strategy = DiLoCoStrategy(H=2, inner_optim=OptimSpec("adamw", lr=0.01))
+    first = fit(strategy)
+    assert first.strategy is not None and first.strategy is not strategy
+    kept = first.strategy.cluster.weights.clone()
+    assert torch.equal(trained(first.strategy), kept)
+
+
+def test_steps_are_counted() -> None:
+    trainer = fit(SimpleReduceStrategy(inner_optim=SPEC), max_steps=4)
+    strategy = trainer.strategy
+    assert strategy is not None
+    assert strategy.local_step == strategy.cluster.step == strategy.cluster.max_steps == 4
+    assert strategy.num_nodes == 3 and strategy.lr == 0.1
+    assert strategy.cluster.shard_sizes.tolist() == [10, 10, 10]  # 29 examples, padded

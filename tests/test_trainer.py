@@ -1,0 +1,393 @@
+"""Trainer: what a fit returns, measures, calls back and leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from separate import TASKS, Task, images, small_cnn, small_gpt, small_mlp, vectors
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import Dataset, TensorDataset
+
+import vsim
+from vsim import LocalTrainer, Trainer, evaluate
+from vsim.evaluate import replica_spread
+from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
+from vsim.trainer import pick_device
+
+both_executors = pytest.mark.parametrize("executor", ["vmap", "loop"])
+
+
+def fit(trainer: Trainer, strategy: Strategy | None = None, **options: Any) -> nn.Module:
+    options = {"num_nodes": 3, "max_steps": 5, "batch_size": 4, "progress": False, **options}
+    return trainer.fit(strategy=strategy or DiLoCoStrategy(H=2, lr=0.01), **options)
+
+
+# What comes back
+
+
+@both_executors
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_the_final_model_is_the_mean_of_the_nodes(task: Task, executor: str) -> None:
+    model = task.model().eval()
+    before = copy.deepcopy(model.state_dict())
+    trainer = Trainer(model, task.data(), task.data())
+    final = fit(trainer, executor=executor)
+    assert type(final) is type(model) and final is not model and not final.training
+    assert trainer.strategy is not None
+    cluster = trainer.strategy.cluster
+    assert torch.equal(parameters_to_vector(final.parameters()), cluster.weights.mean(0))
+    for name, buffer in final.named_buffers():
+        rows = cluster.replicas.buffers[name]
+        assert torch.equal(buffer, rows.mean(0) if buffer.is_floating_point() else rows[0])
+    for name, value in model.state_dict().items():  # the user's own is as it was
+        assert torch.equal(value, before[name])
+    assert all(p.grad is None for p in model.parameters())
+
+
+@both_executors
+def test_training_lowers_the_loss(executor: str) -> None:
+    for strategy in (SimpleReduceStrategy(lr=0.01), FedAvgStrategy(H=5, lr=0.01), DiLoCoStrategy(H=5, lr=0.01)):
+        trainer = Trainer(small_mlp(), vectors(), vectors())
+        fit(trainer, strategy, max_steps=60, executor=executor)
+        losses = trainer.history.measured("global_loss")[0]
+        assert losses[-1] < 0.5 * losses[0], strategy
+
+
+def test_frozen_and_tied_parameters() -> None:
+    model = small_gpt()
+    model.positions.weight.requires_grad_(False)
+    final = fit(Trainer(model, TASKS[2].data()))
+    assert isinstance(final, type(model))
+    assert torch.equal(final.positions.weight, model.positions.weight)
+    assert not final.positions.weight.requires_grad
+    assert final.lm_head.weight is final.tokens.weight
+    assert not torch.equal(final.tokens.weight, model.tokens.weight)
+
+
+def test_a_local_trainer_is_a_trainer() -> None:
+    assert issubclass(LocalTrainer, Trainer) and vsim.Trainer is Trainer
+    assert isinstance(fit(LocalTrainer(small_mlp(), vectors())), nn.Module)
+
+
+@both_executors
+def test_the_two_forms_of_a_loss_are_one(executor: str) -> None:
+    class WithLoss(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            return F.cross_entropy(self.linear(batch[0]), batch[1])
+
+    linear = nn.Linear(12, 5)
+    finals = [
+        fit(Trainer(WithLoss(linear), vectors()), executor=executor),
+        fit(Trainer(linear, vectors(), loss_fn=F.cross_entropy), executor=executor),
+        fit(Trainer(linear, vectors(), loss_fn=nn.CrossEntropyLoss(weight=torch.ones(5))), executor=executor),
+    ]
+    ours, *theirs = [parameters_to_vector(m.parameters()) for m in finals]
+    assert torch.equal(ours, theirs[0])
+    torch.testing.assert_close(ours, theirs[1])
+
+
+@both_executors
+def test_batches_that_are_dictionaries(executor: str) -> None:
+    class Pairs(Dataset[dict[str, Tensor]]):
+        def __len__(self) -> int:
+            return 29
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            x, y = vectors().tensors
+            return {"x": x[index], "y": y[index]}
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = small_mlp()
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.mlp([batch["x"], batch["y"]])
+
+    ours = fit(Trainer(Reader(), Pairs(), Pairs()), executor=executor)
+    theirs = fit(Trainer(small_mlp(), vectors(), vectors()), executor=executor)
+    assert torch.equal(*(parameters_to_vector(m.parameters()) for m in (ours, theirs)))
+
+
+# How long
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        # 29 examples on 3 nodes are shards of 10: 3 batches of at most 4.
+        ({"num_epochs": 1}, 3),
+        ({"num_epochs": 2}, 6),
+        ({"num_epochs": 2, "max_steps": 4}, 4),
+        ({"num_epochs": 1, "max_steps": 8}, 8),
+        ({"num_epochs": 2, "dataloader_kwargs": {"drop_last": True}}, 4),
+        ({"num_epochs": 1, "batch_size": 100}, 1),
+        ({"num_epochs": 1, "num_nodes": 1}, 8),
+    ],
+)
+def test_the_number_of_steps(options: dict[str, Any], steps: int) -> None:
+    trainer = Trainer(small_mlp(), vectors())
+    fit(trainer, **{"max_steps": None, **options})
+    assert trainer.history["step"][-1] == steps and len(trainer.history) == steps + 1
+
+
+def test_every_example_counts() -> None:
+    trainer = Trainer(small_mlp(), vectors())
+    fit(trainer, num_epochs=2, max_steps=None)
+    assert trainer.history["examples"][-1] == 2 * 3 * 10
+    sequences = Trainer(small_gpt(), TASKS[2].data())
+    fit(sequences, num_epochs=1, max_steps=None)
+    assert sequences.history["examples"][-1] == 30  # of 7 tokens each
+
+
+# Measurements
+
+
+@both_executors
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "strategy", [DiLoCoStrategy(H=3, lr=0.01), FedAvgStrategy(H=3, lr=0.01)], ids=lambda s: type(s).__name__
+)
+def test_validation_by_hand(task: Task, strategy: Strategy, executor: str) -> None:
+    trainer = Trainer(task.model(), task.data(), task.data())
+    # After 5 steps the replicas have drifted apart again; 11 examples are pieces of 4, 4 and 3.
+    final = fit(trainer, strategy, executor=executor, val_size=11).eval()
+    batch = [t[:11] for t in task.data().tensors]
+    assert trainer.strategy is not None
+    cluster = trainer.strategy.cluster
+
+    def measure(weights: Tensor, buffers: dict[str, Tensor]) -> tuple[float, float]:
+        with torch.no_grad():
+            loss, accuracy = cluster.replicas.as_module(weights, buffers, final).loss_and_accuracy(batch)
+        return float(loss), float(accuracy)
+
+    buffers = cluster.replicas.buffers
+    nodes = [measure(cluster.weights[k], {n: b[k] for n, b in buffers.items()}) for k in range(3)]
+    average, _ = measure(parameters_to_vector(final.parameters()), dict(final.named_buffers()))
+    overall = measure(trainer.strategy.global_weights(), dict(final.named_buffers()))
+    losses = [loss for loss, _ in nodes]
+    expected = {
+        "local_loss": losses[0],
+        "local_accuracy": nodes[0][1],
+        "global_loss": overall[0],
+        "global_accuracy": overall[1],
+        "average_loss": average,
+        "node_loss_min": min(losses),
+        "node_loss_max": max(losses),
+        "node_loss_std": np.std(losses),
+    }
+    assert {name: trainer.history[name][-1] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert len(set(losses)) == 3
+    assert (overall[0] != average) == isinstance(strategy, DiLoCoStrategy)
+
+
+def test_replicas_that_are_equal_are_validated_alike() -> None:
+    trainer = Trainer(small_cnn(0.0), images(), images())
+    fit(trainer, FedAvgStrategy(H=1))
+    assert trainer.history["node_loss_std"][0] == 0 and trainer.history["node_loss_std"][-1] > 0  # statistics differ
+    trainer = Trainer(small_mlp(), vectors(), vectors())
+    fit(trainer, FedAvgStrategy(H=1))
+    history = trainer.history
+    assert history["node_loss_std"][-1] == 0
+    assert history["local_loss"][-1] == history["global_loss"][-1] == history["average_loss"][-1]
+
+
+def test_without_accuracy_there_is_none() -> None:
+    trainer = Trainer(nn.Linear(12, 1), TensorDataset(torch.ones(9, 12), torch.ones(9, 1)), loss_fn=F.mse_loss)
+    trainer.val_dataset = trainer.train_dataset
+    fit(trainer)
+    assert not np.isnan(trainer.history["global_loss"][-1])
+    assert np.isnan(trainer.history["global_accuracy"]).all()
+
+
+def test_no_validation_without_data() -> None:
+    trainer = Trainer(small_mlp(), vectors())
+    fit(trainer, val_interval=1)
+    assert np.isnan(trainer.history["global_loss"]).all()
+
+
+def test_a_factory_makes_the_validation_data_of_the_first_node() -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def factory(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+        asked.append((rank, train))
+        return vectors(seed=rank if train else 9)
+
+    trainer, other = Trainer(small_mlp(), factory, factory), Trainer(small_mlp(), factory, vectors(seed=9))
+    fit(trainer)
+    assert asked == [(0, True), (1, True), (2, True), (0, False)]
+    fit(other)
+    assert trainer.history["global_loss"].tolist()[-1] == other.history["global_loss"].tolist()[-1]
+
+
+@settings(deadline=None, max_examples=40)
+@given(num_nodes=st.integers(1, 5), columns=st.integers(2, 60), at_once=st.integers(1, 70), seed=st.integers(0, 999))
+def test_divergence_and_correlation_are_numpys(num_nodes: int, columns: int, at_once: int, seed: int) -> None:
+    weights = torch.randn(num_nodes, columns, generator=torch.Generator().manual_seed(seed)) + 0.3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "_COLUMNS_AT_ONCE", at_once)
+        found = replica_spread(weights)
+    rows = weights.double().numpy()
+    mean = rows.mean(0)
+    distance = np.sqrt(((rows - mean) ** 2).sum(1).mean())
+    assert found["divergence"] == pytest.approx(distance / np.linalg.norm(mean), rel=1e-4, abs=1e-6)
+    if num_nodes == 1:
+        assert np.isnan(found["correlation"])
+    else:
+        pairs = np.corrcoef(rows)[np.triu_indices(num_nodes, 1)]
+        assert found["correlation"] == pytest.approx(pairs.mean(), rel=1e-3, abs=1e-4)
+
+
+def test_spread_is_measured_when_asked_for() -> None:
+    trainer = Trainer(small_mlp(), vectors())
+    fit(trainer, Strategy(lr=0.01), correlation_interval=2)
+    assert trainer.strategy is not None
+    steps, divergence = trainer.history.measured("step", "divergence")
+    assert steps.tolist() == [0, 2, 4] and divergence[0] == 0 and (np.diff(divergence) > 0).all()
+    fit(trainer, Strategy(lr=0.01), correlation_interval=5)
+    assert trainer.history["divergence"][-1] == replica_spread(trainer.strategy.cluster.weights)["divergence"]
+    assert np.isnan(replica_spread(torch.zeros(2, 3))["divergence"])
+
+
+# Hooks, interrupts, progress
+
+
+def test_hooks() -> None:
+    seen: list[tuple[str, int, float]] = []
+    trainer = Trainer(small_mlp(), vectors(), vectors())
+    fit(
+        trainer,
+        val_interval=2,
+        train_loss_hook=lambda step, loss: seen.append(("train", step, loss)),
+        eval_loss_hook=lambda step, loss: seen.append(("eval", step, loss)),
+    )
+    history = trainer.history
+    train = [("train", t, history["train_loss"][t]) for t in range(1, 6)]
+    evaluations = {t: ("eval", t, history["global_loss"][t]) for t in (0, 2, 4, 5)}
+    expected = [evaluations[0]]
+    for entry in train:
+        expected += [entry, *([evaluations[entry[1]]] if entry[1] in evaluations else [])]
+    assert seen == expected
+
+
+def test_an_interrupted_run_keeps_what_was_done() -> None:
+    def interrupt(step: int, loss: float) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    trainer, whole = (Trainer(small_mlp(), vectors(), vectors()) for _ in range(2))
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer, train_loss_hook=interrupt, val_interval=1)
+    assert torch.equal(torch.rand(1), expected)
+    fit(whole, val_interval=1)
+    assert trainer.history["step"].tolist() == [0, 1, 2, 3]
+    for column in ("train_loss", "payload_bytes", "lr"):
+        assert trainer.history[column][1:].tolist() == whole.history[column][1:4].tolist()
+    assert np.array_equal(trainer.history.node_losses, whole.history.node_losses[:3])
+    assert trainer.history["global_loss"][:3].tolist() == whole.history["global_loss"][:3].tolist()
+    assert list(trainer.ledger) == list(whole.ledger)[:1]
+    assert trainer.history.executor == "vmap"
+    # and the trainer can be used again
+    fit(trainer, val_interval=1)
+    assert trainer.history["train_loss"][1:].tolist() == whole.history["train_loss"][1:].tolist()
+
+
+@both_executors
+def test_a_loss_that_is_not_finite_names_step_and_nodes(executor: str) -> None:
+    def data(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+        x, y = vectors(12).tensors
+        if rank in (1, 3):
+            x[-1] = torch.inf if rank == 1 else torch.nan  # the third batch of 4, unshuffled
+        return TensorDataset(x, y)
+
+    trainer = Trainer(small_mlp(), data)
+    with pytest.raises(FloatingPointError) as caught:
+        fit(trainer, FedAvgStrategy(H=2, lr=0.01), num_nodes=4, shuffle=False, executor=executor)
+    message = str(caught.value)
+    assert message.startswith("non-finite loss at step 3 on nodes [1, 3] (node 1: nan, node 3: nan)")
+    assert "the history up to step 2 is kept" in message and "max_norm" in message
+    assert trainer.history["step"].tolist() == [0, 1, 2] and len(trainer.ledger) == 1
+
+
+def test_infinite_losses_are_not_finite() -> None:
+    class Exploding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            return self.weight * batch[0].mean() / 0
+
+    many = TensorDataset(torch.ones(12, 1))
+    with pytest.raises(
+        FloatingPointError, match=r"step 1 on nodes \[0, 1, 2, .*, 11\] \(node 0: inf, .*node 7: inf\);"
+    ):
+        fit(Trainer(Exploding(), many), num_nodes=12)
+
+
+def test_the_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(small_mlp(), vectors(), vectors())
+    for progress in (False, True):  # nor into a file or a pipe
+        fit(trainer, progress=progress)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    fit(trainer, progress=True)
+    out, err = capsys.readouterr()
+    assert out == "" and "DiLoCo × 3" in err and "5/5" in err
+    assert f"loss {trainer.history.last('train_loss'):.3f}, 0.00 MB sent" in err
+
+
+# Where
+
+
+def test_devices() -> None:
+    assert pick_device("cpu") == pick_device(torch.device("cpu")) == torch.device("cpu")
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    assert pick_device(None).type == best
+    trainer = Trainer(small_mlp(), vectors(), device="cpu")
+    fit(trainer)
+    fit(Trainer(small_mlp(), vectors(), device="cpu"), device=torch.device("cpu"))
+    assert trainer.strategy is not None and trainer.strategy.cluster.weights.device.type == "cpu"
+
+
+def test_the_best_device_is_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert pick_device(None) == torch.device("cuda") and pick_device("cuda:1") == torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device(None) == torch.device("mps")
+    with pytest.raises(ValueError, match="'cuda' is not available; this machine has mps, cpu"):
+        pick_device("cuda")
+
+
+@pytest.mark.parametrize(
+    "options", [{"minibatch_size": 2}, {"gradient_accumulation": 2}, {"minibatch_size": 1}, {"minibatch_size": 4}]
+)
+@both_executors
+def test_gradient_accumulation_is_the_whole_batch(options: dict[str, int], executor: str) -> None:
+    # Shards of 10 give batches of 4, 4 and 2: the last is in other pieces. SGD, so that rounding stays small.
+    def weights(**options: Any) -> Tensor:
+        trainer = Trainer(small_mlp(), vectors())
+        fit(trainer, FedAvgStrategy(H=2, inner_optim="sgd", lr=0.1), executor=executor, **options)
+        assert trainer.strategy is not None
+        return torch.cat(
+            [trainer.strategy.cluster.weights.flatten(), torch.tensor(trainer.history.node_losses).flatten()]
+        )
+
+    torch.testing.assert_close(weights(**options), weights(), rtol=1e-5, atol=1e-6)
