@@ -1,30 +1,106 @@
-"""The README's Python runs as it stands, top to bottom."""
+"""The README's Python runs as it stands, top to bottom, and its strategies do what it says of them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+
+from vsim import Trainer
+from vsim.data import digits
+from vsim.models import MLP
+from vsim.strategy import SimpleReduceStrategy, Strategy
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_readme_snippets_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(scope="module")
+def readme(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the README's blocks define, run in one scope: each continues the one before."""
     import matplotlib.pyplot as plt
 
-    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) >= 3
-    scope: dict[str, object] = {}
+    scope: dict[str, Any] = {}
     for block in blocks:
-        exec(compile(block, str(README), "exec"), scope)  # one scope: each block continues the one before
+        exec(compile(block, str(README), "exec"), scope)
     plt.close("all")
-    assert "times less than AllReduce" in capsys.readouterr().out
+    return scope
+
+
+def run(strategy: Strategy, num_nodes: int = 4, max_steps: int = 12) -> Trainer:
+    train, val = digits()
+    trainer = Trainer(MLP(hidden=(16,), seed=0), train, val)
+    trainer.fit(
+        strategy=strategy,
+        num_nodes=num_nodes,
+        max_steps=max_steps,
+        progress=False,
+        deterministic=True,
+        val_interval=None,
+    )
+    return trainer
+
+
+def weights(trainer: Trainer) -> Tensor:
+    assert trainer.strategy is not None
+    return trainer.strategy.cluster.weights
+
+
+def test_readme_blocks_run(readme: dict[str, Any]) -> None:
+    assert "times less than AllReduce" in readme["comparison"].table()
+    assert readme["trainer"].history.node_losses.shape == (50, 8)
 
 
 def test_readme_pictures_exist() -> None:
     pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
     assert pictures and all((README.parent / picture).is_file() for picture in pictures)
+
+
+def test_int8_gradients(readme: dict[str, Any]) -> None:
+    trainer = run(readme["Int8Gradients"](lr=1e-2))
+    # A byte an entry and 4 for the scale, of the tensors 16×64, 16, 10×16, 10, at each of 12 steps.
+    assert trainer.ledger.payload_bytes == 12 * (1024 + 16 + 160 + 10 + 4 * 4)
+    rows = weights(trainer)
+    assert torch.equal(rows, rows[:1].expand_as(rows))
+    # It follows the real average closely, but not to the bit.
+    exact, rounded = run(SimpleReduceStrategy(lr=1e-2)), trainer
+    assert not torch.equal(weights(exact), rows)
+    assert rounded.history.last("global_loss") == pytest.approx(exact.history.last("global_loss"), rel=0.05)
+
+
+def test_gossip(readme: dict[str, Any]) -> None:
+    trainer = run(readme["Gossip"](lr=1e-2))
+    # Every step all 1210 weights go to one partner, in groups of two.
+    assert trainer.ledger.payload_bytes == 12 * 1210 * 4
+    assert all(event.group_sizes == (2, 2) for event in trainer.ledger)
+    rows = weights(trainer)
+    # After the last step every node equals its partner, and no other.
+    equal = torch.tensor([[torch.equal(a, b) for a in rows] for b in rows])
+    assert equal.sum(0).tolist() == [2, 2, 2, 2]
+    odd = run(readme["Gossip"](lr=1e-2), num_nodes=3)
+    assert {event.group_sizes for event in odd.ledger} == {(2, 1)}
+
+
+def test_one_tensor_a_turn(readme: dict[str, Any]) -> None:
+    trainer = run(readme["OneTensorATurn"](lr=1e-2), max_steps=6)
+    sizes = [1024, 16, 160, 10]
+    assert [event.payload_bytes for event in trainer.ledger] == [4 * n for n in [*sizes, *sizes[:2]]]
+    # After step 6 it was the turn of the first bias: it alone is equal on all nodes.
+    views = trainer.strategy.cluster.replicas.views(weights(trainer))  # type: ignore[union-attr]
+    same = [torch.equal(v, v[:1].expand_as(v)) for v in views.values()]
+    assert same == [False, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["Int8Gradients", "Gossip", "OneTensorATurn"])
+def test_they_are_short_and_they_learn(readme: dict[str, Any], name: str) -> None:
+    text = README.read_text(encoding="utf-8")
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if f"class {name}" in b]
+    body = block[block.index("class ") :].strip().splitlines()
+    assert len([line for line in body if line.strip()]) <= 11  # the class line and ten
+    trainer = run(readme[name](lr=1e-2), max_steps=60)
+    losses = trainer.history["global_loss"]
+    assert losses[-1] < 0.5 * losses[0]

@@ -94,15 +94,8 @@ def overview(histories: Mapping[str, History], title: str = "", y: str = "global
     right.set_ylabel("")
     _zoom_on_training(left, histories, y)
     handles, labels = left.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=min(len(labels), 5),
-        frameon=False,
-        fontsize=9,
-        handlelength=3,
-    )
+    columns = len(labels) if len(labels) <= 6 else -(-len(labels) // 2)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, handlelength=3)
     if title:
         figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")
     return figure

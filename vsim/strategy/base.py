@@ -123,6 +123,7 @@ class Strategy:
 
     # A run -------------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def setup(self, cluster: Cluster) -> None:
         """Start a run on `cluster`. Called once, on the run's own copy of the strategy."""
         self.cluster = cluster

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -23,27 +23,52 @@ def communicating_through(collectives: Collectives) -> Iterator[None]:
         _current.reset(token)
 
 
-def all_reduce(tensor: Tensor, op: str = "sum", *, label: str = "all_reduce") -> None:
-    """Replace every node's row of stacked `tensor` (K, …) by the "sum", "mean", "max" or "min" over the nodes."""
-    tensor.copy_(_collectives("all_reduce", tensor).all_reduce(tensor, op, label=label))
+def all_reduce(
+    tensor: Tensor,
+    op: str = "sum",
+    *,
+    label: str = "all_reduce",
+    groups: Sequence[Sequence[int] | Tensor] | None = None,
+    payload_bytes: float | None = None,
+) -> None:
+    """Replace every node's row of stacked `tensor` (K, …) by the "sum", "mean", "max" or "min" over the nodes.
+
+    Args:
+        tensor: stacked (K, …), changed in place.
+        op: the reduction.
+        label: what this is, for the ledger.
+        groups: a partition of the nodes, as lists or tensors of their numbers: every group then reduces on its own.
+        payload_bytes: what one node sends, if that is not its row as it stands: fewer bits, for instance.
+    """
+    partition = None if groups is None else [[int(node) for node in group] for group in groups]
+    collectives = _collectives("all_reduce", tensor)
+    tensor.copy_(collectives.all_reduce(tensor, op, label=label, groups=partition, payload_bytes=payload_bytes))
 
 
-def broadcast(tensor: Tensor, src: int = 0, *, label: str = "broadcast") -> None:
-    """Replace every node's row of stacked `tensor` (K, …) by that of node `src`."""
-    tensor.copy_(_collectives("broadcast", tensor).broadcast(tensor, src, label=label).clone())
+def broadcast(tensor: Tensor, src: int = 0, *, label: str = "broadcast", payload_bytes: float | None = None) -> None:
+    """Replace every node's row of stacked `tensor` (K, …) by that of node `src`; `payload_bytes` as of all_reduce."""
+    row = _collectives("broadcast", tensor).broadcast(tensor, src, label=label, payload_bytes=payload_bytes)
+    tensor.copy_(row.clone())
 
 
-def all_gather(tensor_list: list[Tensor] | None, tensor: Tensor, *, label: str = "all_gather") -> list[Tensor]:
+def all_gather(
+    tensor_list: list[Tensor] | None,
+    tensor: Tensor,
+    *,
+    label: str = "all_gather",
+    payload_bytes: float | None = None,
+) -> list[Tensor]:
     """Give every node the rows of all nodes.
 
     Args:
         tensor_list: K stacked tensors (K, …) to fill in place, the one at position j with node j's row; or None.
         tensor: stacked (K, …): what every node sends.
+        label, payload_bytes: as of all_reduce.
 
     Returns:
         `tensor_list`, or a new list of K tensors of the shape of `tensor`, which share memory between nodes.
     """
-    rows = _collectives("all_gather", tensor).all_gather(tensor, label=label)
+    rows = _collectives("all_gather", tensor).all_gather(tensor, label=label, payload_bytes=payload_bytes)
     if tensor_list is None:
         return [row.expand_as(tensor) for row in rows.clone()]
     if len(tensor_list) != len(rows):

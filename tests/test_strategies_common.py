@@ -1,0 +1,484 @@
+"""One table of strategies and compositions. A new one is a row, and inherits every check below."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from vsim import Trainer
+from vsim.data import digits
+from vsim.models import MLP
+from vsim.strategy import (
+    QSGD,
+    STRATEGIES,
+    AveragingCommunicator,
+    CommunicateOptimizeStrategy,
+    CompressedAverage,
+    DeMoStrategy,
+    DiLoCoCommunicator,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    GradientAverage,
+    OptimSpec,
+    PartitionedIndexSelector,
+    PowerSGD,
+    RandomIndexSelector,
+    RandomK,
+    ScaledSign,
+    ShuffledSequentialIndexSelector,
+    SignVote,
+    SimpleReduceStrategy,
+    SparseCommunicator,
+    SPARTADiLoCoStrategy,
+    SPARTAStrategy,
+    Strategy,
+    TopK,
+    UniformQuantizer,
+)
+from vsim.strategy.base import StrategyOptions
+
+# The model of the byte counts: MLP 64-16-10, whose tensors are 16×64, 16, 10×16, 10: P = 1024 + 16 + 160 + 10 = 1210.
+P = 1210
+STEPS = 6
+
+Sent = tuple[int, str, str, float]  # step, collective, label, payload bytes
+
+
+@dataclass
+class Row:
+    """A strategy, and what the checks need to know of it.
+
+    Attributes:
+        cls, arguments: how it is made.
+        sent: what it communicates in STEPS steps.
+        changes: constructor argument → other arguments, under which result or bytes must change.
+        lr: a learning rate that trains digits.
+        alone: whether one node by itself trains as with the inner optimizer alone.
+        equal_after: steps after which all replicas are equal.
+        learns_with: arguments with which it trains digits in 100 steps, where those above do not: an outer optimizer
+            that is made for many rounds swings around the minimum, and random-k is slow.
+        draws_by_node: whether every node draws random numbers of its own, so that equal nodes do not stay equal.
+    """
+
+    name: str
+    cls: Callable[..., Strategy]
+    arguments: dict[str, Any]
+    sent: Sequence[Sent]
+    changes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    lr: float = 1e-2
+    alone: bool = False
+    equal_after: Iterable[int] = ()
+    learns_with: dict[str, Any] = field(default_factory=dict)
+    draws_by_node: bool = False
+
+    def make(self, **more: Any) -> Strategy:
+        return self.cls(**{**self.arguments, "lr": self.lr, **more})
+
+
+def every(interval: int, collective: str, label: str, payload: float, steps: int = STEPS) -> list[Sent]:
+    return [(step, collective, label, payload) for step in range(interval, steps + 1, interval)]
+
+
+def compressed(compressor: Any, **options: Any) -> dict[str, Any]:
+    return {"communication_modules": [CompressedAverage(compressor, **options)]}
+
+
+def in_order(*events: list[Sent]) -> list[Sent]:
+    return sorted((e for part in events for e in part), key=lambda e: e[0])  # stable: as listed within a step
+
+
+SGD = OptimSpec("sgd", momentum=0.9)
+# ShuffledSequentialIndexSelector(0.25) cuts every tensor in 4 chunks: 1024 → 256 each, 16 → 4, 160 → 40, 10 → 3, 3, 2,
+# 2. With 4 bytes an entry: rounds 1 and 2 send 303 entries, rounds 3 and 4 send 302, then over again.
+CHUNKS = [4 * 303, 4 * 303, 4 * 302, 4 * 302, 4 * 303, 4 * 303]
+QUARTER: dict[str, Any] = {"index_selector": ShuffledSequentialIndexSelector(0.25)}
+SPARSE = [(t + 1, "all_reduce", "sparse weights", float(CHUNKS[t])) for t in range(STEPS)]
+
+TABLE = [
+    Row("alone", Strategy, {}, [], alone=True),
+    Row(
+        "AllReduce",
+        SimpleReduceStrategy,
+        {},
+        every(1, "all_reduce", "gradients", 4 * P),
+        alone=True,
+        equal_after=range(1, STEPS + 1),
+    ),
+    Row(
+        "FedAvg",
+        FedAvgStrategy,
+        {"H": 3},
+        every(3, "all_reduce", "weights", 4 * P),
+        {"H": {"H": 2}, "island_size": {"H": 3, "island_size": 2}, "weighting": {"H": 3, "weighting": "examples"}},
+        alone=True,
+        equal_after=[3, 6],
+    ),
+    Row("FedAvg in islands", FedAvgStrategy, {"H": 2, "island_size": 2}, every(2, "all_reduce", "weights", 4 * P)),
+    Row(
+        "DiLoCo",
+        DiLoCoStrategy,
+        {"H": 3},
+        every(3, "all_reduce", "outer gradient", 4 * P),
+        {
+            "H": {"H": 2},
+            "outer_optim": {"H": 3, "outer_optim": OptimSpec("sgd", lr=0.5)},
+            "outer_optim_spec": {"H": 3, "outer_optim_spec": "adam"},
+            "outer_lr": {"H": 3, "outer_lr": 0.3},
+            "compressor": {"H": 3, "compressor": TopK(0.1)},
+            "error_feedback": {"H": 3, "compressor": TopK(0.1), "error_feedback": False},
+        },
+        equal_after=[3, 6],
+        learns_with={"H": 5, "outer_lr": 0.2},
+    ),
+    Row(
+        # topk_entries of P = 1210: round(0.1 · 1210) = 121 pairs of 8 + 4 bytes.
+        "DiLoCo, top-k",
+        DiLoCoStrategy,
+        {"H": 3, "compressor": TopK(0.1)},
+        every(3, "all_gather", "outer gradient", 121 * 12),
+        equal_after=[3, 6],
+        learns_with={"H": 5, "outer_lr": 0.2},
+    ),
+    Row(
+        "SPARTA",
+        SPARTAStrategy,
+        QUARTER,
+        SPARSE,
+        {
+            "p_sparta": {"p_sparta": 0.1},
+            "sparta_interval": {**QUARTER, "sparta_interval": 2},
+            "index_selector": {"index_selector": PartitionedIndexSelector(0.25)},
+            "async_delay": {**QUARTER, "async_delay": 2},
+            "compression_method": {"p_sparta": 0.25, "compression_method": "topk"},
+            "quantization_bits": {**QUARTER, "quantization_bits": 4},
+            "mask": {**QUARTER, "mask": "broadcast"},
+        },
+        alone=True,
+    ),
+    Row(
+        "SPARTA, random",
+        SPARTAStrategy,
+        {"p_sparta": 1.0},
+        every(1, "all_reduce", "sparse weights", 4 * P),
+        alone=True,
+        equal_after=range(1, STEPS + 1),
+    ),
+    Row(
+        "SPARTA + DiLoCo",
+        SPARTADiLoCoStrategy,
+        {**QUARTER, "H": 3},
+        in_order(SPARSE, every(3, "all_reduce", "outer gradient", 4 * P)),
+        {
+            "p_sparta": {"p_sparta": 0.1, "H": 3},
+            "sparta_interval": {**QUARTER, "H": 3, "sparta_interval": 2},
+            "H": {**QUARTER, "H": 2},
+            "outer_optim": {**QUARTER, "H": 3, "outer_optim": "adam"},
+            "outer_optim_spec": {**QUARTER, "H": 3, "outer_optim_spec": "adam"},
+            "outer_lr": {**QUARTER, "H": 3, "outer_lr": 0.5},
+            "index_selector": {"index_selector": RandomIndexSelector(0.25), "H": 3},
+            "async_delay": {**QUARTER, "H": 3, "async_delay": 1},
+            "compression_method": {"p_sparta": 0.25, "H": 3, "compression_method": "topk"},
+            "quantization_bits": {**QUARTER, "H": 3, "quantization_bits": 4},
+            "mask": {**QUARTER, "H": 3, "mask": "broadcast"},
+        },
+        equal_after=[3, 6],
+        learns_with={"H": 5, "outer_lr": 0.2},
+    ),
+    Row(
+        # Tiles 16×64 and 10×16 send 32 pairs each, the vectors of 16 and 10 all of theirs: 90 pairs of 8 + 4 bytes.
+        "DeMo",
+        DeMoStrategy,
+        {},
+        every(1, "all_gather", "DCT coefficients", 90 * 12),
+        {
+            "compression_decay": {"compression_decay": 0.5},
+            "compression_topk": {"compression_topk": 4},
+            "compression_chunk": {"compression_chunk": 8},
+            "weight_decay": {"weight_decay": 0.5},
+            "index_bytes": {"index_bytes": "packed"},
+        },
+        equal_after=range(1, STEPS + 1),
+    ),
+    Row(
+        "modules in order",
+        CommunicateOptimizeStrategy,
+        {"communication_modules": [GradientAverage(), AveragingCommunicator(island_size=2, every=4)]},
+        in_order(every(1, "all_reduce", "gradients", 4 * P), every(4, "all_reduce", "weights", 4 * P)),
+        {"communication_modules": {"communication_modules": [GradientAverage()]}},
+        equal_after=range(1, STEPS + 1),
+    ),
+    Row(
+        "sparse, islands, outer",
+        CommunicateOptimizeStrategy,
+        {
+            "communication_modules": [
+                SparseCommunicator(ShuffledSequentialIndexSelector(0.25)),
+                AveragingCommunicator(island_size=2, every=2),
+                DiLoCoCommunicator(H=3),
+            ]
+        },
+        in_order(
+            SPARSE,
+            every(2, "all_reduce", "weights", 4 * P),
+            every(3, "all_reduce", "outer gradient", 4 * P),
+        ),
+        equal_after=[3, 6],
+        learns_with={
+            "communication_modules": [
+                AveragingCommunicator(island_size=2, every=2),
+                DiLoCoCommunicator(H=5, outer_lr=0.2),
+            ]
+        },
+    ),
+    Row(
+        "top-k",
+        CommunicateOptimizeStrategy,
+        compressed(TopK(0.1)),
+        every(1, "all_gather", "gradients", 121 * 12),
+        equal_after=range(1, STEPS + 1),
+    ),
+    Row(
+        "random-k",
+        CommunicateOptimizeStrategy,
+        compressed(RandomK(0.1)),
+        every(1, "all_reduce", "gradients", 121 * 4),
+        equal_after=range(1, STEPS + 1),
+        learns_with=compressed(RandomK(0.5)),
+    ),
+    Row(
+        # A bit an entry: 1210 / 8 = 151.25.
+        "majority vote",
+        CommunicateOptimizeStrategy,
+        {**compressed(SignVote()), "optim_spec": "sgd"},
+        every(1, "all_gather", "gradients", 152),
+        equal_after=range(1, STEPS + 1),
+    ),
+    Row(
+        # The same, and a scale for each of ceil(1210 / 512) = 3 blocks.
+        "scaled sign",
+        CommunicateOptimizeStrategy,
+        compressed(ScaledSign()),
+        every(1, "all_gather", "gradients", 152 + 3 * 4),
+        equal_after=range(1, STEPS + 1),
+    ),
+    Row(
+        # Codes −7 … 7 are 15 values: 4 bits.
+        "QSGD",
+        CommunicateOptimizeStrategy,
+        compressed(QSGD()),
+        every(1, "all_gather", "gradients", 605 + 3 * 4),
+        equal_after=range(1, STEPS + 1),
+        draws_by_node=True,
+    ),
+    Row(
+        "int8",
+        CommunicateOptimizeStrategy,
+        compressed(UniformQuantizer(8)),
+        every(1, "all_gather", "gradients", 1210 + 3 * 4),
+        equal_after=range(1, STEPS + 1),
+    ),
+    # Rank 2 of 16×64: 2·(16 + 64) = 160 < 1024 entries; of 10×16: 2·26 = 52 < 160. P's columns travel with the 26
+    # entries of the vectors: 2·16 + 2·10 + 26 = 78, then Q's: 2·64 + 2·16 = 160.
+    Row(
+        "PowerSGD",
+        CommunicateOptimizeStrategy,
+        compressed(PowerSGD(2)),
+        [
+            (step, "all_reduce", label, 4.0 * n)
+            for step in range(1, STEPS + 1)
+            for label, n in (("gradients: P and vectors", 78), ("gradients: Q", 160))
+        ],
+        equal_after=range(1, STEPS + 1),
+    ),
+]
+# DeMo warns of the biases here, whose few coefficients cost more than their entries: tests/test_demo.py has that.
+pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+
+
+def model() -> MLP:
+    return MLP(hidden=(16,), seed=3)
+
+
+def examples(num: int = 96, seed: int = 0) -> TensorDataset:
+    stream = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(num, 64, generator=stream), torch.randint(0, 10, (num,), generator=stream))
+
+
+def uneven(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+    return examples(24 + 8 * rank, seed=rank)
+
+
+def run(strategy: Strategy, num_nodes: int = 4, **options: Any) -> Trainer:
+    data = options.pop("data", uneven)
+    trainer = Trainer(model(), data)
+    defaults = {"max_steps": STEPS, "batch_size": 8, "executor": "vmap", "progress": False}
+    trainer.fit(strategy=strategy, num_nodes=num_nodes, **{**defaults, **options})
+    return trainer
+
+
+def weights(trainer: Trainer) -> Tensor:
+    assert trainer.strategy is not None
+    return trainer.strategy.cluster.weights
+
+
+@every_row
+def test_what_is_sent(row: Row) -> None:
+    ledger = run(row.make()).ledger
+    assert [(e.step, e.collective, e.label, e.payload_bytes) for e in ledger] == list(row.sent)
+
+
+@every_row
+def test_it_learns_digits(row: Row) -> None:
+    train, val = digits()
+    trainer = Trainer(MLP(hidden=(32,), seed=0), train, val)
+    trainer.fit(
+        strategy=row.make(**row.learns_with),
+        num_nodes=4,
+        max_steps=100,
+        val_size=360,
+        val_interval=None,
+        progress=False,
+    )
+    losses = trainer.history.measured("global_loss")[0]
+    assert losses[-1] < 0.35 * losses[0]
+    assert trainer.history.last("global_accuracy") > 0.85
+
+
+@every_row
+def test_both_executors_agree(row: Row) -> None:
+    # An eps above rounding, so that no step is the sign of a rounding error; those whose step is by sign keep lr·sign,
+    # and are compared by their losses.
+    more: dict[str, Any] = (
+        {} if "optim_spec" in row.arguments or row.cls is DeMoStrategy else {"optim_spec": OptimSpec("adamw", eps=1e-3)}
+    )
+    vmap, loop = (run(row.make(**more), executor=executor) for executor in ("vmap", "loop"))
+    np.testing.assert_allclose(vmap.history.node_losses, loop.history.node_losses, rtol=1e-4, atol=1e-4)
+    assert [e[:3] for e in vmap.ledger] == [e[:3] for e in loop.ledger]
+
+
+@every_row
+def test_two_runs_of_one_object_have_equal_bits_and_leave_it_as_it_was(row: Row) -> None:
+    strategy = row.make()
+    before = copy.deepcopy(vars(strategy)).keys()
+    first = run(strategy)
+    torch.rand(3)
+    second = run(strategy)
+    assert torch.equal(weights(first), weights(second))
+    assert list(first.ledger) == list(second.ledger)
+    assert vars(strategy).keys() == before
+    other = run(strategy, seed=7)
+    assert not torch.equal(weights(first), weights(other))
+
+
+@every_row
+def test_the_replicas_are_equal_when_they_should_be(row: Row) -> None:
+    for step in range(1, STEPS + 1):
+        rows = weights(run(row.make(), max_steps=step))
+        assert torch.equal(rows, rows[:1].expand_as(rows)) == (step in row.equal_after), step
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if not row.draws_by_node], ids=lambda row: row.name)
+def test_equal_nodes_stay_equal(row: Row) -> None:
+    rows = weights(run(row.make(), data=lambda rank, num_nodes, train: examples()))
+    assert torch.equal(rows, rows[:1].expand_as(rows))
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.alone], ids=lambda row: row.name)
+@pytest.mark.parametrize("optimizer", [SGD, OptimSpec("adamw")], ids=repr)
+def test_one_node_is_plain_torch(row: Row, optimizer: OptimSpec) -> None:
+    trainer = run(row.make(optim_spec=optimizer), num_nodes=1, data=examples(), deterministic=True, executor="auto")
+    plain = model()
+    optim = optimizer.cls(plain.parameters(), **{**optimizer.kwargs, "lr": row.lr})
+    sampler = DistributedSampler(examples(), num_replicas=1, rank=0, seed=42)
+    for batch in itertools.islice(DataLoader(examples(), batch_size=8, sampler=sampler), STEPS):
+        optim.zero_grad()
+        plain(batch).backward()
+        optim.step()
+    expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    assert torch.equal(weights(trainer)[0], expected)
+
+
+def outcome(strategy: Strategy) -> tuple[bytes, list[Any]]:
+    trainer = run(strategy)
+    return weights(trainer).numpy().tobytes(), list(trainer.ledger)
+
+
+WITH_ARGUMENTS = [row for row in TABLE if row.changes]
+
+
+@pytest.mark.parametrize(
+    ("row", "argument"),
+    [(row, argument) for row in WITH_ARGUMENTS for argument in row.changes],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_every_argument_has_an_effect(row: Row, argument: str) -> None:
+    changed = row.cls(**row.changes[argument], lr=row.lr)
+    assert argument in row.changes[argument]
+    assert outcome(row.make()) != outcome(changed)
+
+
+def test_the_table_knows_every_argument_of_every_strategy() -> None:
+    known = {row.cls: set(row.changes) for row in WITH_ARGUMENTS}
+    for cls, _ in STRATEGIES.values():
+        arguments = set(inspect.signature(cls).parameters) - {"options"}
+        assert arguments == known.get(cls, set()), cls
+
+
+COMMON: dict[str, dict[str, Any]] = {
+    "optim_spec": {"optim_spec": SGD},
+    "inner_optim": {"inner_optim": "rmsprop"},
+    "lr": {"lr": 3e-3},
+    "inner_lr": {"inner_lr": 3e-3},
+    "max_norm": {"max_norm": 0.1, "optim_spec": SGD},
+    "lr_scheduler": {"lr_scheduler": "cosine"},
+    "lr_scheduler_kwargs": {"lr_scheduler": StepLR, "lr_scheduler_kwargs": {"step_size": 2}},
+    "warmup_steps": {"warmup_steps": 3},
+    "cosine_anneal": {"cosine_anneal": True},
+    "max_steps": {"cosine_anneal": True, "max_steps": 3},
+}
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "max_norm": {"optim_spec": SGD},
+    "max_steps": {"cosine_anneal": True},
+    "lr_scheduler_kwargs": {"lr_scheduler": StepLR, "lr_scheduler_kwargs": {"step_size": 3}},
+}
+
+
+def test_the_common_arguments_are_all_here() -> None:
+    assert set(COMMON) == set(StrategyOptions.__annotations__)
+
+
+@pytest.mark.parametrize("argument", COMMON)
+@pytest.mark.parametrize(
+    "row", [row for row in TABLE if row.cls is not CommunicateOptimizeStrategy], ids=lambda row: row.name
+)
+def test_every_common_argument_has_an_effect(row: Row, argument: str) -> None:
+    if row.cls is DeMoStrategy and argument in ("optim_spec", "inner_optim"):
+        with pytest.raises(TypeError, match=f"{argument} has no effect"):
+            row.cls(**COMMON[argument])
+        return
+    with_it, without = (dict(kwargs.get(argument, {})) for kwargs in (COMMON, OTHERWISE))
+    if row.cls is DeMoStrategy:  # its step is by the sign
+        with_it.pop("optim_spec", None)
+        without.pop("optim_spec", None)
+    assert outcome(row.cls(**row.arguments, **with_it)) != outcome(row.cls(**row.arguments, **without))
+
+
+def test_the_default_random_selection_is_of_the_right_size() -> None:
+    # m ~ Binomial(1210, 0.1): mean 121, standard deviation 10.4; the mean of 200 rounds is within 4 · 10.4 / √200.
+    trainer = run(SPARTAStrategy(p_sparta=0.1), max_steps=200)
+    sizes = [e.payload_bytes / 4 for e in trainer.ledger]
+    assert abs(np.mean(sizes) - 121) < 4 * 10.4 / math.sqrt(200)
+    assert 8 < np.std(sizes) < 13
