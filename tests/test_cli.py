@@ -35,6 +35,7 @@ def test_compare_writes_table_figure_and_data(tmp_path: Path, capsys: pytest.Cap
     assert float(lines[-1]["payload_bytes"]) == 2 * float(lines[1]["payload_bytes"])
 
 
+@pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")  # the bias of the ten classes
 def test_compare_all_strategies_is_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("compare", *QUICK, "--data", "digits", "--model", "mlp", "--nodes", 2, "--out", tmp_path) == 0
     printed = capsys.readouterr().out

@@ -43,6 +43,7 @@ class RunConfig:
     seed: int
     autocast: bool
     deterministic: bool
+    compile: bool
     correlation_interval: int | None
     dataloader_kwargs: Mapping[str, Any]
     after_step: Callable[[Run], None] | None = None  # called in every process when a step is done
@@ -78,7 +79,13 @@ def assemble(
     replicas = Replicas.of(config.model, len(nodes), device, nodes.start)
     replicas.module.train()
     cluster = Cluster(
-        replicas, collectives, generator(config.seed, SHARED), batches.shard_sizes, steps, config.deterministic
+        replicas,
+        collectives,
+        generator(config.seed, SHARED),
+        batches.shard_sizes,
+        steps,
+        config.deterministic,
+        config.compile,
     )
     strategy = copy.deepcopy(config.strategy)
     strategy.setup(cluster)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from vsim_kernels import compiled
 
 from vsim.collectives import Collectives
 from vsim.replicas import Replicas, Views
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 @dataclass
@@ -23,6 +28,7 @@ class Cluster:
         shard_sizes: (K,) the number of examples that each node has.
         max_steps: the number of steps of the whole run.
         deterministic: whether results must have the bits of the multi-process run.
+        compile: whether to use compiled kernels where that pays.
         step: t, the number of optimizer steps completed; during a step, that step is counted already.
     """
 
@@ -32,6 +38,7 @@ class Cluster:
     shard_sizes: Tensor
     max_steps: int
     deterministic: bool = False
+    compile: bool = False
     step: int = 0
 
     @property
@@ -48,6 +55,10 @@ class Cluster:
     def grads(self) -> Tensor:
         """Stacked (R, P)."""
         return self.replicas.grads
+
+    def kernel(self, function: Kernel) -> Kernel:
+        """Return the form of one of the kernels that this run uses: as it is, or compiled where that pays."""
+        return compiled(function) if self.compile else function
 
     def mean_weights(self) -> Tensor:
         """Return the mean replica, shared (P,), for evaluation: nothing is billed."""

@@ -8,6 +8,8 @@
 is a plain `<kernel>_reference` that the tests compare it with.
 """
 
+from vsim_kernels.compiled import COMPILING_PAYS, compiled
+
 from .dct import dct_matrix, dct_tiles, from_tiles, idct_tiles, largest_divisor, tile_shape, to_tiles
 from .lowrank import left_factor, low_rank, orthogonalize, power_iteration, right_factor
 from .masking import average_entries_, mean_entries, write_entries_
@@ -25,10 +27,12 @@ from .select import bernoulli_indices, chunk_bounds, chunk_sizes
 from .topk import scatter_mean, topk_entries
 
 __all__ = [
+    "COMPILING_PAYS",
     "average_entries_",
     "bernoulli_indices",
     "chunk_bounds",
     "chunk_sizes",
+    "compiled",
     "dct_matrix",
     "dct_tiles",
     "dequantize",

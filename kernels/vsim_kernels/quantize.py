@@ -46,7 +46,7 @@ def quantize(x: Tensor, bits: int, dim: int | None = None) -> tuple[Tensor, Tens
         raise ValueError(f"bits must be between 1 and 16, got {bits}")
     x = x.to(working_dtype(x.dtype))
     if bits == 1:
-        return torch.where(x < 0, -1, 1).to(torch.int8), _mean_magnitude(x, dim)
+        return (x < 0).to(torch.int8).mul_(-2).add_(1), _mean_magnitude(x, dim)
     levels = 2 ** (bits - 1) - 1
     scale = _max_magnitude(x, dim) / levels
     codes = _ratio(x, scale).round_().clamp_(-levels, levels)

@@ -136,7 +136,7 @@ class TopK(Compressor):
         (rows,) = arranged
         size = rows.shape[1]
         count = entry_count(self.fraction, size)
-        values, index = topk_entries(rows, count)  # (R, k)
+        values, index = cluster.kernel(topk_entries)(rows, count)  # (R, k)
         rows.scatter_(1, index, 0.0)
         payload_bytes = sparse_bytes([(count, size)], self.index_bytes, rows.element_size())
         all_index, all_values = gather_message([index, values], cluster, label, payload_bytes)  # (K, k)
@@ -183,7 +183,7 @@ def gather_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payloa
     """All-gather stacked tensors (R, …) that travel as one message: shared tensors (K, …), one event."""
     first = cluster.collectives.all_gather(parts[0], label=label, payload_bytes=payload_bytes)
     with cluster.collectives.unbilled():
-        return [first, *(cluster.collectives.all_gather(part) for part in parts[1:])]
+        return [first, *(cluster.collectives.all_gather(part, label=label) for part in parts[1:])]
 
 
 def by_node(cluster: Cluster, function: Callable[..., Result], *stacked: Tensor) -> Result:

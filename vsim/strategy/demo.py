@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +105,8 @@ class DCTTopK(Compressor):
         indices, values = [], []
         for coefficients in arranged:
             shape = (*coefficients.shape[:2], -1)
-            value, index = (t.view(shape) for t in topk_entries(coefficients.flatten(0, 1), self.topk))  # (R, count, k)
+            largest = cluster.kernel(topk_entries)(coefficients.flatten(0, 1), self.topk)
+            value, index = (t.view(shape) for t in largest)  # (R, count, k)
             coefficients.scatter_(2, index, 0.0)
             indices.append(index)
             values.append(value)
@@ -177,8 +179,7 @@ class DeMoStrategy(Strategy):
         for name in ("optim_spec", "inner_optim"):
             if options.get(name) is not None:
                 raise TypeError(f"DeMoStrategy(): {name} has no effect, for the step is by the sign; lr sets its size")
-        # Not the fused kernel, which rounds the last entries of a matrix differently: the rows would drift apart.
-        options["optim_spec"] = OptimSpec(torch.optim.SGD, fused=False)
+        options["optim_spec"] = OptimSpec(torch.optim.SGD)
         super().__init__(**options)
         self.momentum = CompressedAverage(
             DCTTopK(
@@ -196,11 +197,13 @@ class DeMoStrategy(Strategy):
 
     def step(self) -> None:
         cluster = self.cluster
-        self.model.write_back()
-        self.clip()
+        super()._before_optimizer_step()  # clips: what the optimizer sees later are signs
         if self.weight_decay:
             cluster.weights.mul_(1 - self.lr * self.weight_decay)
         fast = self.momentum.average(cluster.grads.mul_(self.lr), cluster, "DCT coefficients")
         cluster.grads.copy_(fast.sign_())
         self.optim.step()
         super().step()
+
+    def _before_optimizer_step(self, *_: Any) -> None:
+        """Leave the signs as they are."""

@@ -55,7 +55,7 @@ class BlockQuantizer(Compressor):
 
     def encode(self, *blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return integer codes (R, B, n) and scales (R, B, 1) for the operands as blocks (R, B, n)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no encode()")
 
     def exchange(self, arranged: list[Tensor], cluster: Cluster, label: str) -> list[Tensor]:
         (rows,) = arranged
@@ -67,7 +67,7 @@ class BlockQuantizer(Compressor):
         gathered = gather_message(message, cluster, label, bits_to_bytes(size * self.bits) + scale_bytes)
         decoded = rows.new_empty(cluster.num_nodes, size)  # (K, P)
         for target, codes, scale in zip(self._blocks(decoded), gathered[::2], gathered[1::2], strict=True):
-            target.copy_(dequantize(codes, scale))
+            target.copy_(cluster.kernel(dequantize)(codes, scale))
         nodes = cluster.replicas.nodes
         rows.sub_(decoded[nodes.start : nodes.stop])
         return [reduce_rows(decoded, "mean")]
@@ -147,6 +147,7 @@ class QSGD(BlockQuantizer):
     def setup(self, cluster: Cluster) -> None:
         # All K seeds are drawn wherever, so that node k's stream does not depend on which nodes are held here.
         seeds = torch.randint(2**62, (cluster.num_nodes,), generator=cluster.generator).tolist()
+        self.codes = cluster.kernel(stochastic_codes)
         device = cluster.weights.device
         self.streams = [torch.Generator(device).manual_seed(seeds[node]) for node in cluster.replicas.nodes]
 
@@ -156,4 +157,4 @@ class QSGD(BlockQuantizer):
 
     def encode(self, *blocks: Tensor) -> tuple[Tensor, Tensor]:
         x, uniform = blocks
-        return stochastic_codes(x, self.levels, uniform)
+        return self.codes(x, self.levels, uniform)

@@ -1,0 +1,150 @@
+"""A strategy driven by hand: the gradients of every step are given, so that no rounding of a model is between."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vsim import Ledger
+from vsim.cluster import Cluster
+from vsim.collectives import Collectives, Groups, StackedCollectives, reduce_rows
+from vsim.replicas import Replicas
+from vsim.strategy import Strategy
+
+
+@dataclass
+class Driven:
+    """A run in progress."""
+
+    strategy: Strategy
+    cluster: Cluster
+    ledger: Ledger
+
+    def step(self, gradients: Tensor) -> Tensor:
+        """Take a step with stacked `gradients` (R, P); return the weights."""
+        self.cluster.step += 1
+        self.cluster.collectives.step = self.cluster.step
+        self.cluster.grads.copy_(gradients)
+        self.strategy.take_step()
+        return self.cluster.weights.clone()
+
+
+def started(
+    strategy: Strategy, model: nn.Module, num_nodes: int, deterministic: bool = False, max_steps: int = 20
+) -> Driven:
+    """All nodes together, as in the simulator."""
+    ledger = Ledger()
+    return _started(
+        strategy,
+        Replicas.of(model, num_nodes, torch.device("cpu")),
+        StackedCollectives(num_nodes, ledger),
+        deterministic,
+        max_steps,
+    )
+
+
+def _started(
+    strategy: Strategy, replicas: Replicas, collectives: Collectives, deterministic: bool, max_steps: int = 20
+) -> Driven:
+    generator = torch.Generator().manual_seed(5)
+    shard_sizes = torch.ones(collectives.num_nodes)
+    cluster = Cluster(replicas, collectives, generator, shard_sizes, max_steps, deterministic)
+    run = Driven(copy.deepcopy(strategy), cluster, collectives.ledger)
+    run.strategy.setup(cluster)
+    return run
+
+
+def driven(strategy: Strategy, model: nn.Module, gradients: Tensor, **options: Any) -> Driven:
+    """Take a step for each of `gradients` (T, K, P)."""
+    run = started(strategy, model, gradients.shape[1], **options)
+    for given in gradients:
+        run.step(given)
+    return run
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+class Parameters(nn.Module):
+    """Parameters of these shapes, called p0, p1, …"""
+
+    def __init__(self, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for i, shape in enumerate(shapes):
+            self.register_parameter(f"p{i}", nn.Parameter(normal(*shape, seed=i, dtype=dtype)))
+
+
+def size(model: nn.Module) -> int:
+    """P."""
+    return sum(p.numel() for p in model.parameters())
+
+
+# One node at a time --------------------------------------------------------------------------------------------------
+
+
+class _Meeting:
+    """Where K threads hand in a row each, and leave with all rows in the order of the ranks."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.barrier = threading.Barrier(num_nodes, timeout=60)
+        self.rows: list[Tensor | None] = [None] * num_nodes
+
+    def all_rows(self, rank: int, row: Tensor) -> Tensor:
+        self.rows[rank] = row.clone()
+        self.barrier.wait()
+        stacked = torch.cat([row for row in self.rows if row is not None])
+        self.barrier.wait()
+        return stacked
+
+
+class _SplitCollectives(Collectives):
+    """The collectives of one of K nodes that hold a row each."""
+
+    def __init__(self, meeting: _Meeting, rank: int, num_nodes: int) -> None:
+        super().__init__(num_nodes, Ledger())
+        self.meeting, self.rank = meeting, rank
+
+    def _all_reduce(self, stacked: Tensor, op: str, groups: Groups | None, weights: Tensor | None) -> Tensor:
+        assert groups is None and weights is None
+        return reduce_rows(self._all_gather(stacked), op)
+
+    def _all_gather(self, stacked: Tensor) -> Tensor:
+        return self.meeting.all_rows(self.rank, stacked)
+
+    def _broadcast(self, stacked: Tensor, src: int) -> Tensor:
+        return self._all_gather(stacked)[src]
+
+
+def driven_apart(strategy: Strategy, model: nn.Module, gradients: Tensor, deterministic: bool = True) -> list[Driven]:
+    """As `driven`, with every node held by a thread of its own, as processes would."""
+    num_nodes = gradients.shape[1]
+    meeting = _Meeting(num_nodes)
+    runs: list[Driven | None] = [None] * num_nodes
+
+    def node(rank: int) -> None:
+        try:
+            replicas = Replicas.of(model, 1, torch.device("cpu"), first_node=rank)
+            collectives = _SplitCollectives(meeting, rank, num_nodes)
+            run = _started(strategy, replicas, collectives, deterministic)
+            for given in gradients:
+                run.step(given[rank : rank + 1])
+            runs[rank] = run
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    threads = [threading.Thread(target=node, args=(rank,)) for rank in range(num_nodes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    finished = [run for run in runs if run is not None]
+    assert len(finished) == num_nodes
+    return finished

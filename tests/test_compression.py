@@ -1,0 +1,596 @@
+"""Compressors against their definitions, one node after the other; error feedback; bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from driven import Driven, Parameters, driven, driven_apart, normal, size, started
+from torch import Tensor
+
+from vsim import Trainer
+from vsim.cluster import Cluster
+from vsim.data import digits
+from vsim.models import MLP
+from vsim.strategy import (
+    QSGD,
+    CommunicateOptimizeStrategy,
+    CompressedAverage,
+    Compressor,
+    DCTTopK,
+    DiLoCoCommunicator,
+    DiLoCoStrategy,
+    GradientAverage,
+    OptimSpec,
+    PowerSGD,
+    RandomK,
+    ScaledSign,
+    SignVote,
+    Strategy,
+    TopK,
+    UniformQuantizer,
+)
+from vsim.strategy.compression import random_subset
+from vsim.strategy.quantization import BlockQuantizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+
+# P = 12 · 20 + 20 + 8 · 27 + 12 · 20 + 2 · 2 + 7 = 727
+SHAPES = [(12, 20), (20,), (8, 3, 3, 3), (12, 20), (2, 2), (7,)]
+PLAIN = OptimSpec("sgd", lr=1.0)
+ALL: dict[str, Callable[[], Compressor]] = {
+    "topk": lambda: TopK(0.1),
+    "randomk": lambda: RandomK(0.1),
+    "randomk-unbiased": lambda: RandomK(0.1, unbiased=True),
+    "vote": SignVote,
+    "sign": lambda: ScaledSign(100),
+    "int8": lambda: UniformQuantizer(8, 100),
+    "int4": lambda: UniformQuantizer(4, 100),
+    "qsgd": lambda: QSGD(7, 100),
+    "powersgd": lambda: PowerSGD(2),
+    "dct": lambda: DCTTopK(9, 12),
+}
+CONTRACTIVE = [name for name, make in ALL.items() if make().contractive]
+every_compressor = pytest.mark.parametrize("name", ALL)
+every_K = pytest.mark.parametrize("num_nodes", [1, 2, 3])
+
+
+def compressing(compressor: Compressor, error_feedback: bool | float | None = None) -> Strategy:
+    """AllReduce with a compressor."""
+    return CommunicateOptimizeStrategy([CompressedAverage(compressor, error_feedback)], optim_spec=PLAIN)
+
+
+def parameters() -> Parameters:
+    """In float64: whether 0.5 rounds up must not hang on rounding."""
+    return Parameters(*SHAPES, dtype=torch.float64)
+
+
+def module_of(run: Driven) -> Any:
+    (module,) = run.strategy.communication_modules
+    return module
+
+
+def average_of(run: Driven, gradients: Tensor) -> Tensor:
+    """Take a step; return the average that all nodes stepped with (P,)."""
+    run.step(gradients)
+    assert (run.cluster.grads == run.cluster.grads[0]).all()
+    return run.cluster.grads[0].clone()
+
+
+def errors_of(run: Driven) -> Tensor:
+    """What the nodes feed back (K, P)."""
+    return module_of(run).compressor.restore(module_of(run).residual).clone()
+
+
+def copied(generator: torch.Generator) -> torch.Generator:
+    return torch.Generator().set_state(generator.get_state())
+
+
+# By the definitions --------------------------------------------------------------------------------------------------
+#
+# Each makes, before a step of `run`, f(vectors of the nodes) → (their average, what each node sent), in numpy.
+
+Vectors = list[np.ndarray]
+ByHand = Callable[[Vectors], tuple[np.ndarray, Vectors]]
+
+
+def mean_of_messages(encode: Callable[[np.ndarray, int], np.ndarray]) -> ByHand:
+    """The average of encode(vector, node)."""
+
+    def by_hand(vectors: Vectors) -> tuple[np.ndarray, Vectors]:
+        sent = [encode(x, node) for node, x in enumerate(vectors)]
+        return sum(sent) / len(sent), sent
+
+    return by_hand
+
+
+def only(x: np.ndarray, index: Any) -> np.ndarray:
+    message = np.zeros_like(x)
+    message[index] = x[index]
+    return message
+
+
+def block_by_block(x: np.ndarray, encode: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    return np.concatenate([encode(x[i : i + 100]) for i in range(0, len(x), 100)])
+
+
+def topk_by_hand(run: Driven) -> ByHand:
+    return mean_of_messages(lambda x, node: only(x, sorted(range(727), key=lambda i: -abs(x[i]))[:73]))
+
+
+def randomk_by_hand(run: Driven, factor: float = 1.0) -> ByHand:
+    index = random_subset(727, 73, copied(run.cluster.generator)).numpy()
+    return mean_of_messages(lambda x, node: factor * only(x, index))
+
+
+def vote_by_hand(run: Driven) -> ByHand:
+    def by_hand(vectors: Vectors) -> tuple[np.ndarray, Vectors]:
+        votes = [[1 if v >= 0 else -1 for v in x] for x in vectors]
+        return np.array([float(np.sign(sum(column))) for column in zip(*votes, strict=True)]), []
+
+    return by_hand
+
+
+def sign_by_hand(run: Driven) -> ByHand:
+    def encode(block: np.ndarray) -> np.ndarray:
+        return np.abs(block).sum() / len(block) * np.where(block < 0, -1, 1)
+
+    return mean_of_messages(lambda x, node: block_by_block(x, encode))
+
+
+def uniform_by_hand(run: Driven, levels: int) -> ByHand:
+    def encode(block: np.ndarray) -> np.ndarray:
+        step = np.abs(block).max() / levels
+        return np.round(block / step) * step
+
+    return mean_of_messages(lambda x, node: block_by_block(x, encode))
+
+
+def qsgd_by_hand(run: Driven) -> ByHand:
+    streams = [copied(stream) for stream in module_of(run).compressor.streams]
+
+    def encode(x: np.ndarray, node: int) -> np.ndarray:
+        draws = torch.rand(727, generator=streams[node], dtype=torch.float64).numpy()
+        message = []
+        for i in range(0, 727, 100):
+            step = np.sqrt((x[i : i + 100] ** 2).sum()) / 7
+            for v, draw in zip(x[i : i + 100], draws[i : i + 100], strict=True):
+                low = np.floor(abs(v) / step)
+                message.append(np.sign(v) * step * (low + (draw < abs(v) / step - low)))
+        return np.array(message)
+
+    return mean_of_messages(encode)
+
+
+def powersgd_by_hand(run: Driven) -> ByHand:
+    # Where the matrices start; of each the factor Q, which was random at first. The rest is sent as it is.
+    starts = {0: (12, 20), 260: (8, 27), 476: (12, 20)}
+    (first, third), (second,) = module_of(run).compressor.q
+    factors = dict(zip(starts, (q.numpy().copy() for q in (first, second, third)), strict=True))
+
+    def by_hand(vectors: Vectors) -> tuple[np.ndarray, Vectors]:
+        average, sent = sum(vectors) / len(vectors), [x.copy() for x in vectors]
+        for start, (n, m) in starts.items():
+            matrices = [x[start : start + n * m].reshape(n, m) for x in vectors]
+            p = np.linalg.qr(sum(matrix @ factors[start] for matrix in matrices) / len(vectors))[0]
+            average[start : start + n * m] = (p @ (p.T @ sum(matrices) / len(vectors))).ravel()
+            for message, matrix in zip(sent, matrices, strict=True):
+                message[start : start + n * m] = (p @ (p.T @ matrix)).ravel()
+        return average, sent
+
+    return by_hand
+
+
+BY_HAND: dict[str, Callable[[Driven], ByHand]] = {
+    "topk": topk_by_hand,
+    "randomk": randomk_by_hand,
+    "randomk-unbiased": lambda run: randomk_by_hand(run, 727 / 73),
+    "vote": vote_by_hand,
+    "sign": sign_by_hand,
+    "int8": lambda run: uniform_by_hand(run, 127),
+    "int4": lambda run: uniform_by_hand(run, 7),
+    "qsgd": qsgd_by_hand,
+    "powersgd": powersgd_by_hand,
+}  # and "dct" in test_demo
+
+
+@every_K
+@pytest.mark.parametrize(
+    ("name", "error_feedback"),
+    [*[(name, None) for name in BY_HAND], *[(n, beta) for n in BY_HAND if n in CONTRACTIVE for beta in (0.5, False)]],
+)
+def test_six_steps_by_the_definition(name: str, error_feedback: float | None, num_nodes: int) -> None:
+    run = started(compressing(ALL[name](), error_feedback), parameters(), num_nodes, deterministic=num_nodes == 3)
+    beta = float(name in CONTRACTIVE) if error_feedback is None else float(error_feedback)
+    errors = [np.zeros(727) for _ in range(num_nodes)]
+    for step in range(6):
+        gradients = normal(num_nodes, 727, seed=step, dtype=torch.float64)
+        by_hand = BY_HAND[name](run)
+        vectors = [beta * e + g for e, g in zip(errors, gradients.numpy(), strict=True)]
+        expected, sent = by_hand(vectors)
+        average = average_of(run, gradients)
+        np.testing.assert_allclose(average.numpy(), expected, rtol=1e-10, atol=1e-10)
+        if beta:
+            errors = [x - message for x, message in zip(vectors, sent, strict=True)]
+            np.testing.assert_allclose(errors_of(run).numpy(), np.stack(errors), rtol=1e-10, atol=1e-10)
+
+
+# Error feedback ------------------------------------------------------------------------------------------------------
+
+
+@every_K
+@pytest.mark.parametrize("name", CONTRACTIVE)
+def test_nothing_is_lost(name: str, num_nodes: int) -> None:
+    # What is sent and what is left is what came in and what was left before; DeMo's average is over the senders only.
+    run = started(compressing(ALL[name]()), parameters(), num_nodes)
+    before = torch.zeros(num_nodes, 727, dtype=torch.float64)
+    for step in range(5):
+        gradients = normal(num_nodes, 727, seed=step, dtype=torch.float64)
+        average = average_of(run, gradients)
+        after = errors_of(run)
+        if name != "dct" or num_nodes == 1:
+            torch.testing.assert_close(average + after.mean(0), gradients.mean(0) + before.mean(0))
+        assert after.norm() > 0
+        before = after
+
+
+@pytest.mark.parametrize("name", CONTRACTIVE)
+def test_what_is_fed_back_arrives(name: str) -> None:
+    # With the same gradient at every step the sum of the averages follows the sum of the gradients: the errors stay
+    # bounded. Without feedback what a message lacks is lost for good; random entries only are different every time.
+    num_nodes = 1 if name == "dct" else 2  # DeMo's average over the senders is another one
+    gradients = normal(num_nodes, 727, dtype=torch.float64)
+    short = {}
+    for feedback in (True, False):
+        run = started(compressing(ALL[name](), feedback), parameters(), num_nodes)
+        total = sum(average_of(run, gradients) for _ in range(60))
+        short[feedback] = ((total / 60 - gradients.mean(0)).norm() / gradients.mean(0).norm()).item()
+    assert short[True] < 0.25
+    assert short[True] < short[False]
+
+
+def test_error_feedback_where_errors_would_grow() -> None:
+    for name in sorted(ALL.keys() - set(CONTRACTIVE)):
+        with pytest.raises(ValueError, match=r"error_feedback=1 with .*the errors would grow"):
+            CompressedAverage(ALL[name](), error_feedback=True)
+        assert CompressedAverage(ALL[name](), error_feedback=False).error_feedback == 0
+
+
+# Each by itself ------------------------------------------------------------------------------------------------------
+
+
+def test_majority_vote_by_hand() -> None:
+    model = Parameters((4,))
+    votes = torch.tensor([[1.0, -2.0, 0.0, 3.0], [5.0, -0.1, -1.0, -4.0], [-9.0, -1.0, -1.0, 0.5]])
+    run = driven(compressing(SignVote()), model, votes[None])
+    assert run.cluster.grads[0].tolist() == [1, -1, -1, 1]
+    run = driven(compressing(SignVote()), model, votes[None, :2])  # a 0 votes for +; one to one is no decision
+    assert run.cluster.grads[0].tolist() == [1, -1, 0, 0]
+
+
+def test_topk_by_hand() -> None:
+    # k = 2 of 4. Node 0 sends 5 and −4, node 1 sends −6 and 3; the mean counts as 0 what was not sent. With the second
+    # gradient node 0 has (1.5, 1, 2, 0) to send, of which the 1 has to wait, and node 1 just what it has left.
+    gradients = torch.zeros(2, 2, 4)
+    gradients[0] = torch.tensor([[5.0, 1.0, 2.0, -4.0], [-6.0, 1.0, 3.0, 2.0]])
+    gradients[1, 0, 0] = 1.5
+    run = started(compressing(TopK(0.5)), Parameters((4,)), 2)
+    assert average_of(run, gradients[0]).tolist() == [-0.5, 0, 1.5, -2]
+    assert errors_of(run).tolist() == [[0, 1, 2, 0], [0, 1, 0, 2]]
+    assert average_of(run, gradients[1]).tolist() == [0.75, 0.5, 1, 1]
+    assert errors_of(run).tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("name", ["qsgd", "randomk-unbiased"])
+def test_unbiased(name: str) -> None:
+    gradients = normal(2, 60, dtype=torch.float64)
+    run = started(compressing(ALL[name]()), Parameters((60,), dtype=torch.float64), 2)
+    draws = torch.stack([average_of(run, gradients) for _ in range(1500)])
+    mean, deviation = draws.mean(0), draws.std(0) / 1500**0.5
+    assert (deviation > 0).all()
+    assert ((mean - gradients.mean(0)).abs() < 4.5 * deviation).all()  # 60 tests of 1 in 150,000 each
+
+
+def test_the_biased_mean_of_random_entries() -> None:
+    gradients = torch.ones(2, 60)
+    run = started(compressing(RandomK(0.25), False), Parameters((60,)), 2)
+    draws = torch.stack([average_of(run, gradients) for _ in range(800)])
+    assert (draws.sum(1) == 15).all()
+    # Each entry is drawn with p = 1/4: 200 ± 12.2 times of 800.
+    assert ((draws.sum(0) - 200).abs() < 4.5 * 12.3).all()
+
+
+def test_every_node_rounds_with_numbers_of_its_own() -> None:
+    gradients = normal(1, 1, 727).expand(20, 8, 727)
+    run = started(compressing(QSGD(1)), Parameters((727,)), 8)
+    messages = torch.stack([average_of(run, given) for given in gradients])
+    alone = started(compressing(QSGD(1)), Parameters((727,)), 1)
+    single = torch.stack([average_of(alone, given[:1]) for given in gradients])
+    # The mean of eight independent roundings has an eighth of the variance.
+    ratio = (messages - gradients[0, 0]).square().mean() / (single - gradients[0, 0]).square().mean()
+    assert 0.1 < ratio < 0.15
+
+
+@every_K
+def test_powersgd_is_exact_for_a_mean_of_low_rank(num_nodes: int) -> None:
+    # The nodes differ by matrices of full rank that cancel in the mean.
+    model = Parameters((12, 20), (5,), dtype=torch.float64)
+    low = normal(12, 2, dtype=torch.float64) @ normal(2, 20, seed=1, dtype=torch.float64)
+    noise = normal(num_nodes, 12, 20, seed=2, dtype=torch.float64)
+    matrices = low + (noise - noise.mean(0))
+    vectors = normal(num_nodes, 5, seed=3, dtype=torch.float64)
+    run = started(compressing(PowerSGD(2)), model, num_nodes)
+    average = average_of(run, torch.cat([matrices.flatten(1), vectors], dim=1))
+    torch.testing.assert_close(average, torch.cat([low.flatten(), vectors.mean(0)]))
+    own = errors_of(run)  # the nodes' own differences are left, orthogonal to what was sent
+    torch.testing.assert_close(own.mean(0), torch.zeros_like(average))
+    assert (own[:, :240].norm() > 1) == (num_nodes > 1)
+
+
+def test_powersgd_warms_up_to_the_best_approximation() -> None:
+    model = Parameters((12, 20), dtype=torch.float64)
+    run = started(compressing(PowerSGD(3), error_feedback=False), model, 2)
+    gradients = normal(2, 240, dtype=torch.float64)
+    u, s, v = torch.linalg.svd(gradients.mean(0).view(12, 20), full_matrices=False)
+    best = (u[:, :3] * s[:3]) @ v[:3]
+    distances = [(average_of(run, gradients) - best.flatten()).norm().item() for _ in range(200)]
+    assert distances[0] > 1 and distances[-1] < 1e-3
+
+
+def test_powersgd_sends_as_it_is_what_would_not_get_smaller() -> None:
+    # Rank 8 of (12, 20): 8 · 32 = 256 numbers for 240.
+    model = Parameters((12, 20), (7,))
+    gradients = normal(3, 2, size(model))
+    run = driven(compressing(PowerSGD(8)), model, gradients)
+    plain = driven(CommunicateOptimizeStrategy([GradientAverage()], optim_spec=PLAIN), model, gradients)
+    assert torch.equal(run.cluster.weights, plain.cluster.weights)
+    assert [(e.label, e.payload_bytes) for e in run.ledger] == 3 * [("gradients: P and vectors", 988)]
+
+
+def test_powersgd_of_matrices_only() -> None:
+    run = driven(compressing(PowerSGD(1)), Parameters((12, 20)), normal(1, 2, 240))
+    assert [(e.label, e.payload_bytes) for e in run.ledger] == [
+        ("gradients: P and vectors", 4 * 12),
+        ("gradients: Q", 4 * 20),
+    ]
+
+
+@pytest.mark.parametrize(("size", "count"), [(10, 3), (10, 7), (10, 10), (1, 1), (1000, 500)])
+def test_random_subset(size: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    times = torch.zeros(size)
+    for _ in range(400):
+        chosen = random_subset(size, count, generator)
+        assert len(chosen) == count and (chosen.diff() > 0).all()
+        times[chosen] += 1
+    p = count / size
+    assert ((times - 400 * p).abs() <= 4.5 * (400 * p * (1 - p)) ** 0.5).all()
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+# Of P = 727 entries, in 8 blocks of up to 100, 10 bits an index:
+PAYLOADS: list[tuple[Compressor, list[tuple[str, str, float]]]] = [
+    # 73 entries of 8 + 4 bytes
+    (TopK(0.1), [("all_gather", "gradients", 876)]),
+    # 73 · 4 = 292 bytes, 730 bits = 91.25 bytes
+    (TopK(0.1, "packed"), [("all_gather", "gradients", 292 + 92)]),
+    (RandomK(0.1), [("all_reduce", "gradients", 292)]),
+    (RandomK(0.0001), [("all_reduce", "gradients", 4)]),
+    (RandomK(0.1, unbiased=True), [("all_reduce", "gradients", 292)]),
+    # 727 bits = 90.875 bytes
+    (SignVote(), [("all_gather", "gradients", 91)]),
+    (ScaledSign(100), [("all_gather", "gradients", 91 + 8 * 4)]),
+    (ScaledSign(1000), [("all_gather", "gradients", 91 + 4)]),
+    (UniformQuantizer(8, 100), [("all_gather", "gradients", 727 + 8 * 4)]),
+    # 363.5 bytes
+    (UniformQuantizer(4, 100), [("all_gather", "gradients", 364 + 8 * 4)]),
+    # blocks of 1: a scale for each
+    (UniformQuantizer(12, 1), [("all_gather", "gradients", 1091 + 727 * 4)]),
+    # −7 … 7 are 15 values: 4 bits. −1, 0, 1: 2 bits, 181.75 bytes. −8 … 8: 5 bits, 454.375 bytes
+    (QSGD(7, 100), [("all_gather", "gradients", 364 + 8 * 4)]),
+    (QSGD(1, 100), [("all_gather", "gradients", 182 + 8 * 4)]),
+    (QSGD(8, 727), [("all_gather", "gradients", 455 + 4)]),
+    # P: twice 12 · 2 and 8 · 2, and 20 + 4 + 7 entries as they are (of (2, 2) no rank gets smaller);
+    # Q: twice 20 · 2 and 27 · 2
+    (
+        PowerSGD(2),
+        [
+            ("all_reduce", "gradients: P and vectors", 4 * (48 + 16 + 31)),
+            ("all_reduce", "gradients: Q", 4 * (80 + 54)),
+        ],
+    ),
+    # (12, 20) is two tiles of 12 × 10, twice; (20,) two of 10; (8, 27) three of 8 × 9: 9 of each are sent. (2, 2) and
+    # (7,) are sent whole: 9 · 9 + 4 + 7 = 92 entries.
+    (DCTTopK(9, 12), [("all_gather", "gradients", 92 * 12)]),
+    # With 7, 4, 7, 2 and 3 bits an index: 36 · 7 + 18 · 4 + 27 · 7 + 4 · 2 + 7 · 3 = 542 bits = 67.75 bytes
+    (DCTTopK(9, 12, "packed"), [("all_gather", "gradients", 92 * 4 + 68)]),
+]
+
+
+@pytest.mark.parametrize(("compressor", "events"), PAYLOADS, ids=lambda x: type(x).__name__)
+def test_payload_by_hand(compressor: Compressor, events: list[tuple[str, str, float]]) -> None:
+    ledger = driven(compressing(compressor), Parameters(*SHAPES), normal(2, 3, 727)).ledger
+    recorded = [(e.step, e.collective, e.label, e.payload_bytes) for e in ledger]
+    assert recorded == [(step, *event) for step in (1, 2) for event in events]
+
+
+def test_scales_of_float64_have_eight_bytes() -> None:
+    for compressor, payload_bytes in ((UniformQuantizer(8, 100), 727 + 8 * 8), (TopK(0.1), 73 * 16)):
+        run = driven(compressing(compressor), parameters(), normal(1, 2, 727, dtype=torch.float64))
+        assert run.ledger.payload_bytes == payload_bytes
+
+
+# In a strategy -------------------------------------------------------------------------------------------------------
+
+
+@every_compressor
+def test_every_compressor_learns_digits(name: str) -> None:
+    train, val = digits()
+    trainer = Trainer(MLP(seed=0), train, val)
+    options = {"lr": 3e-3} if name != "vote" else {"optim_spec": OptimSpec("sgd", lr=1e-3)}
+    strategy = CommunicateOptimizeStrategy([CompressedAverage(ALL[name]())], **options)
+    trainer.fit(strategy=strategy, num_nodes=4, max_steps=80, progress=False)
+    assert trainer.history.last("global_accuracy") > 0.6
+    weights = trainer.strategy.cluster.weights
+    assert (weights == weights[0]).all()
+
+
+@every_compressor
+def test_two_runs_and_two_uses_have_equal_bits(name: str) -> None:
+    model, gradients = Parameters(*SHAPES), normal(4, 3, 727)
+    strategy = compressing(ALL[name]())
+    first = driven(strategy, model, gradients)
+    assert torch.equal(first.cluster.weights, driven(strategy, model, gradients).cluster.weights)
+    assert torch.equal(first.cluster.weights, driven(compressing(ALL[name]()), model, gradients).cluster.weights)
+
+
+@every_compressor
+@pytest.mark.parametrize("outer", [False, True], ids=["gradients", "diloco"])
+def test_nodes_that_are_held_apart_have_the_same_bits(name: str, outer: bool) -> None:
+    model, gradients = Parameters(*SHAPES), normal(4, 3, 727)
+    strategy = DiLoCoStrategy(H=2, compressor=ALL[name](), inner_optim=PLAIN) if outer else compressing(ALL[name]())
+    together = driven(strategy, model, gradients, deterministic=True)
+    for rank, alone in enumerate(driven_apart(strategy, model, gradients)):
+        assert torch.equal(alone.cluster.weights[0], together.cluster.weights[rank])
+        assert alone.ledger[:] == together.ledger[:]
+
+
+def test_two_modules_with_one_compressor_share_nothing() -> None:
+    model, gradients = Parameters(*SHAPES), normal(4, 2, 727)
+    shared = PowerSGD(1)
+    for compressors in ((shared, shared), (PowerSGD(1), PowerSGD(1))):
+        run = driven(
+            CommunicateOptimizeStrategy(
+                [CompressedAverage(compressors[0]), DiLoCoCommunicator(H=2, compressor=compressors[1])],
+                optim_spec=PLAIN,
+            ),
+            model,
+            gradients,
+        )
+        if compressors[0] is shared:
+            weights = run.cluster.weights
+    assert torch.equal(run.cluster.weights, weights)
+    assert {e.label.split(":")[0] for e in run.ledger} == {"gradients", "outer gradient"}
+
+
+class HalfPrecision(Compressor):
+    """A user's own."""
+
+    def exchange(self, arranged: list[Tensor], cluster: Cluster, label: str) -> list[Tensor]:
+        (rows,) = arranged
+        sent = rows.bfloat16().float()
+        rows.sub_(sent)
+        return [cluster.collectives.all_reduce(sent, label=label, payload_bytes=2 * rows.shape[1])]
+
+
+def test_a_compressor_of_your_own() -> None:
+    gradients = normal(3, 2, 727)
+    run = driven(compressing(HalfPrecision()), Parameters(*SHAPES), gradients)
+    assert run.ledger.payload_bytes == 3 * 2 * 727
+    moved = Parameters(*SHAPES)
+    plain = driven(CommunicateOptimizeStrategy([GradientAverage()], optim_spec=PLAIN), moved, gradients)
+    torch.testing.assert_close(run.cluster.weights, plain.cluster.weights, rtol=0, atol=0.01)
+    with pytest.raises(NotImplementedError, match="Compressor defines no exchange"):
+        driven(compressing(Compressor()), moved, gradients)
+    with pytest.raises(NotImplementedError, match="BlockQuantizer defines no encode"):
+        driven(compressing(BlockQuantizer()), moved, gradients)
+
+
+# DiLoCo's outer gradient ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error_feedback", [None, 0.5, False])
+def test_diloco_with_topk_by_hand(error_feedback: float | None) -> None:
+    # θ_k ← θ_k − lr·g_k; after steps 2 and 4: e_k ← β·e_k + (φ − θ_k), its largest entries are averaged to Δ and leave
+    # e_k, φ ← φ − 0.5·Δ, θ_k ← φ.
+    beta = 1.0 if error_feedback is None else float(error_feedback)
+    model, lr = parameters(), 0.1
+    strategy = DiLoCoStrategy(
+        H=2,
+        outer_optim=OptimSpec("sgd", lr=0.5),
+        inner_optim=OptimSpec("sgd", lr=lr),
+        compressor=TopK(0.1),
+        error_feedback=error_feedback,
+    )
+    gradients = normal(4, 3, 727, dtype=torch.float64)
+    run = driven(strategy, model, gradients)
+    phi = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+    nodes, errors = [phi.copy() for _ in range(3)], [np.zeros(727) for _ in range(3)]
+    for step, given in enumerate(gradients.numpy(), start=1):
+        nodes = [theta - lr * g for theta, g in zip(nodes, given, strict=True)]
+        if step % 2 == 0:
+            errors = [beta * e + (phi - theta) for e, theta in zip(errors, nodes, strict=True)]
+            average, sent = topk_by_hand(run)(errors)
+            errors = [e - message for e, message in zip(errors, sent, strict=True)]
+            phi = phi - 0.5 * average
+            nodes = [phi.copy() for _ in range(3)]
+    np.testing.assert_allclose(run.cluster.weights.numpy(), np.stack(nodes), rtol=1e-12, atol=1e-12)
+    assert [(e.step, e.collective, e.label, e.payload_bytes) for e in run.ledger] == [
+        (step, "all_gather", "outer gradient", 73 * 16) for step in (2, 4)
+    ]
+
+
+@pytest.mark.parametrize("compressor", [TopK(1.0), RandomK(1.0), UniformQuantizer(16)], ids=lambda c: type(c).__name__)
+def test_diloco_with_a_compressor_that_sends_all_is_diloco(compressor: Compressor) -> None:
+    model, gradients = Parameters(*SHAPES), normal(6, 3, 727)
+    compressed = driven(DiLoCoStrategy(H=2, lr=0.01, compressor=compressor), model, gradients)
+    usual = driven(DiLoCoStrategy(H=2, lr=0.01), model, gradients)
+    torch.testing.assert_close(compressed.cluster.weights, usual.cluster.weights, rtol=1e-4, atol=1e-5)
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (TopK(0.1), TopK(0.2)),
+        (RandomK(0.1), RandomK(0.2)),
+        (ScaledSign(100), ScaledSign(200)),
+        (UniformQuantizer(4), UniformQuantizer(5)),
+        (UniformQuantizer(4, 100), UniformQuantizer(4, 200)),
+        (QSGD(7), QSGD(6)),
+        (QSGD(7, 100), QSGD(7, 200)),
+        (PowerSGD(1), PowerSGD(2)),
+        (DCTTopK(9), DCTTopK(8)),
+        (DCTTopK(9, 12), DCTTopK(9, 6)),
+    ],
+    ids=lambda c: type(c).__name__,
+)
+def test_every_argument_changes_the_average(one: Compressor, other: Compressor) -> None:
+    model, gradients = Parameters(*SHAPES), normal(1, 2, 727)
+    runs = [driven(compressing(compressor), model, gradients) for compressor in (one, other)]
+    assert not torch.allclose(runs[0].cluster.weights, runs[1].cluster.weights, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: TopK(0), ValueError, "fraction must be > 0 and <= 1|fraction must be <= 1 and > 0"),
+        (lambda: TopK(1.5), ValueError, "fraction must be"),
+        (lambda: TopK(0.1, "int16"), ValueError, "index_bytes must be one of"),
+        (lambda: RandomK(-0.1), ValueError, "fraction must be"),
+        (lambda: RandomK(0.1, 1), TypeError, "unbiased must be True or False"),  # type: ignore[arg-type]
+        (lambda: ScaledSign(0), ValueError, "block_size must be a whole number >= 1"),
+        (lambda: UniformQuantizer(1), ValueError, "bits must be a whole number from 2 to 16"),
+        (lambda: UniformQuantizer(17), ValueError, "bits must be"),
+        (lambda: QSGD(0), ValueError, "levels must be a whole number from 1 to 32767"),
+        (lambda: QSGD(7, 1.5), TypeError, "block_size must be"),  # type: ignore[arg-type]
+        (lambda: PowerSGD(0), ValueError, "rank must be a whole number >= 1"),
+        (lambda: DCTTopK(0), ValueError, "topk must be a whole number >= 1"),
+        (lambda: DCTTopK(1, 0), ValueError, "chunk must be a whole number >= 1"),
+        (lambda: DCTTopK(1, 1, "int"), ValueError, "index_bytes must be one of"),
+        (lambda: CompressedAverage("topk"), TypeError, "compressor must be a Compressor object, got 'topk'"),  # type: ignore[arg-type]
+        (lambda: CompressedAverage(TopK(), 1.5), ValueError, "error_feedback must be"),
+        (lambda: CompressedAverage(TopK(), "yes"), TypeError, "error_feedback must be a number"),  # type: ignore[arg-type]
+        (lambda: DiLoCoStrategy(compressor=TopK), TypeError, "compressor must be a Compressor object"),  # type: ignore[arg-type]
+        (lambda: DiLoCoStrategy(error_feedback=1.0), TypeError, "no effect without compressor="),
+    ],
+)
+def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
