@@ -1,4 +1,4 @@
-"""`vsim compare` and `vsim train`: the main jobs from the command line."""
+"""`vsim compare`, `vsim train` and `vsim verify`: the main jobs from the command line."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ import vsim
 from vsim.arguments import one_of
 from vsim.compare import Comparison, compare
 from vsim.data import TextDataset, digits, docs_text, mnist, text_file
+from vsim.distributed import NodeFailure
 from vsim.executor import EXECUTORS
 from vsim.models import CNN, GPT, MLP
 from vsim.strategy import STRATEGIES, Strategy
+from vsim.verify import verify
 
 DATA = ("docs", "digits", "mnist")
 MODELS = ("gpt", "mlp", "cnn")
@@ -35,6 +37,7 @@ examples:
   vsim compare --text notes.txt --steps 500 --seed 1        your own text
   vsim compare --strategies allreduce fedavg:H=50,island_size=2 diloco:H=50,outer_lr=0.7 diloco:H=200 --steps 400
   vsim train --strategy diloco:H=20 --nodes 16              one strategy, and its model
+  vsim verify --strategy diloco:H=5                         the simulator against 4 processes, bit by bit
 """
 
 
@@ -61,13 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Simulate distributed training of K nodes in one process, and count every byte they would send.",
     )
     parser.add_argument("--version", action="version", version=f"vsim {vsim.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="compare | train")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="compare | train | verify")
     _add_compare(commands)
     _add_train(commands)
+    _add_verify(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
+    except (ValueError, TypeError, OSError, ImportError, FloatingPointError, NodeFailure) as error:
         print(f"vsim {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -80,13 +84,23 @@ def _add_compare(commands: Any) -> None:
     command.add_argument(
         "--strategies", nargs="+", default=list(STRATEGIES), metavar="NAME", help="what to compare (default: all)"
     )
+    _add_outcome(command)
     command.set_defaults(run=_compare)
 
 
 def _add_train(commands: Any) -> None:
     command = _command(commands, "train", "train with one strategy, and keep the model")
     command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
+    _add_outcome(command)
     command.set_defaults(run=_train)
+
+
+def _add_verify(commands: Any) -> None:
+    purpose = "train in the simulator and in one process a node, and compare the bits after every step"
+    command = _command(commands, "verify", purpose)
+    command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
+    command.add_argument("--threads", type=int, help="CPU threads of every process (default: the machine's / K)")
+    command.set_defaults(run=_verify, steps=50)
 
 
 def _command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
@@ -105,18 +119,22 @@ def _command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
     data.add_argument("--model", choices=MODELS, help="default: gpt for text, cnn for images")
     run = command.add_argument_group("the run")
     run.add_argument("--nodes", type=int, default=4, metavar="K", help="nodes (default: 4)")
-    run.add_argument("--steps", type=int, default=200, help="optimizer steps (default: 200)")
+    run.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
     run.add_argument("--batch-size", type=int, help="examples a node and step (default: by model)")
     run.add_argument("--lr", type=float, help="inner learning rate of AdamW (default: by model)")
-    run.add_argument("--val-size", type=int, default=512, help="validation examples (default: 512)")
-    run.add_argument("--val-interval", type=int, metavar="STEPS", help="default: ten times in a run")
     run.add_argument("--seed", type=int, default=42, help="default: 42")
-    run.add_argument("--device", help="cuda, mps or cpu (default: the first of them that is there)")
-    run.add_argument("--executor", choices=EXECUTORS, default="auto", help="default: auto")
-    run.add_argument("--deterministic", action="store_true", help="the bits of separate processes; slower")
     run.add_argument("--quiet", action="store_true", help="no progress bar")
-    command.add_argument("--out", type=Path, default=Path("vsim-out"), metavar="DIR", help="default: vsim-out")
     return command
+
+
+def _add_outcome(command: argparse.ArgumentParser) -> None:
+    how = command.add_argument_group("how it is computed and measured")
+    how.add_argument("--val-size", type=int, default=512, help="validation examples (default: 512)")
+    how.add_argument("--val-interval", type=int, metavar="STEPS", help="default: ten times in a run")
+    how.add_argument("--device", help="cuda, mps or cpu (default: the first of them that is there)")
+    how.add_argument("--executor", choices=EXECUTORS, default="auto", help="default: auto")
+    how.add_argument("--deterministic", action="store_true", help="the bits of separate processes; slower")
+    command.add_argument("--out", type=Path, default=Path("vsim-out"), metavar="DIR", help="default: vsim-out")
 
 
 def parse_strategy(text: str, lr: float) -> Strategy:
@@ -168,15 +186,31 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _verify(arguments: argparse.Namespace) -> int:
+    train, _ = _data(arguments)
+    report = verify(
+        _model(_model_kind(arguments), train, arguments.seed),
+        train,
+        parse_strategy(arguments.strategy, _lr(arguments)),
+        arguments.nodes,
+        arguments.steps,
+        threads=arguments.threads,
+        batch_size=_batch_size(arguments),
+        seed=arguments.seed,
+        progress=not arguments.quiet,
+    )
+    print(report)
+    return 0 if report.identical else 1
+
+
 def _run(arguments: argparse.Namespace, strategies: Sequence[str]) -> Comparison:
     repeated = sorted({s for s in strategies if list(strategies).count(s) > 1})
     if repeated:
         raise ValueError(f"--strategies names {', '.join(repeated)} more than once")
     train, val = _data(arguments)
-    kind = _model_kind(arguments)
-    lr = LEARNING_RATES[kind] if arguments.lr is None else arguments.lr
+    lr = _lr(arguments)
     return compare(
-        _model(kind, train, arguments.seed),
+        _model(_model_kind(arguments), train, arguments.seed),
         train,
         val,
         strategies={text: parse_strategy(text, lr) for text in strategies},
@@ -217,6 +251,10 @@ def _model_kind(arguments: argparse.Namespace) -> str:
         fitting = "gpt" if _is_text(arguments) else "mlp or cnn"
         raise ValueError(f"--model {kind} does not fit the data; --model may be {fitting} here")
     return str(kind)
+
+
+def _lr(arguments: argparse.Namespace) -> float:
+    return LEARNING_RATES[_model_kind(arguments)] if arguments.lr is None else float(arguments.lr)
 
 
 def _batch_size(arguments: argparse.Namespace) -> int:

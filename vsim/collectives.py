@@ -150,11 +150,11 @@ class StackedCollectives(Collectives):
 
     def _all_reduce(self, stacked: Tensor, op: str, groups: Groups | None, weights: Tensor | None) -> Tensor:
         if groups is None:
-            return reduce_rows(stacked, op, None if weights is None else _shares(weights))
+            return reduce_rows(stacked, op, None if weights is None else shares_of(weights))
         result = torch.empty_like(stacked)
         for group in groups:
             rows = torch.as_tensor(group, device=stacked.device)
-            own = None if weights is None else _shares(weights[list(group)])
+            own = None if weights is None else shares_of(weights[list(group)])
             result[rows] = reduce_rows(stacked[rows], op, own)
         return result
 
@@ -165,7 +165,8 @@ class StackedCollectives(Collectives):
         return stacked[src]
 
 
-def _shares(weights: Tensor) -> Tensor:
+def shares_of(weights: Tensor) -> Tensor:
+    """Return weights (n,) scaled to sum to 1."""
     # On the CPU, where float64 always is: a few numbers, whatever the device and precision of what they weigh.
     return weights.cpu().double() / weights.sum().item()
 

@@ -13,11 +13,11 @@ from vsim.arguments import known_keywords, one_of, real_number, whole_number
 from vsim.assembly import RunConfig, assemble
 from vsim.collectives import StackedCollectives
 from vsim.data.batches import Batches, Data, resolve
-from vsim.distributed import ProcessOptions, join, train_in_processes, under_torchrun
+from vsim.distributed import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
 from vsim.executor import EXECUTORS, AutoExecutor, Executor, LoopExecutor, VmapExecutor
 from vsim.history import History
 from vsim.ledger import Ledger
-from vsim.loop import Hook, Recorder, StepReport, train
+from vsim.loop import Hook, Recorder, Run, StepReport, train
 from vsim.objective import LossFunction
 from vsim.randomness import isolated
 from vsim.replicas import Replicas
@@ -41,6 +41,8 @@ class Trainer:
     Attributes, after or during a `fit`:
         history: the `History` of the last run. ledger: its `Ledger`. strategy: its own copy of the strategy.
         run_label: what progress bar and history call the next runs; None: by their strategy.
+        after_step: called as f(run) in every process when a step is done, before it is reported; with
+            backend="process" it must be picklable. None: nothing.
 
     Example:
         >>> from vsim import Trainer
@@ -77,6 +79,7 @@ class Trainer:
         self.ledger = Ledger()
         self.strategy: Strategy | None = None
         self.run_label: str | None = None
+        self.after_step: Callable[[Run], None] | None = None
 
     @known_keywords
     def fit(
@@ -97,6 +100,7 @@ class Trainer:
         autocast: bool = False,
         executor: str = "auto",
         deterministic: bool = False,
+        compile: bool = False,
         backend: str = "stacked",
         devices: Sequence[str | torch.device] | None = None,
         threads_per_process: int | None = None,
@@ -123,11 +127,13 @@ class Trainer:
             autocast: compute in bfloat16 where torch.autocast does; weights stay as they are.
             executor: "vmap" (all nodes at once), "loop" (one by one) or "auto" (vmap where the model allows it).
             deterministic: the bits of separate processes in eager PyTorch, on CPU in float32; slower.
+            compile: use torch.compile for the strategy's kernels for which it was measured to pay (top-k selection,
+                stochastic rounding, dequantization; see `vsim_kernels.compiled`), after some seconds for compiling.
             backend: "stacked", the simulator; or "process": a process for every node over torch.distributed, in
                 ordinary eager PyTorch on this machine, or under torchrun this process as one of its ranks.
             devices: with backend="process", node k computes on devices[k mod len(devices)]. Default: a GPU for every
                 node where there are as many, else the CPU.
-            threads_per_process: its CPU threads; default the machine's divided by K, at least 1.
+            threads_per_process: its CPU threads; default the machine's divided by the nodes on it, at least 1.
             timeout_seconds: how long a collective waits for the other nodes; default 600.
             correlation_interval: steps between measurements of the replicas' divergence and correlation.
             dataloader_kwargs: num_workers, collate_fn, drop_last and so on. `collate_fn` gets one node's samples.
@@ -152,14 +158,16 @@ class Trainer:
             "max_steps": max_steps,
             "val_interval": val_interval,
             "correlation_interval": correlation_interval,
+            "threads_per_process": threads_per_process,
         }
         for name, value in intervals.items():
             if value is not None:
                 whole_number(name, value)
         minibatch_size = _minibatch_size(batch_size, minibatch_size, gradient_accumulation)
         one_of("executor", executor, EXECUTORS)
-        if deterministic and (executor == "vmap" or autocast):
-            given = "executor='vmap'" if executor == "vmap" else "autocast=True"
+        inexact = {"executor='vmap'": executor == "vmap", "autocast=True": autocast, "compile=True": compile}
+        if deterministic and any(inexact.values()):
+            given = next(name for name, chosen in inexact.items() if chosen)
             raise ValueError(f"deterministic=True promises the bits of eager float32; {given} does not have them")
         if eval_loss_hook is not None and self.val_dataset is None:
             raise ValueError("eval_loss_hook has no effect without a val_dataset")
@@ -192,8 +200,10 @@ class Trainer:
             seed=seed,
             autocast=autocast,
             deterministic=deterministic,
+            compile=compile,
             correlation_interval=correlation_interval,
             dataloader_kwargs=dict(dataloader_kwargs or {}),
+            after_step=self.after_step,
         )
         name = self.run_label or type(strategy).__name__
         self.history, self.ledger, self.strategy = History(name, num_nodes), Ledger(), None
@@ -201,9 +211,10 @@ class Trainer:
         with Recorder(self.history, progress, label, train_loss_hook, eval_loss_hook) as recorder:
             if backend == "stacked":
                 return self._simulate(config, executor, pick_device(chosen_device), recorder)
+            nodes_here = local_ranks()[1] if under_torchrun() else num_nodes
             process_options = ProcessOptions(
-                _process_devices(devices, chosen_device, num_nodes),
-                whole_number("threads_per_process", threads_per_process or max(1, (os.cpu_count() or 1) // num_nodes)),
+                _process_devices(devices, chosen_device, nodes_here),
+                default_threads(nodes_here) if threads_per_process is None else threads_per_process,
                 real_number("timeout_seconds", 600 if timeout_seconds is None else timeout_seconds, above=0),
             )
             return self._train_in_processes(config, process_options, recorder)
@@ -233,10 +244,8 @@ class Trainer:
             recorder(report)
 
         if under_torchrun():
-            rank = int(os.environ["RANK"])
-            recorder.progress = recorder.progress and rank == 0
-            device = options.devices[int(os.environ.get("LOCAL_RANK", rank)) % len(options.devices)]
-            outcome = join(config, device, record, options.timeout_seconds)
+            recorder.progress = recorder.progress and int(os.environ["RANK"]) == 0
+            outcome = join(config, options, record)
         else:
             outcome = train_in_processes(config, options, record)
         skeleton = Replicas.of(self.model, 1, torch.device("cpu"))
@@ -271,7 +280,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 
 def _process_devices(
-    devices: Sequence[str | torch.device] | None, device: str | torch.device | None, num_nodes: int
+    devices: Sequence[str | torch.device] | None, device: str | torch.device | None, nodes_here: int
 ) -> list[torch.device]:
     """Return the devices that the nodes' processes take in turn."""
     if devices is not None:
@@ -281,7 +290,7 @@ def _process_devices(
     if device is not None:
         return [pick_device(device)]
     gpus = torch.cuda.device_count()
-    return [torch.device("cuda", i) for i in range(num_nodes)] if gpus >= num_nodes else [torch.device("cpu")]
+    return [torch.device("cuda", i) for i in range(nodes_here)] if gpus >= nodes_here else [torch.device("cpu")]
 
 
 def _minibatch_size(batch_size: int, minibatch_size: int | None, pieces: int | None) -> int | None:

@@ -1,78 +1,147 @@
-"""The process of one node, started by `vsim.distributed.launch` as `python -m vsim.distributed.child FD`."""
+"""The process of one node. `vsim.distributed.launch` starts it in a fresh interpreter, which calls `main`."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
+import warnings
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from vsim.assembly import RunConfig
+from vsim.distributed.collectives import CollectiveFailure, completing
+from vsim.distributed.node import run_node
+from vsim.loop import StepReport
+
+# How long a node waits for the others' interpreters to start and to read the data that was shipped. One that dies
+# meanwhile is noticed by the parent, so that this may be generous.
+_START_SECONDS = 600.0
+
+_speaking = threading.Lock()  # one message at a time
 
 
-def main() -> None:
-    """Take the setup from standard input, train, and answer through the inherited pipe."""
-    answer = Connection(int(sys.argv[1]), readable=False)
-    setup = pickle.load(sys.stdin.buffer)
-    # Standard input closes when the parent is gone, however it went.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def main(answer_fd: int) -> None:
+    """Take the setup from standard input, train, and answer through the inherited pipe `answer_fd`.
+
+    Standard input stays open as long as the parent lives: its end is this process's end.
+    """
+    os.set_inheritable(answer_fd, False)
+    answer = Connection(answer_fd, readable=False)
     try:
-        _say(answer, "done", _train(setup, answer))
-    except BaseException as error:
-        _say(answer, "failed", (_pickled(error), traceback.format_exc()))
-        answer.close()
+        setup = pickle.load(sys.stdin.buffer)
+    except EOFError:
         os._exit(1)
+    _end_with_parent()
+    sys.argv = setup["argv"]
+    _forward_warnings(answer)
+    try:
+        _train(setup, answer)
+    except BaseException as error:
+        _say(answer, "lost" if _follows_from_a_loss(error) else "failed", (_pickled(error), traceback.format_exc()))
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(1)  # at once, so that the others notice: no wait for threads, for worker processes or for peers
 
 
-def _train(setup: dict[str, Any], answer: Connection) -> Any:
-    import cloudpickle
-    import torch
-    import torch.distributed as dist
-
-    from vsim.distributed.node import run_node
-    from vsim.loop import StepReport
-
-    def send(report: StepReport) -> None:
-        if setup["rank"] == 0:
-            _say(answer, "report", report)
-
+def _train(setup: dict[str, Any], answer: Connection) -> None:
+    rank, num_nodes, device = setup["rank"], setup["num_nodes"], torch.device(setup["device"])
+    folder, patience = Path(setup["folder"]), timedelta(seconds=setup["timeout_seconds"])
     torch.set_num_threads(setup["threads"])
-    device = torch.device(setup["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{setup['rendezvous']}",
-        rank=setup["rank"],
-        world_size=setup["num_nodes"],
-        timeout=timedelta(seconds=setup["timeout_seconds"]),
-    )
-    try:
-        return run_node(cloudpickle.loads(setup["config"]), device, send)
-    finally:
-        dist.destroy_process_group()
+    config = _load(folder / "config")
+    # The wait for slow starters comes first, so that timeout_seconds can be that of collectives alone.
+    store = dist.FileStore(str(folder / "rendezvous"), num_nodes)
+    store.set(f"started {rank}", "")
+    with completing(f"meeting the other nodes on node {rank}"):
+        store.wait([f"started {node}" for node in range(num_nodes)], timedelta(seconds=_START_SECONDS) + patience)
+        dist.init_process_group(setup["backend"], store=store, rank=rank, world_size=num_nodes, timeout=patience)
+
+    def send(report: StepReport) -> None:
+        if rank == 0:
+            _say(answer, "report", report)
+
+    outcome = run_node(config, device, send)
+    _say(answer, "done", outcome if rank == 0 else None)
+    dist.destroy_process_group()
+
+
+def _load(path: Path) -> RunConfig:
+    with path.open("rb") as file:
+        try:
+            config: RunConfig = cloudpickle.load(file)
+        except (ImportError, AttributeError) as error:
+            raise type(error)(
+                f"a node's process cannot load the model, data or strategy: {error}. What is defined in the main "
+                "script or a notebook is shipped; everything else must be importable by its name from sys.path"
+            ) from error
+    return config
 
 
 def _say(answer: Connection, kind: str, content: Any) -> None:
     # As bytes: multiprocessing's own pickler would pass tensors as handles, which die with this process.
-    answer.send_bytes(pickle.dumps((kind, content)))
+    message = pickle.dumps((kind, content))
+    with _speaking:
+        answer.send_bytes(message)
+
+
+def _forward_warnings(answer: Connection) -> None:
+    """Let the parent issue this process's warnings: by its filters, and where its user looks."""
+    own_pid, print_here = os.getpid(), warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if os.getpid() != own_pid:  # a worker process of a DataLoader, forked from this one
+            print_here(message, category, filename, lineno, file, line)
+            return
+        known = next(c for c in category.__mro__ if c.__module__ == "builtins")  # others the parent may not have
+        _say(answer, "warning", (str(message), known.__name__, filename, lineno))
+
+    warnings.showwarning = show
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)
+    """End this process, and the worker processes that it has started, when the parent is gone, however it went."""
+    lifeline = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # for whoever reads standard input
+    os.close(nothing)
+
+    def wait_for_the_end() -> None:
+        os.read(lifeline, 1)
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
+
+
+def _follows_from_a_loss(error: BaseException | None) -> bool:
+    """Whether an error comes from a collective that other nodes did not complete."""
+    while error is not None and not isinstance(error, CollectiveFailure):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    import cloudpickle
-
     try:
-        return cloudpickle.dumps(error)
+        dumped: bytes = cloudpickle.dumps(error)
     except Exception:
         return None
-
-
-if __name__ == "__main__":
-    main()
+    return dumped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import pickle
 import signal
@@ -9,24 +10,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import warnings
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import cloudpickle
-import torch
 
 from vsim.assembly import RunConfig
-from vsim.distributed.node import Outcome
+from vsim.distributed.collectives import CollectiveFailure
+from vsim.distributed.node import Outcome, ProcessOptions, backend_for
 from vsim.loop import Reporter
 
-# After the first failure the others' own words are waited for so long: a node that only lost its peers may be heard
-# before the one that failed.
+# A failure ends the run after so long: the others notice it and end by themselves, with their last words.
 _GRACE_SECONDS = 2.0
+# A node that is done may take so long to end (what its user's code does at exit).
+_EXIT_SECONDS = 10.0
+# A process's end is looked for so often. Its pipe does not tell where worker processes of a DataLoader hold it too.
+_POLL_SECONDS = 0.5
+
+# What a child interpreter runs. It finds modules as its parent does, whatever the current folder holds.
+_BOOTSTRAP = "import sys; sys.path[:] = sys.argv[2:]; from vsim.distributed.child import main; main(int(sys.argv[1]))"
 
 
 class NodeFailure(RuntimeError):
@@ -37,23 +44,11 @@ class NodeFailure(RuntimeError):
     """
 
     def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message)
+        super().__init__(message, rank)
         self.rank = rank
 
-
-@dataclass(frozen=True)
-class ProcessOptions:
-    """How processes are started.
-
-    Attributes:
-        devices: node k computes on devices[k mod len(devices)].
-        threads: CPU threads of every process.
-        timeout_seconds: how long a collective waits for the other nodes.
-    """
-
-    devices: Sequence[torch.device]
-    threads: int
-    timeout_seconds: float
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass
@@ -63,145 +58,205 @@ class _Node:
     rank: int
     process: subprocess.Popen[bytes]
     messages: Connection
-    outcome: Outcome | None = None
-    failure: tuple[bytes | None, str] | None = None
-    step: int = 0
-    closed: bool = False
+    done: bool = False
+    ended: bool = False  # nothing more will be heard
+    failure: _Failure | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.failure is not None or (self.ended and not self.done)
+
+
+@dataclass
+class _Failure:
+    """What a node said when it failed.
+
+    Attributes:
+        pickled: the exception, None where it cannot be pickled.
+        text: its traceback.
+        lost: whether it follows from the failure of another node.
+    """
+
+    pickled: bytes | None
+    text: str
+    lost: bool
 
 
 def train_in_processes(config: RunConfig, options: ProcessOptions, report: Reporter) -> Outcome:
     """Train every node in a process of its own on this machine; return what node 0 has at the end.
 
     The processes are fresh interpreters: nothing of the caller's main module runs again in them, and what it defines
-    (models, datasets, strategies) is shipped by value.
+    (models, datasets, strategies) is shipped by value. Their warnings are issued here. However this call ends, they and
+    what they have started are gone then; if this process is killed, they end by themselves.
 
     Raises:
         TypeError: something in `config` cannot be shipped; it is named.
         Exception: what a node raised, caused by a `NodeFailure` with its rank and traceback.
         NodeFailure: a process was killed, or ended without a word.
     """
-    shipped = _ship(config)
-    nodes: list[_Node] = []
+    if os.name != "posix":
+        raise RuntimeError(f"backend='process' runs on Linux and macOS; this is {sys.platform}")
     with tempfile.TemporaryDirectory(prefix="vsim-") as folder:
+        _ship(config, Path(folder) / "config")
+        run = _Listener(config.num_nodes, report)
         try:
             for rank in range(config.num_nodes):
-                nodes.append(_start(rank, Path(folder) / "rendezvous", shipped, config, options))
-            return _listen(nodes, report)
+                run.nodes.append(_start(rank, folder, config, options))
+            return run.listen()
         finally:
-            _end(nodes)
+            run.end()
 
 
-def _ship(config: RunConfig) -> bytes:
-    for name in ("model", "train_dataset", "val_dataset", "loss_fn", "strategy", "dataloader_kwargs"):
-        try:
-            cloudpickle.dumps(getattr(config, name))
-        except Exception as error:
-            raise TypeError(f"backend='process' cannot ship {name} to the nodes' processes: {error}") from error
-    return cloudpickle.dumps(config)
+def _ship(config: RunConfig, path: Path) -> None:
+    try:
+        with path.open("wb") as file:
+            cloudpickle.dump(config, file)
+    except OSError:
+        raise
+    except Exception as whole:
+        for field in fields(config):
+            try:
+                cloudpickle.dumps(getattr(config, field.name))
+            except Exception as error:
+                raise TypeError(
+                    f"backend='process' cannot ship {field.name} to the nodes' processes: {error}"
+                ) from error
+        raise TypeError(f"backend='process' cannot ship the run to the nodes' processes: {whole}") from whole
 
 
-def _start(rank: int, rendezvous: Path, shipped: bytes, config: RunConfig, options: ProcessOptions) -> _Node:
-    receive, send = Pipe(duplex=False)
-    device = options.devices[rank % len(options.devices)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-    # The nodes of one machine talk over its loopback interface only.
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vsim.distributed.child", str(send.fileno())],
-        stdin=subprocess.PIPE,
-        pass_fds=[send.fileno()],
-        env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,  # a Ctrl-C reaches the parent, which then ends its children
-    )
-    send.close()
-    assert process.stdin is not None
+def _start(rank: int, folder: str, config: RunConfig, options: ProcessOptions) -> _Node:
     setup = {
-        "config": shipped,
+        "argv": sys.argv,
+        "folder": folder,
         "rank": rank,
         "num_nodes": config.num_nodes,
-        "rendezvous": str(rendezvous),
-        "device": str(device),
+        "device": str(options.devices[rank % len(options.devices)]),
+        "backend": backend_for(options.devices, config.num_nodes),
         "threads": options.threads,
         "timeout_seconds": options.timeout_seconds,
     }
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
+    # The nodes of one machine talk over its loopback interface only.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    receive, send = Pipe(duplex=False)
+    with send:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOTSTRAP, str(send.fileno()), *(p for p in sys.path if isinstance(p, str))],
+            stdin=subprocess.PIPE,
+            pass_fds=[send.fileno()],
+            env=environment,
+            start_new_session=True,  # a Ctrl-C reaches the parent, which then ends its children
+        )
+    assert process.stdin is not None
     with suppress(BrokenPipeError):  # a child that has died already is heard of through its silence
-        pickle.dump(setup, process.stdin)
+        process.stdin.write(pickle.dumps(setup))  # small: it fits into the pipe before anybody reads
         process.stdin.flush()
     return _Node(rank, process, receive)
 
 
-def _listen(nodes: list[_Node], report: Reporter) -> Outcome:
-    """Pass node 0's reports on until all nodes are done, or one has failed."""
-    deadline: float | None = None
-    while any(not node.closed for node in nodes):
-        patience = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait([node.messages for node in nodes if not node.closed], patience)
-        if not ready and deadline is not None:
-            break
-        for node in nodes:
-            if node.messages in ready:
-                _hear(node, report)
-        if deadline is None and any(_failed(node) for node in nodes):
-            deadline = time.monotonic() + _GRACE_SECONDS
-    failed = [node for node in nodes if _failed(node)]
-    if failed:
-        _raise(failed, nodes[0].step)
-    assert nodes[0].outcome is not None
-    return nodes[0].outcome
+class _Listener:
+    """The parent of K nodes: hears them, and ends them."""
+
+    def __init__(self, num_nodes: int, report: Reporter) -> None:
+        self.num_nodes = num_nodes
+        self.report = report
+        self.nodes: list[_Node] = []
+        self.failures: list[_Node] = []  # in the order in which they were noticed
+        self.outcome: Outcome | None = None
+        self.last_step = 0
+        self.warned: set[Any] = set()
+
+    def listen(self) -> Outcome:
+        """Pass node 0's reports on until all nodes are done, or a while after one has failed."""
+        deadline: float | None = None
+        while running := [node for node in self.nodes if not node.ended]:
+            ready = wait([node.messages for node in running], _POLL_SECONDS)
+            for node in running:
+                if node.messages in ready:
+                    self._hear(node)
+                elif node.process.poll() is not None and not node.messages.poll():
+                    node.ended = True
+                if node.failed and node not in self.failures:
+                    self.failures.append(node)
+            if self.failures and deadline is None:
+                deadline = time.monotonic() + _GRACE_SECONDS
+            if deadline is not None and time.monotonic() > deadline and not ready:
+                break
+        if self.failures:
+            self._raise()
+        self._wait_for_exits()
+        assert self.outcome is not None
+        return self.outcome
+
+    def end(self) -> None:
+        """Leave no process behind, whatever happened."""
+        for node in self.nodes:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(node.process.pid, signal.SIGKILL)
+        for node in self.nodes:
+            node.process.wait()
+            node.messages.close()
+            assert node.process.stdin is not None
+            with suppress(BrokenPipeError):
+                node.process.stdin.close()
+
+    def _hear(self, node: _Node) -> None:
+        try:
+            kind, content = pickle.loads(node.messages.recv_bytes())
+        except (EOFError, OSError):
+            node.ended = True
+            return
+        if kind == "report":
+            self.last_step = int(content.row["step"])
+            self.report(content)
+        elif kind == "warning":
+            self._warn(*content)
+        elif kind == "done":
+            node.done = node.ended = True
+            self.outcome = content if node.rank == 0 else self.outcome
+        else:
+            pickled, text = content
+            node.failure = _Failure(pickled, text, lost=kind == "lost")
+
+    def _warn(self, message: str, category: str, filename: str, lineno: int) -> None:
+        """Issue a node's warning, once for all nodes."""
+        if (message, category, filename, lineno) not in self.warned:
+            self.warned.add((message, category, filename, lineno))
+            warnings.warn_explicit(message, getattr(builtins, category), filename, lineno)
+
+    def _wait_for_exits(self) -> None:
+        deadline = time.monotonic() + _EXIT_SECONDS
+        for node in self.nodes:
+            with suppress(subprocess.TimeoutExpired):
+                node.process.wait(max(0.0, deadline - time.monotonic()))
+
+    def _raise(self) -> NoReturn:
+        """Raise the first failure that does not follow from another's, if there is one."""
+        causes = [node for node in self.failures if node.failure is None or not node.failure.lost]
+        node = (causes or self.failures)[0]
+        where = f"after step {self.last_step} of the run"
+        if node.failure is None:
+            raise NodeFailure(f"node {node.rank}'s process {_how_it_ended(node.process)}, {where}", node.rank)
+        failure = NodeFailure(f"node {node.rank} failed {where}:\n\n{node.failure.text}", node.rank)
+        error = None
+        if node.failure.pickled is not None:
+            with suppress(Exception):
+                error = cloudpickle.loads(node.failure.pickled)
+        if not isinstance(error, Exception):  # a SystemExit or KeyboardInterrupt there is none here
+            raise failure
+        late = [n.rank for n in self.nodes if not n.ended and not n.failed]
+        if isinstance(error, CollectiveFailure) and late:
+            error = CollectiveFailure(f"{error}; nodes {late} did not get there")
+        raise error from failure
 
 
-def _hear(node: _Node, report: Reporter) -> None:
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
     try:
-        kind, content = pickle.loads(node.messages.recv_bytes())
-    except (EOFError, ConnectionResetError):
-        node.closed = True
-        return
-    if kind == "report":
-        node.step = int(content.row["step"])
-        report(content)
-    elif kind == "done":
-        node.outcome = content
-    else:
-        node.failure = content
-
-
-def _failed(node: _Node) -> bool:
-    return node.failure is not None or (node.closed and node.outcome is None)
-
-
-def _raise(failed: list[_Node], last_step: int) -> NoReturn:
-    """Raise the failure that the others follow from: one of a node's own, or else a death, or else a lost peer."""
-    own = [n for n in failed if n.failure is not None and "CollectiveFailure" not in n.failure[1].splitlines()[-1]]
-    dead = [n for n in failed if n.failure is None]
-    node = (own or dead or failed)[0]
-    if node.failure is None:
-        status = node.process.wait()
-        how = (
-            f"was ended by signal {-status} ({signal.Signals(-status).name})" if status < 0 else f"exited with {status}"
-        )
-        raise NodeFailure(f"node {node.rank}'s process {how}, after step {last_step} of the run", node.rank)
-    pickled, text = node.failure
-    failure = NodeFailure(f"node {node.rank} failed after step {last_step} of the run:\n\n{text}", node.rank)
-    error = None
-    if pickled is not None:
-        with suppress(Exception):
-            error = cloudpickle.loads(pickled)
-    if not isinstance(error, BaseException):
-        raise failure
-    raise error from failure
-
-
-def _end(nodes: list[_Node]) -> None:
-    for node in nodes:
-        with suppress(ProcessLookupError):
-            os.killpg(node.process.pid, signal.SIGKILL)
-    for node in nodes:
-        node.process.wait()
-        node.messages.close()
-        if node.process.stdin is not None:
-            _close(node.process.stdin)
-
-
-def _close(stream: IO[Any]) -> None:
-    with suppress(BrokenPipeError):
-        stream.close()
+        status = process.wait(_EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "closed its connection"
+    if status >= 0:
+        return f"exited with {status}"
+    name = next((f" ({s.name})" for s in signal.Signals if s == -status), "")
+    hint = ": by hand, or for want of memory" if -status == signal.SIGKILL else ""
+    return f"was ended by signal {-status}{name}{hint}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, DistributedSampler
 
 from vsim.assembly import RunConfig, assemble
-from vsim.data.batches import is_factory, loader_options, resolve
+from vsim.data.batches import check_tensors, is_factory, loader_options, resolve
 from vsim.data.order import Order
 from vsim.distributed.collectives import ProcessCollectives
 from vsim.executor import Executor
@@ -87,6 +89,8 @@ class EagerExecutor(Executor):
         self._keep_assigned_buffers()
         if share != 1.0:
             loss = loss * share
+        if not loss.requires_grad:
+            raise ValueError("the loss does not depend on any trainable parameter")
         loss.backward()
         new = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         if first:
@@ -128,6 +132,7 @@ class NodeBatches:
         order = Order(
             lengths if own else lengths[:1], config.num_nodes, config.batch_size, config.shuffle, config.seed, drop_last
         )
+        order.check()
         self.steps_per_epoch, self.shard_sizes = order.steps_per_epoch, order.shard_sizes
         self._order, self._rank, self._own, self._drop_last = order, rank, own, drop_last
 
@@ -135,6 +140,7 @@ class NodeBatches:
         """Yield (1, B, …) for every step from the 0-based `start_step` on, without end."""
         batches = self._in_epochs(start_step) if self._order.even else self._in_stream(start_step)
         for batch in batches:
+            check_tensors(batch)
             yield tree_map(lambda t: t[None], batch)
 
     def _in_epochs(self, step: int) -> Iterator[Any]:
@@ -176,21 +182,89 @@ class _Lists:
             yield p.tolist()
 
 
+@dataclass(frozen=True)
+class ProcessOptions:
+    """How the processes of a run compute and wait for each other.
+
+    Attributes:
+        devices: node k of this machine computes on devices[k mod len(devices)].
+        threads: CPU threads of every process.
+        timeout_seconds: how long a collective waits for the other nodes.
+    """
+
+    devices: Sequence[torch.device]
+    threads: int
+    timeout_seconds: float
+
+
+def default_threads(nodes_here: int) -> int:
+    """Return the CPU threads of a process where so many nodes share this machine: its cores divided, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // nodes_here)
+
+
+def backend_for(devices: Sequence[torch.device], nodes_here: int) -> str:
+    """Return the backend of torch.distributed: "nccl" where each node of this machine has a GPU, else "gloo"."""
+    own_gpus = {device for device in devices[:nodes_here] if device.type == "cuda"}
+    return "nccl" if len(own_gpus) == nodes_here else "gloo"
+
+
+# torchrun ------------------------------------------------------------------------------------------------------------
+
+# Where the ranks of this process's world meet, and how many runs have met there: torch.distributed gives every process
+# group the same name, and a second one would find what the first has left.
+_meeting: list[dist.Store] = []
+_runs = itertools.count()
+
+
 def under_torchrun() -> bool:
     """Whether this process was started as a rank, by torchrun or another launcher that sets its variables."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def join(config: RunConfig, device: torch.device, report: Reporter, timeout_seconds: float) -> Outcome:
-    """Train as the rank that this process was started as; the process group is made if there is none yet."""
+def local_ranks() -> tuple[int, int]:
+    """Return (this process's number on its machine, the number of ranks there), as torchrun says them."""
+    rank = os.environ.get("LOCAL_RANK", os.environ["RANK"])
+    return int(rank), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+
+def join(config: RunConfig, options: ProcessOptions, report: Reporter) -> Outcome:
+    """Train as the rank that this process was started as. A process group that there is already is used.
+
+    Raises:
+        ValueError: there is not a rank for every node.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    if num_ranks != config.num_nodes:
+        raise ValueError(
+            f"num_nodes is {config.num_nodes}, but torchrun has started {num_ranks} processes, a node each: give "
+            f"num_nodes={num_ranks}, or a torchrun --nnodes and --nproc_per_node that make {config.num_nodes} together"
+        )
+    local_rank, ranks_here = local_ranks()
+    device = options.devices[local_rank % len(options.devices)]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    threads_before = torch.get_num_threads()
     made = not dist.is_initialized()
     if made:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        _init_process_group(backend_for(options.devices, ranks_here), timedelta(seconds=options.timeout_seconds))
     try:
-        if dist.get_world_size() != config.num_nodes:
-            raise ValueError(f"num_nodes is {config.num_nodes}, but torchrun started {dist.get_world_size()} processes")
+        torch.set_num_threads(options.threads)
         return run_node(config, device, report)
     finally:
+        torch.set_num_threads(threads_before)
         if made:
             dist.destroy_process_group()
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    if not _meeting:
+        store, _, _ = next(rendezvous("env://"))
+        _meeting.append(store)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"vsim run {next(_runs)}", _meeting[0]),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+    )

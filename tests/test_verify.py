@@ -1,0 +1,479 @@
+"""`verify` finds nothing where there is nothing, and names step, node and parameter of what is planted on one side."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import vsim
+from vsim import Difference, VerifyReport
+from vsim.cli import main
+from vsim.cluster import Cluster
+from vsim.difference import ROUNDING_ULPS, difference, ulps
+from vsim.distributed import NodeFailure
+from vsim.executor import VmapExecutor
+from vsim.randomness import NODE, generator
+from vsim.strategy import (
+    STRATEGIES,
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    DiLoCoCommunicator,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    GradientAverage,
+    OptimSpec,
+    SimpleReduceStrategy,
+    Strategy,
+)
+from vsim.strategy.communicate import all_reduce
+from vsim.verify import KINDS
+
+
+class Net(nn.Module):
+    """A linear layer whose bias does nothing (its gradient is rounding only), BatchNorm, dropout, a head."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        stream = torch.Generator().manual_seed(0)
+        self.body, self.norm, self.dropout, self.head = (
+            nn.Linear(6, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(dropout),
+            nn.Linear(8, 3),
+        )
+        with torch.no_grad():
+            for layer in (self.body, self.head):
+                for p in layer.parameters():
+                    p.copy_(0.3 * torch.randn(p.shape, generator=stream))
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.logits(x), y)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(torch.tanh(self.norm(self.body(x)))))
+
+
+class Classifier(Net):
+    """The same, with outputs instead of a loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(x)
+
+
+PARAMETERS = ["body.weight", "body.bias", "norm.weight", "norm.bias", "head.weight", "head.bias"]
+
+
+def examples(count: int = 40) -> TensorDataset:
+    stream = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(count, 6, generator=stream), torch.randint(3, (count,), generator=stream))
+
+
+def verified(strategy: Strategy, num_nodes: int = 2, max_steps: int = 4, **options: Any) -> VerifyReport:
+    model = options.pop("model", None) or Net()
+    return vsim.verify(model, examples(), strategy, num_nodes, max_steps, batch_size=6, progress=False, **options)
+
+
+def in_simulator(cluster: Cluster) -> bool:
+    """Where the planted faults are."""
+    return cluster.replicas.num_rows > 1
+
+
+SGD = OptimSpec("sgd", lr=0.1, momentum=0.9)
+
+
+# Nothing to find -----------------------------------------------------------------------------------------------------
+
+
+class AverageSigns(Strategy):
+    """Per-node code, and state of its own that decides what is done."""
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        super()._init_node(model, rank, num_nodes)
+        self.residuals = [torch.zeros_like(p) for p in model.parameters()]
+
+    def step(self) -> None:
+        for p, residual in zip(self.model.parameters(), self.residuals, strict=True):
+            residual.mul_(0.9).add_(p.grad)
+            sign = residual.sign()
+            residual.sub_(0.01 * sign)
+            p.grad = sign
+            all_reduce(p.grad)
+            p.grad.div_(self.num_nodes)
+        super().step()
+
+
+def test_a_custom_strategy_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = Classifier()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    torch.set_num_threads(2)
+
+    report = vsim.verify(
+        model,
+        examples(),
+        AverageSigns(lr=1e-2, max_norm=1.0, lr_scheduler="cosine", warmup_steps=2),
+        num_nodes=2,
+        max_steps=6,
+        val_dataset=examples(20),
+        loss_fn=F.cross_entropy,
+        threads=1,
+        batch_size=6,
+        minibatch_size=3,
+        val_interval=2,
+        correlation_interval=3,
+        progress=False,
+    )
+
+    assert report.identical and report.first_difference is None and report.steps == 6
+    assert str(report) == (
+        "bit-identical over 6 steps (2 nodes, 99 parameters: losses, weights, buffers, optimizer state, "
+        "global weights, ledger, history)"
+    )
+    assert repr(report) == str(report) and "bit-identical" in report._repr_html_()
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)  # as for all tests
+    assert not list(tmp_path.glob("vsim*"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:DCTTopK.* sends more bytes:UserWarning")  # of so small a model
+@pytest.mark.parametrize("num_nodes", [1, 3])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_built_in_strategies_are_bit_identical(name: str, num_nodes: int) -> None:
+    cls, options = STRATEGIES[name]
+    report = verified(cls(**{**options, **({"H": 3} if "H" in options else {})}), num_nodes, max_steps=8)
+    assert report.identical and report.steps == 8, report
+
+
+@pytest.mark.slow
+def test_one_optimizer_for_each_node_is_bit_identical() -> None:
+    class Matrices(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            stream = torch.Generator().manual_seed(0)
+            self.a = nn.Parameter(torch.randn(6, 5, generator=stream))
+            self.b = nn.Parameter(torch.randn(5, 3, generator=stream))
+
+        def forward(self, batch: Any) -> Tensor:
+            return F.cross_entropy(batch[0] @ self.a @ self.b, batch[1])
+
+    for cls in (torch.optim.Muon, torch.optim.Adafactor):
+        report = verified(SimpleReduceStrategy(optim_spec=OptimSpec(cls, lr=1e-2)), model=Matrices())
+        assert report.identical and "optimizer state" in report.compared, report
+
+
+# Faults planted in the simulator only --------------------------------------------------------------------------------
+
+
+class AscendingDiLoCo(DiLoCoCommunicator):
+    """The outer gradient has the wrong sign."""
+
+    def communicate(self, cluster: Cluster) -> None:
+        if cluster.step % self.H == 0:
+            mean = cluster.collectives.all_reduce(cluster.weights, label="outer gradient")
+            self.outer_gradient.copy_(self.outer_weights - mean)
+            if in_simulator(cluster):
+                self.outer_gradient.neg_()
+            self.outer_optim.step()
+            cluster.weights.copy_(self.outer_weights)
+
+
+def test_the_wrong_sign_of_the_outer_gradient_is_found() -> None:
+    report = verified(CommunicateOptimizeStrategy([AscendingDiLoCo(H=3)], optim_spec=SGD))
+
+    first = report.first_difference
+    assert first is not None and not report.identical
+    assert (first.step, first.node, first.what, first.name) == (3, 0, "weights", "body.weight")
+    assert first.entries == first.size == 48 and not first.rounding and first.ulps is not None
+    assert first.ulps > 10_000 and first.relative > 1e-3
+    assert report.steps == 2
+    kinds = {d.what: {e.name for e in report.differences if e.what == d.what} for d in report.differences}
+    assert kinds == {
+        "weights": set(PARAMETERS),
+        "optimizer state": {f"communication_modules[0].outer_optim momentum_buffer of {name}" for name in PARAMETERS},
+        "global weights": set(PARAMETERS),
+    }
+    assert {d.node for d in report.differences} == {0, 1}
+    assert str(report).startswith("different after step 3, by more than rounding (2 nodes, 99 parameters: ")
+    assert "first difference: step 3, node 0, weights, body.weight\n  48 of 48 entries differ" in str(report)
+    assert "\nall that differs then:\n  weights: nodes [0, 1], body.weight, body.bias, " in str(report)
+
+
+class HastyDiLoCo(DiLoCoCommunicator):
+    """The sync comes one step too early."""
+
+    def communicate(self, cluster: Cluster) -> None:
+        shift = 1 if in_simulator(cluster) else 0
+        cluster.step += shift
+        super().communicate(cluster)
+        cluster.step -= shift
+
+
+def test_a_sync_that_is_shifted_by_one_step_is_found() -> None:
+    report = verified(CommunicateOptimizeStrategy([HastyDiLoCo(H=3)], optim_spec=SGD))
+
+    first = report.first_difference
+    assert first is not None
+    assert (first.step, first.node, first.what, first.name) == (2, 0, "weights", "body.weight")
+    assert not first.rounding
+    (event,) = [d for d in report.differences if d.what == "ledger" and d.node == 0]
+    assert event.name == "outer gradient" and event.process == "no event"
+    assert event.simulator.startswith("(2, 'all_reduce', 'outer gradient', 396")
+    assert [d.name for d in report.differences if d.what == "history"] == ["payload_bytes", "wire_bytes"]
+
+
+def test_a_shared_dropout_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_node_0(seed: int, *key: int, **options: Any) -> torch.Generator:
+        return generator(seed, *((NODE, 0) if key[0] == NODE else key), **options)
+
+    monkeypatch.setattr("vsim.assembly.generator", of_node_0)  # the processes import it anew
+    report = verified(FedAvgStrategy(H=3, optim_spec=SGD))
+
+    first = report.first_difference
+    assert first is not None
+    assert (first.step, first.node, first.what) == (1, 1, "losses") and not first.rounding
+    assert report.steps == 0
+    assert {d.node for d in report.differences if d.what == "weights"} == {1}
+    # All but the bias whose gradient is too small to move it.
+    assert {d.name for d in report.differences if d.what == "weights"} >= {*PARAMETERS} - {"body.bias"}
+
+
+class BufferAverage(CommunicationModule):
+    """BatchNorm's statistics are averaged every third step: in the simulator after every second."""
+
+    def communicate(self, cluster: Cluster) -> None:
+        if cluster.step % (2 if in_simulator(cluster) else 3) == 0:
+            for buffer in cluster.replicas.buffers.values():
+                if buffer.is_floating_point():
+                    buffer.copy_(cluster.collectives.all_reduce(buffer, label="statistics"))
+
+
+def test_buffers_that_are_averaged_too_early_are_found() -> None:
+    report = verified(CommunicateOptimizeStrategy([GradientAverage(), BufferAverage()], optim_spec=SGD))
+
+    first = report.first_difference
+    assert first is not None
+    assert (first.step, first.node, first.what, first.name) == (2, 0, "buffers", "norm.running_mean")
+    assert not first.rounding and first.entries == 8
+    assert [d.name for d in report.differences if d.what == "buffers"] == 2 * ["norm.running_mean", "norm.running_var"]
+    assert not any(d.what in ("losses", "weights", "optimizer state") for d in report.differences)
+
+
+class AnotherOrder(GradientAverage):
+    """The same mean, summed from the last node to the first."""
+
+    def communicate_gradients(self, cluster: Cluster) -> None:
+        rows = cluster.grads.flip(0) if in_simulator(cluster) else cluster.grads
+        cluster.grads.copy_(cluster.collectives.all_reduce(rows, label="gradients"))
+
+
+def test_another_order_of_summation_is_only_rounding() -> None:
+    report = verified(CommunicateOptimizeStrategy([AnotherOrder()], optim_spec=OptimSpec("sgd", lr=0.1)), num_nodes=3)
+
+    first = report.first_difference
+    assert first is not None and not report.identical
+    assert (first.step, first.node, first.what, first.rounding) == (1, 0, "weights", True)
+    assert first.name in PARAMETERS and first.ulps is not None and first.ulps > 0
+    assert 0 < first.relative < ROUNDING_ULPS * 1.2e-7
+    assert str(report).startswith("different after step 1, by no more than rounding (3 nodes, 99 parameters: ")
+
+
+@pytest.mark.slow
+def test_rounding_that_adamw_makes_whole_steps_of_is_still_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vsim.trainer.LoopExecutor", VmapExecutor)
+    report = verified(SimpleReduceStrategy(optim_spec=OptimSpec("adamw", lr=0.1)), model=Net(dropout=0.0))
+
+    first = report.first_difference
+    assert first is not None and first.step == 1 and first.rounding
+    (bias, *_) = [d for d in report.differences if (d.what, d.name) == ("weights", "body.bias")]
+    assert bias.relative > 0.01 and not bias.rounding
+
+
+class FailsAlone(Strategy):
+    """Does not run on one node."""
+
+    def step(self) -> None:
+        if not in_simulator(self.cluster) and self.cluster.step == 3:
+            raise KeyError("row 1")
+        super().step()
+
+
+@pytest.mark.slow
+def test_a_failure_in_the_processes_only_is_raised() -> None:
+    with pytest.raises(KeyError, match="row 1") as caught:
+        verified(FailsAlone(optim_spec=SGD))
+    assert isinstance(caught.value.__cause__, NodeFailure)
+
+
+class Explodes(CommunicationModule):
+    """A difference at step 2, because of which the processes fail at step 3."""
+
+    def communicate(self, cluster: Cluster) -> None:
+        if not in_simulator(cluster) and cluster.step == 2:
+            cluster.weights.fill_(math.nan)
+
+
+@pytest.mark.slow
+def test_a_difference_is_told_before_the_failure_that_follows_from_it() -> None:
+    report = verified(CommunicateOptimizeStrategy([Explodes()], optim_spec=SGD))
+
+    first = report.first_difference
+    assert first is not None and (first.step, first.node, first.what) == (2, 0, "weights")
+    assert first.ulps is None and not first.rounding and first.process == "nan"
+
+
+# Without processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "smallest", "largest", "between"),
+    [
+        (torch.float32, 2.0**-149, torch.finfo(torch.float32).max, 2 * 0x7F7FFFFF),
+        (torch.float64, 2.0**-1074, torch.finfo(torch.float64).max, 2 * 0x7FEFFFFFFFFFFFFF),
+        (torch.bfloat16, 2.0**-133, torch.finfo(torch.bfloat16).max, 2 * 0x7F7F),
+        (torch.float16, 2.0**-24, torch.finfo(torch.float16).max, 2 * 0x7BFF),
+    ],
+)
+def test_ulps(dtype: torch.dtype, smallest: float, largest: float, between: int) -> None:
+    # By hand: −0 is +0, and the numbers smallest, 0, −smallest are neighbours. From −largest to largest it is twice the
+    # bit pattern of the largest, which does not fit into a signed integer.
+    a = torch.tensor([0.0, smallest, smallest, -largest, 1.0, -2.0], dtype=dtype)
+    b = torch.tensor([-0.0, 0.0, -smallest, largest, 1.0, -2.0], dtype=dtype)
+    assert ulps(a, b).tolist() == ulps(b, a).tolist() == [0, 1, 2, between, 0, 0]
+    one = torch.tensor([1.0, -1.0, 1e3], dtype=dtype)
+    eps = torch.finfo(dtype).eps
+    assert ulps(one[:2], one[:2] * (1 + eps)).tolist() == [1, 1]
+    if dtype in (torch.float32, torch.float64):
+        assert ulps(one, torch.nextafter(one, -one)).tolist() == [1, 1, 1]
+
+
+def measured(simulator: Any, process: Any) -> list[Difference]:
+    sides = (t if isinstance(t, Tensor) else torch.tensor(t) for t in (simulator, process))
+    return list(difference(*sides, step=1, node=0, what="weights", name="w"))
+
+
+def test_what_is_equal() -> None:
+    for value in ([1.0, math.nan, math.inf], [0, 1], [True], 2.0, [[1j, 2]]):
+        assert measured(value, value) == []
+    assert measured([0.0], [-0.0]) == []
+
+
+def test_a_difference_is_measured() -> None:
+    (found,) = measured([[1.0, 4.0], [0.0, 2.0]], [[1.0, 4.000001], [0.0, 2.0000002]])
+    # Between 4 and 8 neighbours are 2⁻²¹ apart: 4.000001 is 4 + 2 · 2⁻²¹.
+    assert (found.entries, found.size, found.ulps, found.index) == (2, 4, 2, (0, 1))
+    assert found.rounding and found.relative == pytest.approx(2.0**-20 / 4, rel=1e-6)
+    assert (found.simulator, found.process) == ("4", "4.00000095")
+    # Many ULPs near zero are few on the scale of the tensor.
+    (near_zero,) = measured([1.0, 1e-9], [1.0, -1e-9])
+    assert near_zero.rounding and near_zero.ulps is not None and near_zero.ulps > 10**6
+    (large,) = measured([1.0, 0.5], [1.0, 0.5001])
+    assert not large.rounding
+
+
+@pytest.mark.parametrize(
+    ("simulator", "process"),
+    [
+        ([1.0, math.nan], [1.0, 2.0]),
+        ([math.inf], [-math.inf]),
+        ([3], [4]),
+        ([True], [False]),
+        ([1.0, 2.0], [1.0]),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+    ],
+)
+def test_what_has_no_ulps_is_more_than_rounding(simulator: Any, process: Any) -> None:
+    (found,) = measured(simulator, process)
+    assert found.ulps is None and not found.rounding
+    assert "ULP" not in str(found) and f"{found.simulator} in the simulator" in str(found)
+
+
+def test_a_report_speaks_for_all_differences_of_its_step() -> None:
+    small = measured([1.0], [1.0000001])[0]
+    large = replace(measured([1.0], [2.0])[0], what="weights")
+
+    def rounding(*differences: Difference) -> bool:
+        first = VerifyReport(2, 1, 0, KINDS, differences).first_difference
+        assert first is not None
+        return first.rounding
+
+    state = replace(small, what="optimizer state", name="exp_avg of w")
+    assert rounding(small) and rounding(small, state)
+    assert not rounding(large) and not rounding(small, large)
+    assert rounding(large, state)  # as AdamW does with a gradient that is only rounding
+    assert not rounding(large, replace(state, rounding=False))
+    assert not rounding(small, replace(small, what="ledger", rounding=False))
+
+
+def test_a_report_shows_itself() -> None:
+    (found,) = measured([1.0, 2.0], [1.0, 3.0])
+    report = VerifyReport(2, 1_234, 0, ("weights",), (replace(found, name="<w>"),))
+    assert str(report).splitlines() == [
+        "different after step 1, by more than rounding (2 nodes, 1,234 parameters: weights)",
+        "first difference: step 1, node 0, weights, <w>",
+        "  1 of 2 entries differ",
+        "  by up to 4,194,304 ULPs; at most by 3.3e-01 of the largest entry",
+        "  entry [1]: 2 in the simulator, 3 in the process",
+        "all that differs then:",
+        "  weights: nodes [0], <w>",
+    ]
+    assert report._repr_html_().startswith("<pre><b>different after step 1") and "&lt;w&gt;" in report._repr_html_()
+    with pytest.raises(TypeError, match=r"neither true nor false: ask for its \.identical"):
+        bool(report)
+
+
+def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match=r"verify\(\) got an unknown argument 'batchsize'; did you mean 'batch_size'"):
+        verified(Strategy(), batchsize=3)
+    with pytest.raises(TypeError, match=r"unknown argument 'deterministic'"):
+        verified(Strategy(), deterministic=False)
+    with pytest.raises(ValueError, match="threads must be a whole number >= 1, got 0"):
+        verified(Strategy(), threads=0)
+    with pytest.raises(ValueError, match="num_nodes must be a whole number >= 1, got 0"):
+        verified(Strategy(), num_nodes=0)
+    with pytest.raises(TypeError, match="strategy must be a vsim Strategy object, got 'diloco'"):
+        verified("diloco")  # type: ignore[arg-type]
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(RuntimeError, match="without torchrun"):
+        verified(Strategy())
+
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+COMMAND = ["verify", "--data", "digits", "--model", "mlp", "--nodes", "2", "--quiet"]
+
+
+@pytest.mark.slow
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--steps", "3", "--strategy", "diloco:H=2"]) == 0
+    assert capsys.readouterr().out.startswith("bit-identical over 3 steps (2 nodes, ")
+
+
+def test_the_exit_status_tells_of_a_difference(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def found(model: nn.Module, train: Any, strategy: Strategy, *counts: int, **options: Any) -> VerifyReport:
+        given.update(options, strategy=strategy, counts=counts)
+        return VerifyReport(2, 1, 0, KINDS, tuple(measured([1.0], [2.0])))
+
+    monkeypatch.setattr("vsim.cli.verify", found)
+    assert main([*COMMAND, "--strategy", "diloco:H=7", "--threads", "2", "--seed", "5"]) == 1
+    assert "first difference: step 1, node 0, weights, w" in capsys.readouterr().out
+    assert isinstance(given["strategy"], DiLoCoStrategy) and given["counts"] == (2, 50)
+    assert (given["threads"], given["seed"], given["progress"]) == (2, 5, False)
