@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tabulate import tabulate
 from torch import nn
 
 from vsim.data.batches import Data
@@ -105,6 +104,8 @@ class Comparison(Mapping[str, ComparedRun]):
 
     def table(self, format: str = "simple") -> str:
         """Return the results as a text table; `format` is one of tabulate's: "simple", "github", "html", …"""
+        from tabulate import tabulate  # here, as it measures the width of text with tables that take time to load
+
         rows = [{key: _shown(key, value) for key, value in row.items()} for row in self.rows()]
         return tabulate(rows, headers="keys", tablefmt=format, stralign="right", disable_numparse=True)
 

@@ -175,7 +175,7 @@ def _measurements(run: Run) -> dict[str, float]:
 def _of_all_nodes(losses: Tensor, cluster: Cluster) -> list[float]:
     """Return the losses of all nodes (K,) as numbers."""
     with cluster.collectives.unbilled():
-        values: list[float] = cluster.collectives.all_gather(losses).tolist()
+        values: list[float] = cluster.collectives.all_gather(losses, label="losses").tolist()
     return values
 
 

@@ -36,7 +36,8 @@ class Trainer:
             f(rank, num_nodes, train_dataset: bool) that returns the dataset of one node.
         val_dataset: likewise; a function is asked for that of rank 0. None: no validation.
         loss_fn: f(outputs, y) → scalar loss of a batch (x, y).
-        device: where to train by default. None: cuda, else mps, else cpu.
+        device: where to train by default. None: cuda, else mps, else cpu. devices: with backend="process", where the
+            nodes train by default; see `fit`.
 
     Attributes, after or during a `fit`:
         history: the `History` of the last run. ledger: its `Ledger`. strategy: its own copy of the strategy.
@@ -65,6 +66,7 @@ class Trainer:
         *,
         loss_fn: LossFunction | None = None,
         device: str | torch.device | None = None,
+        devices: Sequence[str | torch.device] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -74,7 +76,10 @@ class Trainer:
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
         self.loss_fn = loss_fn
+        if device is not None and devices is not None:
+            raise TypeError("device and devices say the same thing; give one of them")
         self.device = None if device is None else pick_device(device)
+        self.devices = devices
         self.history = History()
         self.ledger = Ledger()
         self.strategy: Strategy | None = None
@@ -172,6 +177,8 @@ class Trainer:
         if eval_loss_hook is not None and self.val_dataset is None:
             raise ValueError("eval_loss_hook has no effect without a val_dataset")
         one_of("backend", backend, ("stacked", "process"))
+        if devices is None and device is None:
+            devices = self.devices
         options = {"devices": devices, "threads_per_process": threads_per_process, "timeout_seconds": timeout_seconds}
         chosen_device = device if device is not None else self.device
         if backend == "stacked":
