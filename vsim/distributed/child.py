@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from vsim.assembly import RunConfig
+from vsim.distributed import settings
 from vsim.distributed.collectives import CollectiveFailure, completing
 from vsim.distributed.node import run_node
 from vsim.loop import StepReport
@@ -59,6 +60,7 @@ def _train(setup: dict[str, Any], answer: Connection) -> None:
     rank, num_nodes, device = setup["rank"], setup["num_nodes"], torch.device(setup["device"])
     folder, patience = Path(setup["folder"]), timedelta(seconds=setup["timeout_seconds"])
     torch.set_num_threads(setup["threads"])
+    settings.apply(setup["torch"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     config = _load(folder / "config")

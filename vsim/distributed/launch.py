@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from vsim.assembly import RunConfig
+from vsim.distributed import settings
 from vsim.distributed.collectives import CollectiveFailure
 from vsim.distributed.node import Outcome, ProcessOptions, backend_for
 from vsim.loop import Reporter
@@ -133,6 +134,7 @@ def _start(rank: int, folder: str, config: RunConfig, options: ProcessOptions) -
         "device": str(options.devices[rank % len(options.devices)]),
         "backend": backend_for(options.devices, config.num_nodes),
         "threads": options.threads,
+        "torch": settings.current(),
         "timeout_seconds": options.timeout_seconds,
     }
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}

@@ -1,0 +1,417 @@
+"""What goes wrong in a process reaches the caller with its rank and cause, soon, and no process is left behind."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from separate import small_mlp, vectors
+from torch import nn
+
+from vsim import Trainer
+from vsim.distributed import CollectiveFailure, NodeFailure
+from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
+
+NO_HANG_SECONDS = 15.0
+
+# Everything that a test starts inherits a mark of its own in its environment, which tells it from other tests'.
+_MARK = "VSIM_TEST_MARK"
+linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+
+
+def processes_with(mark: str) -> list[int]:
+    """The processes that have `mark`, worker processes of DataLoaders included; the dead have no environment."""
+    found = []
+    for entry in Path("/proc").iterdir() if Path("/proc/self/environ").exists() else ():
+        try:
+            if entry.name.isdigit() and f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Whatever a test starts is gone when it ends."""
+    own = uuid.uuid4().hex
+    monkeypatch.setenv(_MARK, own)
+    yield own
+    assert processes_with(own) == []
+
+
+class OutOfLuck(Exception):
+    def __init__(self, node: int, why: str) -> None:
+        super().__init__(node, why)
+        self.node, self.why = node, why
+
+
+class At(SimpleReduceStrategy):
+    """Does something at one step of one node."""
+
+    def __init__(self, step: int, node: int, act: Callable[[int], Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.at, self.on, self.act = step, node, act
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        super()._init_node(model, rank, num_nodes)
+        self.rank = rank
+
+    def step(self) -> None:
+        if self.cluster.step == self.at and self.on in (self.rank, ALL):
+            self.act(self.rank)
+        super().step()
+
+
+ALL = -1
+
+
+def fit(strategy: Strategy, num_nodes: int = 2, **options: Any) -> Trainer:
+    """Train in processes, `trainer` or a small one."""
+    trainer = options.pop("trainer", None) or Trainer(small_mlp(), vectors())
+    defaults = {"max_steps": 8, "batch_size": 4, "progress": False, "backend": "process", "threads_per_process": 1}
+    trainer.fit(strategy=strategy, num_nodes=num_nodes, **{**defaults, **options})
+    return trainer
+
+
+class Clock:
+    """A hook. What comes before the first step is the start of processes, on a machine that may be busy."""
+
+    def __call__(self, step: int, loss: float) -> None:
+        self.last = time.monotonic()
+
+    def seconds_since_the_last_step(self) -> float:
+        return time.monotonic() - self.last
+
+
+def raise_out_of_luck(rank: int) -> None:
+    raise OutOfLuck(rank, "no more")
+
+
+def test_an_exception_comes_with_its_rank_and_traceback() -> None:
+    trainer = Trainer(small_mlp(), vectors())
+    clock = Clock()
+    with pytest.raises(OutOfLuck, match="no more") as caught:
+        fit(At(5, 2, raise_out_of_luck), num_nodes=3, trainer=trainer, train_loss_hook=clock)
+    assert clock.seconds_since_the_last_step() < NO_HANG_SECONDS
+    assert (caught.value.node, caught.value.why) == (2, "no more")
+    failure = caught.value.__cause__
+    assert isinstance(failure, NodeFailure) and failure.rank == 2
+    assert "node 2 failed after step 4 of the run" in str(failure)
+    assert "in raise_out_of_luck" in str(failure) and "test_process_faults.py" in str(failure)
+    assert trainer.history["step"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_process_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
+    """From outside, in the middle of a step, while a worker of its DataLoader holds its pipes too."""
+
+    def wait_for_the_end(rank: int) -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        time.sleep(60)
+
+    killed_at = []
+
+    def kill() -> None:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.01)
+        killed_at.append(time.monotonic())
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    with pytest.raises(
+        NodeFailure, match=r"node 1's process was ended by signal 9 \(SIGKILL\).*after step 2"
+    ) as caught:
+        fit(At(3, 1, wait_for_the_end), dataloader_kwargs={"num_workers": 1})
+    assert caught.value.rank == 1
+    assert time.monotonic() - killed_at[0] < NO_HANG_SECONDS
+
+
+def test_a_node_that_does_not_arrive_is_named_with_collective_and_step() -> None:
+    trainer = Trainer(small_mlp(), vectors())
+    clock = Clock()
+    with pytest.raises(CollectiveFailure, match=r"all_reduce of 'gradients' at step 3 on node 0 .*\[1\]") as caught:
+        fit(At(3, 1, lambda rank: time.sleep(60)), trainer=trainer, timeout_seconds=4, train_loss_hook=clock)
+    assert clock.seconds_since_the_last_step() < NO_HANG_SECONDS
+    assert isinstance(caught.value.__cause__, NodeFailure) and caught.value.__cause__.rank == 0
+    assert trainer.history["step"].tolist() == [0, 1, 2]
+
+
+def test_hooks_progress_warnings_and_threads(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shown: list[Any] = []
+
+    class Bar:
+        def __init__(self, **options: Any) -> None:
+            shown.append(options["total"])
+
+        def set_postfix_str(self, text: str, refresh: bool) -> None: ...
+
+        def update(self) -> None:
+            shown.append("step")
+
+        def close(self) -> None:
+            shown.append("closed")
+
+    def act(rank: int) -> None:
+        print(f"{rank} {torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']} {os.environ['GLOO_SOCKET_IFNAME']}")
+        warnings.warn("one warning of all nodes", UserWarning, stacklevel=1)
+        atexit.register((tmp_path / str(rank)).touch)
+
+    monkeypatch.setattr("tqdm.auto.tqdm", Bar)
+    seen: list[Any] = []
+    trainer = Trainer(small_mlp(), vectors(), vectors(7))
+    with pytest.warns(UserWarning, match="one warning") as issued:
+        fit(
+            At(2, ALL, act),
+            trainer=trainer,
+            max_steps=4,
+            val_interval=2,
+            progress=True,
+            threads_per_process=2,
+            train_loss_hook=lambda step, loss: seen.append((step, loss)),
+            eval_loss_hook=lambda step, loss: seen.append((step, "eval", loss)),
+        )
+    history = trainer.history
+    losses, evals = history["train_loss"], history["global_loss"]
+    expected = [(0, "eval", evals[0]), (1, losses[1]), (2, losses[2]), (2, "eval", evals[2])]
+    assert seen == [*expected, (3, losses[3]), (4, losses[4]), (4, "eval", evals[4])]
+    assert shown == [4, *["step"] * 4, "closed"]
+    assert [str(w.message) for w in issued] == ["one warning of all nodes"]
+    printed = capfd.readouterr()
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    assert sorted(printed.out.splitlines()) == [f"{rank} 2 2 {loopback}" for rank in range(2)]
+    assert printed.err == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]  # they have ended by themselves
+
+
+@pytest.mark.slow
+def test_an_interrupt_in_a_hook_keeps_what_was_done() -> None:
+    def interrupt(step: int, loss: float) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    trainer = Trainer(small_mlp(), vectors())
+    with pytest.raises(KeyboardInterrupt):
+        fit(FedAvgStrategy(H=2), trainer=trainer, max_steps=100_000, train_loss_hook=interrupt)
+    assert trainer.history["step"].tolist() == [0, 1, 2, 3]
+    assert [event.step for event in trainer.ledger] == [2]
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_is_the_simulators_error() -> None:
+    errors, trainers = [], []
+    for options in ({"backend": "process"}, {"backend": "stacked", "threads_per_process": None}):
+        trainers.append(Trainer(small_mlp(), vectors()))
+        with pytest.raises(FloatingPointError, match="non-finite loss at step") as caught:
+            fit(FedAvgStrategy(H=2, inner_optim="sgd", lr=1e25), trainer=trainers[-1], deterministic=True, **options)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+    assert trainers[0].history["step"].tolist() == trainers[1].history["step"].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_node_that_exits_does_not_end_the_caller(status: int) -> None:
+    with pytest.raises(NodeFailure, match=r"node 1 failed after step 1 of the run:(.|\n)*SystemExit") as caught:
+        fit(At(2, 1, lambda rank: sys.exit(status)))
+    assert caught.value.rank == 1
+
+
+@pytest.mark.slow
+def test_an_exception_that_cannot_be_shipped_is_told() -> None:
+    class Stubborn(Exception):
+        def __reduce__(self) -> Any:
+            raise TypeError("never")
+
+    def act(rank: int) -> None:
+        raise Stubborn("as ever")
+
+    with pytest.raises(NodeFailure, match=r"node 0 failed(.|\n)*Stubborn: as ever"):
+        fit(At(1, 0, act))
+
+
+@pytest.mark.slow
+def test_what_the_processes_cannot_import_is_told() -> None:
+    made_up = types.ModuleType("made_up")
+    exec("class Alone(Strategy): pass", vars(made_up) | {"Strategy": Strategy, "__name__": "made_up"}, vars(made_up))
+    sys.modules["made_up"] = made_up
+    try:
+        with pytest.raises(ModuleNotFoundError, match=r"cannot load .* 'made_up'.* importable by its name") as caught:
+            fit(made_up.Alone())
+    finally:
+        del sys.modules["made_up"]
+    assert isinstance(caught.value.__cause__, NodeFailure)
+
+
+class Locked:
+    """Anything that cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self, *_: Any) -> Any: ...
+
+
+class LockedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.lock = nn.Linear(2, 2), threading.Lock()
+
+
+@pytest.mark.parametrize("name", ["model", "train_dataset", "val_dataset", "loss_fn", "strategy", "dataloader_kwargs"])
+def test_what_cannot_be_shipped_is_named(name: str, mark: str) -> None:
+    given: dict[str, Any] = {
+        "model": small_mlp(),
+        "train_dataset": vectors(),
+        "val_dataset": vectors(),
+        "loss_fn": None,
+    }
+    options: dict[str, Any] = {"strategy": FedAvgStrategy()}
+    if name == "strategy":
+        options["strategy"] = At(1, 0, Locked())
+    elif name == "dataloader_kwargs":
+        options[name] = {"collate_fn": Locked()}
+    else:
+        given[name] = LockedModel() if name == "model" else Locked()
+    with pytest.raises(TypeError, match=f"backend='process' cannot ship {name} to the nodes' processes: .*lock"):
+        fit(trainer=Trainer(**given), **options)
+
+
+# Scripts -------------------------------------------------------------------------------------------------------------
+
+# Everything is defined in the script, which has no `if __name__ == "__main__"`.
+SCRIPT = """
+    import time
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    from vsim import Trainer
+    from vsim.strategy import Strategy, AveragingCommunicator
+
+    print("started", flush=True)
+
+    class OwnError(Exception):
+        pass
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+        def forward(self, batch):
+            return self.layer(batch[0]).square().mean()
+
+    class Own(Strategy):
+        def step(self):
+            if self.local_step == STEPS_BEFORE_THE_ERROR:
+                raise OwnError("mine")
+            time.sleep(PAUSE)
+            super().step()
+
+    trainer = Trainer(Model(), TensorDataset(torch.randn(20, 3)))
+    try:
+        trainer.fit(
+            strategy=Own([AveragingCommunicator(every=2)]), num_nodes=2, max_steps=10_000, batch_size=2, progress=False,
+            backend="process", train_loss_hook=lambda step, loss: print("step", step, flush=True),
+            dataloader_kwargs={"num_workers": 1},
+        )
+    except KeyboardInterrupt:
+        print("interrupted at", len(trainer.history) - 1)
+    except OwnError as error:
+        print("caught", error, "of node", error.__cause__.rank)
+"""
+
+
+def script(pause: float = 0.0, error_after: int = -1) -> str:
+    text = SCRIPT.replace("PAUSE", str(pause)).replace("STEPS_BEFORE_THE_ERROR", str(error_after))
+    return textwrap.dedent(text)
+
+
+def started(folder: Path, text: str) -> subprocess.Popen[str]:
+    """Run it as a file, from a folder whose modules are none of its business."""
+    (folder / "code").mkdir()
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "pickle.py").write_text("raise ImportError('this is not on the path')")
+    (folder / "code" / "script.py").write_text(text)
+    command = [sys.executable, str(folder / "code" / "script.py")]
+    return subprocess.Popen(
+        command, cwd=folder / "elsewhere", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def read_until(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    while (got := process.stdout.readline()) != f"{line}\n":
+        assert got, f"ended before {line!r}: {process.communicate()[1]}"
+
+
+def gone_within(seconds: float, mark: str) -> bool:
+    deadline = time.monotonic() + seconds
+    while processes_with(mark):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_ctrl_c_ends_all_processes(tmp_path: Path, mark: str) -> None:
+    with started(tmp_path, script(pause=0.05)) as process:
+        read_until(process, "step 3")
+        interrupted = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=NO_HANG_SECONDS)
+    assert time.monotonic() - interrupted < NO_HANG_SECONDS
+    assert process.returncode == 0, err
+    assert int(out.splitlines()[-1].removeprefix("interrupted at ")) >= 3
+    assert "started" not in out  # the script ran once
+    assert err == ""
+    assert gone_within(2, mark)
+
+
+@pytest.mark.slow
+@linux
+def test_the_processes_end_with_a_caller_that_is_killed(tmp_path: Path, mark: str) -> None:
+    with started(tmp_path, script(pause=0.05)) as process:
+        read_until(process, "step 3")
+        assert len(processes_with(mark)) >= 3
+        process.kill()
+        assert gone_within(5, mark)
+
+
+@pytest.mark.slow
+@linux
+def test_the_processes_end_with_a_caller_that_is_killed_while_they_start(tmp_path: Path, mark: str) -> None:
+    with started(tmp_path, script()) as process:
+        read_until(process, "started")
+        while len(processes_with(mark)) < 3:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+        assert gone_within(NO_HANG_SECONDS, mark)
+        assert process.stderr is not None and process.stderr.read() == ""
+
+
+@pytest.mark.slow
+def test_a_script_from_standard_input_catches_its_own_exception() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-"], input=script(error_after=3), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    *_, last = ended.stdout.splitlines()
+    assert last in ("caught mine of node 0", "caught mine of node 1")
+    assert ended.stdout.count("started") == 1
+    assert ended.stderr == ""

@@ -1,0 +1,192 @@
+"""Under torchrun a script's `fit(backend="process")` joins as a rank: on one machine, and as on two."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from separate import images, small_cnn
+
+from vsim import Trainer
+from vsim.strategy import DiLoCoStrategy, OptimSpec
+
+SECONDS = 120
+
+SCRIPT = """
+    import os
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, {tests!r})
+    import torch
+    import tqdm.auto
+    from separate import images, small_cnn
+    from vsim import Trainer
+    from vsim.strategy import DiLoCoStrategy, OptimSpec
+
+    class Bar(tqdm.auto.tqdm):
+        def __init__(self, **options):
+            super().__init__(**options)
+            (folder / f"bar of {{rank}}").touch()
+
+    rank, folder = int(os.environ["RANK"]), Path({folder!r})
+    tqdm.auto.tqdm = Bar
+
+    def keep(run):
+        if run.cluster.step == 6:
+            torch.save(run.cluster.weights, folder / f"node {{run.cluster.replicas.first_node}}.pt")
+
+    torch.manual_seed(7)
+    for fit in range(2):  # the second finds nothing of the first
+        trainer = Trainer(small_cnn(), images(), images(7))
+        trainer.after_step = keep
+        model = trainer.fit(
+            strategy=DiLoCoStrategy(H=2, optim_spec=OptimSpec("adamw", lr=1e-2)), num_nodes={num_nodes}, max_steps=6,
+            batch_size=4, backend="process", deterministic=True, threads_per_process=1, correlation_interval=3,
+        )
+        outcome = (model.state_dict(), torch.tensor(trainer.history.node_losses), [tuple(e) for e in trainer.ledger])
+        torch.save(outcome, folder / f"fit {{fit}} on {{rank}}.pt")
+    assert not torch.distributed.is_initialized()
+"""
+
+
+def script(folder: Path, num_nodes: int = 2) -> str:
+    path = folder / "script.py"
+    text = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(folder), num_nodes=num_nodes)
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def torchrun(
+    *arguments: str, before: Sequence[str] = (), interface: str = "lo0" if sys.platform == "darwin" else "lo"
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*before, sys.executable, "-m", "torch.distributed.run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface, "TP_SOCKET_IFNAME": interface},
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def assert_the_simulators_bits(folder: Path) -> None:
+    trainer = Trainer(small_cnn(), images(), images(7))
+    model = trainer.fit(
+        strategy=DiLoCoStrategy(H=2, optim_spec=OptimSpec("adamw", lr=1e-2)),
+        num_nodes=2,
+        max_steps=6,
+        batch_size=4,
+        deterministic=True,
+        progress=False,
+    )
+    assert trainer.strategy is not None
+    for node, row in enumerate(trainer.strategy.cluster.weights):
+        assert torch.equal(torch.load(folder / f"node {node}.pt")[0], row)
+        for fit in range(2):
+            state, losses, events = torch.load(folder / f"fit {fit} on {node}.pt")
+            assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+            np.testing.assert_array_equal(losses.numpy(), trainer.history.node_losses)
+            assert events == [tuple(event) for event in trainer.ledger]
+    assert [path.name for path in folder.glob("bar of *")] == ["bar of 0"]
+
+
+def test_a_script_joins_as_the_ranks_of_one_machine(tmp_path: Path) -> None:
+    run = torchrun("--nproc_per_node=2", "--master_port", str(free_port()), script(tmp_path))
+    out, _ = run.communicate(timeout=SECONDS)
+    assert run.returncode == 0, out
+    assert_the_simulators_bits(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_node_for_every_rank_or_an_error_that_says_so(tmp_path: Path) -> None:
+    run = torchrun("--nproc_per_node=2", "--master_port", str(free_port()), script(tmp_path, num_nodes=3))
+    out, _ = run.communicate(timeout=SECONDS)
+    assert run.returncode != 0
+    assert "ValueError: num_nodes is 3, but torchrun has started 2 processes, a node each: give num_nodes=2" in out
+
+
+def on_two_machines(path: str, master: str, befores: Sequence[Sequence[str]], interface: str) -> None:
+    meeting = ["--nnodes=2", "--nproc_per_node=1", f"--master_addr={master}", f"--master_port={free_port()}"]
+    runs = [
+        torchrun(*meeting, f"--node_rank={rank}", path, before=before, interface=interface)
+        for rank, before in enumerate(befores)
+    ]
+    try:
+        for run in runs:
+            out, _ = run.communicate(timeout=SECONDS)
+            assert run.returncode == 0, out
+    finally:
+        for run in runs:
+            run.kill()
+            run.communicate()
+
+
+@pytest.mark.slow
+def test_two_agents_meet_over_loopback(tmp_path: Path) -> None:
+    on_two_machines(script(tmp_path), "127.0.0.1", [(), ()], "lo0" if sys.platform == "darwin" else "lo")
+    assert_the_simulators_bits(tmp_path)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them: 10.213.7.1 and 10.213.7.2 on `cable`."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root, and ip of iproute2")
+    names = [f"vsim-{uuid.uuid4().hex[:8]}" for _ in range(2)]
+    ends = [name[:13] + "x" for name in names]
+    try:
+        for name in names:
+            if subprocess.run(["ip", "netns", "add", name], check=False).returncode:
+                pytest.skip("this machine makes no network namespaces")
+        _ip(f"link add {ends[0]} type veth peer name {ends[1]}")
+        for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
+            _ip(f"link set {end} netns {name} name cable")
+            _ip(f"-n {name} address add 10.213.7.{number}/24 dev cable")
+            _ip(f"-n {name} link set cable up")
+            _ip(f"-n {name} link set lo up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False)
+
+
+def _ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True)
+
+
+@pytest.mark.slow
+def test_two_agents_meet_over_a_network(tmp_path: Path, namespaces: list[str]) -> None:
+    befores = [["ip", "netns", "exec", name] for name in namespaces]
+    on_two_machines(script(tmp_path), "10.213.7.1", befores, "cable")
+    assert_the_simulators_bits(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_port_in_use_is_told(tmp_path: Path) -> None:
+    """Of torchrun's: the processes that vsim spawns meet in a file."""
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = torchrun(
+            "--nnodes=2", "--node_rank=0", "--master_addr=127.0.0.1", f"--master_port={port}", script(tmp_path)
+        )
+        out, _ = run.communicate(timeout=SECONDS)
+    assert run.returncode != 0
+    assert "address already in use" in out and str(port) in out
