@@ -114,4 +114,5 @@ def _evaluator(config: RunConfig, engine: Executor, device: torch.device) -> Eva
     (dataset,) = resolve(config.val_dataset, config.num_nodes, range(1), False, "val_dataset")
     examples = first_examples(dataset, config.val_size, config.dataloader_kwargs.get("collate_fn"))
     examples = tree_map(lambda t: t.to(device), examples)
-    return Evaluator(engine, examples, config.minibatch_size or config.batch_size, config.seed)
+    # Without gradients no activations are kept, so that more examples fit at once than in training.
+    return Evaluator(engine, examples, 4 * (config.minibatch_size or config.batch_size), config.seed)

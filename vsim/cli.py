@@ -129,7 +129,7 @@ def _command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
 
 def _add_outcome(command: argparse.ArgumentParser) -> None:
     how = command.add_argument_group("how it is computed and measured")
-    how.add_argument("--val-size", type=int, default=512, help="validation examples (default: 512)")
+    how.add_argument("--val-size", type=int, default=256, help="validation examples (default: %(default)s)")
     how.add_argument("--val-interval", type=int, metavar="STEPS", help="default: ten times in a run")
     how.add_argument("--device", help="cuda, mps or cpu (default: the first of them that is there)")
     how.add_argument("--executor", choices=EXECUTORS, default="auto", help="default: auto")

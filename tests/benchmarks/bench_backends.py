@@ -3,7 +3,7 @@
 The processes run the same loop over torch.distributed (gloo) in eager PyTorch, the cores shared out among them. Both
 alternate in one run.
 
-    python tests/benchmarks/bench_backends.py [--rounds 3]
+    python tests/benchmarks/bench_backends.py [--rounds 3] (about five minutes a round)
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     rounds = parser.parse_args().rounds
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     rows = []
