@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from vsim import first_calls
 from vsim.cluster import Cluster
 from vsim.collectives import Collectives
 from vsim.data.batches import Data, first_examples, resolve
@@ -75,6 +76,7 @@ def assemble(
         executor: called with (replicas, objective, generators, autocast).
         report: gets every step's outcome.
     """
+    first_calls.settle()
     steps = config.num_epochs * batches.steps_per_epoch if config.max_steps is None else config.max_steps
     replicas = Replicas.of(config.model, len(nodes), device, nodes.start)
     replicas.module.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from vsim import first_calls
 from vsim.assembly import RunConfig
 from vsim.distributed import settings
 from vsim.distributed.collectives import CollectiveFailure, completing
@@ -43,7 +45,7 @@ def main(answer_fd: int) -> None:
         setup = pickle.load(sys.stdin.buffer)
     except EOFError:
         os._exit(1)
-    _end_with_parent()
+    _end_with_parent(setup["folder"])
     sys.argv = setup["argv"]
     _forward_warnings(answer)
     try:
@@ -63,6 +65,7 @@ def _train(setup: dict[str, Any], answer: Connection) -> None:
     settings.apply(setup["torch"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    first_calls.settle()  # before anything of the user's computes
     config = _load(folder / "config")
     # The wait for slow starters comes first, so that timeout_seconds can be that of collectives alone.
     store = dist.FileStore(str(folder / "rendezvous"), num_nodes)
@@ -120,8 +123,12 @@ def _forward_warnings(answer: Connection) -> None:
     warnings.showwarning = show
 
 
-def _end_with_parent() -> None:
-    """End this process, and the worker processes that it has started, when the parent is gone, however it went."""
+def _end_with_parent(folder: str) -> None:
+    """End this process, and the worker processes that it has started, when the parent is gone, however it went.
+
+    Args:
+        folder: what the parent would have removed.
+    """
     lifeline = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # for whoever reads standard input
@@ -129,6 +136,7 @@ def _end_with_parent() -> None:
 
     def wait_for_the_end() -> None:
         os.read(lifeline, 1)
+        shutil.rmtree(folder, ignore_errors=True)
         os.killpg(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait_for_the_end, daemon=True).start()
