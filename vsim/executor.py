@@ -212,11 +212,11 @@ class VmapExecutor(Executor):
             with _without_performance_warnings():
                 return vmap(of_node, in_dims=in_dims, randomness=randomness)(*arguments)
         except Exception as error:
-            if self._works_alone(of_node, in_dims, arguments):
+            if self._works_alone(in_dims, arguments):
                 raise VmapError(_explain_vmap_failure(error)) from error
             raise
 
-    def _works_alone(self, of_node: Callable[..., Any], in_dims: tuple[int | None, ...], arguments: Any) -> bool:
+    def _works_alone(self, in_dims: tuple[int | None, ...], arguments: Any) -> bool:
         """Whether the first node's own model runs on its own batch: then vmap is what failed."""
         own, buffers, batch = (
             tree_map(lambda t: t[0].detach().clone(), part) if dim == 0 else part
