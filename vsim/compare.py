@@ -188,7 +188,7 @@ def compare(
         interrupt what was done so far comes back, with a warning.
 
     Raises:
-        TypeError, ValueError: as `Trainer.fit`; nothing has been trained then.
+        TypeError, ValueError: as `Trainer.fit`.
     """
     if not isinstance(strategies, Mapping):
         raise TypeError(f"strategies must be a dict of name → strategy, got {type(strategies).__name__}")
