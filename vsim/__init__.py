@@ -1,25 +1,36 @@
 """vsim: what would this training run have done on K machines, and how many bytes would it have sent?"""
 
+from vsim.checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from vsim.compare import ComparedRun, Comparison, compare
 from vsim.difference import Difference
+from vsim.diloco_sim import DilocoSimulator
 from vsim.history import History
 from vsim.ledger import Event, Ledger
+from vsim.logger import CSVLogger, TensorBoardLogger, WandbLogger
 from vsim.trainer import LocalTrainer, Trainer
 from vsim.verify import VerifyReport, verify
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CSVLogger",
+    "Checkpoint",
+    "CheckpointError",
     "ComparedRun",
     "Comparison",
     "Difference",
+    "DilocoSimulator",
     "Event",
     "History",
     "Ledger",
     "LocalTrainer",
+    "TensorBoardLogger",
     "Trainer",
     "VerifyReport",
+    "WandbLogger",
     "__version__",
     "compare",
+    "latest_checkpoint",
+    "load_checkpoint",
     "verify",
 ]

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import numpy as np
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -68,6 +70,19 @@ def real_number(
         allowed = " and ".join(b for b in bounds if b) or "finite"
         raise ValueError(f"{name} must be {allowed}, got {value}")
     return float(value)
+
+
+def true_or_false(name: str, value: Any) -> bool:
+    """Return `value` as a bool if it is one; raise a TypeError otherwise: any text would be true, "no" as well."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def a_function(name: str, value: Any, of: str) -> None:
+    """Raise a TypeError unless `value` is None or can be called; `of` are its arguments."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be a function of ({of}), got {value!r} of type {type(value).__name__}")
 
 
 def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:

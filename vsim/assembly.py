@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,11 +17,15 @@ from vsim.cluster import Cluster
 from vsim.collectives import Collectives
 from vsim.data.batches import Data, first_examples, resolve
 from vsim.evaluate import Evaluator
-from vsim.executor import Executor
+from vsim.executor import Executor, Settings
+from vsim.history import History
+from vsim.interrupt import Interrupt
 from vsim.loop import Reporter, Run
+from vsim.memory import fitting_minibatch, total_bytes
 from vsim.objective import LossFunction, Objective
 from vsim.randomness import NODE, SHARED, generator
 from vsim.replicas import Replicas
+from vsim.resume import Checkpointer, Saving, Start, begin_fork, fingerprint, resume, settings_of
 from vsim.strategy.base import Strategy
 
 
@@ -44,15 +49,20 @@ class RunConfig:
     seed: int
     autocast: bool
     deterministic: bool
-    compile: bool
+    compile: bool | str
+    chunk_size: int | None
     correlation_interval: int | None
     dataloader_kwargs: Mapping[str, Any]
     after_step: Callable[[Run], None] | None = None  # called in every process when a step is done
+    memory_share: float | None = None  # of the device's memory, for a process: chooses the minibatch size
+    start: Start | None = None
+    saving: Saving | None = None
 
 
 class BatchSource(Protocol):
     """Where a run's batches come from: `vsim.data.Batches`, or one node's own loader."""
 
+    lengths: list[int]
     steps_per_epoch: int
     shard_sizes: Tensor
 
@@ -67,19 +77,32 @@ def assemble(
     executor: Callable[..., Executor],
     device: torch.device,
     report: Reporter,
+    history: History | None = None,
+    interrupt: Interrupt | None = None,
 ) -> Run:
     """Set up the run of `nodes`, which are held in this process as rows on `device`.
 
     Args:
         collectives: how they communicate with each other and with the others.
         batches: stacked batches (R, B, …) for them.
-        executor: called with (replicas, objective, generators, autocast).
+        executor: called with (replicas, objective, generators, settings).
         report: gets every step's outcome.
+        history: the record that these reports go to, where it is kept in this process.
+        interrupt: asks the run to stop.
+
+    Raises:
+        CheckpointError: the run does not fit the checkpoint that it starts from.
     """
+    checkpoint = None if config.start is None else config.start.open()
     first_calls.settle()
     steps = config.num_epochs * batches.steps_per_epoch if config.max_steps is None else config.max_steps
-    replicas = Replicas.of(config.model, len(nodes), device, nodes.start)
+    # Separate processes have a row each; so has an exact run, whose sums have the order of theirs.
+    in_one = not config.deterministic and len(nodes) == config.num_nodes > 1
+    share_weights, share_grads = (in_one and s for s in (config.strategy.shares_weights, config.strategy.shares_grads))
+    replicas = Replicas.of(config.model, len(nodes), device, nodes.start, share_weights, share_grads)
     replicas.module.train()
+    if checkpoint is not None and checkpoint.forks:
+        begin_fork(checkpoint, replicas)
     cluster = Cluster(
         replicas,
         collectives,
@@ -87,34 +110,74 @@ def assemble(
         batches.shard_sizes,
         steps,
         config.deterministic,
-        config.compile,
+        bool(config.compile),
     )
     strategy = copy.deepcopy(config.strategy)
+    strategy.settings = settings_of(config.strategy)
     strategy.setup(cluster)
     objective = Objective(replicas.module, copy.deepcopy(config.loss_fn)).to(device)
     streams = [generator(config.seed, NODE, node, device=device) for node in nodes]
-    engine = executor(replicas, objective, streams, config.autocast)
-    return Run(
+    settings = Settings(config.autocast, config.deterministic, config.chunk_size, config.compile, steps)
+    engine = executor(replicas, objective, streams, settings)
+    examples = _validation_examples(config, device)
+    run = Run(
         cluster,
         strategy,
         engine,
-        batches.from_step(0),
+        iter(()),
         collectives.ledger,
         report,
         steps,
         config.minibatch_size,
-        _evaluator(config, engine, device),
+        None,
         config.val_interval,
         config.correlation_interval,
         config.after_step,
+        None if config.saving is None else Checkpointer(config.saving, history),
+        interrupt or Interrupt(),
+        history=history,
     )
+    run.fingerprint = fingerprint(config, run, batches.lengths)
+    if checkpoint is not None:
+        resume(run, checkpoint)
+        run.starts = checkpoint.forks
+    run.batches = batches.from_step(run.done)
+    if config.memory_share is not None and run.done < steps:
+        first = next(run.batches)
+        run.batches = itertools.chain([first], run.batches)
+        run.minibatch_size = _fitting_minibatch(config, cluster, strategy, engine, first)
+    if examples is not None:
+        # Without gradients no activations are kept, so that more examples fit at once than in training.
+        batch_size = 4 * (run.minibatch_size or config.batch_size)
+        run.evaluator = Evaluator(engine, examples, batch_size, config.seed)
+    return run
 
 
-def _evaluator(config: RunConfig, engine: Executor, device: torch.device) -> Evaluator | None:
+def _validation_examples(config: RunConfig, device: torch.device) -> Any:
+    """Return one batch (N, …) of the validation examples on `device`, None without validation data."""
     if config.val_dataset is None:
         return None
     (dataset,) = resolve(config.val_dataset, config.num_nodes, range(1), False, "val_dataset")
     examples = first_examples(dataset, config.val_size, config.dataloader_kwargs.get("collate_fn"))
-    examples = tree_map(lambda t: t.to(device), examples)
-    # Without gradients no activations are kept, so that more examples fit at once than in training.
-    return Evaluator(engine, examples, 4 * (config.minibatch_size or config.batch_size), config.seed)
+    return tree_map(lambda t: t.to(device), examples)
+
+
+def _fitting_minibatch(
+    config: RunConfig, cluster: Cluster, strategy: Strategy, engine: Executor, batch: Any
+) -> int | None:
+    """Return the largest minibatch that fits on all nodes into their share of memory, None for the whole batch."""
+    assert config.memory_share is not None
+    device = cluster.weights.device
+    total = total_bytes(device)
+    batch = tree_map(lambda t: t.to(device), batch)
+    size = fitting_minibatch(engine, strategy.optim, batch, config.batch_size, config.memory_share * total)
+    with cluster.collectives.unbilled():
+        rows = torch.full((cluster.replicas.num_nodes,), size, device=device)
+        size = int(cluster.collectives.all_gather(rows, label="minibatch sizes").min())
+    if size == 0:
+        raise ValueError(
+            f"max_memory_usage leaves this process {config.memory_share * total / 1e9:.3g} GB of the {total / 1e9:.3g} "
+            f"GB of {device.type}, and a minibatch of one example a node does not fit: raise it, or take fewer nodes "
+            "or a smaller model"
+        )
+    return None if size == config.batch_size else size

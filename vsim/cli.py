@@ -1,4 +1,4 @@
-"""`vsim compare`, `vsim train` and `vsim verify`: the main jobs from the command line."""
+"""`vsim compare`, `train`, `verify`, `doctor` and `bench`: the main jobs from the command line."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors.torch import save_model
 from torch import nn
 
 import vsim
-from vsim.arguments import one_of
+from vsim import bench
+from vsim.arguments import one_of, whole_number
 from vsim.compare import Comparison, compare
 from vsim.data import TextDataset, digits, docs_text, mnist, text_file
 from vsim.distributed import NodeFailure
+from vsim.doctor import machine
 from vsim.executor import EXECUTORS
+from vsim.logger import CSVLogger, Logger, TensorBoardLogger
 from vsim.models import CNN, GPT, MLP
+from vsim.plot import save
 from vsim.strategy import STRATEGIES, Strategy
+from vsim.trainer import Trainer
 from vsim.verify import verify
 
 DATA = ("docs", "digits", "mnist")
@@ -34,10 +39,12 @@ _EXAMPLES = """
 examples:
   vsim compare                                              K = 4 small GPTs on English text, all strategies
   vsim compare --data digits --model cnn --nodes 8          images instead
-  vsim compare --text notes.txt --steps 500 --seed 1        your own text
+  vsim compare --text notes.txt --steps 500 --seeds 1 2 3   your own text, mean and band over three seeds
   vsim compare --strategies allreduce fedavg:H=50,island_size=2 diloco:H=50,outer_lr=0.7 diloco:H=200 --steps 400
   vsim train --strategy diloco:H=20 --nodes 16              one strategy, and its model
+  vsim train --save-dir run1 --checkpoint-interval 50       the same, saved; with --resume it goes on where it stopped
   vsim verify --strategy diloco:H=5                         the simulator against 4 processes, bit by bit
+  vsim doctor --data digits --nodes 16                      how this machine computes it
 """
 
 
@@ -64,10 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Simulate distributed training of K nodes in one process, and count every byte they would send.",
     )
     parser.add_argument("--version", action="version", version=f"vsim {vsim.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="compare | train | verify")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="compare | train | verify | doctor | bench")
     _add_compare(commands)
     _add_train(commands)
     _add_verify(commands)
+    _add_doctor(commands)
+    _add_bench(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -80,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_compare(commands: Any) -> None:
-    command = _command(commands, "compare", "train the same model with several strategies, and compare loss and bytes")
+    purpose = "train the same model with several strategies, and compare loss and bytes"
+    command = _command(commands, "compare", purpose, several_seeds=True)
     command.add_argument(
         "--strategies", nargs="+", default=list(STRATEGIES), metavar="NAME", help="what to compare (default: all)"
     )
@@ -92,6 +102,17 @@ def _add_train(commands: Any) -> None:
     command = _command(commands, "train", "train with one strategy, and keep the model")
     command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
     _add_outcome(command)
+    saving = command.add_argument_group("checkpoints")
+    saving.add_argument("--save-dir", type=Path, metavar="DIR", help="save at the end, and when interrupted (Ctrl-C)")
+    saving.add_argument("--checkpoint-interval", type=int, metavar="STEPS", help="save every so many steps too")
+    saving.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="PATH",
+        help="go on with the run in --save-dir, or with the checkpoint at PATH",
+    )
     command.set_defaults(run=_train)
 
 
@@ -103,7 +124,26 @@ def _add_verify(commands: Any) -> None:
     command.set_defaults(run=_verify, steps=50)
 
 
-def _command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
+def _add_doctor(commands: Any) -> None:
+    purpose = "tell how this machine would compute a run: forms of operations, memory, executor, share of the peak"
+    command = _command(commands, "doctor", purpose)
+    command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
+    _add_computing(command)
+    command.set_defaults(run=_doctor)
+
+
+def _add_bench(commands: Any) -> None:
+    purpose = "time a step against K, beside K separate modules and beside its floor"
+    command = commands.add_parser("bench", help=purpose, description=f"{purpose.capitalize()}.")
+    models = list(bench.MODELS)
+    command.add_argument("--models", nargs="+", choices=models, default=models[:3], help="default: the first three")
+    command.add_argument("--nodes", nargs="+", type=int, default=[1, 4, 16], metavar="K", help="default: 1 4 16")
+    command.add_argument("--rounds", type=int, help="turns that every candidate takes (default: by model)")
+    command.add_argument("--out", type=Path, default=Path("vsim-out"), metavar="DIR", help="default: vsim-out")
+    command.set_defaults(run=_bench)
+
+
+def _command(commands: Any, name: str, purpose: str, several_seeds: bool = False) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=purpose,
@@ -122,9 +162,21 @@ def _command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
     run.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
     run.add_argument("--batch-size", type=int, help="examples a node and step (default: by model)")
     run.add_argument("--lr", type=float, help="inner learning rate of AdamW (default: by model)")
-    run.add_argument("--seed", type=int, default=42, help="default: 42")
+    seed = run.add_mutually_exclusive_group()
+    seed.add_argument("--seed", type=int, default=42, help="default: 42")
+    if several_seeds:
+        repeat = "train with each of them, instead of one --seed: mean, deviation and bands"
+        seed.add_argument("--seeds", nargs="+", type=int, metavar="N", help=repeat)
     run.add_argument("--quiet", action="store_true", help="no progress bar")
     return command
+
+
+def _add_computing(command: argparse.ArgumentParser) -> None:
+    how = command.add_argument_group("how it is computed")
+    how.add_argument("--device", help="cuda, mps or cpu (default: the first of them that is there)")
+    how.add_argument("--executor", choices=EXECUTORS, default="auto", help="default: auto")
+    how.add_argument("--deterministic", action="store_true", help="the bits of separate processes; slower")
+    how.add_argument("--autocast", action="store_true", help="compute in bfloat16")
 
 
 def _add_outcome(command: argparse.ArgumentParser) -> None:
@@ -134,6 +186,11 @@ def _add_outcome(command: argparse.ArgumentParser) -> None:
     how.add_argument("--device", help="cuda, mps or cpu (default: the first of them that is there)")
     how.add_argument("--executor", choices=EXECUTORS, default="auto", help="default: auto")
     how.add_argument("--deterministic", action="store_true", help="the bits of separate processes; slower")
+    logs = command.add_argument_group("logs, beside what --out gets at the end")
+    logs.add_argument("--run-name", metavar="NAME", help="log every step to LOG_DIR/NAME/<strategy>/*.csv")
+    logs.add_argument("--tensorboard", action="store_true", help="write TensorBoard events to LOG_DIR, too")
+    logs.add_argument("--wandb-project", metavar="NAME", help="log to this project of Weights & Biases")
+    logs.add_argument("--log-dir", type=Path, metavar="LOG_DIR", help="default: logs")
     command.add_argument("--out", type=Path, default=Path("vsim-out"), metavar="DIR", help="default: vsim-out")
 
 
@@ -162,26 +219,36 @@ def parse_strategy(text: str, lr: float) -> Strategy:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    comparison = _run(arguments, arguments.strategies)
+    comparison = _run(arguments, arguments.strategies, arguments.seeds)
     print(f"\n{comparison.table()}\n")
     arguments.out.mkdir(parents=True, exist_ok=True)
     comparison.to_csv(arguments.out / "comparison.csv")
-    comparison.figure(_title(arguments)).savefig(arguments.out / "comparison.png")
+    save(comparison.figure(_title(arguments)), arguments.out / "comparison.png")
     print(f"figure: {arguments.out / 'comparison.png'}\ndata:   {arguments.out / 'comparison.csv'}")
     return 0
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    comparison = _run(arguments, [arguments.strategy])
+    if arguments.resume is True and arguments.save_dir is None:
+        raise ValueError("--resume needs --save-dir DIR, or the PATH of a checkpoint")
+    comparison = _run(
+        arguments,
+        [arguments.strategy],
+        save_dir=arguments.save_dir,
+        checkpoint_interval=arguments.checkpoint_interval,
+        resume=arguments.resume,
+    )
     ((name, run),) = comparison.items()
+    if run.failure.startswith("interrupted"):
+        raise KeyboardInterrupt
     if run.model is None:
         raise FloatingPointError(f"{name}: {run.failure}")
     print(f"\n{comparison.table()}\n")
     arguments.out.mkdir(parents=True, exist_ok=True)
     run.history.to_csv(arguments.out / "history.csv")
-    comparison.figure(_title(arguments)).savefig(arguments.out / "history.png")
-    torch.save(run.model.state_dict(), arguments.out / "model.pt")
-    for what in ("history.png", "history.csv", "model.pt"):
+    save(comparison.figure(_title(arguments)), arguments.out / "history.png")
+    save_model(run.model, str(arguments.out / "model.safetensors"))
+    for what in ("history.png", "history.csv", "model.safetensors"):
         print(arguments.out / what)
     return 0
 
@@ -203,14 +270,51 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if report.identical else 1
 
 
-def _run(arguments: argparse.Namespace, strategies: Sequence[str]) -> Comparison:
+def _doctor(arguments: argparse.Namespace) -> int:
+    train, _ = _data(arguments)
+    trainer = Trainer(_model(_model_kind(arguments), train, arguments.seed), train, device=arguments.device)
+    explanation = trainer.explain(
+        strategy=parse_strategy(arguments.strategy, _lr(arguments)),
+        num_nodes=arguments.nodes,
+        max_steps=arguments.steps,
+        batch_size=_batch_size(arguments),
+        seed=arguments.seed,
+        executor=arguments.executor,
+        deterministic=arguments.deterministic,
+        autocast=arguments.autocast,
+    )
+    print(f"{machine()}\n\n{_title(arguments)}\n{explanation}")
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    for name in ("nodes", "rounds"):
+        for value in getattr(arguments, name) if name == "nodes" else filter(None, [arguments.rounds]):
+            whole_number(f"--{name}", value)
+    lines = bench.bench(
+        arguments.models,
+        arguments.nodes,
+        rounds=arguments.rounds,
+        progress=lambda line: print(f"{line.model}, K = {line.num_nodes}: done", file=sys.stderr),
+    )
+    print(f"\n{bench.table(lines)}\n")
+    for path in bench.save(lines, arguments.out):
+        print(path)
+    return 0
+
+
+def _run(
+    arguments: argparse.Namespace, strategies: Sequence[str], seeds: Sequence[int] | None = None, **checkpoints: Any
+) -> Comparison:
     repeated = sorted({s for s in strategies if list(strategies).count(s) > 1})
     if repeated:
         raise ValueError(f"--strategies names {', '.join(repeated)} more than once")
+    if arguments.out.exists() and not arguments.out.is_dir():  # before an hour of training
+        raise NotADirectoryError(f"--out {arguments.out} is a file; give a folder")
     train, val = _data(arguments)
     lr = _lr(arguments)
     return compare(
-        _model(_model_kind(arguments), train, arguments.seed),
+        lambda seed: _model(_model_kind(arguments), train, seed),
         train,
         val,
         strategies={text: parse_strategy(text, lr) for text in strategies},
@@ -218,13 +322,29 @@ def _run(arguments: argparse.Namespace, strategies: Sequence[str]) -> Comparison
         max_steps=arguments.steps,
         batch_size=_batch_size(arguments),
         val_size=arguments.val_size,
-        val_interval=arguments.val_interval or max(1, arguments.steps // 10),
-        seed=arguments.seed,
+        val_interval=max(1, arguments.steps // 10) if arguments.val_interval is None else arguments.val_interval,
+        seeds=[arguments.seed] if seeds is None else seeds,
         device=arguments.device,
         executor=arguments.executor,
         deterministic=arguments.deterministic,
+        logger=_loggers(arguments),
+        run_name=arguments.run_name,
+        wandb_project=arguments.wandb_project,
         progress=not arguments.quiet,
+        **checkpoints,
     )
+
+
+def _loggers(arguments: argparse.Namespace) -> list[Logger] | None:
+    log_dir = arguments.log_dir or Path("logs")
+    loggers: list[Logger] = []
+    if arguments.run_name is not None:
+        loggers.append(CSVLogger(log_dir))
+    if arguments.tensorboard:
+        loggers.append(TensorBoardLogger(log_dir))
+    if arguments.log_dir is not None and not loggers:
+        raise ValueError("--log-dir has no effect without --run-name or --tensorboard")
+    return loggers or None
 
 
 def _data(arguments: argparse.Namespace) -> tuple[Any, Any]:

@@ -48,13 +48,13 @@ class Cluster:
 
     @property
     def weights(self) -> Tensor:
-        """Stacked (R, P)."""
-        return self.replicas.weights
+        """Stacked (R, P), a row for each node held here. Where all share one row it can be read only."""
+        return self.replicas.weights.expand(self.replicas.num_nodes, -1)
 
     @property
     def grads(self) -> Tensor:
-        """Stacked (R, P)."""
-        return self.replicas.grads
+        """Stacked (R, P), likewise."""
+        return self.replicas.grads.expand(self.replicas.num_nodes, -1)
 
     def kernel(self, function: Kernel) -> Kernel:
         """Return the form of one of the kernels that this run uses: as it is, or compiled where that pays."""
@@ -63,7 +63,7 @@ class Cluster:
     def mean_weights(self) -> Tensor:
         """Return the mean replica, shared (P,), for evaluation: nothing is billed."""
         with self.collectives.unbilled():
-            return self.collectives.all_reduce(self.weights)
+            return self.collectives.all_reduce(self.replicas.weights)
 
     def mean_buffers(self) -> Views:
         """Return name → shared buffer, for evaluation: the mean over nodes where it is floating, else node 0's."""

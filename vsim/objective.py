@@ -55,6 +55,8 @@ def _scalar(value: Any, what: str) -> Tensor:
             f"{what} must be a scalar (the mean over the batch), got a tensor of shape {tuple(value.shape)}; "
             "reduce it with .mean(), or give loss_fn= if the model returns outputs"
         )
+    if value.is_complex():
+        raise ValueError(f"{what} must be a real number, got one of dtype {value.dtype}")
     return value
 
 

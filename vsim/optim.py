@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from vsim.arguments import one_of, only_one, real_number, reject_unknown, whole_number
+from vsim.arguments import one_of, only_one, real_number, reject_unknown, true_or_false, whole_number
 from vsim.replicas import Replicas
+from vsim.state import Stateful
 
 # Every element of the update depends on that element alone, so that one optimizer over the (K, P) matrix is K
 # optimizers. Any other class (Muon, Adafactor, a user's own) may mix elements and is applied node by node.
@@ -73,6 +75,20 @@ class OptimSpec:
             reject_unknown(kwargs, [p.name for p in parameters if p.name != "params"], cls.__name__)
         self.cls: type[Optimizer] = cls
         self.kwargs = kwargs
+        self._check()
+
+    def _check(self) -> None:
+        """Build it once, on a parameter that any of torch's optimizers takes, so that its arguments are checked now."""
+        if self.cls not in OPTIMIZERS.values():  # a user's own may have something else in mind
+            return
+        sample = torch.zeros(2, 2, requires_grad=True)
+        sample.grad = torch.zeros(2, 2)
+        of_gpus = {"capturable"} if torch.cuda.is_available() else set()
+        try:
+            self.cls([sample], **{name: v for name, v in self.kwargs.items() if name not in of_gpus}).step()
+        except Exception as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{self} is not possible: {error}") from error
 
     @classmethod
     def from_string(cls, name: str, **kwargs: Any) -> OptimSpec:
@@ -100,11 +116,13 @@ class OptimSpec:
     def build_for(self, replicas: Replicas, deterministic: bool) -> Optimizer | NodeOptimizers:
         """Build the optimizer of all nodes of `replicas`: one over the matrix where that is the same."""
         if not self.elementwise:
-            weights, grads = replicas.views(replicas.weights), replicas.views(replicas.grads)
+            weights = replicas.views(replicas.weights)
+            grads = replicas.views(replicas.grads[: len(replicas.weights)])
             for name, w in weights.items():
                 weights[name] = _with_grad(w, grads[name])
-            return NodeOptimizers(self, [[(w, row) for w in weights.values()] for row in range(replicas.num_rows)])
-        return self.build_over(replicas.weights, replicas.grads, deterministic)
+            return NodeOptimizers(self, [[(w, row) for w in weights.values()] for row in range(len(replicas.weights))])
+        # Where the nodes share one row of weights, every row of gradients holds the same step: the first is taken.
+        return self.build_over(replicas.weights, replicas.grads[: len(replicas.weights)], deterministic)
 
     def build_over(self, weights: Tensor, grads: Tensor, deterministic: bool) -> Optimizer:
         """Build one optimizer that updates stacked `weights` (R, P), or a shared row (P,), in place from `grads`."""
@@ -119,7 +137,7 @@ class OptimSpec:
         return f"OptimSpec({', '.join([self.cls.__name__, *(f'{k}={v!r}' for k, v in self.kwargs.items())])})"
 
 
-class NodeOptimizers:
+class NodeOptimizers(Stateful):
     """One optimizer for each node, for those that mix the elements of a tensor.
 
     Attributes:
@@ -137,6 +155,10 @@ class NodeOptimizers:
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all nodes."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all nodes' optimizers; the rest follows from the tensors that they step."""
+        return {"optimizers": self.optimizers}
 
     def step(self) -> None:
         """Step every node's optimizer with that node's row of the gradients as they are now."""
@@ -241,6 +263,8 @@ class Schedule:
     ) -> None:
         named = {"warmup_steps": warmup_steps, "cosine_anneal": cosine_anneal, "max_steps": max_steps}
         given = {name: value for name, value in named.items() if value is not None}
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise TypeError(f"lr_scheduler_kwargs must be a dict of the scheduler's arguments, got {kwargs!r}")
         self.kwargs = dict(kwargs or {})
         self.cls: type[LRScheduler] | None = None
         self.named = isinstance(scheduler, str) or (
@@ -264,6 +288,7 @@ class Schedule:
             raise TypeError(f"{', '.join(sorted(twice))} is given twice: in lr_scheduler_kwargs and beside it")
         self.kwargs = {"warmup_steps": 0, "cosine_anneal": name == "cosine", **self.kwargs, **given}
         whole_number("warmup_steps", self.kwargs["warmup_steps"], at_least=0)
+        true_or_false("cosine_anneal", self.kwargs["cosine_anneal"])
         if self.kwargs.get("max_steps") is not None:
             whole_number("max_steps", self.kwargs["max_steps"])
 
@@ -281,8 +306,27 @@ class Schedule:
                 "arguments as lr_scheduler_kwargs"
             )
         parameters = inspect.signature(scheduler).parameters.values()
-        reject_unknown(self.kwargs, [p.name for p in parameters if p.name != "optimizer"], scheduler.__name__)
+        valid = [p.name for p in parameters if p.name != "optimizer"]
+        reject_unknown(self.kwargs, valid, f"lr_scheduler_kwargs of {scheduler.__name__}")
         self.cls = scheduler
+        if scheduler.__module__ == LRScheduler.__module__:
+            self._check_torchs(scheduler)
+
+    def _check_torchs(self, scheduler: type[LRScheduler]) -> None:
+        """Take one step with one of torch's, so that its arguments are checked now."""
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
+        try:
+            own = scheduler(optimizer, **copy.deepcopy(self.kwargs))
+            optimizer.step()
+            own.step()
+        except Exception as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in self.kwargs.items())
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"lr_scheduler {scheduler.__name__}({given}) is not possible: {error}") from error
+
+    def horizon(self, max_steps: int) -> int | None:
+        """Return the steps that the schedule anneals over in a run of `max_steps` steps; None: it does not."""
+        return (self.kwargs.get("max_steps") or max_steps) if self.named and self.kwargs["cosine_anneal"] else None
 
     def build(self, optimizer: StackedOptimizer, max_steps: int) -> list[LRScheduler]:
         """Return the schedulers to step after every optimizer step of a run of `max_steps` steps."""

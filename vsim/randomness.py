@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,6 +60,37 @@ def drawing_from(stream: torch.Generator) -> Iterator[None]:
     finally:
         stream.set_state(default.get_state())
         default.set_state(kept)
+
+
+def global_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of the global generators of torch (CPU and `device`), numpy and Python."""
+    return {
+        "torch": default_generator(torch.device("cpu")).get_state(),
+        "device": default_generator(device).get_state(),
+        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002
+        "python": random.getstate(),
+    }
+
+
+def set_global_states(states: dict[str, Any], device: torch.device) -> None:
+    """Put the global generators in `states`, from `global_states`."""
+    default_generator(torch.device("cpu")).set_state(states["torch"])
+    default_generator(device).set_state(states["device"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
+    random.setstate(states["python"])
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Put the global generators of torch (on the CPU), numpy and Python back at the end of a block."""
+    torch_state = torch.default_generator.get_state()
+    numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        random.setstate(python_state)
 
 
 @contextmanager

@@ -30,8 +30,11 @@ class Replicas:
         module: a private copy of the user's model: the code and the module tree. Its own tensors are not used.
         layout: the column range of every trainable parameter, in the order of `model.named_parameters()`.
             Tied parameters are one range, under the first of their names.
-        weights: stacked (K, P), one row a node; rows are contiguous.
-        grads: stacked (K, P), likewise. Entries of parameters that the loss does not reach are zero.
+        weights: stacked (K, P), one row a node; rows are contiguous. (1, P) where the nodes are equal by construction
+            and share one row.
+        grads: stacked (K, P), likewise; (1, P) where only the mean over the nodes is wanted. Entries of parameters that
+            the loss does not reach are zero.
+        num_nodes: the nodes held here: K in the simulator.
         buffers: name → stacked (K, *shape): BatchNorm statistics and the like, a copy for every node.
         frozen: name → shared tensor of the parameters that do not require a gradient.
         first_node: the number of the node that row 0 holds.
@@ -45,11 +48,22 @@ class Replicas:
     grads: Tensor
     buffers: Views
     frozen: Views
+    num_nodes: int
     first_node: int = 0
 
     @classmethod
-    def of(cls, model: nn.Module, num_nodes: int, device: torch.device, first_node: int = 0) -> Replicas:
+    def of(
+        cls,
+        model: nn.Module,
+        num_nodes: int,
+        device: torch.device,
+        first_node: int = 0,
+        share_weights: bool = False,
+        share_grads: bool = False,
+    ) -> Replicas:
         """Put `num_nodes` copies of `model` on `device`; all start from its weights and buffers.
+
+        With `share_weights` they have one row of weights, and with `share_grads` one of gradients as well.
 
         Raises:
             ValueError: nothing is trainable, a parameter is not initialised yet, or the trainable parameters
@@ -57,7 +71,8 @@ class Replicas:
         """
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         _check_trainable(trainable)
-        module = copy.deepcopy(model).to(device)
+        _check_present(model)
+        module = _copied(model).to(device)
 
         layout, start = [], 0
         for name, p in trainable.items():
@@ -65,15 +80,21 @@ class Replicas:
             start += p.numel()
         with torch.no_grad():
             row = torch.cat([p.detach().reshape(-1).to(device) for p in trainable.values()])  # (P,)
-            weights = row.expand(num_nodes, start).clone(memory_format=torch.contiguous_format)  # (K, P)
+            weights = row.expand(1 if share_weights else num_nodes, start).clone(memory_format=torch.contiguous_format)
+            grads = torch.zeros_like(weights) if share_grads else row.new_zeros(num_nodes, start)
             buffers = {n: b.expand(num_nodes, *b.shape).clone() for n, b in module.named_buffers()}
         frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
-        return cls(module, layout, weights, torch.zeros_like(weights), buffers, frozen, first_node)
+        return cls(module, layout, weights, grads, buffers, frozen, num_nodes, first_node)
 
     @property
-    def num_rows(self) -> int:
-        """The number of nodes held here: K in the simulator."""
-        return self.weights.shape[0]
+    def shares_weights(self) -> bool:
+        """Whether one row of weights is that of several nodes."""
+        return len(self.weights) < self.num_nodes
+
+    @property
+    def shares_grads(self) -> bool:
+        """Whether one row of gradients is the mean of several nodes'."""
+        return len(self.grads) < self.num_nodes
 
     @property
     def num_parameters(self) -> int:
@@ -83,7 +104,7 @@ class Replicas:
     @property
     def nodes(self) -> range:
         """The numbers of the nodes held here, row by row."""
-        return range(self.first_node, self.first_node + self.num_rows)
+        return range(self.first_node, self.first_node + self.num_nodes)
 
     def views(self, matrix: Tensor) -> Views:
         """Return name → view of a stacked (R, P) matrix as (R, *shape), or of a shared (P,) row as (*shape)."""
@@ -91,14 +112,15 @@ class Replicas:
         return {c.name: matrix[..., c.start : c.stop].view((*lead, *c.shape)) for c in self.layout}
 
     def rows(self, start: int, stop: int) -> Replicas:
-        """Return the nodes in rows start … stop − 1, sharing memory with this one."""
+        """Return the nodes start … stop − 1 of those held here, sharing memory with this one."""
         return Replicas(
             self.module,
             self.layout,
-            self.weights[start:stop],
-            self.grads[start:stop],
+            self.weights if self.shares_weights else self.weights[start:stop],
+            self.grads if self.shares_grads else self.grads[start:stop],
             {name: buffer[start:stop] for name, buffer in self.buffers.items()},
             self.frozen,
+            stop - start,
             self.first_node + start,
         )
 
@@ -117,14 +139,37 @@ class Replicas:
 def _check_trainable(trainable: Mapping[str, nn.Parameter]) -> None:
     if not trainable:
         raise ValueError("the model has no trainable parameter (requires_grad=True)")
-    lazy = [name for name, p in trainable.items() if isinstance(p, nn.UninitializedParameter)]
-    if lazy:
-        raise ValueError(f"parameters {lazy} are not initialised yet: run the model once on a batch first")
     sparse_or_fixed = [f"{name}: {p.dtype}" for name, p in trainable.items() if not p.is_floating_point()]
     if sparse_or_fixed:
         raise ValueError(f"trainable parameters must be floating-point, got {', '.join(sparse_or_fixed)}")
     _check_one("dtype", {name: str(p.dtype) for name, p in trainable.items()})
     _check_one("device", {name: str(p.device) for name, p in trainable.items()})
+
+
+def _check_present(model: nn.Module) -> None:
+    """Raise a ValueError for tensors of a model that have no values."""
+    there: dict[str, dict[str, Tensor]] = {
+        "parameter": dict(model.named_parameters()),
+        "buffer": dict(model.named_buffers()),
+    }
+    for what, tensors in there.items():
+        lazy = [
+            name for name, t in tensors.items() if isinstance(t, nn.UninitializedParameter | nn.UninitializedBuffer)
+        ]
+        if lazy:
+            raise ValueError(f"{what}s {lazy} are not initialised yet: run the model once on a batch first")
+        on_meta = [name for name, t in tensors.items() if t.is_meta]
+        if on_meta:
+            raise ValueError(
+                f"{what}s {on_meta} are on the meta device and have no values: model.to_empty() gives some"
+            )
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise TypeError(f"the model cannot be copied by copy.deepcopy, which every node needs: {error}") from error
 
 
 def _check_one(what: str, of: Mapping[str, str]) -> None:

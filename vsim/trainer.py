@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from vsim.arguments import known_keywords, one_of, real_number, whole_number
+from vsim.arguments import a_function, known_keywords, one_of, real_number, true_or_false, whole_number
 from vsim.assembly import RunConfig, assemble
+from vsim.checkpoint import Checkpoint
 from vsim.collectives import StackedCollectives
-from vsim.data.batches import Batches, Data, resolve
+from vsim.data.batches import Batches, Data, loader_options, resolve
+from vsim.description import describe_run
 from vsim.distributed import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
-from vsim.executor import EXECUTORS, AutoExecutor, Executor, LoopExecutor, VmapExecutor
+from vsim.doctor import Explanation, explain
+from vsim.executor import EXECUTORS, CompiledExecutor
 from vsim.history import History
+from vsim.interrupt import Interrupted
 from vsim.ledger import Ledger
+from vsim.logger import Logger, RunLog, run_loggers
 from vsim.loop import Hook, Recorder, Run, StepReport, train
 from vsim.objective import LossFunction
 from vsim.randomness import isolated
 from vsim.replicas import Replicas
+from vsim.resume import Saving, kept_in_memory, saving_of, start_of
 from vsim.strategy.base import Strategy
-
-_EXECUTORS: dict[str, Callable[..., Executor]] = {"auto": AutoExecutor, "vmap": VmapExecutor, "loop": LoopExecutor}
 
 
 class Trainer:
@@ -41,6 +49,7 @@ class Trainer:
 
     Attributes, after or during a `fit`:
         history: the `History` of the last run. ledger: its `Ledger`. strategy: its own copy of the strategy.
+        loggers: those of the last run.
         run_label: what progress bar and history call the next runs; None: by their strategy.
         after_step: called as f(run) in every process when a step is done, before it is reported; with
             backend="process" it must be picklable. None: nothing.
@@ -70,8 +79,9 @@ class Trainer:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if loss_fn is not None and not callable(loss_fn):
-            raise TypeError(f"loss_fn must be a function of (outputs, y), got {type(loss_fn).__name__}")
+        if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+            given = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else type(loss_fn).__name__
+            raise TypeError(f"loss_fn must be a function of (outputs, y), got {given}")
         self.model = model
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
@@ -83,8 +93,45 @@ class Trainer:
         self.history = History()
         self.ledger = Ledger()
         self.strategy: Strategy | None = None
+        self.loggers: list[Logger] = []
         self.run_label: str | None = None
         self.after_step: Callable[[Run], None] | None = None
+        self._last: Run | Checkpoint | None = None  # what resume=True goes on with where there is no save_dir
+        self._only_set_up = False
+        self._prepared: Run | None = None
+
+    def check(self, **options: Any) -> None:
+        """Raise what `fit(**options)` would raise before its first step: everything is set up, and nothing trained.
+
+        With backend="process" only the arguments are checked, as a run is set up in its processes.
+        """
+        self.set_up(**options)
+
+    def set_up(self, **options: Any) -> Run | None:
+        """Return the run of `fit(**options)` before its first step; `vsim.loop.steps` takes its steps one by one.
+
+        None with backend="process".
+        """
+        kept = self.history, self.ledger, self.strategy, self._last
+        self._only_set_up, self._prepared = True, None
+        try:
+            self.fit(**options)
+            return self._prepared
+        finally:
+            self._only_set_up = False
+            self.history, self.ledger, self.strategy, self._last = kept
+
+    def explain(self, **options: Any) -> Explanation:
+        """Take the first steps of `fit(**options)` and tell how they are computed; nothing is kept of them.
+
+        Returns:
+            An `Explanation`, which shows itself: the form that every operation takes and whether it has the bits of one
+            node, the memory of a node, the executor and why, and the share of the machine's peak that a step achieves.
+        """
+        run = self.set_up(**{"progress": False, **options})
+        if run is None:
+            raise ValueError("explain() is about the simulator; backend='process' runs eager PyTorch")
+        return explain(run)
 
     @known_keywords
     def fit(
@@ -105,14 +152,24 @@ class Trainer:
         autocast: bool = False,
         executor: str = "auto",
         deterministic: bool = False,
-        compile: bool = False,
+        compile: bool | str = False,
+        chunk_size: int | None = None,
         backend: str = "stacked",
         devices: Sequence[str | torch.device] | None = None,
         threads_per_process: int | None = None,
         timeout_seconds: float | None = None,
+        checkpoint_interval: int | None = None,
+        save_dir: str | Path | None = None,
+        resume: bool | str | Path | Checkpoint | None = False,
         correlation_interval: int | None = None,
         dataloader_kwargs: Mapping[str, Any] | None = None,
-        progress: bool = True,
+        max_memory_usage: float | None = None,
+        logger: Logger | Sequence[Logger] | None = None,
+        log_interval: int = 1,
+        run_name: str | None = None,
+        wandb_project: str | None = None,
+        log_x_axis: str = "step",
+        progress: bool | str = True,
         train_loss_hook: Hook | None = None,
         eval_loss_hook: Hook | None = None,
     ) -> nn.Module:
@@ -130,66 +187,117 @@ class Trainer:
             seed: everything random follows from it. The process's own random state is not touched.
             device: as of Trainer, which it overrides.
             autocast: compute in bfloat16 where torch.autocast does; weights stay as they are.
-            executor: "vmap" (all nodes at once), "loop" (one by one) or "auto" (vmap where the model allows it).
-            deterministic: the bits of separate processes in eager PyTorch, on CPU in float32; slower.
-            compile: use torch.compile for the strategy's kernels for which it was measured to pay (top-k selection,
-                stochastic rounding, dequantization; see `vsim_kernels.compiled`), after some seconds for compiling.
+            executor: "vmap" (all nodes at once), "loop" (one by one) or "auto": whichever is fastest on the first steps
+                of this run; `history.executor_reason` has the times. See `vsim.executor.AutoExecutor`.
+            deterministic: the bits of separate processes in eager PyTorch, on CPU in float32. The first step is then
+                computed in both ways and compared.
+            compile: True: torch.compile the loss and its gradient, and the strategy's kernels for which it was measured
+                to pay (see `vsim_kernels.compiled`), in some ten seconds; not for executor="loop". "auto": the kernels,
+                and the loss if the remaining steps are expected to repay it.
+            chunk_size: nodes that "vmap" computes at once. The activations of one chunk are in memory at a time.
             backend: "stacked", the simulator; or "process": a process for every node over torch.distributed, in
                 ordinary eager PyTorch on this machine, or under torchrun this process as one of its ranks.
             devices: with backend="process", node k computes on devices[k mod len(devices)]. Default: a GPU for every
                 node where there are as many, else the CPU.
             threads_per_process: its CPU threads; default the machine's divided by the nodes on it, at least 1.
             timeout_seconds: how long a collective waits for the other nodes; default 600.
+            save_dir: a folder for checkpoints: at the end, when the run is interrupted by Ctrl-C (which takes effect
+                after the current step; a second one at once), and every `checkpoint_interval` steps. The newest two
+                are kept.
+            resume: go on with a run, to the bit as if it had not stopped: from the newest checkpoint in a folder or
+                from a file; with True from `save_dir`, or without one with this trainer's last run, if it was
+                interrupted or has ended (then with a larger `max_steps`). Everything that the course of a run depends
+                on must be as it was, but for its length; `Checkpoint.fork` starts another run from a checkpoint. What
+                worker processes of a DataLoader draw is not restored.
             correlation_interval: steps between measurements of the replicas' divergence and correlation.
             dataloader_kwargs: num_workers, collate_fn, drop_last and so on. `collate_fn` gets one node's samples.
-            progress: show a progress bar.
+            max_memory_usage: the share, 0 < f ≤ 1, of the device's memory that this process may hold (with
+                backend="process" all nodes' processes on a device together): takes the largest minibatch that fits, by
+                an estimate from small probes, and leaves it in `history.minibatch_size`.
+            logger: a `CSVLogger`, `WandbLogger`, `TensorBoardLogger` or an object of your own (see `vsim.logger`), or a
+                list of them. Under torchrun, rank 0 logs.
+            log_interval: steps between rows of a log; validations are logged whenever there is one.
+            run_name: the run's name in logs; without a `logger`, its files are in logs/<run_name>/ (see `CSVLogger`).
+            wandb_project: log to this project of Weights & Biases, too.
+            log_x_axis: what W&B and TensorBoard draw over: "step" or "examples".
+            progress: show a progress bar; "plot": in a notebook, draw loss against step and bytes while it trains; or
+                False.
             train_loss_hook: called as f(step, mean training loss) after every step.
             eval_loss_hook: called as f(step, global validation loss) after every validation.
 
         Raises:
             TypeError, ValueError: an argument is unknown, out of range, or would have no effect.
-            FloatingPointError: a node's loss is not finite; it names step and nodes.
+            CheckpointError: a ValueError: a checkpoint is damaged or of another run, or something cannot be saved.
+            KeyboardInterrupt: the run was interrupted; `history` and `ledger` hold what it did.
+            FloatingPointError: a node's loss is not finite, or its weights when they are to be saved or returned; step
+                and nodes are named.
             NodeFailure: with backend="process", a node's process died; what a node raises is raised here, caused by a
                 NodeFailure that has its rank and traceback.
         """
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(strategy, Strategy):
             raise TypeError(f"strategy must be a vsim Strategy object, got {strategy!r}")
-        whole_number("num_nodes", num_nodes)
-        whole_number("batch_size", batch_size)
-        whole_number("num_epochs", num_epochs)
-        whole_number("val_size", val_size)
-        whole_number("seed", seed, at_least=0)
-        intervals = {
-            "max_steps": max_steps,
-            "val_interval": val_interval,
-            "correlation_interval": correlation_interval,
-            "threads_per_process": threads_per_process,
-        }
-        for name, value in intervals.items():
-            if value is not None:
-                whole_number(name, value)
+        # Whole numbers of other libraries become Python's, for files and processes.
+        num_nodes, batch_size = whole_number("num_nodes", num_nodes), whole_number("batch_size", batch_size)
+        num_epochs, val_size = whole_number("num_epochs", num_epochs), whole_number("val_size", val_size)
+        seed = whole_number("seed", seed, at_least=0, at_most=2**63 - 1)
+        log_interval = whole_number("log_interval", log_interval)
+        max_steps, val_interval = _at_least_one("max_steps", max_steps), _at_least_one("val_interval", val_interval)
+        checkpoint_interval = _at_least_one("checkpoint_interval", checkpoint_interval)
+        correlation_interval = _at_least_one("correlation_interval", correlation_interval)
+        chunk_size = _at_least_one("chunk_size", chunk_size)
+        threads_per_process = _at_least_one("threads_per_process", threads_per_process)
+        shuffle, autocast = true_or_false("shuffle", shuffle), true_or_false("autocast", autocast)
+        deterministic = true_or_false("deterministic", deterministic)
+        a_function("train_loss_hook", train_loss_hook, "step, loss")
+        a_function("eval_loss_hook", eval_loss_hook, "step, loss")
+        if dataloader_kwargs is not None and not isinstance(dataloader_kwargs, Mapping):
+            raise TypeError(f"dataloader_kwargs must be a dict of arguments of DataLoader, got {dataloader_kwargs!r}")
+        loader_options(dataloader_kwargs)
+        if max_memory_usage is not None:
+            real_number("max_memory_usage", max_memory_usage, above=0, at_most=1)
+            by_hand = [n for n in ("minibatch_size", "gradient_accumulation") if arguments[n] is not None]
+            if by_hand:
+                raise TypeError(f"max_memory_usage chooses the minibatch; leave out {' and '.join(by_hand)}")
         minibatch_size = _minibatch_size(batch_size, minibatch_size, gradient_accumulation)
         one_of("executor", executor, EXECUTORS)
-        inexact = {"executor='vmap'": executor == "vmap", "autocast=True": autocast, "compile=True": compile}
+        if not isinstance(compile, bool) and compile != "auto":
+            raise ValueError(f"compile must be True, False or 'auto', got {compile!r}")
+        inexact = {"autocast=True": autocast, f"compile={compile!r}": compile}
         if deterministic and any(inexact.values()):
             given = next(name for name, chosen in inexact.items() if chosen)
             raise ValueError(f"deterministic=True promises the bits of eager float32; {given} does not have them")
         if eval_loss_hook is not None and self.val_dataset is None:
             raise ValueError("eval_loss_hook has no effect without a val_dataset")
+        loggers = run_loggers(logger, run_name, wandb_project, log_x_axis)
+        if log_interval != 1 and not loggers:
+            raise ValueError("log_interval has no effect without a logger, run_name or wandb_project")
+        if progress not in (True, False, "plot"):
+            raise ValueError(f"progress must be True, False or 'plot', got {progress!r}")
         one_of("backend", backend, ("stacked", "process"))
         if devices is None and device is None:
             devices = self.devices
         options = {"devices": devices, "threads_per_process": threads_per_process, "timeout_seconds": timeout_seconds}
+        if executor == "vmap" and compile == "auto":
+            raise ValueError("compile='auto' is a choice that executor='auto' makes; give True or False with 'vmap'")
+        if executor == "loop" and (compile or chunk_size is not None):
+            given = f"compile={compile!r}" if compile else f"chunk_size={chunk_size}"
+            raise ValueError(f"{given} has no effect with executor='loop', which is eager and takes one node at a time")
         chosen_device = device if device is not None else self.device
         if backend == "stacked":
             idle = [name for name, value in options.items() if value is not None]
             if idle:
                 raise ValueError(f"{', '.join(idle)} has no effect with backend='stacked'")
-        elif executor != "auto":
-            raise ValueError(f"executor={executor!r} has no effect with backend='process', which runs eager PyTorch")
+        elif executor != "auto" or chunk_size is not None:
+            given = f"executor={executor!r}" if executor != "auto" else f"chunk_size={chunk_size}"
+            raise ValueError(f"{given} has no effect with backend='process', which runs eager PyTorch")
         elif device is not None and devices is not None:
             raise TypeError("device and devices say the same thing; give one of them")
 
+        if resume is True and save_dir is None and under_torchrun():
+            raise ValueError("under torchrun resume=True needs save_dir: no process has the state of all nodes")
+        start = start_of(resume, save_dir, self._last)
+        saving = saving_of(checkpoint_interval, save_dir, start)
         config = RunConfig(
             model=self.model,
             train_dataset=self.train_dataset,
@@ -208,27 +316,45 @@ class Trainer:
             autocast=autocast,
             deterministic=deterministic,
             compile=compile,
+            chunk_size=chunk_size,
             correlation_interval=correlation_interval,
             dataloader_kwargs=dict(dataloader_kwargs or {}),
             after_step=self.after_step,
+            memory_share=max_memory_usage,
+            start=start,
+            saving=saving,
         )
         name = self.run_label or type(strategy).__name__
         self.history, self.ledger, self.strategy = History(name, num_nodes), Ledger(), None
+        if start is not None:
+            start.fill(self.history)
         label = self.run_label or f"{name.removesuffix('Strategy')} × {num_nodes}"
-        with Recorder(self.history, progress, label, train_loss_hook, eval_loss_hook) as recorder:
+        if backend == "process" and under_torchrun() and int(os.environ["RANK"]):
+            loggers = []  # rank 0's are enough
+        self.loggers = loggers
+        log = None
+        if loggers:
+            arguments["logger"] = [type(one).__name__ for one in loggers]
+            about = describe_run(arguments, self.model, self.train_dataset, self.val_dataset, self.loss_fn)
+            log = RunLog(loggers, about, log_interval)
+        with Recorder(self.history, progress, label, train_loss_hook, eval_loss_hook, log) as recorder:
             if backend == "stacked":
                 return self._simulate(config, executor, pick_device(chosen_device), recorder)
+            if self._only_set_up:
+                return self.model
             nodes_here = local_ranks()[1] if under_torchrun() else num_nodes
             process_options = ProcessOptions(
                 _process_devices(devices, chosen_device, nodes_here),
                 default_threads(nodes_here) if threads_per_process is None else threads_per_process,
                 real_number("timeout_seconds", 600 if timeout_seconds is None else timeout_seconds, above=0),
             )
+            if max_memory_usage is not None:
+                config = replace(config, memory_share=max_memory_usage / _most_on_a_device(process_options, nodes_here))
             return self._train_in_processes(config, process_options, recorder)
 
     def _simulate(self, config: RunConfig, executor: str, device: torch.device, recorder: Recorder) -> nn.Module:
         """Train all nodes as rows of one matrix in this process."""
-        kind = LoopExecutor if executor == "auto" and config.deterministic else _EXECUTORS[executor]
+        kind = CompiledExecutor if executor == "vmap" and config.compile else EXECUTORS[executor]
         nodes = range(config.num_nodes)
         with isolated(config.seed, device):
             datasets = resolve(self.train_dataset, config.num_nodes, nodes, True, "train_dataset")
@@ -236,8 +362,11 @@ class Trainer:
                 datasets, config.num_nodes, config.batch_size, config.shuffle, config.seed, config.dataloader_kwargs
             )
             collectives = StackedCollectives(config.num_nodes, self.ledger)
-            run = assemble(config, nodes, collectives, batches, kind, device, recorder)
-            self.strategy = run.strategy
+            run = assemble(config, nodes, collectives, batches, kind, device, recorder, self.history)
+            if self._only_set_up:
+                self._prepared = run
+                return self.model
+            self.strategy, self._last = run.strategy, run
             train(run)
             cluster = run.cluster
             return cluster.replicas.as_module(cluster.mean_weights(), cluster.mean_buffers(), like=self.model)
@@ -250,11 +379,26 @@ class Trainer:
                 self.ledger.record(event)
             recorder(report)
 
+        if config.start is not None:
+            config.start.fill(ledger=self.ledger)
+        if config.start is None:
+            self._last = None
         if under_torchrun():
-            recorder.progress = recorder.progress and int(os.environ["RANK"]) == 0
+            if int(os.environ["RANK"]) != 0:
+                recorder.progress = False
             outcome = join(config, options, record)
         else:
-            outcome = train_in_processes(config, options, record)
+            with tempfile.TemporaryDirectory(prefix="vsim-") as folder:
+                if config.start is not None:
+                    config = replace(config, start=config.start.shipped(Path(folder)))
+                saving = config.saving or Saving(Path(folder), None, wanted=False)
+                config = replace(config, saving=saving)
+                try:
+                    outcome = train_in_processes(config, options, record)
+                except Interrupted:
+                    self._last = kept_in_memory(saving)
+                    raise
+            self._last = None
         skeleton = Replicas.of(self.model, 1, torch.device("cpu"))
         return skeleton.as_module(outcome.weights, outcome.buffers, like=self.model)
 
@@ -275,7 +419,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         "cpu": True,
     }
     here = [name for name, there in available.items() if there]
-    if device is None:
+    if device is None or device == "":  # "" is what command lines of scripts for EXO Gym have as their default
         return torch.device(here[0])
     try:
         chosen = torch.device(device)
@@ -300,6 +444,16 @@ def _process_devices(
     return [torch.device("cuda", i) for i in range(nodes_here)] if gpus >= nodes_here else [torch.device("cpu")]
 
 
+def _most_on_a_device(options: ProcessOptions, nodes_here: int) -> int:
+    """Return how many processes of this machine share the memory of a device, at most."""
+    places = [options.devices[node % len(options.devices)] for node in range(nodes_here)]
+    return max(Counter(str(place) if place.type == "cuda" else place.type for place in places).values())
+
+
+def _at_least_one(name: str, value: int | None) -> int | None:
+    return None if value is None else whole_number(name, value)
+
+
 def _minibatch_size(batch_size: int, minibatch_size: int | None, pieces: int | None) -> int | None:
     """Return the size of the pieces that gradients are accumulated over, None for one piece."""
     if minibatch_size is not None and pieces is not None:
@@ -307,7 +461,7 @@ def _minibatch_size(batch_size: int, minibatch_size: int | None, pieces: int | N
     name, value = ("gradient_accumulation", pieces) if minibatch_size is None else ("minibatch_size", minibatch_size)
     if value is None:
         return None
-    whole_number(name, value, at_most=batch_size)
+    value = whole_number(name, value, at_most=batch_size)
     if batch_size % value:
         divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
         raise ValueError(

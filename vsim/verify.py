@@ -20,7 +20,7 @@ from vsim.arguments import reject_unknown, whole_number
 from vsim.data.batches import Data
 from vsim.difference import Difference, difference, largest_magnitude, unlike
 from vsim.distributed import default_threads, under_torchrun
-from vsim.history import COLUMNS
+from vsim.history import COLUMNS, OF_THE_MACHINE
 from vsim.loop import Run
 from vsim.objective import LossFunction
 from vsim.optim import NodeOptimizers, torch_optimizers
@@ -43,7 +43,7 @@ _FIT_OPTIONS = (
     "dataloader_kwargs",
     "progress",
 )
-_MEASURED = tuple(c for c in COLUMNS if c not in ("step", "seconds"))
+_MEASURED = tuple(c for c in COLUMNS if c not in ("step", *OF_THE_MACHINE))
 
 
 @dataclass(frozen=True)

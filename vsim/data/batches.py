@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import bisect
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_structure
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -20,7 +21,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from vsim.arguments import reject_unknown
+from vsim.arguments import a_function, reject_unknown, true_or_false, whole_number
 from vsim.data.order import Order
 from vsim.randomness import LOADER, generator
 
@@ -52,6 +53,7 @@ class Batches:
         dataloader_kwargs: more arguments for the DataLoader. A `collate_fn` gets the samples of one node at a time.
 
     Attributes:
+        lengths: examples of the shared dataset, or of each node's.
         steps_per_epoch: steps until every example has been seen.
         shard_sizes: (K,) examples of every node.
     """
@@ -69,6 +71,7 @@ class Batches:
         lengths = [_length(dataset) for dataset in datasets]
         self.order = Order(lengths, num_nodes, batch_size, shuffle, seed, drop_last)
         self.order.check()
+        self.lengths = lengths
         self.steps_per_epoch = self.order.steps_per_epoch
         self.shard_sizes = self.order.shard_sizes
         self._datasets = list(datasets)
@@ -91,7 +94,9 @@ class Batches:
                 yield stored[0](positions)  # type: ignore[misc]
             else:
                 own = [take(p) for take, p in zip(stored, positions - self.order.offsets[:, None], strict=True)]  # type: ignore[misc]
-                yield [torch.stack(column) for column in zip(*own, strict=True)]
+                if len({len(fields) for fields in own}) > 1:
+                    raise ValueError(f"the nodes' datasets have different numbers of fields: {[len(f) for f in own]}")
+                yield [_stack(*column) for column in zip(*own, strict=True)]
 
     def _loaded(self, start_step: int) -> Iterator[Any]:
         """Any dataset: one DataLoader, whose batches hold the samples of all nodes, node by node."""
@@ -125,7 +130,11 @@ def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[st
     """Return (the user's arguments for the DataLoader, drop_last), checked."""
     options = dict(dataloader_kwargs or {})
     reject_unknown(options, LOADER_OPTIONS, "dataloader_kwargs")
-    return options, bool(options.pop("drop_last", False))
+    a_function("dataloader_kwargs: collate_fn", options.get("collate_fn"), "samples")
+    a_function("dataloader_kwargs: worker_init_fn", options.get("worker_init_fn"), "worker's number")
+    if options.get("num_workers") is not None:
+        options["num_workers"] = whole_number("dataloader_kwargs: num_workers", options["num_workers"], at_least=0)
+    return options, true_or_false("dataloader_kwargs: drop_last", options.pop("drop_last", False))
 
 
 class _NodeByNode:
@@ -146,9 +155,9 @@ class _CollateTogether:
         self.num_nodes = num_nodes
 
     def __call__(self, samples: list[Any]) -> Any:
-        batch = default_collate(samples)
+        batch = _collated(samples)
         check_tensors(batch)
-        return tree_map(lambda t: t.view(self.num_nodes, -1, *t.shape[1:]), batch)
+        return tree_map(lambda t: t.view(self.num_nodes, len(t) // self.num_nodes, *t.shape[1:]), batch)
 
 
 class _CollateEach:
@@ -162,7 +171,21 @@ class _CollateEach:
         own = [self.collate(samples[i * size : (i + 1) * size]) for i in range(self.num_nodes)]
         for batch in own:
             check_tensors(batch)
+        structures = [tree_structure(batch) for batch in own]
+        if any(structure != structures[0] for structure in structures):
+            raise ValueError(f"the nodes' batches have different fields and cannot be stacked: {structures}")
         return tree_map(_stack, *own)
+
+
+def _collated(samples: list[Any]) -> Any:
+    """Collate examples as torch does; raise a ValueError that says what to do where they do not fit together."""
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError, LookupError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"examples of the dataset cannot be put into one batch: {str(error).strip()}; all must have the same "
+            "fields and shapes, or give dataloader_kwargs={'collate_fn': …}, which may pad them"
+        ) from error
 
 
 def _stack(*tensors: Tensor) -> Tensor:
@@ -218,7 +241,7 @@ def first_examples(dataset: Dataset[Any], count: int, collate: Callable[[list[An
     stored = in_memory(dataset) if collate is None else None
     if stored is not None:
         return stored(torch.arange(count))
-    batch = (collate or default_collate)(fetch(dataset, list(range(count))))
+    batch = (collate or _collated)(fetch(dataset, list(range(count))))
     check_tensors(batch)
     return batch
 
@@ -231,6 +254,14 @@ def resolve(dataset: Any, num_nodes: int, ranks: range, train: bool, what: str) 
         ValueError: a dataset is empty.
     """
     if is_factory(dataset):
+        try:
+            inspect.signature(dataset).bind(0, num_nodes, train)
+        except TypeError as error:
+            raise TypeError(
+                f"{what} is a function, but not one of (rank, num_nodes, train_dataset): {error}"
+            ) from error
+        except ValueError:  # some that are written in C do not tell
+            pass
         made = [dataset(rank, num_nodes, train) for rank in ranks]
         return [_checked(d, f"{what}({rank}, {num_nodes}, {train})") for rank, d in zip(ranks, made, strict=True)]
     return [_checked(dataset, what)]

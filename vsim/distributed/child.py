@@ -25,6 +25,7 @@ from vsim.assembly import RunConfig
 from vsim.distributed import settings
 from vsim.distributed.collectives import CollectiveFailure, completing
 from vsim.distributed.node import run_node
+from vsim.interrupt import Interrupt, Interrupted
 from vsim.loop import StepReport
 
 # How long a node waits for the others' interpreters to start and to read the data that was shipped. One that dies
@@ -45,11 +46,12 @@ def main(answer_fd: int) -> None:
         setup = pickle.load(sys.stdin.buffer)
     except EOFError:
         os._exit(1)
-    _end_with_parent(setup["folder"])
+    interrupt = Interrupt()
+    _obey_parent(setup["folder"], interrupt)
     sys.argv = setup["argv"]
     _forward_warnings(answer)
     try:
-        _train(setup, answer)
+        _train(setup, answer, interrupt)
     except BaseException as error:
         _say(answer, "lost" if _follows_from_a_loss(error) else "failed", (_pickled(error), traceback.format_exc()))
         for stream in (sys.stdout, sys.stderr):
@@ -58,7 +60,7 @@ def main(answer_fd: int) -> None:
         os._exit(1)  # at once, so that the others notice: no wait for threads, for worker processes or for peers
 
 
-def _train(setup: dict[str, Any], answer: Connection) -> None:
+def _train(setup: dict[str, Any], answer: Connection, interrupt: Interrupt) -> None:
     rank, num_nodes, device = setup["rank"], setup["num_nodes"], torch.device(setup["device"])
     folder, patience = Path(setup["folder"]), timedelta(seconds=setup["timeout_seconds"])
     torch.set_num_threads(setup["threads"])
@@ -78,8 +80,11 @@ def _train(setup: dict[str, Any], answer: Connection) -> None:
         if rank == 0:
             _say(answer, "report", report)
 
-    outcome = run_node(config, device, send)
-    _say(answer, "done", outcome if rank == 0 else None)
+    try:
+        outcome = run_node(config, device, send, interrupt)
+        _say(answer, "done", outcome if rank == 0 else None)
+    except Interrupted:
+        _say(answer, "interrupted", None)
     dist.destroy_process_group()
 
 
@@ -123,8 +128,10 @@ def _forward_warnings(answer: Connection) -> None:
     warnings.showwarning = show
 
 
-def _end_with_parent(folder: str) -> None:
-    """End this process, and the worker processes that it has started, when the parent is gone, however it went.
+def _obey_parent(folder: str, interrupt: Interrupt) -> None:
+    """Interrupt the run when the parent writes to standard input; end this process when the parent is gone.
+
+    However the parent went, the worker processes that this one has started end too.
 
     Args:
         folder: what the parent would have removed.
@@ -135,7 +142,8 @@ def _end_with_parent(folder: str) -> None:
     os.close(nothing)
 
     def wait_for_the_end() -> None:
-        os.read(lifeline, 1)
+        while os.read(lifeline, 1):
+            interrupt.request()
         shutil.rmtree(folder, ignore_errors=True)
         os.killpg(os.getpid(), signal.SIGKILL)
 

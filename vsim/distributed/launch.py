@@ -24,6 +24,7 @@ from vsim.assembly import RunConfig
 from vsim.distributed import settings
 from vsim.distributed.collectives import CollectiveFailure
 from vsim.distributed.node import Outcome, ProcessOptions, backend_for
+from vsim.interrupt import Interrupt, Interrupted
 from vsim.loop import Reporter
 
 # A failure ends the run after so long: the others notice it and end by themselves, with their last words.
@@ -94,6 +95,7 @@ def train_in_processes(config: RunConfig, options: ProcessOptions, report: Repor
         TypeError: something in `config` cannot be shipped; it is named.
         Exception: what a node raised, caused by a `NodeFailure` with its rank and traceback.
         NodeFailure: a process was killed, or ended without a word.
+        Interrupted: after a Ctrl-C, when the nodes have completed their step. A second one ends them at once.
     """
     if os.name != "posix":
         raise RuntimeError(f"backend='process' runs on Linux and macOS; this is {sys.platform}")
@@ -101,9 +103,10 @@ def train_in_processes(config: RunConfig, options: ProcessOptions, report: Repor
         _ship(config, Path(folder) / "config")
         run = _Listener(config.num_nodes, report)
         try:
-            for rank in range(config.num_nodes):
-                run.nodes.append(_start(rank, folder, config, options))
-            return run.listen()
+            with run.interrupt:
+                for rank in range(config.num_nodes):
+                    run.nodes.append(_start(rank, folder, config, options))
+                return run.listen()
         finally:
             run.end()
 
@@ -167,12 +170,15 @@ class _Listener:
         self.outcome: Outcome | None = None
         self.last_step = 0
         self.warned: set[Any] = set()
+        self.interrupt = Interrupt()
 
     def listen(self) -> Outcome:
         """Pass node 0's reports on until all nodes are done, or a while after one has failed."""
         deadline: float | None = None
         while running := [node for node in self.nodes if not node.ended]:
             ready = wait([node.messages for node in running], _POLL_SECONDS)
+            if self.interrupt.requested:
+                self._tell_interrupt()
             for node in running:
                 if node.messages in ready:
                     self._hear(node)
@@ -187,6 +193,8 @@ class _Listener:
         if self.failures:
             self._raise()
         self._wait_for_exits()
+        if self.interrupt.requested:
+            raise Interrupted
         assert self.outcome is not None
         return self.outcome
 
@@ -202,6 +210,14 @@ class _Listener:
             with suppress(BrokenPipeError):
                 node.process.stdin.close()
 
+    def _tell_interrupt(self) -> None:
+        """Let node 0 stop after a step, and with it all. Said again and again: one that starts may not hear yet."""
+        stdin = self.nodes[0].process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):
+            stdin.write(b"!")
+            stdin.flush()
+
     def _hear(self, node: _Node) -> None:
         try:
             kind, content = pickle.loads(node.messages.recv_bytes())
@@ -213,6 +229,8 @@ class _Listener:
             self.report(content)
         elif kind == "warning":
             self._warn(*content)
+        elif kind == "interrupted":
+            node.done = node.ended = True
         elif kind == "done":
             node.done = node.ended = True
             self.outcome = content if node.rank == 0 else self.outcome

@@ -14,15 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from vsim.assembly import RunConfig, assemble
 from vsim.data.batches import check_tensors, is_factory, loader_options, resolve
 from vsim.data.order import Order
 from vsim.distributed.collectives import ProcessCollectives
 from vsim.executor import Executor
+from vsim.history import History
+from vsim.interrupt import Interrupt
 from vsim.ledger import Ledger
-from vsim.loop import Reporter, train
+from vsim.loop import Recorder, Reporter, StepReport, train
 from vsim.randomness import LOADER, drawing_from, generator, isolated
 from vsim.replicas import Views
 
@@ -35,17 +37,35 @@ class Outcome:
     buffers: Views
 
 
-def run_node(config: RunConfig, device: torch.device, report: Reporter) -> Outcome:
+def run_node(config: RunConfig, device: torch.device, report: Reporter, interrupt: Interrupt | None = None) -> Outcome:
     """Train this process's node within the default process group, whose rank it is."""
     rank = dist.get_rank()
+    history = None
+    if rank == 0 and config.saving is not None:  # which is written by this process
+        history = History(type(config.strategy).__name__, config.num_nodes)
+        if config.start is not None:
+            config.start.fill(history)
+        report = _recording(report, history)
     with isolated(config.seed, device):
         collectives = ProcessCollectives(Ledger(), config.deterministic)
         batches = NodeBatches(config, rank, collectives)
-        run = assemble(config, range(rank, rank + 1), collectives, batches, EagerExecutor, device, report)
+        nodes = range(rank, rank + 1)
+        run = assemble(config, nodes, collectives, batches, EagerExecutor, device, report, history, interrupt)
         train(run)
         cluster = run.cluster
         buffers = {name: b.cpu() for name, b in cluster.mean_buffers().items()}
         return Outcome(cluster.mean_weights().cpu(), buffers)
+
+
+def _recording(send: Reporter, history: History) -> Reporter:
+    """Return a reporter that fills `history` first."""
+    record = Recorder(history)
+
+    def both(report: StepReport) -> None:
+        record(report)
+        send(report)
+
+    return both
 
 
 class EagerExecutor(Executor):
@@ -134,6 +154,7 @@ class NodeBatches:
         )
         order.check()
         self.steps_per_epoch, self.shard_sizes = order.steps_per_epoch, order.shard_sizes
+        self.lengths = order.lengths
         self._order, self._rank, self._own, self._drop_last = order, rank, own, drop_last
 
     def from_step(self, start_step: int = 0) -> Iterator[Any]:
@@ -152,14 +173,13 @@ class NodeBatches:
             shuffle=config.shuffle,
             seed=config.seed,
         )
-        loader = self._loader(batch_size=config.batch_size, sampler=sampler, drop_last=self._drop_last)
-        epoch, skip = divmod(step, self.steps_per_epoch)
+        batches = _From(BatchSampler(sampler, config.batch_size, self._drop_last))
+        loader = self._loader(batch_sampler=batches)
+        epoch, batches.start = divmod(step, self.steps_per_epoch)
         while True:
             sampler.set_epoch(epoch)
-            for position, batch in enumerate(loader):
-                if position >= skip:
-                    yield batch
-            epoch, skip = epoch + 1, 0
+            yield from loader
+            epoch, batches.start = epoch + 1, 0
 
     def _in_stream(self, step: int) -> Iterator[Any]:
         offset = self._order.offsets[self._rank]
@@ -169,6 +189,16 @@ class NodeBatches:
     def _loader(self, **kwargs: Any) -> DataLoader[Any]:
         stream = generator(self._config.seed, LOADER)
         return DataLoader(self._dataset, generator=stream, **kwargs, **self._options)
+
+
+class _From:
+    """A batch sampler without its first `start` batches, whose examples are not fetched."""
+
+    def __init__(self, batches: BatchSampler) -> None:
+        self.batches, self.start = batches, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(iter(self.batches), self.start, None)
 
 
 class _Lists:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, TypedDict
 
 import torch
@@ -30,11 +31,12 @@ from vsim.optim import (
     stepped_tensors,
     torch_optimizers,
 )
+from vsim.state import Stateful
 from vsim.strategy.communicate import communicating_through
-from vsim.strategy.node import StackedModel
+from vsim.strategy.node import ByNode, StackedModel
 
 
-class CommunicationModule:
+class CommunicationModule(Stateful):
     """One way of communicating, at one or both of two moments of every step. Subclass it; both do nothing here."""
 
     def setup(self, cluster: Cluster) -> None:
@@ -66,7 +68,7 @@ class StrategyOptions(TypedDict, total=False):
     max_steps: int | None
 
 
-class Strategy:
+class Strategy(Stateful):
     """An inner optimizer and an ordered list of communication modules. The base to subclass.
 
     Args:
@@ -84,6 +86,7 @@ class Strategy:
     Attributes during a run:
         model: the stacked model: `parameters()` yields tensors (K, *shape) with stacked `.grad`.
         optim: the inner optimizer. num_nodes: K. local_step: completed steps. cluster: everything else.
+        settings: how it was made, which a run that is resumed must share.
 
     A subclass may override `step` with code written as if for one node, ending with `super().step()`:
 
@@ -95,15 +98,30 @@ class Strategy:
                 super().step()
     """
 
+    # Whether all nodes have equal weights at every step by construction, so that one row serves them all, and whether
+    # only the mean of their gradients is used. Promises of one class, which its subclasses have to make themselves.
+    shares_weights = False
+    shares_grads = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for promise in ("shares_weights", "shares_grads"):
+            setattr(cls, promise, cls.__dict__.get(promise, False))
+
     def __init__(
         self, communication_modules: Sequence[CommunicationModule] = (), **options: Unpack[StrategyOptions]
     ) -> None:
         own = [n for n in inspect.signature(type(self).__init__).parameters if n not in ("self", "options")]
         where = f"{type(self).__name__}()"
         reject_unknown(options, [*own, *StrategyOptions.__annotations__], where)
+        if not isinstance(communication_modules, Sequence):
+            raise TypeError(
+                f"{where}: communication_modules must be a list of CommunicationModules, got {communication_modules!r}"
+            )
         for module in communication_modules:
             if not isinstance(module, CommunicationModule):
                 raise TypeError(f"{where}: communication_modules must be CommunicationModules, got {module!r}")
+        self.settings: dict[str, Any] = {}
         self.communication_modules = list(communication_modules)
         self.optim_spec = resolve_optim(
             where,
@@ -157,6 +175,9 @@ class Strategy:
         """
         self.optim: StackedOptimizer = self.optim_spec.build_for(self.cluster.replicas, self.cluster.deterministic)
 
+    def _setup_scheduler(self) -> None:
+        """Nothing: the schedule is built when `_init_node` is done. Strategies written for EXO Gym call this there."""
+
     @torch.no_grad()
     def take_step(self) -> None:
         """Do step number `cluster.step`, whose gradients are in `cluster.grads`. The training loop calls this."""
@@ -164,7 +185,9 @@ class Strategy:
         for parameter, grad in self._stepped:
             if parameter.grad is None:  # a subclass may have called self.optim.zero_grad()
                 parameter.grad = grad
-        with communicating_through(self.cluster.collectives):
+        # The same code runs at every step: the first is watched, and the others lose no time.
+        watched = self.local_step == 0 and type(self).step is not Strategy.step and not self.cluster.compile
+        with communicating_through(self.cluster.collectives), ByNode(self.model) if watched else nullcontext():
             self.step()
         self.model.write_back()
 
@@ -180,6 +203,11 @@ class Strategy:
         for scheduler in self.schedulers:
             scheduler.step()
         self.local_step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return name → state of a run: all attributes, modules and optimizers included; see `vsim.state.Stateful`."""
+        derived = ("_stepped", "settings")
+        return {name: value for name, value in vars(self).items() if name not in derived}
 
     def clip(self) -> None:
         """Clip every node's gradient to `max_norm`, if there is one. Happens before every optimizer step."""

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from vsim.collectives import Collectives
 
+_REDUCTIONS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"}
 _current: ContextVar[Collectives] = ContextVar("collectives")
 
 
@@ -25,7 +27,7 @@ def communicating_through(collectives: Collectives) -> Iterator[None]:
 
 def all_reduce(
     tensor: Tensor,
-    op: str = "sum",
+    op: str | ReduceOp.RedOpType = "sum",
     *,
     label: str = "all_reduce",
     groups: Sequence[Sequence[int] | Tensor] | None = None,
@@ -35,14 +37,15 @@ def all_reduce(
 
     Args:
         tensor: stacked (K, …), changed in place.
-        op: the reduction.
+        op: the reduction, also as torch.distributed names it: ReduceOp.SUM, AVG, MAX or MIN.
         label: what this is, for the ledger.
         groups: a partition of the nodes, as lists or tensors of their numbers: every group then reduces on its own.
         payload_bytes: what one node sends, if that is not its row as it stands: fewer bits, for instance.
     """
     partition = None if groups is None else [[int(node) for node in group] for group in groups]
     collectives = _collectives("all_reduce", tensor)
-    tensor.copy_(collectives.all_reduce(tensor, op, label=label, groups=partition, payload_bytes=payload_bytes))
+    name = op if isinstance(op, str) else _REDUCTIONS.get(op.name, op.name)
+    tensor.copy_(collectives.all_reduce(tensor, name, label=label, groups=partition, payload_bytes=payload_bytes))
 
 
 def broadcast(tensor: Tensor, src: int = 0, *, label: str = "broadcast", payload_bytes: float | None = None) -> None:

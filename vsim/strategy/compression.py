@@ -20,13 +20,14 @@ from vsim_kernels import topk_entries
 
 from vsim.arguments import one_of, real_number
 from vsim.cluster import Cluster
+from vsim.state import Stateful
 from vsim.strategy.base import CommunicationModule
 
 INDEX_BYTES = ("int64", "packed")
 Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
 
 
-class Compressor:
+class Compressor(Stateful):
     """How nodes average vectors with fewer bytes. A subclass defines `exchange`.
 
     Attributes:

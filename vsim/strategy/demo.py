@@ -167,6 +167,8 @@ class DeMoStrategy(Strategy):
         TypeError: an inner optimizer is given.
     """
 
+    shares_weights = True
+
     def __init__(
         self,
         compression_decay: float = 0.999,
@@ -199,7 +201,7 @@ class DeMoStrategy(Strategy):
         cluster = self.cluster
         super()._before_optimizer_step()  # clips: what the optimizer sees later are signs
         if self.weight_decay:
-            cluster.weights.mul_(1 - self.lr * self.weight_decay)
+            cluster.replicas.weights.mul_(1 - self.lr * self.weight_decay)
         fast = self.momentum.average(cluster.grads.mul_(self.lr), cluster, "DCT coefficients")
         cluster.grads.copy_(fast.sign_())
         self.optim.step()

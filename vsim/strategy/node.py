@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from vsim.replicas import Replicas
 
@@ -41,6 +44,7 @@ class StackedModel(nn.Module):
                 replicas.grads.clone(),
                 copy.deepcopy(replicas.buffers),
                 replicas.frozen,
+                replicas.num_nodes,
                 replicas.first_node,
             )
         )
@@ -71,3 +75,26 @@ class StackedModel(nn.Module):
                 self._stacked[name] = parameter
                 self._views.append((parameter, view, grads[name]))
         return self._stacked
+
+
+class ByNode(TorchFunctionMode):
+    """Raises a ValueError, within its context, where the gradients of several nodes are given one norm.
+
+    That is what torch.nn.utils.clip_grad_norm_ does with stacked gradients, which otherwise goes unnoticed.
+    """
+
+    def __init__(self, model: StackedModel) -> None:
+        super().__init__()
+        self._model = model
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch._foreach_norm:
+            stacked = [p.grad for p in self._model.parameters() if len(p) > 1]
+            if any(tensor is grad for tensor in args[0] for grad in stacked):
+                raise ValueError(
+                    "clip_grad_norm_ over self.model.parameters() takes one norm over all nodes, for their gradients "
+                    "are stacked; give the strategy max_norm=, which clips every node's gradient by its own"
+                )
+        return func(*args, **(kwargs or {}))

@@ -12,7 +12,8 @@ class GradientAverage(CommunicationModule):
     """g = mean_k g_k before every optimizer step. Payload: all gradients, every step."""
 
     def communicate_gradients(self, cluster: Cluster) -> None:
-        cluster.grads.copy_(cluster.collectives.all_reduce(cluster.grads, label="gradients"))
+        grads = cluster.replicas.grads  # one row, and the mean already, where the nodes share it
+        grads.copy_(cluster.collectives.all_reduce(grads, label="gradients"))
 
 
 class SimpleReduceStrategy(Strategy):
@@ -23,6 +24,9 @@ class SimpleReduceStrategy(Strategy):
     Args:
         options: those of every strategy; see `Strategy`.
     """
+
+    shares_weights = True
+    shares_grads = True
 
     def __init__(self, **options: Unpack[StrategyOptions]) -> None:
         super().__init__([GradientAverage()], **options)

@@ -12,9 +12,10 @@ from vsim_kernels import bernoulli_indices, chunk_sizes
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.replicas import Columns
+from vsim.state import Stateful
 
 
-class IndexSelector:
+class IndexSelector(Stateful):
     """Chooses, in every round, about a share p of the entries of every tensor. Subclass it.
 
     All nodes choose alike: by the round, the layout of the matrix (`cluster.replicas.layout`: the columns of every
@@ -95,7 +96,7 @@ class PartitionedIndexSelector(IndexSelector):
 
 def round_up(x: float) -> int:
     """⌈x⌉, where an x that is whole but for the rounding of its computation (1 / (1 / 49) > 49) stays that number."""
-    return math.ceil(x * (1 - 1e-12))
+    return math.ceil(min(x, 2.0**62) * (1 - 1e-12))
 
 
 def _shuffled_chunks(cluster: Cluster, tensors: Sequence[Columns], count: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,23 @@ from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.strategy.base import CommunicationModule, Strategy, StrategyOptions
 from vsim.strategy.diloco import DiLoCoCommunicator, OuterOptim
-from vsim.strategy.selectors import IndexSelector, RandomIndexSelector, round_up
+from vsim.strategy.selectors import (
+    IndexSelector,
+    PartitionedIndexSelector,
+    RandomIndexSelector,
+    ShuffledSequentialIndexSelector,
+    round_up,
+)
+
+__all__ = [
+    "IndexSelector",
+    "PartitionedIndexSelector",
+    "RandomIndexSelector",
+    "SPARTADiLoCoStrategy",
+    "SPARTAStrategy",
+    "ShuffledSequentialIndexSelector",
+    "SparseCommunicator",
+]
 
 DEFAULT_RATE = 0.005
 
@@ -42,6 +58,8 @@ class SparseCommunicator(CommunicationModule):
     Raises:
         TypeError: two arguments contradict each other.
     """
+
+    shared_state = ("pending",)
 
     def __init__(
         self,
@@ -97,7 +115,7 @@ class SparseCommunicator(CommunicationModule):
         if cluster.step % self.every:
             return
         index = self.index_selector.select(cluster, cluster.step // self.every - 1)  # (m,)
-        everywhere = index.expand(cluster.replicas.num_rows, -1)
+        everywhere = index.expand(cluster.replicas.num_nodes, -1)
         if self.mask == "broadcast":
             size = cluster.replicas.num_parameters
             index = cluster.collectives.broadcast(everywhere, label="mask", payload_bytes=size)

@@ -1,0 +1,472 @@
+"""The operations of K models at once, on stacked tensors (K, …): matrix products in one call, the rest node by node.
+
+Matrix products, attention and dropout masks are batched over the nodes. What is cheap beside them (norms, losses,
+activations) and what has a fast kernel for one node (convolution) runs node by node: one node's activations fit in the
+caches, and every operation here then has the bits of the eager operation on that node alone, forward and backward.
+Each is an ordinary function of plain tensors; `vsim.lowering` puts them in the place of functorch's rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from vsim.randomness import drawing_from
+
+aten = torch.ops.aten
+
+
+class Stacked:
+    """Marks a tensor (K, …) as one that holds a slice for every node."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def node_by_node(
+    function: Callable[..., Any],
+    num_nodes: int,
+    args: Any,
+    kwargs: Any,
+    streams: Sequence[torch.Generator] | None = None,
+) -> Any:
+    """Call `function` once for each node with its slice of every `Stacked` argument; stack the tensors it returns.
+
+    Differentiable, and exact for any function without side effects: it *is* the eager operation on one node.
+
+    Args:
+        args, kwargs: the arguments; a tensor that differs between the nodes is wrapped in `Stacked`. The same object
+            given twice is the same slice twice.
+        streams: K generators that `function` draws from in place of the default generator, or None.
+
+    Raises:
+        ValueError: what it returns is no tensor, and not the same on all nodes.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    slices = {id(leaf): _Slices.apply(leaf.tensor) for leaf in leaves if isinstance(leaf, Stacked)}
+    outcomes = []
+    for node in range(num_nodes):
+        own = [slices[id(leaf)][node] if isinstance(leaf, Stacked) else leaf for leaf in leaves]
+        own_args, own_kwargs = tree_unflatten(own, spec)
+        with nullcontext() if streams is None else drawing_from(streams[node]):
+            outcomes.append(function(*own_args, **own_kwargs))
+
+    def joined(*parts: Any) -> Any:
+        if isinstance(parts[0], Tensor):
+            return Stacked(_stack(parts))
+        if any(part != parts[0] for part in parts):
+            raise ValueError(f"{getattr(function, '__name__', function)} is {parts[0]} on one node and not on another")
+        return parts[0]
+
+    return tree_map(joined, *outcomes)
+
+
+class _Slices(torch.autograd.Function):
+    """x (K, …) → its K slices; the gradient is laid out in memory as theirs are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+        return x.unbind(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _stack(grads)
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    """Stack tensors of one layout and keep it: kernels that reduce them later go through memory in its order."""
+    first = parts[0]
+    if first.is_contiguous():
+        return torch.stack(list(parts))
+    for dim in range(first.dim()):
+        if first.stride(dim) == 0 and first.shape[dim] > 1:  # expanded
+            return _stack([part.narrow(dim, 0, 1) for part in parts]).expand(len(parts), *first.shape)
+    order = sorted(range(first.dim()), key=first.stride, reverse=True)
+    if not first.permute(order).is_contiguous():
+        return torch.stack(list(parts))
+    back = [order.index(d) + 1 for d in range(first.dim())]
+    return torch.stack([part.permute(order) for part in parts]).permute(0, *back)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    weight_grad: Tensor | None = None,
+    bias_grad: Tensor | None = None,
+) -> Tensor:
+    """x (K, …, in), weight (K, out, in), bias (K, out) → (K, …, out): one product for all nodes.
+
+    weight_grad, bias_grad: where the gradients are written, if they are wanted in a place of their own: rows of the
+    nodes' gradient matrix, for instance. The gradients of autograd are then these tensors.
+    """
+    if x.dim() == 2:  # one example a node, without a batch dimension
+        return linear(x[:, None], weight, bias, weight_grad, bias_grad)[:, 0]
+    place = None if weight_grad is None else weight_grad.transpose(1, 2)
+    out: Tensor = _Product.apply(x.flatten(1, -2), weight.transpose(1, 2), bias, place, bias_grad)
+    return out.view(*x.shape[:-1], weight.shape[1]) if x.dim() != 3 else out
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a (K, …, n, m), b (K, m, p) or (K, …, m, p) → (K, …, n, p)."""
+    if b.dim() == 3 and a.dim() >= 3:
+        return _Product.apply(a.flatten(1, -2), b, None, None, None).unflatten(1, a.shape[1:-1])
+    return torch.matmul(a, b)
+
+
+class _Product(torch.autograd.Function):
+    """a (K, n, m) · b (K, m, p) + bias (K, p), forward and backward as torch.mm on one node computes it.
+
+    The gradient of a matrix that lies in memory by columns is computed as the transpose of that of its transpose; the
+    other way round the last bits differ.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, *places: Tensor | None) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.places = places
+        return _products(a, b, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        b_place, bias_place = ctx.places
+        for_a, for_b, for_bias = ctx.needs_input_grad[:3]
+        a_grad = b_grad = None
+        if for_a and _by_columns(a):
+            a_grad = _products(b, grad.transpose(1, 2)).transpose(1, 2)
+        elif for_a:
+            a_grad = _products(grad, b.transpose(1, 2))
+        if for_b and _by_columns(b):
+            place = None if b_place is None else b_place.transpose(1, 2)
+            b_grad = _products_one_by_one(grad.transpose(1, 2), a, place).transpose(1, 2)
+        elif for_b:
+            b_grad = _products_one_by_one(a.transpose(1, 2), grad, b_place)
+        return a_grad, b_grad, torch.sum(grad, 1, out=bias_place) if for_bias else None, None, None
+
+
+def _by_columns(matrices: Tensor) -> bool:
+    return matrices.stride(1) == 1 and matrices.stride(2) == matrices.shape[1]
+
+
+def _products(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a (K, n, m), b (K, m, p), bias (K, p) → a · b + bias, (K, n, p), with the bits of one matrix product each."""
+    if a[0].numel() * b.shape[2] < _TINY_PRODUCT or 1 in (*a.shape[1:], b.shape[2]):
+        rows = zip(a, b, *_rows(len(a), bias), strict=True)
+        return torch.stack([x @ y if z is None else torch.addmm(z, x, y) for x, y, z in rows])
+    return torch.bmm(a, b) if bias is None else torch.baddbmm(bias[:, None], a, b)
+
+
+def _products_one_by_one(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
+    """a (K, n, m) · b (K, m, p), as one call of the matrix product each where m may be divided among threads.
+
+    The sum over m, the examples of a node, then has the order that it has for one node. torch.bmm calls the matrix
+    product for each matrix if the matrices of the result do not lie one after another.
+    """
+    sizes = (a.shape[1], a.shape[2], b.shape[2])
+    if math.prod(sizes) <= _SMALL_PRODUCT or 1 in sizes:
+        product = _products(a, b)
+        return product if out is None else out.copy_(product)
+    if out is None:
+        out = a.new_empty(len(a), sizes[0] * sizes[2] + 1)[:, :-1].view(-1, sizes[0], sizes[2])
+    return torch.bmm(a, b, out=out)
+
+
+# Multiplications in a matrix product below which torch.bmm has a kernel of its own that adds up in another order
+# (at::native, bmm_out_or_baddbmm_), and up to which it is not shared among threads. A vector times a matrix has another
+# kernel than a product, too.
+_TINY_PRODUCT, _SMALL_PRODUCT = 400, 2**16
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    """Scaled dot-product attention of (K, B, …, T, d): the nodes are more of the batch.
+
+    mask: (K, …) broadcast against (K, B, …, T, T), or None.
+    """
+    nodes, batch = query.shape[:2]
+    if mask is not None:
+        mask = mask.view(nodes, *[1] * (query.dim() - mask.dim()), *mask.shape[1:])
+        mask = mask.expand(nodes, batch, *mask.shape[2:]).flatten(0, 1)
+    q, k, v = (t.flatten(0, 1) for t in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options).unflatten(0, (nodes, batch))
+
+
+def dropout(x: Tensor, p: float, whole_features: bool, streams: Sequence[torch.Generator]) -> Tensor:
+    """x (K, …) · mask / (1 − p), every node's mask drawn as one eager call would, from that node's generator."""
+    features = (*x.shape[:3], *[1] * (x.dim() - 3))  # one draw for each example and channel
+    mask = x.new_empty(features) if whole_features else torch.empty_like(x)
+    if p == 1.0:
+        return x * mask.zero_()
+    for row, stream in zip(mask, streams, strict=True):
+        row.bernoulli_(1 - p, generator=stream)
+    return x * mask.div_(1 - p)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """x (K, …) → the same shape."""
+    out: Tensor = _Gelu.apply(x, approximate)
+    return out
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.approximate = approximate
+        y = torch.empty_like(x)
+        for own_x, own_y in zip(x.unbind(0), y.unbind(0), strict=True):
+            aten.gelu.out(own_x, approximate=approximate, out=own_y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        out = torch.empty_like(x)
+        for own_grad, own_x, own_out in zip(grad.unbind(0), x.unbind(0), out.unbind(0), strict=True):
+            aten.gelu_backward.grad_input(own_grad, own_x, approximate=ctx.approximate, grad_input=own_out)
+        return out, None
+
+
+def embedding(indices: Tensor, table: Tensor, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
+    """indices (K, …) into table (K, V, d) → (K, …, d); the row `padding_idx` of every table gets no gradient."""
+    out: Tensor = _Embedding.apply(indices, table, padding_idx, scale_grad_by_freq)
+    return out
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, table: Tensor, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
+        nodes, rows = table.shape[:2]
+        if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < rows):
+            raise IndexError(f"embedding: an index is out of range for a table of {rows} rows")
+        first_row = torch.arange(0, nodes * rows, rows, device=indices.device)
+        below = indices + first_row.view(-1, *[1] * (indices.dim() - 1))  # the tables one below the other
+        ctx.save_for_backward(below)
+        ctx.table_shape, ctx.padding_idx, ctx.scale_grad_by_freq = table.shape, padding_idx, scale_grad_by_freq
+        return aten.embedding(table.flatten(0, 1), below)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (below,) = ctx.saved_tensors
+        nodes, rows, width = ctx.table_shape
+        flat = aten.embedding_dense_backward(grad, below, nodes * rows, -1, ctx.scale_grad_by_freq)
+        table_grad = flat.view(nodes, rows, width)
+        if ctx.padding_idx is not None:
+            table_grad[:, ctx.padding_idx] = 0
+        return None, table_grad, None, None
+
+
+def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """x (K, …, *shape), weight and bias (K, *shape) → the shape of x."""
+    out: Tensor = _LayerNorm.apply(x, list(shape), weight, bias, eps)
+    return out
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        statistics = x.new_empty(2, *x.shape[: x.dim() - len(shape)], *[1] * len(shape))  # mean, 1 / deviation
+        rows = zip(x, y, *statistics, *_rows(len(x), weight, bias), strict=True)
+        for own_x, own_y, mean, rstd, w, b in rows:
+            aten.native_layer_norm.out(own_x, shape, w, b, eps, out0=own_y, out1=mean, out2=rstd)
+        ctx.save_for_backward(x, statistics, weight, bias)
+        ctx.shape = shape
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, statistics, weight, bias = ctx.saved_tensors
+        needed = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
+        grads = [torch.empty_like(t) if need else None for t, need in zip((x, weight, bias), needed, strict=True)]
+        grad = grad.contiguous()
+        given = zip(grad, x, *statistics, *_rows(len(x), weight, bias), strict=True)
+        for (own_grad, own_x, mean, rstd, w, b), own in zip(
+            given, zip(*_rows(len(x), *grads), strict=True), strict=True
+        ):
+            given_back = dict(zip(("out0", "out1", "out2"), own, strict=True))
+            if all(needed):
+                aten.native_layer_norm_backward.out(own_grad, own_x, ctx.shape, mean, rstd, w, b, needed, **given_back)
+                continue
+            outcome = aten.native_layer_norm_backward(own_grad, own_x, ctx.shape, mean, rstd, w, b, needed)
+            for target, value in zip(own, outcome, strict=True):
+                if target is not None:
+                    target.copy_(value)
+        return grads[0], None, grads[1], grads[2], None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """logits (K, N, C), targets (K, N) of class numbers → (K,): every node's mean over its N."""
+    out: Tensor = _CrossEntropy.apply(logits, targets, ignore_index)
+    return out
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+        logits = logits.contiguous()
+        log_probabilities = torch.log_softmax(logits, -1)
+        losses, counts = zip(
+            *(
+                aten.nll_loss_forward(own, y, None, 1, ignore_index)
+                for own, y in zip(log_probabilities, targets, strict=True)
+            ),
+            strict=True,
+        )
+        ctx.save_for_backward(log_probabilities, targets, torch.stack(counts))
+        ctx.ignore_index = ignore_index
+        return torch.stack(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        log_probabilities, targets, counts = ctx.saved_tensors
+        # −grad / count at every target: what nll_loss_backward writes, for all nodes in one call.
+        scale = torch.where(targets == ctx.ignore_index, 0.0, -(grad / counts)[:, None])
+        index = targets.clamp(min=0)[..., None]
+        sparse = torch.zeros_like(log_probabilities).scatter_(2, index, scale.to(log_probabilities)[..., None])
+        return aten._log_softmax_backward_data(sparse, log_probabilities, 2, log_probabilities.dtype), None, None
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """x (K, B, C, *size), weight (K, out, in, *kernel), bias (K, out) → (K, B, out, *size).
+
+    geometry: stride, padding, dilation as lists, transposed, output_padding, groups; as of aten's convolution.
+    """
+    out: Tensor = _Convolution.apply(x, weight, bias, *geometry)
+    return out
+
+
+def grouped_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Tensor:
+    """The same as `convolution` in one call: the nodes are groups of channels, (B, K · C, *size)."""
+    nodes = len(x)
+    out = torch.convolution(
+        x.transpose(0, 1).flatten(1, 2),
+        weight.flatten(0, 1),
+        None if bias is None else bias.flatten(),
+        stride,
+        padding,
+        dilation,
+        transposed,
+        output_padding,
+        nodes * groups,
+    )
+    return out.unflatten(1, (nodes, -1)).transpose(0, 1)
+
+
+def unfolded_convolution2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, *_: Any
+) -> Tensor:
+    """The same as `convolution` in two dimensions without groups: a product with the patches under the kernel."""
+    nodes, batch = x.shape[:2]
+    kernel = weight.shape[3:]
+    patches = F.unfold(x.flatten(0, 1), kernel, dilation, padding, stride)  # (K · B, C · kernel, positions)
+    columns = patches.unflatten(0, (nodes, batch)).transpose(1, 2).flatten(2)  # (K, C · kernel, B · positions)
+    matrix = weight.flatten(2)  # (K, out, C · kernel)
+    out = torch.bmm(matrix, columns) if bias is None else torch.baddbmm(bias[:, :, None], matrix, columns)
+    size = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, p, d, k, s in zip(x.shape[3:], padding, dilation, kernel, stride, strict=True)
+    ]
+    return out.view(nodes, -1, batch, *size).transpose(1, 2)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.geometry = geometry
+        ctx.bias_sizes = None if bias is None else [bias.shape[1]]
+        rows = zip(x, weight, *_rows(len(x), bias), strict=True)
+        return _stack([aten.convolution(own_x, w, b, *geometry) for own_x, w, b in rows])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[:3])
+        outcomes = [
+            aten.convolution_backward(own_grad, own_x, w, ctx.bias_sizes, *ctx.geometry, needed)
+            for own_grad, own_x, w in zip(grad, x, weight, strict=True)
+        ]
+        grads = [
+            _stack(parts) if need else None for parts, need in zip(zip(*outcomes, strict=True), needed, strict=True)
+        ]
+        return *grads, *[None] * len(ctx.geometry)
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """x (K, B, C, …), everything else (K, C) → the shape of x; the running statistics are updated in place."""
+    out: Tensor = _BatchNorm.apply(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    return out
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        rows = zip(x, *_rows(len(x), weight, bias, running_mean, running_var), strict=True)
+        outcomes = [aten.native_batch_norm(*own, training, momentum, eps) for own in rows]
+        y, mean, rstd = (_stack(parts) for parts in zip(*outcomes, strict=True))
+        ctx.save_for_backward(x, weight, running_mean, running_var, mean, rstd)
+        ctx.training, ctx.eps = training, eps
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *rest = ctx.saved_tensors
+        needed = [ctx.needs_input_grad[i] for i in (0, 3, 4)]
+        rows = zip(grad, x, *_rows(len(x), *rest), strict=True)
+        outcomes = [aten.native_batch_norm_backward(*own, ctx.training, ctx.eps, needed) for own in rows]
+        for_x, for_weight, for_bias = (
+            _stack(parts) if need else None for parts, need in zip(zip(*outcomes, strict=True), needed, strict=True)
+        )
+        return for_x, None, None, for_weight, for_bias, None, None, None
+
+
+def _rows(num_nodes: int, *tensors: Tensor | None) -> list[Sequence[Tensor | None]]:
+    """Return each tensor's slices, or K times None."""
+    return [[None] * num_nodes if t is None else t.unbind(0) for t in tensors]

@@ -1,0 +1,351 @@
+"""`vsim bench`: the time of a step against K, beside K separate modules and beside its floor, in one run.
+
+The floor of a step is the sum of what it cannot do without: its matrix products, convolutions, attention, norms,
+activations, losses and its optimizer, each timed alone, over and over on the same data, in the same run. The operations
+are those that the vectorized step calls; what is left above the floor is Python, autograd, copies and memory that has
+to be fetched.
+
+All candidates of a line take turns, so that a machine whose speed drifts is the same for all. What is reported are
+medians, and medians of ratios.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
+
+from vsim.doctor import peak_flops
+from vsim.loop import Run, steps
+from vsim.models import CNN, GPT, MLP
+from vsim.strategy import Strategy
+from vsim.trainer import Trainer
+
+BATCH_SIZE = 16
+NODES = (1, 4, 16, 64)
+# Steps in which executor="auto" has settled, whatever it tries.
+_SETTLING = 13
+_CANDIDATES: dict[str, dict[str, Any]] = {
+    "vmap": {"executor": "vmap"},
+    "loop": {"executor": "loop"},
+    "auto": {"executor": "auto"},
+    "exact": {"executor": "vmap", "deterministic": True},
+}
+
+
+class _Residual(nn.Module):
+    """Two convolutions with BatchNorm, and what went in added to what comes out."""
+
+    def __init__(self, depth: int, next_depth: int, stride: int) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(depth, next_depth, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(next_depth),
+            nn.ReLU(),
+            nn.Conv2d(next_depth, next_depth, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(next_depth),
+        )
+        self.shortcut = nn.Identity() if stride == 1 else nn.Conv2d(depth, next_depth, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.convolutions(x) + self.shortcut(x))
+
+
+class SmallResNet(nn.Module):
+    """The layers of ResNet-18 [He et al. 2016, arXiv:1512.03385] with a quarter of its channels, for 32×32 images."""
+
+    def __init__(self, channels: Sequence[int] = (16, 32, 64, 128), num_classes: int = 10) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [
+            nn.Conv2d(3, channels[0], 3, 1, 1, bias=False),
+            nn.BatchNorm2d(channels[0]),
+            nn.ReLU(),
+        ]
+        depth = channels[0]
+        for i, next_depth in enumerate(channels):
+            layers += [_Residual(depth, next_depth, 1 if i == 0 else 2), _Residual(next_depth, next_depth, 1)]
+            depth = next_depth
+        self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(depth, num_classes))
+
+    def forward(self, batch: Sequence[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+
+def _vectors(count: int) -> list[Tensor]:
+    return [torch.randn(count, 64), torch.randint(0, 10, (count,))]
+
+
+def _tokens(count: int) -> list[Tensor]:
+    return [torch.randint(0, 97, (count, 64)), torch.randint(0, 97, (count, 64))]
+
+
+def _images(side: int, depth: int) -> Callable[[int], list[Tensor]]:
+    return lambda count: [torch.randn(count, depth, side, side), torch.randint(0, 10, (count,))]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model to be timed: what it is, how it is made, its examples, the most nodes, and the rounds of a line."""
+
+    title: str
+    make: Callable[[], nn.Module]
+    examples: Callable[[int], list[Tensor]]
+    most_nodes: int
+    rounds: int
+
+
+MODELS: dict[str, Workload] = {
+    "mlp": Workload("MLP 64-128-128-10", lambda: MLP(seed=0), _vectors, 1024, 60),
+    "cnn": Workload("CNN 8×8, 32-64 channels", lambda: CNN(seed=0), _images(8, 1), 64, 30),
+    "gpt": Workload("GPT 2 × 128, 64 tokens", lambda: GPT(97, seed=0), _tokens, 16, 9),
+    "resnet": Workload("ResNet-18-like, 32×32", SmallResNet, _images(32, 3), 16, 7),
+    "gpt-large": Workload("GPT 6 × 256, 64 tokens", lambda: GPT(97, layers=6, width=256, seed=0), _tokens, 4, 3),
+}
+
+
+@dataclass
+class Line:
+    """The times of one model and K: seconds a step by candidate, the floor, and the share of the machine's peak."""
+
+    model: str
+    num_nodes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)  # to K separate modules, round by round
+    floor_seconds: float = float("nan")
+    floor_ratio: float = float("nan")  # of the vectorized step to its floor
+    share_of_peak: float = float("nan")
+    chosen: str = ""
+
+
+def bench(
+    models: Iterable[str],
+    nodes: Sequence[int] = NODES,
+    *,
+    strategy: Callable[[], Strategy] | None = None,
+    rounds: int | None = None,
+    progress: Callable[[Line], None] | None = None,
+) -> list[Line]:
+    """Time a step of every model at every K that it is meant for.
+
+    Args:
+        models: names among MODELS. nodes: values of K.
+        strategy: makes the strategy; default: nodes that train alone, which is what separate modules do.
+        rounds: of taking turns; default: by model. progress: gets every line when it is done.
+    """
+    lines = []
+    for name in models:
+        for num_nodes in nodes:
+            workload = MODELS[name]
+            if num_nodes > workload.most_nodes:
+                continue
+            line = _measure(name, workload, num_nodes, strategy or (lambda: Strategy(lr=1e-4)), rounds)
+            lines.append(line)
+            if progress is not None:
+                progress(line)
+    return lines
+
+
+def _measure(
+    name: str, workload: Workload, num_nodes: int, strategy: Callable[[], Strategy], rounds: int | None
+) -> Line:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = workload.make().train()
+        examples = workload.examples(num_nodes * BATCH_SIZE)
+    batch = [t.unflatten(0, (num_nodes, BATCH_SIZE)) for t in examples]
+    rounds = rounds or max(3, round(workload.rounds * min(1, 8 / num_nodes)))
+    turns = {"separate": _separate(model, batch)}
+    runs = {}
+    for label, options in _CANDIDATES.items():
+        if label == "exact" and batch[0].device.type != "cpu":
+            continue
+        runs[label] = _run(model, examples, num_nodes, strategy(), rounds, options)
+        turns[label] = partial(next, steps(runs[label]))
+    for _ in range(_SETTLING):  # executor="auto" makes its trials
+        turns["auto"]()
+    times: dict[str, list[float]] = {label: [] for label in turns}
+    for round_number in range(rounds + 1):
+        for label, step in turns.items():
+            started = time.perf_counter()
+            step()
+            if round_number:  # the first is a warm-up
+                times[label].append(time.perf_counter() - started)
+    line = Line(name, num_nodes)
+    line.seconds = {label: statistics.median(values) for label, values in times.items()}
+    pairs = {label: zip(values, times["separate"], strict=True) for label, values in times.items()}
+    line.ratios = {label: statistics.median(ours / theirs for ours, theirs in both) for label, both in pairs.items()}
+    line.chosen = runs["auto"].executor.name
+    line.floor_seconds, flops = _floor(runs["vmap"], runs["loop"])
+    line.floor_ratio = line.seconds["vmap"] / line.floor_seconds
+    line.share_of_peak = flops / line.seconds["vmap"] / peak_flops(batch[0].device)
+    return line
+
+
+def _separate(model: nn.Module, batch: list[Tensor]) -> Callable[[], None]:
+    """K modules with an optimizer each, as torch has it by default."""
+    nodes = [copy.deepcopy(model) for _ in batch[0]]
+    optimizers = [torch.optim.AdamW(node.parameters(), lr=1e-4) for node in nodes]
+
+    def step() -> None:
+        for node, optimizer, *own in zip(nodes, optimizers, *batch, strict=True):
+            optimizer.zero_grad()
+            loss = node(own)
+            loss.backward()
+            optimizer.step()
+            loss.item()
+
+    return step
+
+
+def _run(
+    model: nn.Module, examples: list[Tensor], num_nodes: int, strategy: Strategy, rounds: int, options: dict[str, Any]
+) -> Run:
+    """A run whose every epoch is one step on the same batch."""
+    trainer = Trainer(model, TensorDataset(*examples))
+    run = trainer.set_up(
+        strategy=strategy,
+        num_nodes=num_nodes,
+        max_steps=10_000,  # so long that "auto" may try everything
+        batch_size=BATCH_SIZE,
+        shuffle=False,
+        progress=False,
+        **options,
+    )
+    assert run is not None
+    (batch,) = itertools.islice(run.batches, 1)
+    run.batches = itertools.repeat(batch)
+    return run
+
+
+# What a step cannot do without. What only moves data, adds or allocates is not counted.
+_FLOOR = frozenset(
+    {
+        *("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward"),
+        *(f"_scaled_dot_product_flash_attention{on}{to}" for on in ("", "_for_cpu") for to in ("", "_backward")),
+        *(f"_scaled_dot_product_efficient_attention{to}" for to in ("", "_backward")),
+        *("gelu", "gelu_backward", "native_layer_norm", "native_layer_norm_backward"),
+        *("native_batch_norm", "native_batch_norm_backward"),
+        *("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "_fused_adamw_"),
+    }
+)
+
+
+class _Calls(TorchDispatchMode):
+    """Counts the operations of a step that belong to its floor, and keeps the arguments of one call of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+        self.samples: dict[Any, Callable[[], Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket.__name__ in _FLOOR:
+            leaves, spec = tree_flatten((args, kwargs))
+            kinds = [(t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else repr(t) for t in leaves]
+            key = (func, tuple(kinds), str(spec))
+            self.counts[key] += 1
+            self.samples.setdefault(key, partial(func, *args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def _floor(run: Run, loop: Run) -> tuple[float, int]:
+    """Return the seconds of a step's floor, and the multiplications and additions of its products."""
+    batch = next(run.batches)
+    with FlopCounterMode(display=False) as flops:  # of the loop: convolutions in groups are counted wrongly
+        loop.executor.losses_and_grads(batch)
+    with _Calls() as calls:
+        run.executor.losses_and_grads(batch)
+        run.strategy.take_step()
+    with torch.no_grad():
+        return sum(count * _alone(calls.samples[key]) for key, count in calls.counts.items()), flops.get_total_flops()
+
+
+def _alone(call: Callable[[], Any]) -> float:
+    """Return the median seconds of a call that is made over and over."""
+    call()
+    times: list[float] = []
+    while len(times) < 5 or (sum(times) < 0.01 and len(times) < 50):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def table(lines: Sequence[Line]) -> str:
+    """Return the lines as a table: milliseconds a step, and ratios to K separate modules."""
+    rows = [
+        [
+            line.model,
+            line.num_nodes,
+            *(f"{1e3 * line.seconds[c]:.3g}" for c in ("separate", "vmap", "loop", "exact") if c in line.seconds),
+            *(f"{line.ratios[c]:.2f}" for c in ("vmap", "exact", "auto") if c in line.ratios),
+            line.chosen,
+            f"{line.floor_ratio:.2f}",
+            f"{line.share_of_peak:.0%}",
+        ]
+        for line in lines
+    ]
+    header = ["model", "K", "K modules ms", "vmap ms", "loop ms", "exact ms"]
+    header += ["vmap ×", "exact ×", "auto ×", "auto is", "vmap / floor", "of peak"]
+    return tabulate(rows, header, disable_numparse=True, stralign="right")
+
+
+def figure(lines: Sequence[Line]) -> Figure:
+    """Draw the time of a node's step against K, beside that of a separate module."""
+    models = list(dict.fromkeys(line.model for line in lines))
+    with matplotlib.rc_context({"font.size": 9}):
+        drawing = Figure(figsize=(3.1 * len(models), 3.0), layout="constrained")
+        for ax, model in zip(drawing.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+            own = [line for line in lines if line.model == model]
+            nodes = [line.num_nodes for line in own]
+            for label, style in (("separate", "k:"), ("loop", "C1--"), ("vmap", "C0-")):
+                a_node = [1e3 * line.seconds[label] / line.num_nodes for line in own]
+                name = "separate modules" if label == "separate" else label
+                ax.plot(nodes, a_node, style, marker="o", markersize=3, label=name)
+            floor = [1e3 * line.floor_seconds / line.num_nodes for line in own]
+            ax.fill_between(nodes, floor, color="0.9", label="floor", linewidth=0)
+            ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_locator(FixedLocator(nodes))
+            ax.xaxis.set_minor_locator(NullLocator())
+            ax.xaxis.set_major_formatter(ScalarFormatter())
+            ax.set(title=MODELS[model].title, xlabel="nodes", ylim=(0, None))
+        drawing.axes[0].set_ylabel("ms a node and step")
+        drawing.axes[0].legend(frameon=False)
+    return drawing
+
+
+def save(lines: Sequence[Line], folder: Path) -> list[Path]:
+    """Write bench.json and bench.png, and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "machine": platform.platform(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "lines": [asdict(line) for line in lines],
+    }
+    paths = [folder / "bench.json", folder / "bench.png"]
+    paths[0].write_text(json.dumps(record, indent=1), encoding="utf-8")
+    figure(lines).savefig(paths[1], dpi=200)
+    return paths

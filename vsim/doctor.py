@@ -1,0 +1,169 @@
+"""What a run does on this machine: the form of every operation, memory, executor, and speed beside the peak."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tabulate import tabulate
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from vsim.executor import AutoExecutor, VmapExecutor
+from vsim.loop import Run, steps
+from vsim.memory import activation_bytes, optimizer_bytes
+
+# Side of the matrices whose product is taken for the machine's peak: large enough for it, small enough for a moment.
+_PEAK_SIDE = 1024
+_FORMS = {
+    "batched": "one call for all nodes",
+    "node by node": "one call a node",
+    "functorch": "functorch's own rule",
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of the forward pass: its name, calls in a step, form, and whether its bits are those of one node."""
+
+    name: str
+    calls: int
+    form: str
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a step of a run does. Prints itself, and shows itself in a notebook.
+
+    Attributes:
+        executor: what computes the gradients, and reason: why that.
+        operations: those of the forward pass, the most frequent first; empty where they are not told apart (loop,
+            compiled).
+        memory: bytes of one node: weights, gradients, optimizer, activations. Shared rows count by their part.
+        num_nodes: K.
+        step_seconds: median of the steps that were run. gradient_flops: multiplications and additions of the losses and
+            gradients of one step. peak_flops: of a large matrix product, a second.
+    """
+
+    executor: str
+    reason: str
+    operations: Sequence[Operation]
+    memory: dict[str, float]
+    num_nodes: int
+    step_seconds: float
+    gradient_flops: int
+    peak_flops: float
+
+    @property
+    def share_of_peak(self) -> float:
+        """The part of the machine's peak that a whole step achieves."""
+        return self.gradient_flops / self.step_seconds / self.peak_flops
+
+    def __str__(self) -> str:
+        lines = [f"executor: {self.executor}" + (f" ({self.reason})" if self.reason else "")]
+        if self.operations:
+            rows = [
+                [o.name, o.calls, _FORMS[o.form], "yes" if o.exact else "last bits may differ"] for o in self.operations
+            ]
+            lines += ["", tabulate(rows, ["operation", "calls", "form", "bits of one node"])]
+        rows = [[name, _megabytes(count), _megabytes(count * self.num_nodes)] for name, count in self.memory.items()]
+        lines += [
+            "",
+            tabulate(rows, ["memory", "a node", f"{self.num_nodes} nodes"], colalign=("left", "right", "right")),
+        ]
+        lines += [
+            "",
+            f"a step: {1e3 * self.step_seconds:.3g} ms, {self.gradient_flops / 1e9:.3g} GFLOP of matrix products, "
+            f"{self.gradient_flops / self.step_seconds / 1e9:.3g} GFLOP/s: {self.share_of_peak:.0%} of the "
+            f"{self.peak_flops / 1e9:.3g} GFLOP/s of a large product",
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def explain(run: Run, num_steps: int = 12) -> Explanation:
+    """Take `num_steps` steps of a run, at most what it has, and explain it."""
+    replicas, batches = run.cluster.replicas, run.batches
+    moments, batch = [], None
+    stepping = steps(run)
+    for _ in range(min(num_steps, run.max_steps - run.done)):
+        batch = next(batches)
+        run.batches = itertools.chain([batch], batches)
+        moments.append(time.perf_counter())
+        next(stepping)
+        moments.append(time.perf_counter())
+    batch = tree_map(lambda t: t.to(replicas.weights.device), batch)
+    engine = run.executor.chosen if isinstance(run.executor, AutoExecutor) else run.executor
+    calls, differing = (engine.calls, engine.differing) if isinstance(engine, VmapExecutor) else (Counter(), set())
+    operations = [
+        Operation(name, count, form, form == "node by node" or name not in differing)
+        for (name, form), count in calls.most_common()
+    ]
+    nodes = replicas.num_nodes
+    memory = {
+        "weights": replicas.weights.nbytes / nodes,
+        "gradients": replicas.grads.nbytes / nodes,
+        "optimizer": optimizer_bytes(run.strategy.optim) / nodes,
+        "activations": activation_bytes(engine, tree_map(lambda t: t[0], batch)),
+    }
+    with FlopCounterMode(display=False) as flops:
+        run.executor.losses_and_grads(batch, run.minibatch_size)
+    return Explanation(
+        run.executor.name,
+        run.executor.reason,
+        operations,
+        memory,
+        nodes,
+        statistics.median(b - a for a, b in zip(moments[::2], moments[1::2], strict=True)),
+        flops.get_total_flops(),
+        peak_flops(replicas.weights.device, replicas.weights.dtype),
+    )
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    """Return the multiplications and additions a second of a large matrix product."""
+    a = torch.ones(_PEAK_SIDE, _PEAK_SIDE, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * _PEAK_SIDE**3 / best
+
+
+def machine() -> str:
+    """Describe what torch finds on this machine, a line each."""
+    rows = [
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("CPU threads", torch.get_num_threads()),
+        ("CPU capability", torch.backends.cpu.get_cpu_capability()),
+        (
+            "bfloat16 products",
+            "in hardware" if _bfloat16_in_hardware() else "emulated: slower than float32",
+        ),
+        ("CUDA", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
+        ("MPS", "there" if torch.backends.mps.is_available() else "none"),
+    ]
+    return tabulate(rows, tablefmt="plain")
+
+
+def _bfloat16_in_hardware() -> bool:
+    known: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False
+    return known
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:.3g} MB"

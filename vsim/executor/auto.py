@@ -1,0 +1,235 @@
+"""Whichever is fastest for this model, found on the run's own first steps."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from vsim.executor.base import Before, Executor
+from vsim.executor.compiled import CompiledExecutor, CompileError
+from vsim.executor.loop import LoopExecutor
+from vsim.executor.vmap import VmapError, VmapExecutor
+from vsim.lowering import InexactError
+from vsim.replicas import Views
+
+# What trying other executors may cost, beside the best: seconds, and a share of the run.
+BUDGET_SECONDS, BUDGET_SHARE = 1.0, 0.03
+_TIMED_STEPS = 3  # the first step of each is a warm-up and is not counted
+# Seconds that compiling is expected to take until one has been measured in this process, and the share of the remaining
+# run that it may take. If the compiled steps turn out to be no faster, that is what is lost.
+_FIRST_GUESS_OF_COMPILING, _COMPILING_SHARE = 60.0, 0.1
+
+_remembered: dict[Any, tuple[str, str]] = {}  # what was computed → (the choice, why)
+_seconds_of_compiling: list[float] = []
+
+
+@dataclass
+class _Candidate:
+    """An executor on trial: how to make it, and the seconds of its steps."""
+
+    label: str
+    make: Callable[[], Executor]
+    executor: Executor | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def best(self) -> float:
+        """Its fastest step after the warm-up; infinite before."""
+        return min(self.seconds[1:], default=float("inf"))
+
+
+class AutoExecutor(Executor):
+    """Tries vmap, with all nodes at once and with fewer, and the loop on the first steps, and goes on with the fastest.
+
+    The same seed gives the same bits, however the trial ends: it is made where all candidates have the same bits (see
+    `vsim.lowering`; with deterministic=True that is every model). For other models the choice is vmap by rule: its fast
+    forms of convolution, reductions and the like differ from the loop's in the last bits.
+
+    Every step that is tried counts as training. A trial that is expected to cost more than BUDGET_SECONDS, or more than
+    BUDGET_SHARE of the run, is not begun, and one that does is broken off. What was chosen is remembered in this
+    process for the same model, shapes and settings. A model that cannot be vmapped goes on with the loop, with a
+    warning that says why. `compile="auto"` then compiles, if the remaining steps are expected to repay it, and keeps
+    what is faster, which the last bits may depend on; compile=True has no other candidate.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        parts = (self.replicas, self.objective, self.generators)
+        settings = self.settings
+
+        def vmap_of(chunk_size: int | None) -> Callable[[], Executor]:
+            return lambda: VmapExecutor(*parts, replace(settings, chunk_size=chunk_size))
+
+        at_once = VmapExecutor.nodes_at_once(self.replicas, settings)
+        self.candidates = [_Candidate("vmap", vmap_of(settings.chunk_size))]
+        if settings.compile is True:
+            self.candidates = [_Candidate("compiled", lambda: CompiledExecutor(*parts, settings))]
+        else:
+            if settings.chunk_size is None and at_once >= 4 and not self.replicas.shares_grads:
+                fewer = -(-at_once // 4)
+                self.candidates.append(_Candidate(f"vmap, {fewer} nodes at a time", vmap_of(fewer)))
+            self.candidates.append(_Candidate("loop", lambda: LoopExecutor(*parts, settings)))
+        self.on_trial = 0
+        self.spent = 0.0
+        self.by_rule = ""
+        self.why = ""
+        self.step = 0
+        self.key: Any = None
+        self.proven: set[str] = set()  # the kinds of work that have been managed once
+        self.chosen = self._executor(self.candidates[0])
+        self.settled = len(self.candidates) == 1
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.chosen.name
+
+    @property
+    def reason(self) -> str:  # type: ignore[override]
+        return "; ".join(filter(None, (self.why, self.chosen.reason)))
+
+    def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
+        self.step += 1
+        if self.key is None:
+            self._recall(batch, minibatch_size)
+        if self.settled:
+            return self._attempt("losses_and_grads", batch, minibatch_size)
+        candidate = self.candidates[self.on_trial]
+        self.chosen = self._executor(candidate)
+        self._synchronize()
+        started = time.perf_counter()
+        losses = self._attempt("losses_and_grads", batch, minibatch_size)
+        self._synchronize()
+        candidate.seconds.append(time.perf_counter() - started)
+        if self.step == 1 and isinstance(self.chosen, VmapExecutor) and not self.settled:
+            self._leave_out_what_differs(self.chosen)
+        if not self.settled:
+            self._go_on()
+        return losses
+
+    def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        return self._attempt("_backward", batch, share, first)
+
+    def _evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._attempt("_evaluate", weights, buffers, batch, stream)
+
+    def _executor(self, candidate: _Candidate) -> Executor:
+        if candidate.executor is None:
+            candidate.executor = candidate.make()
+        return candidate.executor
+
+    def _go_on(self) -> None:
+        """Decide what the next step is computed with, after a step of the candidate on trial."""
+        candidate, best = self.candidates[self.on_trial], min(c.best for c in self.candidates)
+        if best == float("inf"):
+            return
+        self.spent += max(0.0, candidate.seconds[-1] - best) if candidate is not self.candidates[0] else 0.0
+        # What compiling may cost was decided before it began.
+        over = candidate.label != "compiled" and self.spent > self._budget(best)
+        hopeless = len(candidate.seconds) > 1 and candidate.best > 1.2 * best
+        if len(candidate.seconds) <= _TIMED_STEPS and not over and not hopeless:
+            return
+        self.on_trial += 1
+        if over or self.on_trial == len(self.candidates) or best > self._budget(best):
+            self._settle()
+
+    def _leave_out_what_differs(self, vmap: VmapExecutor) -> None:
+        """Drop the candidates whose bits depend on the choice."""
+        why = ""
+        if self.replicas.shares_grads:
+            why = "one product for all nodes' mean gradient"
+        elif vmap.differing and not self.settings.exact:
+            why = f"{', '.join(sorted(vmap.differing))} have fast forms with other last bits"
+        if why:
+            self.candidates = [c for c in self.candidates if c.label != "loop"]
+            self.by_rule = f"; loop not tried: {why}"
+
+    def _budget(self, best: float) -> float:
+        steps = self.settings.num_steps
+        return BUDGET_SECONDS if steps is None else min(BUDGET_SECONDS, BUDGET_SHARE * steps * best)
+
+    def _settle(self) -> None:
+        tried = [c for c in self.candidates if c.seconds[1:]]
+        best = min(tried, key=lambda c: c.best)
+        self.chosen = self._executor(best)
+        times = "; ".join(f"{c.label} {1e3 * c.best:.3g} ms" for c in sorted(tried, key=lambda c: c.best))
+        untried = [c.label for c in self.candidates if not c.seconds]
+        not_tried = f"; not tried, as it might cost too much: {', '.join(untried)}" if untried else ""
+        self.why = f"measured a step: {times}{not_tried}{self.by_rule}"
+        if self.settings.compile == "auto" and best.label != "compiled" and self._compiling_pays(best.best):
+            self.on_trial = len(self.candidates)
+            parts = (self.replicas, self.objective, self.generators, self.settings)
+            self.candidates.append(_Candidate("compiled", lambda: CompiledExecutor(*parts)))
+            return
+        compiled = self.candidates[-1]
+        if compiled.label == "compiled" and compiled.seconds:
+            _seconds_of_compiling.append(compiled.seconds[0])
+        for candidate in self.candidates:
+            if candidate is not best:
+                candidate.executor = None
+        self.settled = True
+        _remembered[self.key] = best.label, self.why
+
+    def _compiling_pays(self, seconds_a_step: float) -> bool:
+        if self.settings.num_steps is None or any(c.label == "compiled" for c in self.candidates):
+            return False
+        expected = max(_seconds_of_compiling, default=_FIRST_GUESS_OF_COMPILING)
+        remaining = (self.settings.num_steps - self.step) * seconds_a_step
+        if expected <= _COMPILING_SHARE * remaining:
+            return True
+        self.why += f"; not compiled: about {expected:.0f} s, when {remaining:.0f} s of the run remain"
+        return False
+
+    def _recall(self, batch: Any, minibatch_size: int | None) -> None:
+        """Take what was chosen before for the same work."""
+        r = self.replicas
+        self.key = (
+            type(self.objective.model),
+            tuple((c.name, c.shape) for c in r.layout),
+            (r.num_nodes, r.shares_weights, r.shares_grads, r.weights.dtype, r.weights.device),
+            tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor)),
+            (minibatch_size, torch.get_num_threads(), replace(self.settings, num_steps=None)),
+        )
+        label, reason = _remembered.get(self.key, (None, ""))
+        for candidate in self.candidates:
+            if candidate.label == label:
+                self.chosen, self.settled = self._executor(candidate), True
+                self.why = f"as before; {reason.removeprefix('as before; ')}"
+
+    def _synchronize(self) -> None:
+        if self.replicas.weights.device.type == "cuda":
+            torch.cuda.synchronize(self.replicas.weights.device)
+
+    def _attempt(self, work: str, *arguments: Any) -> Any:
+        known = f"{self.chosen.name} {work}"
+        if known in self.proven:
+            return getattr(self.chosen, work)(*arguments)
+        before = Before(self, [a for a in arguments if isinstance(a, torch.Generator)])
+        try:
+            outcome = getattr(self.chosen, work)(*arguments)
+        except (VmapError, InexactError, CompileError) as error:
+            before.restore()
+            self._give_up(error)
+            outcome = self._attempt(work, *arguments)
+        self.proven.add(known)
+        return outcome
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on with the next simpler executor, after one that cannot run this model."""
+        parts = (self.replicas, self.objective, self.generators)
+        if isinstance(error, CompileError):
+            self.chosen = VmapExecutor(*parts, replace(self.settings, compile=False))
+        else:
+            self.chosen = LoopExecutor(*parts, self.settings)
+        self.settled = True
+        self.why = str(error)
+        if not isinstance(error, InexactError):  # that the loop is taken changes no bit of an exact run
+            warnings.warn(f"executor='auto' goes on with {self.chosen.name!r}: {error}", UserWarning, stacklevel=2)

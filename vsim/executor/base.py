@@ -1,0 +1,182 @@
+"""What an executor is: it computes the losses and gradients of all nodes, in training and in evaluation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vsim.objective import Objective
+from vsim.randomness import default_generator
+from vsim.replicas import Replicas, Views
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run wants to be computed.
+
+    Attributes:
+        autocast: compute in bfloat16 where torch.autocast does.
+        exact: every node has the bits of eager PyTorch on that node alone.
+        chunk_size: nodes computed at once, where that is a choice; None: as many as is best.
+        compile: compile the loss and its gradient; "auto": if the steps that remain repay it.
+        num_steps: the steps of the run, for choices that have to be repaid; None: unknown.
+    """
+
+    autocast: bool = False
+    exact: bool = False
+    chunk_size: int | None = None
+    compile: bool | str = False
+    num_steps: int | None = None
+
+
+class Executor(ABC):
+    """Computes the loss and gradient of every node on its own batch.
+
+    Args:
+        replicas: the nodes. Gradients are written to `replicas.grads`, buffers are updated in place. Where the nodes
+            share one row of weights, it is everyone's; where they share one row of gradients, that gets their mean.
+        objective: the user's model (that of `replicas.module`) and loss.
+        generators: one for each node, for what is random inside its model.
+        settings: how to compute.
+
+    Attributes:
+        name: what it is, for the history.
+        reason: why it was chosen, if somebody chose.
+    """
+
+    name: str
+    reason: str = ""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        objective: Objective,
+        generators: Sequence[torch.Generator],
+        settings: Settings | None = None,
+    ) -> None:
+        self.replicas = replicas
+        self.objective = objective
+        self.generators = generators
+        self.settings = settings or Settings()
+
+    def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
+        """Return stacked losses (K,) of a stacked batch (K, B, …) and leave the gradients in `replicas.grads`.
+
+        With a `minibatch_size` the batch is cut into pieces of so many examples a node, whose gradients are summed,
+        each weighted by its part of the batch.
+        """
+        total: Tensor | None = None
+        for piece, share in minibatches(batch, minibatch_size):
+            losses = self._backward(piece, share, first=total is None)
+            total = losses if total is None else total + losses
+        assert total is not None
+        return total
+
+    @torch.no_grad()
+    def evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return stacked (losses, accuracies), both (R,), of weights (R, P) on one shared batch (B, …).
+
+        The model is in evaluation mode meanwhile, and what it draws comes from `stream`, the same for every row.
+        Nothing of the training state changes. `accuracies` is None where the objective knows none.
+        """
+        with evaluating(self.objective):
+            return self._evaluate(weights, buffers, batch, stream)
+
+    @abstractmethod
+    def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        """Return share · losses (K,); write (if first) or add share · gradients to `replicas.grads`."""
+
+    @abstractmethod
+    def _evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+    def _outcome(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, with_accuracy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss and accuracy of one node, from its own tensors."""
+        own = {f"model.{name}": t for part in (parameters, buffers) for name, t in part.items()}
+        outcome: tuple[Tensor, Tensor | None] = functional_call(self.objective, own, (batch, with_accuracy))
+        for name, buffer in buffers.items():  # functional_call leaves in `own` what the model has assigned anew
+            if own[f"model.{name}"] is not buffer:
+                buffer.copy_(own[f"model.{name}"].detach())
+        return outcome
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if not self.settings.autocast:
+            return nullcontext()
+        # No cache: casts of one node's weights must not be kept for the next node's.
+        return torch.autocast(self.replicas.weights.device.type, torch.bfloat16, cache_enabled=False)
+
+
+def minibatches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
+    """Yield (piece, its share of the batch) of a stacked batch (K, B, …), each of at most `size` examples a node."""
+    num_examples = next((t.shape[1] for t in tree_leaves(batch) if t.dim() > 1), None)
+    if size is None or num_examples is None or size >= num_examples:
+        yield batch, 1.0
+        return
+    for start in range(0, num_examples, size):
+        stop = min(start + size, num_examples)
+        piece = tree_map(lambda t, a=start, b=stop: t[:, a:b] if t.dim() > 1 else t, batch)
+        yield piece, (stop - start) / num_examples
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put `module` in evaluation mode for a block; every submodule gets back the mode that it had."""
+    modes = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, training in modes.items():
+            m.training = training
+
+
+class Before:
+    """What a step changes beside gradients, as it was before: buffers and random streams.
+
+    Args:
+        executor: whose step.
+        streams: other generators that are drawn from.
+    """
+
+    def __init__(self, executor: Executor, streams: Sequence[torch.Generator] = ()) -> None:
+        replicas = executor.replicas
+        default = default_generator(replicas.weights.device)
+        self.streams = [(g, g.get_state()) for g in [*executor.generators, default, *streams]]
+        self.buffers = [(b, b.clone()) for b in replicas.buffers.values()]
+
+    def restore(self) -> None:
+        """Put it back."""
+        for stream, state in self.streams:
+            stream.set_state(state)
+        for buffer, value in self.buffers:
+            buffer.copy_(value)
+
+
+def write_gradients(losses: Tensor, leaves: list[Tensor], grads: list[Tensor], share: float, first: bool) -> None:
+    """Write or add the gradients of share · sum(losses) to `grads`."""
+    if not losses.requires_grad:
+        raise ValueError("the loss does not depend on any trainable parameter")
+    # The gradient of a sum over nodes is every node's own gradient: no node's loss reads another's weights. Where they
+    # share their weights it is the sum over the nodes.
+    total = losses.sum() if losses.dim() else losses
+    weighted = total * share if share != 1.0 else total
+    pieces = torch.autograd.grad(weighted, leaves, allow_unused=True, materialize_grads=True)
+    if not first:
+        torch._foreach_add_(grads, list(pieces))
+        return
+    elsewhere = [(g, p) for g, p in zip(grads, pieces, strict=True) if g.data_ptr() != p.data_ptr()]
+    if elsewhere:
+        torch._foreach_copy_([g for g, _ in elsewhere], [p for _, p in elsewhere])

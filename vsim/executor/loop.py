@@ -1,0 +1,56 @@
+"""Node after node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from vsim.executor.base import Executor, write_gradients
+from vsim.randomness import drawing_from
+from vsim.replicas import Views
+
+
+class LoopExecutor(Executor):
+    """Node after node, in ordinary eager PyTorch: the bits of K separate processes, for any model."""
+
+    name = "loop"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        r = self.replicas
+        self.names = [c.name for c in r.layout]
+        weights = [[w.detach().requires_grad_() for w in r.views(row).values()] for row in r.weights]
+        grads = [list(r.views(row).values()) for row in r.grads]
+        self.nodes = [
+            (weights[min(k, len(weights) - 1)], grads[min(k, len(grads) - 1)], {n: b[k] for n, b in r.buffers.items()})
+            for k in range(r.num_nodes)
+        ]
+
+    def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        losses = []
+        for node, (leaves, grads, buffers) in enumerate(self.nodes):
+            own_batch = tree_map(lambda t, node=node: t[node], batch)
+            with drawing_from(self.generators[node]), self._precision():
+                loss, _ = self._outcome(dict(zip(self.names, leaves, strict=True)), buffers, own_batch, False)
+            if self.replicas.shares_grads:
+                write_gradients(loss, leaves, grads, share / len(self.nodes), first and node == 0)
+            else:
+                write_gradients(loss, leaves, grads, share, first)
+            losses.append(loss.detach())
+        return torch.stack(losses) * share if share != 1.0 else torch.stack(losses)
+
+    def _evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
+        outcomes = []
+        state = stream.get_state()
+        for row, own_weights in enumerate(weights):
+            own_buffers = {n: b[row].clone() for n, b in buffers.items()}
+            stream.set_state(state)
+            with drawing_from(stream), self._precision():
+                outcomes.append(self._outcome(self.replicas.views(own_weights), own_buffers, batch, True))
+        accuracies = [a for _, a in outcomes if a is not None]
+        return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None

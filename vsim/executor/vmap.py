@@ -1,0 +1,238 @@
+"""All nodes together."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vsim.executor.base import Before, Executor, Settings, write_gradients
+from vsim.executor.loop import LoopExecutor
+from vsim.lowering import InexactError, Lowering
+from vsim.randomness import drawing_from
+from vsim.replicas import Replicas, Views
+
+# A vmapped call takes as many nodes at once as have this many weights together. Larger pieces gain nothing (their
+# arithmetic is already in large kernels) and their temporaries fall out of the caches.
+WEIGHTS_AT_ONCE = 2**22
+
+
+_HERE = Path(__file__).parent
+
+
+class VmapError(RuntimeError):
+    """The model works on one node but not under torch.func.vmap."""
+
+
+class Piece(NamedTuple):
+    """Nodes that are computed at once: their rows, weights by name, gradients, buffers by name, and their numbers."""
+
+    rows: slice
+    leaves: Views
+    grads: list[Tensor]
+    buffers: Views
+    numbers: Tensor
+
+
+class VmapExecutor(Executor):
+    """All nodes together: `torch.func.vmap` over `functional_call`, in as many pieces as keep it in the caches.
+
+    With `settings.exact` the first step with a batch of every shape is computed by the loop as well, and an
+    InexactError says if a bit differs.
+
+    Attributes:
+        calls: how often the first step called each operation in which way, see `Lowering`.
+        differing: its operations that may have other bits than in the loop.
+    """
+
+    name = "vmap"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        r = self.replicas
+        self.at_once = self.nodes_at_once(r, self.settings)
+        self.proven: set[Any] = set()  # shapes of batches for which the bits were compared
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.differing: set[str] = set()
+        self.pieces = []
+        # A shared row of weights is one leaf for all where only the sum of the gradients is wanted. For a gradient of
+        # each node's own it is seen K times.
+        in_common = None
+        if r.shares_grads:
+            in_common = {name: w[0].detach().requires_grad_() for name, w in r.views(r.weights).items()}
+        for rows in self._pieces(r.num_nodes):
+            part = r.rows(rows.start, rows.stop)
+            leaves = in_common or {
+                name: w.detach().expand(part.num_nodes, *w.shape[1:]).requires_grad_()
+                for name, w in part.views(part.weights).items()
+            }
+            grads = part.views(part.grads[0] if r.shares_grads else part.grads)
+            numbers = torch.arange(rows.stop - rows.start)
+            self.pieces.append(Piece(rows, leaves, list(grads.values()), part.buffers, numbers))
+
+    @staticmethod
+    def nodes_at_once(replicas: Replicas, settings: Settings) -> int:
+        """Return how many nodes a vmapped call takes at most."""
+        return min(replicas.num_nodes, settings.chunk_size or max(1, WEIGHTS_AT_ONCE // replicas.num_parameters))
+
+    def _pieces(self, num_nodes: int) -> list[slice]:
+        # As even as possible: a last piece of one node would run at a fraction of the speed.
+        count = -(-num_nodes // self.at_once)
+        bounds = [num_nodes * i // count for i in range(count + 1)]
+        return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+
+    def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
+        shapes = (minibatch_size, *(t.shape for t in tree_leaves(batch)))
+        if not self.settings.exact or shapes in self.proven:
+            return super().losses_and_grads(batch, minibatch_size)
+        before = Before(self)
+        reference = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
+        expected_losses = reference.losses_and_grads(batch, minibatch_size)
+        expected = {
+            "gradient": self.replicas.views(self.replicas.grads.clone()),
+            "buffer": {name: b.clone() for name, b in self.replicas.buffers.items()},
+        }
+        before.restore()
+        losses = super().losses_and_grads(batch, minibatch_size)
+        ours = {"gradient": self.replicas.views(self.replicas.grads), "buffer": self.replicas.buffers}
+        odd = [
+            f"the {kind} of {name}"
+            for kind in expected
+            for name, value in expected[kind].items()
+            if not torch.equal(ours[kind][name], value)
+        ]
+        if not torch.equal(losses, expected_losses) or odd:
+            before.restore()
+            first = odd[0] if odd else "the loss"
+            raise InexactError(
+                f"the vectorized form of this model does not have the bits of its nodes alone: {first} differs; with "
+                "deterministic=True use executor='loop'"
+            )
+        self.proven.add(shapes)
+        return losses
+
+    def lowering(self, piece: int = 0, first: bool = False) -> Lowering:
+        """Return the context in which the nodes of a piece are computed."""
+        rows, leaves, grads, *_ = self.pieces[piece]
+        # A gradient may be written where it belongs if it is the whole of it.
+        places = zip(leaves.values(), grads, strict=True) if first and not self.replicas.shares_grads else ()
+        lowering = Lowering(self.generators[rows], self.settings.exact, {id(leaf): place for leaf, place in places})
+        lowering.watch = not self.calls
+        return lowering
+
+    def _note(self, lowering: Lowering) -> None:
+        if lowering.watch:
+            self.calls, self.differing = lowering.calls, lowering.differing
+
+    def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        losses = []
+        for number, piece in enumerate(self.pieces):
+            with self.lowering(number, first=first and share == 1.0) as lowering, self._precision():
+                stacked = self._losses(piece, tree_map(lambda t, rows=piece.rows: t[rows], batch), lowering)
+            self._note(lowering)
+            leaves = list(piece.leaves.values())
+            if self.replicas.shares_grads:
+                write_gradients(stacked, leaves, piece.grads, share / self.replicas.num_nodes, first and number == 0)
+            else:
+                write_gradients(stacked, leaves, piece.grads, share, first)
+            losses.append(stacked.detach())
+        stacked = losses[0] if len(losses) == 1 else torch.cat(losses)
+        return stacked * share if share != 1.0 else stacked
+
+    def _losses(self, piece: Piece, batch: Any, lowering: Lowering) -> Tensor:
+        """Return the losses of the nodes of a piece, with their graph."""
+
+        def loss_of_node(own: Views, buffers: Views, batch: Any, node: Tensor) -> Tensor:
+            lowering.node = node
+            return self._outcome(own, buffers, batch, False)[0]
+
+        of_weights = None if self.replicas.shares_grads else 0
+        losses: Tensor = self._vmapped(
+            loss_of_node, (of_weights, 0, 0, 0), (piece.leaves, piece.buffers, batch, piece.numbers)
+        )
+        return losses
+
+    def _evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.settings.exact:
+            loop = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
+            return loop._evaluate(weights, buffers, batch, stream)
+
+        outcomes = []
+        state = stream.get_state()
+        for rows in self._pieces(len(weights)):
+            own_buffers = {name: b[rows].clone() for name, b in buffers.items()}
+            numbers = torch.arange(rows.stop - rows.start)
+            arguments = (self.replicas.views(weights[rows]), own_buffers, batch, numbers)
+            stream.set_state(state)
+            with drawing_from(stream), Lowering(None) as lowering, self._precision():
+
+                def outcome_of_node(
+                    own: Views, buffers: Views, batch: Any, node: Tensor, lowering: Lowering = lowering
+                ) -> tuple[Tensor, ...]:
+                    lowering.node = node
+                    return tuple(x for x in self._outcome(own, buffers, batch, True) if x is not None)
+
+                outcomes.append(self._vmapped(outcome_of_node, (0, 0, None, 0), arguments, randomness="same"))
+        columns = [torch.cat(column) for column in zip(*outcomes, strict=True)]
+        return columns[0], columns[1] if len(columns) > 1 else None
+
+    def _vmapped(
+        self,
+        of_node: Callable[..., Any],
+        in_dims: tuple[int | None, ...],
+        arguments: Any,
+        randomness: str = "different",
+    ) -> Any:
+        try:
+            with without_performance_warnings():
+                return vmap(of_node, in_dims=in_dims, randomness=randomness)(*arguments)
+        except InexactError:
+            raise
+        except Exception as error:
+            if self._works_alone(in_dims, arguments):
+                raise VmapError(_explain_vmap_failure(error)) from error
+            raise
+
+    def _works_alone(self, in_dims: Sequence[int | None], arguments: Any) -> bool:
+        """Whether the first node's own model runs on its own batch: then vmap is what failed."""
+        own, buffers, batch = (
+            tree_map(lambda t: t[0].detach().clone(), part) if dim == 0 else part
+            for part, dim in zip(arguments[:3], in_dims, strict=False)
+        )
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                self._outcome(own, buffers, batch, with_accuracy=False)
+        except Exception:
+            return False
+        return True
+
+
+@contextmanager
+def without_performance_warnings() -> Iterator[None]:
+    """Let functorch be silent about operations that it computes node by node."""
+    # By functorch's own switch (there is no way to read it; it is on unless somebody turned it off): a warnings
+    # filter that comes and goes every step would make Python forget which of the user's warnings it has shown.
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
+
+
+def _explain_vmap_failure(error: Exception) -> str:
+    where = [f for f in traceback.extract_tb(error.__traceback__) if "torch" not in f.filename.split("/")]
+    where = [f for f in where if Path(f.filename).parent not in (_HERE, _HERE.parent)]
+    at = f" at {where[-1].filename}:{where[-1].lineno}, `{where[-1].line}`" if where else ""
+    reason = str(error).strip().split("\n")[0]
+    return f"the model cannot be vectorised over nodes{at}: {reason} — executor='loop' runs it node by node"

@@ -1,0 +1,47 @@
+"""Ctrl-C during a run: the step is completed first, so that what is left is whole."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was interrupted between two steps. What it had done is whole, and `fit(resume=True)` goes on from there."""
+
+
+class Interrupt:
+    """A request to stop after the current step. Within the context, the first Ctrl-C makes it; a second raises at once.
+
+    A handler is installed in the main thread only, and only in place of Python's own: whoever handles SIGINT in another
+    way goes on doing so.
+
+    Attributes:
+        requested: whether the run should stop.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._installed = False
+
+    def request(self) -> None:
+        """Ask the run to stop; from any thread."""
+        self.requested = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            signal.default_int_handler(number, frame)
+        self.requested = True
+
+    def __enter__(self) -> Interrupt:
+        in_main = threading.current_thread() is threading.main_thread()
+        self._installed = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._installed:
+            signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._installed = False
