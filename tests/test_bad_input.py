@@ -8,26 +8,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from separate import small_gpt, small_mlp, tokens, vectors
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from vsim import Trainer
+from vsim import Trainer, load_checkpoint
 from vsim.arguments import real_number
 from vsim.data import text_file
 from vsim.executor import VmapError
+from vsim.logger import CSVLogger
 from vsim.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
+    DeMoStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,
+    IndexSelector,
     OptimSpec,
+    PartitionedIndexSelector,
+    RandomIndexSelector,
+    ShuffledSequentialIndexSelector,
     SimpleReduceStrategy,
+    SPARTAStrategy,
     Strategy,
+    TopK,
 )
 
 
@@ -75,6 +85,22 @@ class Words(Dataset[Any]):
 def half_double() -> nn.Module:
     model = small_mlp()
     model.layers[3].double()
+    return model
+
+
+def lazy_buffer() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 5), nn.LazyBatchNorm1d(affine=False))
+
+
+def uncopyable() -> nn.Module:
+    model = small_mlp()
+    model.kept = model.layers[0].weight * 2
+    return model
+
+
+def lost_weight() -> nn.Module:
+    model = small_mlp()
+    model.layers[0].weight.data[0, 0] = torch.nan
     return model
 
 
@@ -138,7 +164,7 @@ TABLE = [
     Bad("interval of 0", lambda: fit(val_interval=0), ValueError, "val_interval must be a whole number >= 1, got 0"),
     Bad("correlation at 0", lambda: fit(correlation_interval=0), ValueError, "correlation_interval must be .*, got 0"),
     Bad("no examples", lambda: fit(val_size=0), ValueError, "val_size must be a whole number >= 1, got 0"),
-    Bad("negative seed", lambda: fit(seed=-1), ValueError, "seed must be a whole number >= 0, got -1"),
+    Bad("negative seed", lambda: fit(seed=-1), ValueError, "seed must be a whole number from 0 to .*, got -1"),
     Bad("seed None", lambda: fit(seed=None), TypeError, "seed must be a whole number, got None of type NoneType"),
     Bad(
         "minibatch that does not divide",
@@ -204,6 +230,49 @@ TABLE = [
         r"share one dtype; most are torch.float32, but not layers.3.weight: torch.float64, layers.3.bias: ",
     ),
     Bad("a lazy model", lambda: fit(nn.LazyLinear(3)), ValueError, r"\['weight', 'bias'\] are not initialised yet"),
+    Bad("a lazy buffer", lambda: fit(lazy_buffer()), ValueError, r"buffers \['1.running_mean', .* not initialised yet"),
+    Bad(
+        "a model without values",
+        lambda: fit(small_mlp().to("meta")),
+        ValueError,
+        r"parameters \['layers.0.weight', .* are on the meta device and have no values",
+    ),
+    Bad(
+        "a frozen part without values",
+        lambda: fit(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta").requires_grad_(False))),
+        ValueError,
+        r"parameters \['1.weight', '1.bias'\] are on the meta device",
+    ),
+    Bad(
+        "a model that cannot be copied",
+        lambda: fit(uncopyable()),
+        TypeError,
+        r"the model cannot be copied by copy\.deepcopy, which every node needs: .*deepcopy protocol",
+    ),
+    Bad(
+        "weights that are not numbers",
+        lambda: fit(lost_weight()),
+        FloatingPointError,
+        r"non-finite loss at step 1 on nodes \[0, 1\]",
+    ),
+    Bad(
+        "a complex loss",
+        lambda: fit(Model(lambda outputs, y: outputs.mean() + 1j)),
+        ValueError,
+        "the loss must be a real number, got one of dtype torch.complex64",
+    ),
+    Bad(
+        "a whole number for a loss",
+        lambda: fit(Model(lambda outputs, y: outputs.mean().long())),
+        ValueError,
+        "the loss does not depend on any trainable parameter",
+    ),
+    Bad(
+        "class of a loss",
+        lambda: fit(nn.Linear(12, 5), loss_fn=nn.CrossEntropyLoss),
+        TypeError,
+        r"loss_fn must be a function of \(outputs, y\), got the class CrossEntropyLoss",
+    ),
     Bad(
         "a vector for a loss",
         lambda: fit(Model(lambda outputs, y: F.cross_entropy(outputs, y, reduction="none"))),
@@ -344,7 +413,101 @@ TABLE = [
         TypeError,
         "lr_scheduler_kwargs has no effect without lr_scheduler=",
     ),
+    Bad(
+        "an argument of an optimizer that it cannot take",
+        lambda: OptimSpec("adamw", betas=0.9),
+        TypeError,
+        r"OptimSpec\(AdamW, betas=0\.9\) is not possible: 'float' object is not subscriptable",
+    ),
+    Bad("negative momentum", lambda: OptimSpec("sgd", momentum=-1), ValueError, "momentum=-1.* Invalid momentum value"),
+    Bad("rate of a specification", lambda: OptimSpec("sgd", lr="x"), TypeError, r"OptimSpec\(SGD, lr='x'\) is not"),
+    Bad("two kernels", lambda: OptimSpec("adam", fused=True, foreach=True), ValueError, "cannot be `True` together"),
+    Bad("through the optimizer", lambda: OptimSpec("sgd", differentiable=True), ValueError, "differentiable=True"),
+    Bad(
+        "a schedule of no steps",
+        lambda: FedAvgStrategy(lr_scheduler=StepLR, lr_scheduler_kwargs={"step_size": 0}),
+        ValueError,
+        r"lr_scheduler StepLR\(step_size=0\) is not possible: .*zero",
+    ),
+    Bad("half a schedule", lambda: FedAvgStrategy(lr_scheduler=StepLR), TypeError, r"StepLR\(\) .* 'step_size'"),
+    Bad(
+        "arguments of a schedule in a list",
+        lambda: FedAvgStrategy(lr_scheduler=StepLR, lr_scheduler_kwargs=[3]),
+        TypeError,
+        r"lr_scheduler_kwargs must be a dict of the scheduler's arguments, got \[3\]",
+    ),
+    Bad(
+        "annealing in words", lambda: FedAvgStrategy(cosine_anneal="no"), TypeError, "cosine_anneal must be True or Fa"
+    ),
+    Bad("half a step of warm-up", lambda: FedAvgStrategy(warmup_steps=1.5), TypeError, "warmup_steps must be a whole"),
+    Bad(
+        "one module",
+        lambda: CommunicateOptimizeStrategy(AveragingCommunicator()),
+        TypeError,
+        "must be a list of Commun",
+    ),
+    Bad(
+        "no modules",
+        lambda: CommunicateOptimizeStrategy(None),
+        TypeError,
+        "communication_modules must be a list of .* N",
+    ),
+    Bad("SPARTA of nothing", lambda: SPARTAStrategy(p_sparta=0), ValueError, "p_sparta must be > 0 and <= 1, got 0"),
+    Bad("SPARTA of twice all", lambda: SPARTAStrategy(p_sparta=2), ValueError, "p_sparta must be > 0 and <= 1, got 2"),
+    Bad("SPARTA never", lambda: SPARTAStrategy(sparta_interval=0), ValueError, "sparta_interval must be .*, got 0"),
+    Bad(
+        "class of a compressor",
+        lambda: DiLoCoStrategy(compressor=TopK),
+        TypeError,
+        "compressor must be a Compressor obj",
+    ),
+    Bad(
+        "tiles of nothing", lambda: DeMoStrategy(compression_chunk=0), ValueError, "compression_chunk must be .*, got 0"
+    ),
     # Execution
+    Bad("shuffled in words", lambda: fit(shuffle="no"), TypeError, "shuffle must be True or False, got 'no'"),
+    Bad("a dtype for autocast", lambda: fit(autocast="fp16"), TypeError, "autocast must be True or False, got 'fp16'"),
+    Bad(
+        "exact in words", lambda: fit(deterministic="yes"), TypeError, "deterministic must be True or False, got 'yes'"
+    ),
+    Bad(
+        "a seed beyond torch's", lambda: fit(seed=2**64), ValueError, "seed must be a whole number from 0 to 9223372036"
+    ),
+    Bad(
+        "no hook",
+        lambda: fit(train_loss_hook=3),
+        TypeError,
+        r"train_loss_hook must be a function of \(step, loss\), got 3",
+    ),
+    Bad("a name with a zero", lambda: fit(run_name="a\0b"), ValueError, "run_name must name a folder"),
+    Bad("a number for a folder", lambda: fit(save_dir=3), TypeError, "save_dir must be the path of a folder, got 3"),
+    Bad(
+        "a number to go on from", lambda: fit(resume=3), TypeError, "resume must be True, a path or a Checkpoint, got 3"
+    ),
+    Bad(
+        "arguments of the loader in a list",
+        lambda: fit(dataloader_kwargs=["drop_last"]),
+        TypeError,
+        r"dataloader_kwargs must be a dict of arguments of DataLoader, got \['drop_last'\]",
+    ),
+    Bad(
+        "workers as text",
+        lambda: fit(dataloader_kwargs={"num_workers": "2"}),
+        TypeError,
+        "dataloader_kwargs: num_workers must be a whole number, got '2'",
+    ),
+    Bad(
+        "no collate function",
+        lambda: fit(dataloader_kwargs={"collate_fn": "pad"}),
+        TypeError,
+        r"dataloader_kwargs: collate_fn must be a function of \(samples\), got 'pad'",
+    ),
+    Bad(
+        "drop_last in words",
+        lambda: fit(dataloader_kwargs={"drop_last": "no"}),
+        TypeError,
+        "drop_last must be True or False, got 'no'",
+    ),
     Bad(
         "unknown executor",
         lambda: fit(executor="map"),
@@ -366,10 +529,41 @@ TABLE = [
         "device 'meta' is not available; this machine has .*cpu",
     ),
     Bad(
-        "exact and vectorised",
-        lambda: fit(deterministic=True, executor="vmap"),
+        "exact and compiled if it pays",
+        lambda: fit(deterministic=True, compile="auto"),
         ValueError,
-        "deterministic=True promises the bits of eager float32; executor='vmap' does not",
+        "deterministic=True promises the bits of eager float32; compile='auto' does not",
+    ),
+    Bad(
+        "another word for compile",
+        lambda: fit(compile="yes"),
+        ValueError,
+        "compile must be True, False or 'auto', got 'yes'",
+    ),
+    Bad(
+        "a loop in chunks",
+        lambda: fit(executor="loop", chunk_size=2),
+        ValueError,
+        "chunk_size=2 has no effect with executor='loop'",
+    ),
+    Bad(
+        "a compiled loop",
+        lambda: fit(executor="loop", compile=True),
+        ValueError,
+        "compile=True has no effect with executor='loop'",
+    ),
+    Bad(
+        "a choice without a chooser",
+        lambda: fit(executor="vmap", compile="auto"),
+        ValueError,
+        "compile='auto' is a choice that executor='auto' makes",
+    ),
+    Bad("no chunk", lambda: fit(chunk_size=0), ValueError, "chunk_size must be .*1.*got 0"),
+    Bad(
+        "processes in chunks",
+        lambda: fit(backend="process", chunk_size=2),
+        ValueError,
+        "chunk_size=2 has no effect with backend='process'",
     ),
     Bad(
         "exact and half as precise",
@@ -431,6 +625,20 @@ def test_numbers_without_bounds() -> None:
         real_number("x", 2, above=0, at_most=1)
     with pytest.raises(ValueError, match="x must be finite, got nan"):
         real_number("x", float("nan"))
+
+
+def test_whole_numbers_of_other_libraries(tmp_path: Path) -> None:
+    numbers = {"num_nodes": np.int64(2), "batch_size": torch.tensor(4), "seed": np.uint32(3), "max_steps": np.int8(3)}
+    trainer = Trainer(small_mlp(), vectors())
+    trainer.fit(
+        strategy=SimpleReduceStrategy(), logger=CSVLogger(tmp_path), save_dir=tmp_path, **numbers, progress=False
+    )
+    assert load_checkpoint(tmp_path).num_nodes == 2 and len(trainer.history) == 4
+
+
+@pytest.mark.parametrize("selector", [ShuffledSequentialIndexSelector, PartitionedIndexSelector, RandomIndexSelector])
+def test_the_smallest_share_there_is(selector: type[IndexSelector]) -> None:
+    assert isinstance(fit(strategy=SPARTAStrategy(index_selector=selector(5e-324))), nn.Module)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, load_model
 
 from vsim.cli import main, parse_strategy
 from vsim.models import CNN
@@ -35,6 +36,17 @@ def test_compare_writes_table_figure_and_data(tmp_path: Path, capsys: pytest.Cap
     assert float(lines[-1]["payload_bytes"]) == 2 * float(lines[1]["payload_bytes"])
 
 
+def test_several_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--data", "digits", "--model", "mlp", "--strategies", "allreduce", "--out", tmp_path]
+    assert run("compare", *QUICK, *small, "--seeds", 1, 2) == 0
+    assert "±" in capsys.readouterr().out
+    with open(tmp_path / "comparison.csv", newline="") as file:
+        assert [line["seed"] for line in csv.DictReader(file)] == ["1"] * 5 + ["2"] * 5
+    with pytest.raises(SystemExit, match="2"):
+        run("compare", "--seed", 1, "--seeds", 2)
+    assert "not allowed with" in capsys.readouterr().err
+
+
 @pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")  # the bias of the ten classes
 def test_compare_all_strategies_is_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("compare", *QUICK, "--data", "digits", "--model", "mlp", "--nodes", 2, "--out", tmp_path) == 0
@@ -46,9 +58,19 @@ def test_train_keeps_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run("train", *QUICK, "--data", "digits", "--strategy", "diloco:H=2", "--out", tmp_path) == 0
     assert "diloco:H=2" in capsys.readouterr().out
     model = CNN((1, 8, 8))
-    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    load_model(model, tmp_path / "model.safetensors")
     assert png_size(tmp_path / "history.png") > 10_000
     assert len((tmp_path / "history.csv").read_text().splitlines()) == 6  # header, step 0, four steps
+
+
+def test_logs(tmp_path: Path) -> None:
+    logs = ["--run-name", "sweep", "--tensorboard", "--log-dir", tmp_path / "logs", "--out", tmp_path / "out"]
+    assert run("compare", *QUICK, "--data", "digits", "--strategies", "allreduce", "fedavg:H=2", *logs) == 0
+    assert run("train", *QUICK, "--data", "digits", "--strategy", "diloco", *logs) == 0
+    assert sorted(p.name for p in (tmp_path / "logs" / "sweep").iterdir()) == ["allreduce", "diloco", "fedavg_H=2"]
+    for folder in (tmp_path / "logs" / "sweep").iterdir():
+        assert len((folder / "train.csv").read_text().splitlines()) == 5
+        assert list(folder.glob("events.out.tfevents.*"))
 
 
 def test_text_from_a_file_and_the_seed(tmp_path: Path) -> None:
@@ -79,6 +101,8 @@ def test_text_from_a_file_and_the_seed(tmp_path: Path) -> None:
         (["compare", "--data", "mnist", "--mnist-folder", "no/such/dir"], "no/such/dir"),
         (["compare", "--mnist-folder", "."], "--mnist-folder has no effect without --data mnist"),
         (["compare", "--device", "tpu"], "device 'tpu'"),
+        (["compare", "--log-dir", "x"], "--log-dir has no effect without --run-name or --tensorboard"),
+        (["compare", "--run-name", "../x"], "run_name must name a folder within the log folder"),
     ],
 )
 def test_bad_input_is_one_clear_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,3 +135,22 @@ def test_parse_strategy() -> None:
     assert averaging == {"island_size": 2, "every": 10, "weighting": "examples"}
     diloco = parse_strategy("diloco", lr=1e-3)
     assert isinstance(diloco, DiLoCoStrategy) and diloco.optim_spec.kwargs == {"lr": 1e-3}
+
+
+def test_a_run_that_is_saved_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", "--data", "digits", "--val-size", 16, "--quiet", "--strategy", "fedavg:H=2"]
+    saving = ["--save-dir", tmp_path / "run", "--checkpoint-interval", 3]
+    assert run(*train, "--steps", 8, "--out", tmp_path / "straight", "--val-interval", 4) == 0
+    assert run(*train, "--steps", 4, "--out", tmp_path / "out", "--val-interval", 4, *saving) == 0
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [f"step-0000000{i}.safetensors" for i in (3, 4)]
+    assert run(*train, "--steps", 8, "--out", tmp_path / "out", "--val-interval", 4, *saving, "--resume") == 0
+    models = [load_file(tmp_path / out / "model.safetensors") for out in ("straight", "out")]
+    assert all(torch.equal(a, b) for a, b in zip(models[0].values(), models[1].values(), strict=True))
+    path = tmp_path / "run" / "step-00000006.safetensors"
+    assert run(*train, "--steps", 8, "--out", tmp_path / "other", "--resume", path) == 0
+    assert run(*train, "--steps", 8, "--out", tmp_path / "other", "--resume", path, "--nodes", 3) == 2
+    assert "is of another run: num_nodes was 4 and is 3" in capsys.readouterr().err
+    assert run(*train, "--resume") == 2
+    assert "--resume needs --save-dir DIR, or the PATH of a checkpoint" in capsys.readouterr().err
+    assert run(*train, "--checkpoint-interval", 2) == 2
+    assert "checkpoint_interval has no effect without save_dir" in capsys.readouterr().err

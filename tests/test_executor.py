@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from separate import TASKS, Task, small_cnn, small_gpt, small_mlp, vectors
 from torch import Tensor, nn
 
-from vsim import Trainer, executor
-from vsim.executor import AutoExecutor, Executor, LoopExecutor, VmapError, VmapExecutor, minibatches
+from vsim import Trainer
+from vsim.executor import AutoExecutor, Executor, LoopExecutor, Settings, VmapError, VmapExecutor, minibatches, vmap
 from vsim.objective import Objective
 from vsim.randomness import NODE, generator
 from vsim.replicas import Replicas
@@ -35,7 +35,7 @@ def make(
     drift = torch.randn(replicas.weights.shape, generator=torch.Generator().manual_seed(5))
     replicas.weights.add_(drift, alpha=0.05)
     streams = [generator(0, NODE, node) for node in range(num_nodes)]
-    return kind(replicas, Objective(replicas.module, loss_fn), streams, autocast)
+    return kind(replicas, Objective(replicas.module, loss_fn), streams, Settings(autocast=autocast))
 
 
 def batch_of(task: Task, num_nodes: int = 3, size: int = 6) -> list[Tensor]:
@@ -145,7 +145,7 @@ def test_frozen_and_tied_parameters_train_as_they_should(kind: type[Executor]) -
 def test_some_nodes_at_a_time_are_all_nodes_at_once(task: Task, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(task, 5, 5)
     whole = make(VmapExecutor, task.model(), 5)
-    monkeypatch.setattr(executor, "WEIGHTS_AT_ONCE", at_once * whole.replicas.num_parameters)
+    monkeypatch.setattr(vmap, "WEIGHTS_AT_ONCE", at_once * whole.replicas.num_parameters)
     pieces = make(VmapExecutor, task.model(), 5)
     assert isinstance(pieces, VmapExecutor) and isinstance(whole, VmapExecutor)
     assert len(whole.pieces) == 1 and len(pieces.pieces) == -(-5 // at_once)

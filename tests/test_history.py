@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import math
 import sys
@@ -69,7 +70,7 @@ def test_last_and_unknown(history: History) -> None:
     assert history.last("global_loss") == history["global_loss"][5]
     assert history.last("correlation") == history["correlation"][3]
     assert math.isnan(History().last("train_loss"))
-    with pytest.raises(KeyError, match="no column 'loss'; there are step, examples, train_loss"):
+    with pytest.raises(KeyError, match="no column 'loss'; there are step, examples, tokens, train_loss"):
         history["loss"]
     assert [len(part) for part in history.measured("lr", "divergence")] == [1, 1]  # both at step 3 only
 
@@ -109,6 +110,34 @@ def test_a_csv_file_holds_every_bit(tmp_path_factory: pytest.TempPathFactory, va
         header, first, second = csv.reader(file)
     assert len(header) == len(values) and [float(field) for field in first] == values
     assert second == ["text", *["7"] * (len(values) - 1)]
+
+
+def test_json_gives_every_bit_back(history: History, tmp_path: Path) -> None:
+    history = copy.deepcopy(history)
+    history.append(
+        {"step": 6, "train_loss": math.inf, "global_loss": -math.inf, "lr": 0.1 + 0.2}, [math.nan, 1e300, 0.5]
+    )
+    history.to_json(tmp_path / "run.json")
+    again = History.from_json(tmp_path / "run.json")
+    for name in COLUMNS:
+        assert np.array_equal(again[name], history[name], equal_nan=True), name
+    assert np.array_equal(again.node_losses, history.node_losses, equal_nan=True)
+    assert repr(again) == repr(history) and again.executor == history.executor
+    text = (tmp_path / "run.json").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"run.json is no JSON"),
+        ("[1]", r"was not written by History.to_json: it lacks 'columns' or 'node_losses'"),
+    ],
+)
+def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        History.from_json(tmp_path / "run.json")
 
 
 def test_pandas(history: History) -> None:

@@ -61,7 +61,7 @@ def gradients(replicas: Replicas, step: int) -> Tensor:
 def separately(replicas: Replicas, spec: OptimSpec, steps: int) -> Tensor:
     """The rows after `steps` steps of an optimizer for each node, over tensors of its own."""
     rows = []
-    for row in range(replicas.num_rows):
+    for row in range(replicas.num_nodes):
         own = [v.clone().requires_grad_() for v in replicas.views(replicas.weights[row]).values()]
         optimizer = spec.cls(own, **spec.kwargs)
         for step in range(steps):
@@ -361,7 +361,11 @@ def schedule(scheduler: Any = None, kwargs: Any = None, w: Any = None, c: Any = 
         (lambda: schedule(3), TypeError, "must be a torch.optim.lr_scheduler class or one of cosine.*got 3"),
         (lambda: schedule(torch.optim.SGD), TypeError, "must be a torch.optim.lr_scheduler class"),
         (lambda: schedule(ReduceLROnPlateau), ValueError, "ReduceLROnPlateau needs a metric"),
-        (lambda: schedule(StepLR, {"step": 3}), TypeError, "StepLR got an unknown argument 'step'"),
+        (
+            lambda: schedule(StepLR, {"step": 3}),
+            TypeError,
+            "lr_scheduler_kwargs of StepLR got an unknown argument 'step'",
+        ),
         (lambda: schedule(StepLR, {"step_size": 3}, 5), TypeError, "warmup_steps belongs to the named schedules"),
         (lambda: schedule(None, {"gamma": 3}), TypeError, "lr_scheduler_kwargs has no effect without lr_scheduler="),
         (lambda: schedule(None, None, None, None, 9), TypeError, "max_steps has no effect without lr_scheduler="),

@@ -29,7 +29,7 @@ from vsim import Trainer
 from vsim.assembly import RunConfig
 from vsim.distributed import ProcessOptions
 from vsim.distributed.node import Outcome, run_node
-from vsim.history import COLUMNS
+from vsim.history import COLUMNS, OF_THE_MACHINE
 from vsim.loop import Reporter, Run, StepReport
 from vsim.objective import LossFunction
 from vsim.strategy import FedAvgStrategy, OptimSpec, PartitionedIndexSelector, SPARTAStrategy, Strategy
@@ -254,7 +254,7 @@ class Keep:
     def __call__(self, run: Run) -> None:
         if run.cluster.step == self.last_step:
             replicas = run.cluster.replicas
-            state = {"weights": replicas.weights, **replicas.buffers}
+            state = {"weights": run.cluster.weights, **replicas.buffers}
             torch.save(state, self.folder / f"{replicas.first_node}.pt")
 
     def rows(self) -> dict[str, Tensor]:
@@ -286,7 +286,7 @@ def fit(
     return Result(trainer, final, keep.rows())
 
 
-SIMULATED = {"executor": "loop"}
+SIMULATED = {"executor": "vmap"}
 PROCESSES = {"backend": "process", "threads_per_process": 1}
 
 
@@ -311,7 +311,7 @@ def assert_same_bits(simulated: Result, processes: Result) -> None:
     ours, theirs = simulated.trainer.history, processes.trainer.history
     np.testing.assert_array_equal(ours.node_losses, theirs.node_losses)
     for column in COLUMNS:
-        if column != "seconds":
+        if column not in OF_THE_MACHINE:
             np.testing.assert_array_equal(ours[column], theirs[column], column)
     assert theirs.executor == "eager"
     assert list(simulated.trainer.ledger) == list(processes.trainer.ledger)
@@ -326,9 +326,17 @@ def assert_same_bits(simulated: Result, processes: Result) -> None:
 # Equal bits ----------------------------------------------------------------------------------------------------------
 
 
+# Of the slow cells every second one: every strategy keeps half of its models and K.
+SLOW = [name for name in CELLS if name not in QUICK][::2]
+
+
 @pytest.mark.parametrize(
     ("num_nodes", "row", "task", "variant"),
-    [pytest.param(*cell, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, cell in CELLS.items()],
+    [
+        pytest.param(*cell, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, cell in CELLS.items()
+        if name in QUICK or name in SLOW
+    ],
 )
 def test_every_strategy_has_the_same_bits_in_processes(
     num_nodes: int,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documents import ROOT, run_page
 from torch import Tensor
 
 from vsim import Trainer
@@ -15,20 +15,13 @@ from vsim.data import digits
 from vsim.models import MLP
 from vsim.strategy import SimpleReduceStrategy, Strategy
 
-README = Path(__file__).parents[1] / "README.md"
+README = ROOT / "README.md"
 
 
 @pytest.fixture(scope="module")
-def readme(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def readme() -> dict[str, Any]:
     """What the README's blocks define, run in one scope: each continues the one before."""
-    import matplotlib.pyplot as plt
-
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    scope: dict[str, Any] = {}
-    for block in blocks:
-        exec(compile(block, str(README), "exec"), scope)
-    plt.close("all")
-    return scope
+    return run_page(README)
 
 
 def run(strategy: Strategy, num_nodes: int = 4, max_steps: int = 12) -> Trainer:

@@ -17,7 +17,8 @@ import pytest
 import torch
 from separate import images, small_cnn
 
-from vsim import Trainer
+from vsim import Trainer, load_checkpoint
+from vsim.checkpoint import checkpoints_in
 from vsim.strategy import DiLoCoStrategy, OptimSpec
 
 SECONDS = 120
@@ -190,3 +191,51 @@ def test_a_port_in_use_is_told(tmp_path: Path) -> None:
         out, _ = run.communicate(timeout=SECONDS)
     assert run.returncode != 0
     assert "address already in use" in out and str(port) in out
+
+
+SAVING = """
+    import sys
+
+    sys.path.insert(0, {tests!r})
+    import torch
+    from separate import images, small_cnn
+    from vsim import Trainer
+    from vsim.strategy import DiLoCoStrategy, OptimSpec
+
+    def fit(max_steps, **options):
+        trainer = Trainer(small_cnn(), images(), images(7))
+        trainer.fit(
+            strategy=DiLoCoStrategy(H=2, optim_spec=OptimSpec("adamw", lr=1e-2)), num_nodes=2, max_steps=max_steps,
+            batch_size=4, backend="process", deterministic=True, threads_per_process=1, save_dir={folder!r},
+            progress=False, **options,
+        )
+        return trainer
+
+    fit(3, checkpoint_interval=2)
+    trainer = fit(6, resume=True)
+    assert trainer.history["step"].tolist() == list(range(7)) and len(trainer.ledger) == 3
+    try:
+        fit(9)
+    except ValueError as error:
+        assert "holds the checkpoints of a run" in str(error)
+"""
+
+
+def test_ranks_save_and_resume(tmp_path: Path) -> None:
+    path, folder = tmp_path / "script.py", tmp_path / "run"
+    path.write_text(textwrap.dedent(SAVING.format(tests=str(Path(__file__).parent), folder=str(folder))))
+    run = torchrun("--nproc_per_node=2", "--master_port", str(free_port()), str(path))
+    out, _ = run.communicate(timeout=SECONDS)
+    assert run.returncode == 0, out
+    assert [p.name for p in checkpoints_in(folder)] == ["step-00000003.safetensors", "step-00000006.safetensors"]
+    trainer = Trainer(small_cnn(), images(), images(7))
+    trainer.fit(
+        strategy=DiLoCoStrategy(H=2, optim_spec=OptimSpec("adamw", lr=1e-2)),
+        num_nodes=2,
+        max_steps=6,
+        batch_size=4,
+        deterministic=True,
+        progress=False,
+    )
+    assert trainer.strategy is not None
+    assert torch.equal(load_checkpoint(folder).weights, trainer.strategy.cluster.weights)

@@ -1,0 +1,90 @@
+"""Runs that are cut in two, and how they are compared with the run that was not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from separate import images, small_cnn
+from torch import Tensor, nn
+
+from vsim import Trainer
+from vsim.checkpoint import checkpoint_path
+from vsim.history import COLUMNS, OF_THE_MACHINE
+from vsim.loop import Run
+from vsim.strategy import OptimSpec, Strategy
+
+# 29 examples for K = 3 in batches of 4 are 3 steps an epoch, the last of 2: most steps are in the middle of one.
+OPTIONS: dict[str, Any] = {
+    "num_nodes": 3,
+    "batch_size": 4,
+    "minibatch_size": 2,
+    "max_steps": 20,
+    "val_interval": 6,
+    "correlation_interval": 5,
+    "progress": False,
+}
+PROCESSES: dict[str, Any] = {"backend": "process", "deterministic": True, "threads_per_process": 1}
+SCHEDULE: dict[str, Any] = {"lr_scheduler": "cosine", "warmup_steps": 4, "max_norm": 0.5}
+ADAMW = OptimSpec("adamw", lr=1e-2)
+
+
+def trainer_of(model: Callable[[], nn.Module] = small_cnn, data: Callable[..., Any] = images) -> Trainer:
+    """With BatchNorm, dropout and validation."""
+    return Trainer(model(), data(), data(7, seed=1))
+
+
+def fit(strategy: Strategy, trainer: Trainer | None = None, **options: Any) -> Trainer:
+    """Train; the mean model is kept as `trainer.final`."""
+    trainer = trainer or trainer_of()
+    trainer.final = trainer.fit(strategy=strategy, **{**OPTIONS, **options})  # type: ignore[attr-defined]
+    return trainer
+
+
+def weights(trainer: Trainer) -> Tensor:
+    assert trainer.strategy is not None
+    return trainer.strategy.cluster.weights
+
+
+def assert_same_run(ours: Trainer, theirs: Trainer) -> None:
+    """Everything is equal to the bit: the record but for its seconds, the final model, and the nodes where they are."""
+    for column in COLUMNS:
+        if column not in OF_THE_MACHINE:
+            np.testing.assert_array_equal(ours.history[column], theirs.history[column], err_msg=column)
+    np.testing.assert_array_equal(ours.history.node_losses, theirs.history.node_losses)
+    assert list(ours.ledger) == list(theirs.ledger)
+    assert ours.ledger.wire_bytes == theirs.ledger.wire_bytes
+    finals = [trainer.final.state_dict() for trainer in (ours, theirs)]  # type: ignore[attr-defined]
+    assert finals[0].keys() == finals[1].keys()
+    assert all(torch.equal(a, b) for a, b in zip(finals[0].values(), finals[1].values(), strict=True))
+    if ours.strategy is not None and theirs.strategy is not None:
+        assert torch.equal(weights(ours), weights(theirs))
+        buffers = [trainer.strategy.cluster.replicas.buffers for trainer in (ours, theirs)]  # type: ignore[union-attr]
+        assert all(torch.equal(b, buffers[1][name]) for name, b in buffers[0].items())
+        generators = [trainer.strategy.cluster.generator for trainer in (ours, theirs)]  # type: ignore[union-attr]
+        assert torch.equal(*(g.get_state() for g in generators))
+
+
+class Keeper:
+    """Keeps the checkpoints of all steps, of which a folder keeps the newest only. For `Trainer.after_step`."""
+
+    def __init__(self, folder: Path, kept: Path) -> None:
+        self.folder, self.kept = folder, kept
+        kept.mkdir(exist_ok=True)
+
+    def __call__(self, run: Run) -> None:
+        for path in self.folder.glob("step-*.safetensors"):
+            if not (self.kept / path.name).exists():
+                (self.kept / path.name).write_bytes(path.read_bytes())
+
+
+def saved_at_every_step(strategy: Strategy, folder: Path, **options: Any) -> Callable[[int], Path]:
+    """Train and save after every step; return step → file."""
+    trainer = trainer_of()
+    keeper = trainer.after_step = Keeper(folder / "run", folder / "all")
+    fit(strategy, trainer, save_dir=folder / "run", checkpoint_interval=1, **options)
+    keeper(None)  # type: ignore[arg-type]  # the last step's
+    return lambda step: checkpoint_path(folder / "all", step)

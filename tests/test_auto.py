@@ -1,0 +1,234 @@
+"""executor="auto": the choice, what it may cost, and that it changes no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from separate import TASKS, small_mlp, vectors
+from torch import Tensor, nn
+
+from vsim import Trainer
+from vsim.executor import AutoExecutor, CompileError, LoopExecutor, Settings, auto
+from vsim.executor.auto import _Candidate
+from vsim.objective import Objective
+from vsim.randomness import NODE, generator
+from vsim.replicas import Replicas
+from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    auto._remembered.clear()
+    auto._seconds_of_compiling.clear()
+    yield
+    auto._remembered.clear()
+    auto._seconds_of_compiling.clear()
+
+
+class Clock:
+    """Time that passes only when an executor says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.took: list[str] = []  # who took each step
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Timed(LoopExecutor):
+    """The loop under another name, with steps of known length: the first, and the others."""
+
+    def __init__(self, name: str, clock: Clock, seconds: tuple[float, float], *parts: Any) -> None:
+        super().__init__(*parts)
+        self.name, self.clock, self.seconds, self.steps = name, clock, seconds, 0
+        self.took = clock.took
+
+    def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
+        self.clock.now += self.seconds[min(self.steps, 1)]
+        self.steps += 1
+        self.took.append(self.name)
+        return super().losses_and_grads(batch, minibatch_size)
+
+
+Times = dict[str, tuple[float, float]]
+
+
+def race(
+    monkeypatch: pytest.MonkeyPatch, times: Times, num_steps: int | None, **settings: Any
+) -> tuple[Any, list[str]]:
+    """An AutoExecutor whose candidates take so long, after 40 steps; and what computed each step."""
+    clock = Clock()
+    monkeypatch.setattr(auto, "time", clock)
+    replicas = Replicas.of(small_mlp(0.0), 2, torch.device("cpu"))
+    parts = (replicas, Objective(replicas.module), [generator(0, NODE, k) for k in range(2)])
+    engine = AutoExecutor(*parts, Settings(num_steps=num_steps, **settings))
+
+    def candidate(name: str) -> Callable[[], Timed]:
+        return lambda: Timed(name, clock, times[name], *parts, Settings())
+
+    engine.candidates = [_Candidate(name, candidate(name)) for name in times if name != "compiled"]
+    if "compiled" in times:
+        monkeypatch.setattr(auto, "CompiledExecutor", lambda *_: candidate("compiled")())
+    engine.chosen = engine._executor(engine.candidates[0])
+    batch = [t[:8].view(2, 4, *t.shape[1:]) for t in vectors().tensors]
+    for _ in range(40):
+        engine.losses_and_grads(batch)
+    return engine, clock.took
+
+
+def test_the_fastest_of_three_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"vmap": (0.5, 0.010), "fewer": (0.1, 0.008), "loop": (0.1, 0.009)}
+    engine, took = race(monkeypatch, times, 10_000)
+    assert took == [*["vmap"] * 4, *["fewer"] * 4, *["loop"] * 4, *["fewer"] * 28]
+    assert engine.reason == "measured a step: fewer 8 ms; loop 9 ms; vmap 10 ms"
+
+
+def test_what_is_clearly_slower_is_tried_twice_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, took = race(monkeypatch, {"vmap": (0.5, 0.010), "loop": (0.1, 0.030)}, 10_000)
+    assert took == [*["vmap"] * 4, *["loop"] * 2, *["vmap"] * 34]
+
+
+def test_nothing_is_tried_that_might_cost_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 3 % of 30 steps of 10 ms are 9 ms, less than one step.
+    engine, took = race(monkeypatch, {"vmap": (0.5, 0.010), "loop": (0.1, 0.001)}, 30)
+    assert set(took) == {"vmap"} and engine.reason.endswith("not tried, as it might cost too much: loop")
+
+
+@pytest.mark.parametrize(("num_steps", "budget"), [(500, 0.15), (10_000, 1.0), (None, 1.0)])
+def test_trying_stops_when_it_has_cost_its_share(
+    monkeypatch: pytest.MonkeyPatch, num_steps: int | None, budget: float
+) -> None:
+    engine, took = race(monkeypatch, {"vmap": (0.5, 0.010), "loop": (1.2, 1.2)}, num_steps)
+    assert took.count("loop") == 1 and engine.spent == pytest.approx(1.19)
+    assert engine._budget(0.010) == pytest.approx(budget)
+
+
+def test_the_choice_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"vmap": (0.5, 0.010), "loop": (0.1, 0.005)}
+    race(monkeypatch, times, 10_000)
+    engine, took = race(monkeypatch, times, 50)
+    assert set(took) == {"loop"} and engine.reason == "as before; measured a step: loop 5 ms; vmap 10 ms"
+
+
+def test_compiling_is_left_where_the_rest_does_not_repay_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"vmap": (0.5, 0.010), "compiled": (30.0, 0.005)}
+    engine, took = race(monkeypatch, times, 1000, compile="auto")
+    assert set(took) == {"vmap"} and "not compiled: about 60 s, when 10 s of the run remain" in engine.reason
+
+
+def test_compiling_is_tried_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"vmap": (0.5, 0.010), "compiled": (30.0, 0.005)}
+    engine, took = race(monkeypatch, times, 100_000, compile="auto")
+    assert took == [*["vmap"] * 4, *["compiled"] * 36]
+    assert auto._seconds_of_compiling == [30.0]  # known from now on
+    slower = {"vmap": (0.5, 0.010), "compiled": (30.0, 0.015)}
+    auto._remembered.clear()
+    engine, took = race(monkeypatch, slower, 100_000, compile="auto")
+    assert took[-1] == "vmap" and "compiled 15 ms" in engine.reason
+
+
+# In a run
+
+
+def fit(model: nn.Module, strategy: Any = None, **options: Any) -> Trainer:
+    trainer = Trainer(model, vectors(), vectors(8))
+    trainer.fit(strategy=strategy or DiLoCoStrategy(H=3, lr=0.01), num_nodes=3, batch_size=4, progress=False, **options)
+    return trainer
+
+
+def test_however_it_ends_the_bits_are_the_same() -> None:
+    runs = [fit(small_mlp(0.2), max_steps=60, executor=e) for e in ("auto", "vmap", "loop")]
+    weights = [run.strategy.cluster.weights for run in runs if run.strategy is not None]
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+    assert runs[0].history.executor_reason.startswith("measured a step: ")
+    assert runs[0].history.executor in ("vmap", "loop")
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_an_exact_run_has_the_same_bits_in_every_way(task: Any) -> None:
+    weights = []
+    for executor in ("auto", "vmap", "loop"):
+        trainer = Trainer(task.model(), task.data())
+        trainer.fit(
+            strategy=DiLoCoStrategy(H=2, lr=0.01),
+            num_nodes=3,
+            max_steps=5,
+            batch_size=4,
+            progress=False,
+            executor=executor,
+            deterministic=True,
+        )
+        assert trainer.strategy is not None
+        weights.append(trainer.strategy.cluster.weights)
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+
+
+def test_what_would_change_bits_is_not_tried() -> None:
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 5)
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            return self.linear(batch[0]).square().mean()
+
+    history = fit(Squared(), max_steps=60).history
+    assert history.executor == "vmap"
+    assert "loop not tried: mean have fast forms with other last bits" in history.executor_reason
+    history = fit(small_mlp(0.0), SimpleReduceStrategy(lr=0.01), max_steps=60).history
+    assert "loop not tried: one product for all nodes' mean gradient" in history.executor_reason
+
+
+def test_a_model_without_an_exact_vectorized_form_goes_on_in_the_loop_without_a_word() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 5)
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            return self.linear(batch[0]).exp_().mean()
+
+    history = fit(InPlace(), max_steps=4, deterministic=True).history
+    assert history.executor == "loop" and "exp_ writes into a tensor" in history.executor_reason
+
+
+# Compiled
+
+
+compiling = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
+
+
+@compiling
+@pytest.mark.slow
+def test_compiled_steps_are_those_of_vmap() -> None:
+    plain, compiled = (fit(small_mlp(0.0), max_steps=6, executor="vmap", compile=c) for c in (False, True))
+    assert compiled.history.executor == "compiled" and compiled.history.executor_reason.startswith("compiled in ")
+    assert plain.strategy is not None and compiled.strategy is not None
+    ours, theirs = compiled.strategy.cluster.weights, plain.strategy.cluster.weights
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    again = fit(small_mlp(0.3), max_steps=6, compile=True), fit(small_mlp(0.3), max_steps=6, compile=True)
+    assert all(run.strategy is not None and run.history.executor == "compiled" for run in again)
+    assert torch.equal(*(run.strategy.cluster.weights for run in again if run.strategy is not None))
+
+
+@compiling
+@pytest.mark.slow
+def test_what_breaks_the_graph_is_reported() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 5)
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            torch._dynamo.graph_break()
+            return self.linear(batch[0]).square().mean()
+
+    with pytest.warns(UserWarning, match=r"cannot be compiled: .*graph_break") as caught:
+        history = fit(Broken(), max_steps=4, compile=True).history
+    assert len(caught) == 1 and history.executor == "vmap" and "test_auto.py" in history.executor_reason
+    with pytest.raises(CompileError, match="cannot be compiled"):
+        fit(Broken(), max_steps=4, compile=True, executor="vmap")

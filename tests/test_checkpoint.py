@@ -1,0 +1,582 @@
+"""A run that is resumed equals the run that was not interrupted, to the bit: for every strategy, at every step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from resumed import ADAMW, OPTIONS, PROCESSES, SCHEDULE, assert_same_run, fit, saved_at_every_step, trainer_of, weights
+from separate import images, small_cnn, small_gpt, small_mlp, tokens, vectors
+from test_process_exactness import BY_NAME, ROWS, Row
+from test_strategies_common import QUARTER, TABLE
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, OneCycleLR, StepLR
+from torch.utils.data import Dataset
+
+import vsim
+from vsim import Checkpoint, CheckpointError, Trainer, load_checkpoint
+from vsim.checkpoint import checkpoints_in
+from vsim.cluster import Cluster
+from vsim.data import epoch_indices
+from vsim.strategy import (
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    GradientAverage,
+    OptimSpec,
+    SPARTAStrategy,
+    Strategy,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+STEPS = 20
+QUICK = ["SPARTA, delayed, 4 bits", "sparse, islands, outer", "DeMo"]
+slow_rows = [row for row in ROWS if row.name not in QUICK]
+
+
+def scheduled(row: Row, **more: Any) -> Strategy:
+    return row.make(**SCHEDULE, **more)
+
+
+def check_every_step(row: Row, folder: Path, steps: range, **options: Any) -> None:
+    straight = fit(scheduled(row), **options)
+    at = saved_at_every_step(scheduled(row), folder, **options)
+    for step in steps:
+        assert_same_run(fit(scheduled(row), resume=at(step), **options), straight)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", QUICK)
+def test_resume_at_every_step(name: str, deterministic: bool, tmp_path: Path) -> None:
+    steps = range(1, STEPS + 1) if deterministic else range(1, STEPS + 1, 4)
+    check_every_step(BY_NAME[name], tmp_path, steps, deterministic=deterministic)
+
+
+# The two kinds of run take turns: a strategy's state is the same in both.
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(slow_rows)), ids=lambda number: slow_rows[number].name)
+def test_resume_at_every_step_with_every_strategy(number: int, tmp_path: Path) -> None:
+    check_every_step(slow_rows[number], tmp_path, range(1, STEPS + 1), deterministic=number % 2 == 0)
+
+
+def test_the_table_is_covered() -> None:
+    assert {row.name for row in TABLE} <= {row.name for row in ROWS}
+    assert set(QUICK) <= set(BY_NAME)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optim_spec": "adam", "lr_scheduler": StepLR, "lr_scheduler_kwargs": {"step_size": 3}},
+        {"optim_spec": "sgd", "lr_scheduler": OneCycleLR, "lr_scheduler_kwargs": {"max_lr": 0.1, "total_steps": 30}},
+        {"lr_scheduler": CosineAnnealingWarmRestarts, "lr_scheduler_kwargs": {"T_0": 3}},
+        {"optim_spec": OptimSpec("adafactor", lr=0.01), "warmup_steps": 12},
+        {"optim_spec": OptimSpec("nadam", lr=0.01)},
+        {"optim_spec": OptimSpec("asgd", lr=0.01)},
+        {"optim_spec": OptimSpec("rprop", lr=0.01)},
+        {"optim_spec": OptimSpec("adamw", amsgrad=True)},
+    ],
+    ids=repr,
+)
+def test_optimizers_and_schedules(options: dict[str, Any], tmp_path: Path) -> None:
+    strategy = DiLoCoStrategy(H=4, outer_optim="adam", **options)
+    straight = fit(strategy)
+    at = saved_at_every_step(strategy, tmp_path)
+    for step in (1, 7, 16):
+        assert_same_run(fit(strategy, resume=at(step)), straight)
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+
+class Augmented(Dataset[Any]):
+    """Draws from all global generators, as augmentation does."""
+
+    def __init__(self, count: int = 29, seed: int = 0) -> None:
+        self.inner = vectors(count, seed)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        x, y = self.inner[i]
+        return x + torch.randn(12) * random.random() + float(np.random.rand()), y  # noqa: NPY002
+
+
+def uneven(count: int = 29, seed: int = 0) -> Any:
+    return lambda rank, num_nodes, train: vectors(10 + 7 * rank, seed)
+
+
+@pytest.mark.parametrize("data", [Augmented, uneven], ids=lambda data: data.__name__)
+def test_data(data: Any, tmp_path: Path) -> None:
+    strategy = SPARTAStrategy(**QUARTER, async_delay=2, optim_spec=ADAMW)
+
+    def trainer() -> Trainer:
+        return trainer_of(lambda: small_mlp(0.2), data)
+
+    straight = fit(strategy, trainer(), deterministic=True)
+    for step in (2, 7):
+        fit(strategy, trainer(), max_steps=step, save_dir=tmp_path / str(step), deterministic=True)
+        resumed = fit(strategy, trainer(), resume=tmp_path / str(step), deterministic=True)
+        # Where it ended it was measured, which the straight run was not.
+        assert torch.equal(weights(resumed), weights(straight))
+        np.testing.assert_array_equal(resumed.history.node_losses, straight.history.node_losses)
+
+
+def test_tied_weights_and_several_epochs(tmp_path: Path) -> None:
+    def trainer() -> Trainer:
+        return trainer_of(small_gpt, tokens)
+
+    strategy = FedAvgStrategy(H=3, optim_spec=ADAMW)
+    options: dict[str, Any] = {"max_steps": None, "num_epochs": 3, "executor": "vmap"}
+    straight = fit(strategy, trainer(), **options)
+    fit(strategy, trainer(), save_dir=tmp_path, checkpoint_interval=4, **options)
+    resumed = fit(strategy, trainer(), resume=checkpoints_in(tmp_path)[0], **options)
+    assert load_checkpoint(checkpoints_in(tmp_path)[0]).step == 8
+    assert_same_run(resumed, straight)
+
+
+class Counting(nn.Module):
+    """A model that keeps a number of its own beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_mlp()
+        self.calls = 0
+
+    def forward(self, batch: Any) -> Tensor:
+        self.calls += self.training
+        return self.inner(batch) * (1 + 0.01 * self.calls)
+
+
+def test_numbers_that_a_model_keeps(tmp_path: Path) -> None:
+    strategy = FedAvgStrategy(H=3)
+    options = {"executor": "loop", "val_interval": None}
+    straight = fit(strategy, trainer_of(Counting, vectors), **options)
+    fit(strategy, trainer_of(Counting, vectors), save_dir=tmp_path, checkpoint_interval=13, **options)
+    resumed = fit(strategy, trainer_of(Counting, vectors), resume=checkpoints_in(tmp_path)[0], **options)
+    assert_same_run(resumed, straight)
+
+
+# Strategies of a user's own ------------------------------------------------------------------------------------------
+
+
+class Eccentric(Strategy):
+    """Keeps state of every kind, in attributes."""
+
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        self.anchor = copy.deepcopy(self.model)
+        self.average = torch.zeros_like(cluster.weights)
+        self.alias = self.average[:, 3:7]
+        self.count, self.best, self.label, self.flags = 0, float("nan"), "", {"odd": False, 3: None}
+        self.window: deque[float] = deque(maxlen=3)
+        self.seen: set[int] = set()
+        self.arrays = [np.zeros(2), np.float32(1)]
+        self.draws = (np.random.default_rng(3), random.Random(4), torch.Generator().manual_seed(5))
+        self.later: Tensor | None = None
+        self.parts: list[Tensor] = []
+        self.own_optim = torch.optim.Adam([nn.Parameter(torch.ones(4))], lr=0.1)
+        self.function = max
+
+    def step(self) -> None:
+        with torch.enable_grad():
+            self.own_optim.zero_grad()
+            (self.own_optim.param_groups[0]["params"][0] ** 2).sum().backward()
+        self.own_optim.step()
+        super().step()
+        self.count += 1
+        self.seen.add(self.count % 4)
+        self.window.append(float(self.cluster.weights.mean()))
+        self.best = self.function(self.window)
+        self.label += str(self.count % 2)
+        self.flags["odd"] = not self.flags["odd"]
+        self.average.lerp_(self.cluster.weights, 0.1)
+        self.alias.mul_(0.5)
+        numpy, python, own = self.draws
+        noise = float(numpy.normal()) + python.random() + float(torch.rand((), generator=own))
+        self.arrays[0] += noise
+        if self.later is None or self.count % 5 == 0:
+            self.later = torch.full((self.count,), noise)
+            self.parts = list(torch.arange(6.0).add(noise).split(2))
+            self.view = self.later[:1]  # shares its memory
+        self.later.mul_(1.01)
+        shift = noise + float(self.view) + self.best + float(self.arrays[0][0]) + float(sum(self.parts).sum())
+        for p, anchor in zip(self.model.parameters(), self.anchor.parameters(), strict=True):
+            p.data.lerp_(anchor, 0.01).add_(shift * 1e-3 + len(self.seen) * 1e-4)
+            anchor.data.lerp_(p, 0.1)
+        self.cluster.weights.add_(self.average, alpha=0.01).add_(float(self.own_optim.param_groups[0]["params"][0][0]))
+
+
+def test_a_strategy_with_state_of_every_kind(tmp_path: Path) -> None:
+    strategy = Eccentric(optim_spec="sgd", lr=0.01)
+    straight = fit(strategy)
+    at = saved_at_every_step(strategy, tmp_path)
+    for step in (1, 4, 5, 6, 13):
+        assert_same_run(fit(strategy, resume=at(step)), straight)
+
+
+class Noting(CommunicationModule):
+    """Says itself what its state is."""
+
+    def setup(self, cluster: Cluster) -> None:
+        self.source = iter(range(1000))  # whose state cannot be found
+        self.drawn = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+        self.source = iter(range(self.drawn, 1000))
+
+    def communicate(self, cluster: Cluster) -> None:
+        self.drawn += 1
+        cluster.weights.add_(1e-3 * next(self.source))
+
+
+class Silent(Noting):
+    """The same, but for saying it."""
+
+    state_dict = CommunicationModule.state_dict
+    load_state_dict = CommunicationModule.load_state_dict
+
+
+class Late(CommunicationModule):
+    """Makes an object when it is too late."""
+
+    def communicate(self, cluster: Cluster) -> None:
+        if cluster.step == 3:
+            self.kept = {"eccentric": FedAvgStrategy()}
+
+
+def test_a_module_that_says_what_its_state_is(tmp_path: Path) -> None:
+    strategy = CommunicateOptimizeStrategy([GradientAverage(), Noting()])
+    straight = fit(strategy)
+    at = saved_at_every_step(strategy, tmp_path)
+    assert_same_run(fit(strategy, resume=at(11)), straight)
+
+
+def test_state_that_cannot_be_saved_is_said_before_training(tmp_path: Path) -> None:
+    steps: list[int] = []
+    message = r"strategy\.communication_modules\[0\]\.source is a range_iterator, whose state cannot be saved"
+    with pytest.raises(CheckpointError, match=message):
+        fit(
+            CommunicateOptimizeStrategy([Silent()]),
+            save_dir=tmp_path,
+            train_loss_hook=lambda step, loss: steps.append(step),
+        )
+    assert not steps
+
+
+def test_an_object_that_is_made_during_a_run_is_an_error_when_it_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError,
+        match=r"communication_modules\[0\]\.kept\['eccentric'\] is a vsim\..*FedAvgStrategy that was made after",
+    ):
+        fit(CommunicateOptimizeStrategy([Late()]), save_dir=tmp_path, checkpoint_interval=2)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000002.safetensors"]
+
+
+# Folders -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_two_are_kept_and_resume_true_takes_the_newest(tmp_path: Path) -> None:
+    strategy = DiLoCoStrategy(H=3, optim_spec=ADAMW)
+    fit(strategy, save_dir=tmp_path / "a" / "b", checkpoint_interval=6)
+    names = [path.name for path in (tmp_path / "a" / "b").iterdir()]
+    assert sorted(names) == ["step-00000018.safetensors", "step-00000020.safetensors"]
+    longer = fit(strategy, save_dir=tmp_path / "a" / "b", checkpoint_interval=6, resume=True, max_steps=27)
+    assert np.array_equal(longer.history["step"], np.arange(28))
+    assert torch.equal(weights(longer), weights(fit(strategy, max_steps=27)))
+    assert [load_checkpoint(p).step for p in checkpoints_in(tmp_path / "a" / "b")] == [24, 27]
+
+
+def test_save_dir_alone_is_a_checkpoint_at_the_end(tmp_path: Path) -> None:
+    straight = fit(FedAvgStrategy(H=2), save_dir=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000020.safetensors"]
+    assert_same_run(fit(FedAvgStrategy(H=2), resume=True, save_dir=tmp_path), straight)  # nothing is left to do
+
+
+def test_latest_checkpoint_starts_or_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for steps in (5, 9, 12):
+        fit(FedAvgStrategy(H=2), max_steps=steps, save_dir=folder, resume=vsim.latest_checkpoint(folder))
+    assert load_checkpoint(folder).step == 12
+
+
+def test_checkpoints_of_another_run_are_not_overwritten(tmp_path: Path) -> None:
+    fit(FedAvgStrategy(H=2), max_steps=5, save_dir=tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"holds the checkpoints of a run, up to step-00000005\.safetensors; give"
+    ):
+        fit(FedAvgStrategy(H=2), max_steps=5, save_dir=tmp_path)
+    with pytest.raises(CheckpointError, match="holds the checkpoints of a run"):
+        fit(FedAvgStrategy(H=2), max_steps=9, save_dir=tmp_path, resume=load_checkpoint(tmp_path).fork())
+    strategies = {"a": Strategy(), "b": Strategy()}
+    with pytest.raises(ValueError, match="save_dir, resume belongs to one run, and compare"):
+        vsim.compare(small_mlp(), vectors(), strategies=strategies, num_nodes=2, save_dir=tmp_path, resume=True)
+
+
+def test_a_file_says_all_without_running_anything(tmp_path: Path) -> None:
+    trainer = fit(DiLoCoStrategy(H=3, optim_spec=ADAMW), max_steps=7, save_dir=tmp_path)
+    checkpoint = load_checkpoint(tmp_path)
+    assert repr(checkpoint).startswith("Checkpoint(step 7, 3 nodes, vsim.strategy.diloco.DiLoCoStrategy from ")
+    assert (checkpoint.step, checkpoint.num_nodes, checkpoint.together) == (7, 3, True)
+    assert torch.equal(checkpoint.weights, weights(trainer))
+    assert len(checkpoint.history) == 8 and list(checkpoint.ledger) == list(trainer.ledger)
+    model, own = checkpoint.model(small_cnn()), checkpoint.model(small_cnn(), node=1)
+    finals = zip(model.state_dict().values(), trainer.final.state_dict().values(), strict=True)  # type: ignore[attr-defined]
+    assert all(torch.equal(a, b) for a, b in finals)
+    assert torch.equal(torch.cat([p.detach().flatten() for p in own.parameters()]), weights(trainer)[1])
+    with pytest.raises(
+        CheckpointError, match=r"of another model: parameter layers.0.weight was absent and is \[\[16, 12\]"
+    ):
+        checkpoint.model(small_mlp())
+    with pytest.raises(IndexError, match="node must be from 0 to 2, got 3"):
+        checkpoint.model(small_cnn(), node=3)
+    again = tmp_path / "again.safetensors"
+    checkpoint.save(again)
+    assert torch.equal(load_checkpoint(again).weights, checkpoint.weights)
+
+
+# What must be the same -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def at_seven(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("seven")
+    fit(DiLoCoStrategy(H=3, optim_spec=ADAMW), max_steps=7, save_dir=folder)
+    return load_checkpoint(folder)
+
+
+def other_dropout() -> nn.Module:
+    return small_cnn(dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_nodes": 4}, "num_nodes was 3 and is 4"),
+        ({"batch_size": 6}, "batch_size was 4 and is 6"),
+        ({"minibatch_size": None}, "minibatch_size was 2 and is absent"),
+        ({"seed": 1}, "seed was 42 and is 1"),
+        ({"shuffle": False}, "shuffle was True and is False"),
+        ({"deterministic": True}, "deterministic was False and is True"),
+        ({"dataloader_kwargs": {"drop_last": True}}, "drop_last was False and is True"),
+        ({"strategy": FedAvgStrategy(H=3)}, r"strategy was vsim\..*DiLoCoStrategy and is vsim\..*FedAvgStrategy"),
+        (
+            {"strategy": DiLoCoStrategy(H=4, optim_spec=ADAMW)},
+            r"step 7 is of another run: strategy\.communication_modules\[0\]\.H was 3 and is 4\. To go on .* "
+            r"fork: resume=load_checkpoint\('.*step-00000007\.safetensors'\)\.fork\(\)",
+        ),
+        ({"strategy": DiLoCoStrategy(H=3, optim_spec=OptimSpec("adamw", lr=2e-2))}, r"lr'\] was 0\.01 and is 0\.02"),
+        ({"strategy": DiLoCoStrategy(H=3, optim_spec="sgd")}, r"optim_spec\.cls was .*AdamW and is .*SGD"),
+        (
+            {"trainer": trainer_of(data=lambda count=28, seed=0: images(count, seed))},
+            r"training data was \[29\] and is \[28\]",
+        ),
+        ({"trainer": trainer_of(other_dropout)}, r"module .* was .*Dropout.*p=0\.3.* and is .*p=0\.1"),
+        ({"trainer": trainer_of(small_mlp, vectors)}, r"parameter .* was \[\[.*\], 'torch\.float32'\] and is absent"),
+        ({"max_steps": 6}, "the checkpoint is at step 7, and max_steps=6 is not beyond it; give a larger max_steps"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_another_run_is_an_error_that_names_what_differs(
+    options: dict[str, Any], message: str, at_seven: Checkpoint
+) -> None:
+    options = {"strategy": DiLoCoStrategy(H=3, optim_spec=ADAMW), **options}
+    with pytest.raises(CheckpointError, match=message):
+        fit(resume=at_seven, **options)
+
+
+def test_what_may_differ(at_seven: Checkpoint) -> None:
+    trainer = fit(
+        DiLoCoStrategy(H=3, optim_spec=ADAMW), resume=at_seven, max_steps=11, val_interval=None, executor="loop"
+    )
+    assert trainer.history["step"][-1] == 11
+
+
+def test_a_schedule_that_would_change_is_an_error(tmp_path: Path) -> None:
+    def strategy(**more: Any) -> Strategy:
+        return FedAvgStrategy(H=2, lr_scheduler="cosine", **more)
+
+    first = fit(strategy(), max_steps=8, save_dir=tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"schedule was over 8 steps and is over 12 .*max_steps=8 given to the stra"
+    ):
+        fit(strategy(), max_steps=12, resume=tmp_path)
+    longer = fit(strategy(max_steps=8), max_steps=12, resume=tmp_path)
+    assert longer.history["lr"][-1] == pytest.approx(0.1 * 1e-3)
+    assert longer.history["lr"][8] == first.history["lr"][8]
+    warm = fit(FedAvgStrategy(H=2, warmup_steps=10), max_steps=8, save_dir=tmp_path / "warm")
+    assert warm.history["lr"][8] == pytest.approx(0.7e-3)
+    fit(FedAvgStrategy(H=2, warmup_steps=10), max_steps=12, resume=tmp_path / "warm")  # no annealing: no length
+
+
+# Forks ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_goes_on_with_the_nodes_and_their_optimizers() -> None:
+    # Nothing communicates, so that a fork with the same settings is the same run.
+    strategy = Strategy(optim_spec=ADAMW, warmup_steps=9)
+    straight = fit(strategy)
+    half = fit(strategy, trainer_of(), max_steps=8)
+    forked = fit(strategy, resume=vsim.resume.captured(half._last).fork())  # type: ignore[arg-type]
+    assert torch.equal(weights(forked), weights(straight))
+    assert forked.history["step"].tolist() == list(range(8, 21))
+    for column in ("lr", "train_loss", "examples"):
+        np.testing.assert_array_equal(forked.history[column][1:], straight.history[column][9:])
+    assert forked.history["examples"][0] == straight.history["examples"][8]
+    anew = fit(strategy, resume=vsim.resume.captured(half._last).fork(optimizer=False))  # type: ignore[arg-type]
+    assert not torch.equal(weights(anew), weights(straight))
+
+
+def test_a_fork_into_another_strategy_starts_it_from_the_mean(at_seven: Checkpoint) -> None:
+    phis = []
+    trainer = trainer_of()
+    trainer.after_step = lambda run: phis.append(run.strategy.communication_modules[0].outer_weights.clone())
+    fit(DiLoCoStrategy(H=50, optim_spec=OptimSpec("sgd", lr=0.0)), trainer, resume=at_seven.fork(), max_steps=9)
+    torch.testing.assert_close(phis[0], at_seven.weights.mean(0))
+    assert torch.equal(weights(trainer), at_seven.weights)  # its own rows, and a rate of 0
+    assert trainer.ledger.payload_bytes == 0 and len(at_seven.ledger) == 2
+
+
+def test_a_fork_with_another_number_of_nodes_starts_from_the_mean(at_seven: Checkpoint) -> None:
+    still = OptimSpec("sgd", lr=0.0)
+    hooked: list[int] = []
+    trainer = fit(
+        Strategy(optim_spec=still),
+        resume=at_seven.fork(),
+        num_nodes=5,
+        max_steps=8,
+        seed=3,
+        batch_size=2,
+        progress=True,
+        train_loss_hook=lambda step, loss: hooked.append(step),
+    )
+    assert hooked == [8]
+    assert torch.equal(weights(trainer), at_seven.mean_weights().expand(5, -1))
+    assert trainer.history.node_losses.shape == (1, 5)
+    with pytest.raises(CheckpointError, match="step 7, and max_steps=7 is not beyond it"):
+        fit(Strategy(), resume=at_seven.fork(), max_steps=7)
+    with pytest.raises(CheckpointError, match="the checkpoint is of another model: parameter"):
+        fit(Strategy(), trainer_of(small_mlp, vectors), resume=at_seven.fork())
+
+
+def test_a_fork_goes_on_in_its_own_order_of_the_data(at_seven: Checkpoint) -> None:
+    orders: list[Tensor] = []
+
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small_cnn()
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            if self.training:
+                orders.append(batch[0].clone())
+            return self.inner(batch)
+
+    trainer = Trainer(Keeping(), images())
+    fit(Strategy(), trainer, num_nodes=5, batch_size=2, minibatch_size=None, max_steps=2, seed=3, executor="loop")
+    forked = vsim.resume.captured(trainer._last).fork()  # type: ignore[arg-type]
+    forked.step = 7
+    orders.clear()
+    fit(
+        Strategy(),
+        trainer,
+        resume=forked,
+        num_nodes=4,
+        batch_size=2,
+        minibatch_size=None,
+        max_steps=8,
+        seed=3,
+        executor="loop",
+    )
+    # 8 examples a node in batches of 2 are 4 steps an epoch: 0-based step 7 is the last of epoch 1.
+    expected = images().tensors[0][epoch_indices(29, 4, True, 3, 1)[:, 6:8]]
+    assert torch.equal(torch.stack(orders), expected)
+
+
+def test_a_fork_can_be_saved_and_resumed(at_seven: Checkpoint, tmp_path: Path) -> None:
+    strategy = FedAvgStrategy(H=2, optim_spec="sgd", lr=0.1)
+    straight = fit(strategy, resume=at_seven.fork(), num_nodes=2)
+    fit(strategy, resume=at_seven.fork(), num_nodes=2, save_dir=tmp_path, checkpoint_interval=11)
+    resumed = fit(strategy, resume=checkpoints_in(tmp_path)[0], num_nodes=2)
+    assert_same_run(resumed, straight)
+
+
+# Processes -----------------------------------------------------------------------------------------------------------
+
+
+def check_across(row: Row, folder: Path, pairs: list[tuple[bool, bool]], steps: int = 12) -> None:
+    """Save with one backend, resume with another: (in processes, in processes)."""
+    options = {"deterministic": True, "max_steps": steps}
+    straight = fit(scheduled(row), **options)
+    for saves, resumes in pairs:
+        run = folder / f"{saves}"
+        if not run.exists():
+            more = {**options, **(PROCESSES if saves else {})}
+            assert_same_run(fit(scheduled(row), save_dir=run, checkpoint_interval=7, **more), straight)
+        more = {**options, **(PROCESSES if resumes else {})}
+        assert_same_run(fit(scheduled(row), resume=checkpoints_in(run)[0], **more), straight)
+
+
+def test_processes_and_simulator_resume_each_other(tmp_path: Path) -> None:
+    pairs = [(True, True), (False, True), (True, False)]
+    check_across(BY_NAME["SPARTA, delayed, 4 bits"], tmp_path, pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_processes_and_simulator_resume_each_other_with_every_strategy(row: Row, tmp_path: Path) -> None:
+    check_across(row, tmp_path, [(True, True), (False, True), (True, False)])
+
+
+def test_processes_say_what_differs(at_seven: Checkpoint) -> None:
+    with pytest.raises(CheckpointError, match=r"deterministic was False and is True; strategy\.comm.*H was 3 and is 5"):
+        fit(DiLoCoStrategy(H=5, optim_spec=ADAMW), resume=at_seven, **PROCESSES)
+
+
+def test_errors_are_shipped() -> None:
+    error = pickle.loads(pickle.dumps(CheckpointError("torn")))
+    assert type(error) is CheckpointError and str(error) == "torn" and isinstance(error, ValueError)
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"checkpoint_interval": 5}, ValueError, "checkpoint_interval has no effect without save_dir"),
+        ({"checkpoint_interval": 0, "save_dir": "x"}, ValueError, "checkpoint_interval must be .* >= 1, got 0"),
+        ({"save_dir": 3}, TypeError, "save_dir must be the path of a folder, got 3"),
+        ({"save_dir": __file__}, CheckpointError, "save_dir '.*test_checkpoint.py' is not a folder"),
+        ({"save_dir": f"{__file__}/sub"}, CheckpointError, "cannot be written to: .*Not a directory"),
+        ({"save_dir": "/proc/vsim"}, CheckpointError, "save_dir '/proc/vsim' cannot be written to"),
+        ({"resume": 3}, TypeError, "resume must be True, a path or a Checkpoint, got 3"),
+        ({"resume": True}, CheckpointError, "goes on with this trainer's last run, and there is none in memory"),
+        ({"resume": "no/such"}, CheckpointError, "there is no checkpoint at no/such"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fit(Strategy(), **options)
+    assert OPTIONS["max_steps"] == STEPS
+
+
+def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "notes.safetensors").touch()
+    assert vsim.latest_checkpoint(tmp_path) is None and vsim.latest_checkpoint(tmp_path / "absent") is None
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in the folder"):
+        fit(Strategy(), resume=True, save_dir=tmp_path)

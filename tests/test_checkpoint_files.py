@@ -1,0 +1,229 @@
+"""What is not a whole checkpoint is an error that says so, and never runs code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from resumed import ADAMW, assert_same_run, fit
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from vsim import CheckpointError, load_checkpoint
+from vsim.checkpoint import checkpoints_in
+from vsim.strategy import DiLoCoStrategy
+
+NAME = "step-00000007.safetensors"
+
+
+def strategy() -> DiLoCoStrategy:
+    return DiLoCoStrategy(H=3, optim_spec=ADAMW)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of steps 5 and 7."""
+    folder = tmp_path_factory.mktemp("run")
+    fit(strategy(), max_steps=7, checkpoint_interval=5, save_dir=folder)
+    assert [path.name for path in checkpoints_in(folder)] == ["step-00000005.safetensors", NAME]
+    return folder
+
+
+class Trap:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def in_the_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def foreign(path: Path) -> None:
+    save_file({"weight": torch.ones(3)}, path)
+
+
+def pickled(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Trap(path.parent / "sprung")))
+
+
+def torch_saved(path: Path) -> None:
+    torch.save({"trap": Trap(path.parent / "sprung")}, path)
+
+
+def text(path: Path) -> None:
+    path.write_text("not a checkpoint at all")
+
+
+def from_the_future(path: Path) -> None:
+    rewritten(path, lambda text: text.replace('"format": 1', '"format": 99'), valid=True)
+
+
+def swapped(path: Path) -> None:
+    rewritten(path, lambda text: text.replace('"step": 7', '"step": 8'), valid=False)
+
+
+def senseless(path: Path) -> None:
+    rewritten(path, lambda text: text.replace('"shards"', '"shard"'), valid=True)
+
+
+def rewritten(path: Path, change: Callable[[str], str], valid: bool) -> None:
+    """Change the text; with the checksum that it then needs, or without."""
+    from vsim.checkpoint import _checksum
+
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    changed = change(metadata["vsim"])
+    assert changed != metadata["vsim"]
+    digest = _checksum(changed, tensors) if valid else metadata["sha256"]
+    save_file(tensors, path, {"vsim": changed, "sha256": digest})
+
+
+MALFORMED = [
+    (truncated, "is not a checkpoint of vsim, or is torn: "),
+    (in_the_header, "is not a checkpoint of vsim, or is torn: "),
+    (emptied, "is empty"),
+    (foreign, "is a safetensors file, but not a checkpoint of vsim"),
+    (pickled, "is not a checkpoint of vsim, or is torn: "),
+    (torch_saved, "is not a checkpoint of vsim, or is torn: "),
+    (text, "is not a checkpoint of vsim, or is torn: "),
+    (from_the_future, "has format 99, and this version of vsim reads 1"),
+    (swapped, "is damaged: its contents do not have their checksum"),
+    (senseless, "does not hold what a checkpoint of vsim holds"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), MALFORMED, ids=lambda x: getattr(x, "__name__", None))
+def test_a_malformed_file_is_an_error_and_the_one_before_is_used(
+    spoil: Callable[[Path], None], message: str, run: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    spoil(folder / NAME)
+    with pytest.raises(CheckpointError, match=rf"{NAME}.*{message}"):
+        load_checkpoint(folder / NAME)
+    with pytest.warns(UserWarning, match=rf"{NAME}.*{message}.*; using step-00000005\.safetensors instead"):
+        resumed = fit(strategy(), save_dir=folder, resume=True, max_steps=9)
+    assert_same_run(resumed, fit(strategy(), max_steps=9))
+    assert not (folder / "sprung").exists()
+
+
+def test_a_folder_where_nothing_can_be_used(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    for path in checkpoints_in(tmp_path / "run"):
+        truncated(path)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in the folder .*run can be used: .*torn.*; .*torn"):
+        fit(strategy(), save_dir=tmp_path / "run", resume=True)
+
+
+FORGED = [
+    ('"step": 7', '"step": "seven"', "step must be a whole number"),
+    ('"num_nodes": 3', '"num_nodes": -3', "num_nodes must be a whole number"),
+    ('"seconds": ', '"seconds": -', "seconds must be >= 0"),
+    ('"columns": ["step"', '"columns": ["step", "more"', "argument 2 is shorter"),
+    ('"ledger_names": [', '"ledger_names": [[], ', "too many values to unpack"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), FORGED)
+def test_a_file_that_was_written_by_hand(old: str, new: str, message: str, run: Path, tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    shutil.copy(run / NAME, path)
+    rewritten(path, lambda text: text.replace(old, new, 1), valid=True)
+    with pytest.raises(CheckpointError, match=f"{NAME} does not hold what a checkpoint of vsim holds: .*{message}"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"kind": "tensor"', '"kind": "anything"'),
+        ('"offset": 0', '"offset": 1000000'),
+        ('"stride": [', '"stride": ["os", '),
+        ('"kind": "generator", "state"', '"kind": "generator", "none"'),
+    ],
+)
+def test_a_state_that_was_written_by_hand(old: str, new: str, run: Path, tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    shutil.copy(run / NAME, path)
+    rewritten(path, lambda text: text.replace(old, new, 1), valid=True)
+    with pytest.raises(CheckpointError, match="the state in the checkpoint at step 7 cannot be put back"):
+        fit(strategy(), resume=path, max_steps=9)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_flipped_bit_is_noticed(data: st.DataObject, run: Path, tmp_path: Path) -> None:
+    contents = bytearray((run / NAME).read_bytes())
+    header_bytes = 8 + int.from_bytes(contents[:8], "little")
+    end = data.draw(st.sampled_from([8, header_bytes, len(contents)]))  # the length, the text, the tensors
+    contents[data.draw(st.integers(0, end - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    spoiled = tmp_path / NAME
+    spoiled.write_bytes(contents)
+    with pytest.raises(CheckpointError, match=NAME):
+        load_checkpoint(spoiled)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut=st.floats(0, 1, exclude_max=True))
+def test_every_truncation_is_noticed(cut: float, run: Path, tmp_path: Path) -> None:
+    contents = (run / NAME).read_bytes()
+    (tmp_path / NAME).write_bytes(contents[: int(cut * len(contents))])
+    with pytest.raises(CheckpointError, match=NAME):
+        load_checkpoint(tmp_path / NAME)
+
+
+def test_what_was_cut_off_while_writing_is_removed(run: Path, tmp_path: Path) -> None:
+    (tmp_path / ".step-00000003.123.part").write_bytes(b"half")
+    fit(strategy(), max_steps=2, save_dir=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.safetensors"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / NAME
+    shutil.copy(run / NAME, path)
+    before = path.read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoint = load_checkpoint(run)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        checkpoint.save(path)
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [NAME]
+
+
+def test_equal_rows_of_one_memory_are_saved_once(run: Path) -> None:
+    from vsim.state import Restorer, Snapshot, write_rows
+
+    row = torch.arange(1000.0)
+    shared = row.expand(50, -1)
+    shard = Snapshot({"weights": shared, "slice": row[10:20]}, {}, {}).shard()
+    assert [t.numel() for t in shard.storages] == [1000]
+    assert torch.equal(shard.tensor(shard.tree["weights"]), shared)
+    live = torch.zeros(1000).expand(50, -1)
+    restorer = Restorer([shard], None, 50, {}, {}, torch.device("cpu"))
+    assert restorer.restore("weights", live) is live and torch.equal(live, shared) and live.stride(0) == 0
+    with pytest.raises(CheckpointError, match="the nodes differ, but this run keeps one row for all of them"):
+        write_rows(live, torch.randn(50, 1000))

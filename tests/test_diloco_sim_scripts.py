@@ -1,0 +1,236 @@
+"""Scripts as users of diloco-sim write them run on `vsim.DilocoSimulator`, and every keyword does what it says."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from separate import images, vectors
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+
+import vsim
+from vsim import DilocoSimulator, Trainer
+from vsim.diloco_sim import EvalStats, TrainStats
+from vsim.strategy import DiLoCoStrategy, OptimSpec, SPARTADiLoCoStrategy
+
+
+class Net(nn.Module):
+    def __init__(self, in_features: int = 12, width: int = 16, num_classes: int = 5) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(in_features, width), nn.Linear(width, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(F.relu(self.hidden(x)))
+
+
+def simulator(**options: Any) -> DilocoSimulator:
+    torch.manual_seed(0)
+    required: dict[str, Any] = {"model_cls": Net, "loss_fn": F.cross_entropy, "train_dataset": vectors(60)}
+    return DilocoSimulator(**{**required, "batch_size": 4, "diloco_interval": 2, **options})
+
+
+SCRIPT = """
+    import torch
+    import torch.nn as nn
+    import torch.nn.functional as F
+    from diloco_sim import DilocoSimulator
+    from sklearn.datasets import load_digits
+    from torch.utils.data import TensorDataset
+
+
+    class CNNModel(nn.Module):
+        def __init__(self, input_channels=1, input_height=28, input_width=28, num_classes=10):
+            super(CNNModel, self).__init__()
+            self.conv1 = nn.Conv2d(in_channels=input_channels, out_channels=8, kernel_size=3, padding=1)
+            self.conv2 = nn.Conv2d(in_channels=8, out_channels=16, kernel_size=3, padding=1)
+            self.pool = nn.MaxPool2d(kernel_size=2, stride=2)
+            self.fc1 = nn.Linear(in_features=16 * (input_height // 4) * (input_width // 4), out_features=32)
+            self.fc2 = nn.Linear(in_features=32, out_features=num_classes)
+
+        def forward(self, x):
+            x = self.pool(F.relu(self.conv1(x)))
+            x = self.pool(F.relu(self.conv2(x)))
+            x = x.view(x.size(0), -1)
+            return self.fc2(F.relu(self.fc1(x)))
+
+
+    if __name__ == "__main__":
+        torch.manual_seed(12345)
+        digits = load_digits()
+        x, y = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
+        train_losses, eval_losses = [], []
+
+        wm = DilocoSimulator(
+            model_cls=CNNModel,
+            model_kwargs={"num_classes": 10, "input_height": 8, "input_width": 8},
+            optimizer_kwargs={"lr": 0.005},
+            num_nodes=4,
+            train_dataset=TensorDataset(x[:1500], y[:1500]),
+            eval_dataset=TensorDataset(x[1500:], y[1500:]),
+            loss_fn=F.cross_entropy,
+            batch_size=16,
+            diloco_interval=10,
+            eval_iters=15,
+            num_epochs=2,
+            cosine_anneal=True,
+            warmup_steps=5,
+            p_sparta=0.05,
+            outer_optimizer_kwargs={"lr": 0.7, "momentum": 0.9, "nesterov": True},
+            train_loss_hook=lambda stats: train_losses.append(stats.loss),
+            eval_loss_hook=lambda stats: eval_losses.append((stats.loss, stats.perplexity)),
+        )
+        model = wm.train()
+"""
+
+
+def test_a_cnn_on_digits() -> None:
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    script = SCRIPT.replace("from diloco_sim import", "from vsim import")
+    exec(compile(textwrap.dedent(script), "script.py", "exec"), scope)
+    steps = 2 * math.ceil(375 / 16)
+    assert len(scope["train_losses"]) == steps
+    assert len(scope["eval_losses"]) == 1 + math.ceil(steps / 10)  # before training, every outer step, at the end
+    losses = [loss for loss, _ in scope["eval_losses"]]
+    assert losses[-1] < 0.9 * losses[0]
+    assert scope["eval_losses"][0][1] == math.exp(losses[0])
+    assert isinstance(scope["model"], nn.Module)
+
+
+def test_the_minimal_arguments_of_its_readme() -> None:
+    minimal = DilocoSimulator(
+        model_cls=Net, model_kwargs={"width": 8}, train_dataset=vectors(200), loss_fn=F.cross_entropy
+    )
+    minimal.train()
+    history = minimal.history
+    assert history["step"][-1] == math.ceil(50 / 16) and history["lr"][1] == 0.001
+    assert len(minimal.ledger) == 0 and np.isnan(history["global_loss"]).all()  # no 500th step, no validation data
+    assert parameters_to_vector(minimal.model.parameters()).numel() == 12 * 8 + 8 + 8 * 5 + 5
+
+
+@pytest.mark.parametrize("p_sparta", [0.0, 0.3])
+def test_it_is_trainer_with_other_words(p_sparta: float) -> None:
+    sparse: dict[str, Any] = {"p_sparta": p_sparta, "sparta_interval": 3} if p_sparta else {}
+    ours = simulator(
+        model_kwargs={"width": 7},
+        num_nodes=3,
+        optimizer_cls=torch.optim.SGD,
+        optimizer_kwargs={"lr": 0.1, "momentum": 0.5},
+        outer_optimizer_cls=torch.optim.Adam,
+        outer_optimizer_kwargs={"lr": 0.02},
+        eval_dataset=vectors(40, seed=3),
+        eval_iters=2,
+        num_epochs=2,
+        max_local_step=7,
+        cosine_anneal=True,
+        warmup_steps=2,
+        **sparse,
+    )
+    theirs = Trainer(ours.model, vectors(60), vectors(40, seed=3), loss_fn=F.cross_entropy)
+    inner, outer = OptimSpec("sgd", lr=0.1, momentum=0.5), OptimSpec("adam", lr=0.02)
+    schedule: dict[str, Any] = {"cosine_anneal": True, "warmup_steps": 2}
+    strategy = (
+        SPARTADiLoCoStrategy(p_sparta, 3, 2, outer_optim=outer, inner_optim=inner, **schedule)
+        if p_sparta
+        else DiLoCoStrategy(2, outer, inner_optim=inner, **schedule)
+    )
+    final = theirs.fit(
+        strategy=strategy, num_nodes=3, max_steps=7, batch_size=4, val_size=8, val_interval=2, progress=False
+    )
+    for a, b in zip(ours.train().parameters(), final.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for column in ("train_loss", "global_loss", "lr", "payload_bytes"):
+        np.testing.assert_array_equal(ours.history[column], theirs.history[column])
+    assert list(ours.ledger) == list(theirs.ledger)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        # 60 examples on 4 nodes are shards of 15: 4 batches of at most 4.
+        ({}, 4),
+        ({"num_epochs": 3}, 12),
+        ({"num_epochs": 3, "max_local_step": 5}, 5),
+        ({"num_epochs": 1, "max_local_step": 100}, 4),
+        ({"num_nodes": 1}, 15),
+        ({"batch_size": 1000}, 1),
+    ],
+)
+def test_it_ends_with_the_epochs_or_before(options: dict[str, Any], steps: int) -> None:
+    trained = simulator(**options)
+    trained.train()
+    assert trained.history["step"][-1] == steps
+
+
+def test_hooks_get_stats() -> None:
+    train: list[TrainStats] = []
+    evaluations: list[EvalStats] = []
+    trained = simulator(train_loss_hook=train.append, eval_loss_hook=evaluations.append, eval_dataset=vectors(9))
+    trained.train()
+    history = trained.history
+    assert [s.loss for s in train] == history["train_loss"][1:].tolist() and [s.step for s in train] == [1, 2, 3, 4]
+    assert all(s.perplexity == math.exp(s.loss) for s in train)
+    assert [(s.step, s.loss) for s in evaluations] == list(zip(*history.measured("step", "global_loss"), strict=True))
+
+
+def test_the_model_is_made_once_and_can_be_trained_again() -> None:
+    trained = simulator()
+    first = parameters_to_vector(trained.train().parameters())
+    assert torch.equal(first, parameters_to_vector(trained.train().parameters()))
+    torch.manual_seed(0)
+    assert all(torch.equal(a, b) for a, b in zip(trained.model.parameters(), Net().parameters(), strict=True))
+
+
+def test_checkpoints_are_counted_in_outer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(Trainer, "fit", lambda self, **options: asked.update(options))
+    simulator(ckpt_interval=3, save_dir="saved", diloco_interval=5).train()
+    assert asked["checkpoint_interval"] == 15 and asked["save_dir"] == "saved"
+    asked.clear()
+    simulator().train()
+    assert not {"checkpoint_interval", "save_dir"} & asked.keys()
+
+
+def test_images() -> None:
+    convolutions = simulator(
+        model_cls=lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, 5)), train_dataset=images()
+    )
+    convolutions.train()
+    assert len(convolutions.ledger) == 1 and vsim.DilocoSimulator is DilocoSimulator
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"diloco_intervall": 3},
+            TypeError,
+            r"DilocoSimulator\(\) got .*'diloco_intervall'; did you mean 'diloco_inter",
+        ),
+        ({"model_cls": Net()}, TypeError, "model_cls must be a class"),
+        ({"diloco_interval": 0}, ValueError, "diloco_interval must be a whole number >= 1, got 0"),
+        ({"num_nodes": 2.5}, TypeError, "num_nodes must be a whole number, got 2.5"),
+        ({"max_local_step": 0}, ValueError, "max_local_step must be a whole number >= 1"),
+        ({"eval_iters": 0}, ValueError, "eval_iters must be a whole number >= 1"),
+        ({"ckpt_interval": 0}, ValueError, "ckpt_interval must be a whole number >= 1"),
+        ({"p_sparta": 2}, ValueError, "p_sparta must be >= 0 and <= 1, got 2"),
+        ({"sparta_interval": 4}, ValueError, "sparta_interval=4 has no effect without a p_sparta above 0"),
+        ({"optimizer_kwargs": {"rl": 1}}, TypeError, "AdamW got an unknown argument 'rl'"),
+        ({"outer_optimizer_kwargs": {"momentun": 1}}, TypeError, "SGD got .* did you mean 'momentum'"),
+        ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
+        ({"train_loss_hook": 3}, TypeError, "train_loss_hook must be a function of one TrainStats, got 3"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        simulator(**options)
+
+
+def test_a_hook_without_validation_data() -> None:
+    with pytest.raises(ValueError, match="eval_loss_hook has no effect without a val_dataset"):
+        simulator(eval_loss_hook=print).train()

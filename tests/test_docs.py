@@ -1,0 +1,86 @@
+"""The documentation: every block runs, every link leads somewhere, and it is built without a warning or a fetch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documents import ROOT, Block, blocks, run_page
+
+PAGES = [ROOT / "CONTRIBUTING.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
+
+
+def title(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def runs() -> list[Any]:
+    """The pages with code, those that start processes marked as slow."""
+    pages = []
+    for page in PAGES:
+        code = "".join(block.text for block in blocks(page) if block.kind in ("python", "sh"))
+        slow = [pytest.mark.slow] if re.search(r"verify\(|vsim verify|backend=\"process\"", code) else []
+        pages += [pytest.param(page, id=title(page), marks=slow)] if code else []
+    return pages
+
+
+@pytest.mark.parametrize("page", runs())
+@pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")  # DeMo on the small models here
+def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    run_page(page)
+
+
+def test_a_page_that_is_wrong_fails(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n```python\nx = 1\nprint(x, 'and more')\n```\n\n```printed\n1 …\n```\n")
+    assert next(iter(blocks(page))) == Block("python", "x = 1\nprint(x, 'and more')\n", 4)
+    assert run_page(page)["x"] == 1
+    page.write_text("```python\nprint(1)\n```\n```printed\n2\n```\n")
+    with pytest.raises(AssertionError, match=r"page.md:5: the page says\s+2\s+but it prints\s+1"):
+        run_page(page)
+    page.write_text("```sh\nls  # not run\nvsim train --strategy none\n```\n")
+    with pytest.raises(AssertionError, match="vsim train --strategy none"):
+        run_page(page)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=title)
+def test_links_between_files_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    docs = ROOT / "docs"
+    listed = set()
+    for page in docs.rglob("*.md"):
+        for block in re.findall(
+            r"^```\{toctree\}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        ):
+            entries = [line for line in block.splitlines() if line and not line.startswith(":")]
+            listed |= {(page.parent / f"{entry}.md").resolve() for entry in entries}
+    assert {page.resolve() for page in PAGES if docs in page.parents} == listed | {(docs / "index.md").resolve()}
+
+
+@pytest.mark.slow
+def test_it_is_built_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "docs", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    # Links may lead elsewhere; what a browser loads by itself must be here.
+    loads = re.compile(
+        r"<(?:script|img|link rel=\"(?:stylesheet|preload|icon)\")[^>]*(?:src|href)=\"((?:https?:)?//[^\"]+)"
+    )
+    for page in pages:
+        assert loads.findall(page.read_text(encoding="utf-8")) == [], page
+    for sheet in tmp_path.rglob("*.css"):
+        assert not re.search(r"url\([\"']?(?:https?:)?//|@import [\"']http", sheet.read_text(encoding="utf-8")), sheet
+    assert "<math" in (tmp_path / "bytes.html").read_text(encoding="utf-8")

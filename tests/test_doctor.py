@@ -1,0 +1,173 @@
+"""What a run does: told, and timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vsim import Trainer, allocator, bench
+from vsim.allocator import keeping_freed_memory
+from vsim.cli import main
+from vsim.data import digits
+from vsim.doctor import Explanation, machine, peak_flops
+from vsim.executor import Settings, VmapExecutor
+from vsim.memory import step_moments
+from vsim.models import CNN, MLP
+from vsim.objective import Objective
+from vsim.randomness import NODE, generator
+from vsim.replicas import Replicas
+from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
+
+
+def explain(model: nn.Module, **options: Any) -> Explanation:
+    options = {"strategy": DiLoCoStrategy(H=5, lr=1e-3), "num_nodes": 4, "max_steps": 20, "batch_size": 8, **options}
+    return Trainer(model, digits()[0]).explain(**options)
+
+
+def test_an_mlp_is_explained() -> None:
+    model = MLP(seed=0)
+    size = 4 * sum(p.numel() for p in model.parameters())
+    found = explain(model, executor="vmap")
+    assert {(o.name, o.calls, o.form, o.exact) for o in found.operations} >= {
+        ("linear", 3, "batched", True),
+        ("relu", 2, "functorch", True),
+        ("cross_entropy", 1, "batched", True),
+    }
+    assert found.memory["weights"] == found.memory["gradients"] == size
+    assert found.memory["optimizer"] == pytest.approx(2 * size, rel=0.01)
+    assert 0 < found.memory["activations"] < size
+    # Every weight once forward, once for its gradient, and those of the last two layers for their inputs'; 8 examples.
+    products = [64 * 128, 128 * 128, 128 * 10]
+    assert found.gradient_flops == 4 * 8 * 2 * (2 * sum(products) + sum(products[1:]))
+    assert 0 < found.share_of_peak < 1.5
+    text = str(found)
+    assert "linear" in text and "one call for all nodes" in text and "% of the" in text
+    assert "<pre>" in found._repr_html_()
+
+
+def test_forms_with_other_bits_are_named() -> None:
+    forms = {o.name: (o.form, o.exact) for o in explain(CNN(seed=0), executor="vmap").operations}
+    assert forms["conv2d"] == ("batched", False)
+    forms = {o.name: (o.form, o.exact) for o in explain(CNN(seed=0), executor="vmap", deterministic=True).operations}
+    assert forms["conv2d"] == ("batched", True)
+
+
+def test_the_loop_and_shared_rows_are_explained() -> None:
+    model = MLP(seed=0)
+    found = explain(model, executor="loop")
+    assert found.executor == "loop" and not found.operations
+    shared = explain(model, strategy=SimpleReduceStrategy(lr=1e-3))
+    assert shared.memory["weights"] == found.memory["weights"] / 4
+    assert shared.memory["optimizer"] == pytest.approx(found.memory["optimizer"] / 4, rel=0.01)
+
+
+def test_explaining_leaves_the_trainer_as_it_was() -> None:
+    trainer = Trainer(MLP(seed=0), digits()[0])
+    trainer.fit(strategy=SimpleReduceStrategy(lr=1e-3), num_nodes=2, max_steps=3, progress=False)
+    kept = trainer.history, trainer.ledger, trainer.strategy
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    trainer.explain(strategy=DiLoCoStrategy(H=5), num_nodes=4, max_steps=5)
+    assert torch.equal(torch.rand(3), expected)
+    assert kept == (trainer.history, trainer.ledger, trainer.strategy)
+    assert all(a is b for a, b in zip(kept, (trainer.history, trainer.ledger, trainer.strategy), strict=True))
+    with pytest.raises(ValueError, match="explain\\(\\) is about the simulator"):
+        trainer.explain(strategy=DiLoCoStrategy(H=5), num_nodes=2, max_steps=5, backend="process")
+
+
+def test_doctor_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--data", "digits", "--model", "mlp", "--nodes", "2", "--steps", "5"]) == 0
+    text = capsys.readouterr().out
+    assert "CPU threads" in text and "MLP on digits, 2 nodes" in text and "linear" in text
+    assert str(torch.get_num_threads()) in machine()
+    assert peak_flops(torch.device("cpu")) > 1e8
+
+
+# bench
+
+
+def test_bench_measures_all_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--models", "mlp", "--nodes", "1", "2", "--rounds", "3", "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert [(line["model"], line["num_nodes"]) for line in record["lines"]] == [("mlp", 1), ("mlp", 2)]
+    for line in record["lines"]:
+        assert line["seconds"].keys() == {"separate", "vmap", "loop", "auto", "exact"}
+        assert all(seconds > 0 for seconds in line["seconds"].values())
+        assert line["ratios"]["separate"] == 1.0
+        assert 0 < line["floor_seconds"] < line["seconds"]["vmap"]
+        assert line["floor_ratio"] == pytest.approx(line["seconds"]["vmap"] / line["floor_seconds"])
+        assert line["chosen"] in ("vmap", "loop")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert "vmap / floor" in capsys.readouterr().out
+    assert main(["bench", "--nodes", "0"]) == 2
+    assert "--nodes must be" in capsys.readouterr().err
+
+
+def test_every_model_of_the_bench_trains() -> None:
+    for name, workload in bench.MODELS.items():
+        loss = workload.make()(workload.examples(2))
+        assert torch.isfinite(loss), name
+
+
+def test_no_model_is_measured_with_more_nodes_than_it_is_meant_for() -> None:
+    assert bench.bench(["gpt-large"], [64]) == []
+
+
+# Memory
+
+
+def executor_of(num_nodes: int, chunk_size: int | None) -> VmapExecutor:
+    replicas = Replicas.of(MLP(seed=0), num_nodes, torch.device("cpu"))
+    streams = [generator(0, NODE, k) for k in range(num_nodes)]
+    return VmapExecutor(replicas, Objective(replicas.module), streams, Settings(chunk_size=chunk_size))
+
+
+def test_activations_are_those_of_one_chunk() -> None:
+    def peak(num_nodes: int, chunk_size: int | None) -> int:
+        batch = [torch.randn(num_nodes, 64, 64), torch.randint(0, 10, (num_nodes, 64))]
+        engine = executor_of(num_nodes, chunk_size)
+        engine.losses_and_grads(batch)
+        return max(step_moments(engine, batch))
+
+    assert peak(16, None) > 3.5 * peak(4, None)
+    assert peak(16, 4) < 1.1 * peak(4, None)
+
+
+class FakeLibrary:
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ...]] = []
+
+    def mallopt(self, *setting: int) -> None:
+        self.calls.append(setting)
+
+    def malloc_trim(self, pad: int) -> None:
+        self.calls.append((pad,))
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    fake = FakeLibrary()
+    monkeypatch.setattr(allocator, "_glibc", lambda: fake)
+    return fake
+
+
+def test_memory_is_given_back_when_the_last_run_ends(library: FakeLibrary) -> None:
+    with keeping_freed_memory():
+        begun = list(library.calls)
+        assert len(begun) == 2
+        with pytest.raises(RuntimeError), keeping_freed_memory():
+            raise RuntimeError
+        assert library.calls == begun  # a run within a run changes nothing
+    assert len(library.calls) == 5 and library.calls[-1] == (0,)
+
+
+def test_without_glibc_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "_glibc", lambda: None)
+    with keeping_freed_memory():
+        pass

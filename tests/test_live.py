@@ -1,0 +1,140 @@
+"""progress="plot": one output of a notebook's cell, drawn anew while the run trains."""
+
+from __future__ import annotations
+
+import base64
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vsim import History
+from vsim import live as live_module
+from vsim.live import LivePlot
+
+CELL = """
+import time
+from vsim import Trainer
+from vsim.data import digits
+from vsim.models import MLP
+from vsim.strategy import DiLoCoStrategy
+
+train, val = digits()
+trainer = Trainer(MLP(hidden=(16,), seed=0), train, val)
+trainer.fit(
+    strategy=DiLoCoStrategy(H=5), num_nodes=2, max_steps=60, val_interval=10, progress="plot",
+    train_loss_hook=lambda step, loss: time.sleep(0.05),
+);
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
+def test_in_a_kernel_one_output_is_updated_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two threads wait for each other where tests share the cores
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+    heard: list[str] = []
+
+    class Client(nbclient.NotebookClient):
+        def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
+            heard.append(msg["msg_type"])
+            return super().process_message(msg, cell, cell_index)
+
+    Client(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+
+    outputs = [output for output in notebook.cells[0].outputs if output.output_type != "stream"]
+    assert [output.output_type for output in outputs] == ["display_data"]
+    assert base64.b64decode(outputs[0].data["image/png"]).startswith(b"\x89PNG")
+    assert heard.count("display_data") == 1
+    assert 2 <= heard.count("update_display_data") <= 10  # three seconds, at most two a second, and the last
+
+
+class Handle:
+    def __init__(self) -> None:
+        self.pictures: list[bytes] = []
+
+    def update(self, picture: Any) -> None:
+        self.pictures.append(picture.data)
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Handle:
+    """A notebook in which everything that is displayed goes to one handle."""
+    import IPython.display
+
+    handle = Handle()
+
+    def display(picture: Any, display_id: bool) -> Handle:
+        assert display_id
+        handle.update(picture)
+        return handle
+
+    monkeypatch.setattr(IPython.display, "display", display)
+    monkeypatch.setattr(live_module, "_in_notebook", lambda: True)
+    return handle
+
+
+def grown(history: History, steps: int) -> History:
+    for step in range(len(history), len(history) + steps):
+        row = {"step": step, "train_loss": 2 / (1 + step), "payload_bytes": 1e5 * step}
+        history.append({**row, "global_loss": 2.1 / (1 + step)} if step % 10 == 0 else row)
+    return history
+
+
+def test_drawing_costs_a_small_share_of_the_time(shown: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(live_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    plot = LivePlot(grown(History(), 1))
+    draw = plot._png
+
+    def slow() -> bytes:
+        now[0] += 0.1
+        return draw()
+
+    monkeypatch.setattr(plot, "_png", slow)
+    for _ in range(2000):  # twenty seconds of training
+        now[0] += 0.01
+        plot.update(100)
+    assert len(shown.pictures) > 1 and 0.1 * len(shown.pictures) <= 0.04 * now[0] + 0.1
+    monkeypatch.setattr(plot, "_png", draw)  # however fast, not more than two a second
+    before, started = len(shown.pictures), now[0]
+    for _ in range(1000):
+        now[0] += 0.01
+        plot.update(100)
+    assert len(shown.pictures) - before <= 2 * (now[0] - started) + 1
+
+
+def test_the_last_picture_has_everything(shown: Handle) -> None:
+    from matplotlib.image import imread
+
+    history = grown(History(), 1)
+    plot = LivePlot(history, "DiLoCo × 4")
+    plot.update(1000)
+    grown(history, 1000)
+    plot.update(1000)  # too early
+    assert len(shown.pictures) == 1
+    plot.close()
+    assert len(shown.pictures) == 2
+    _, training, validation = plot._panels[1]
+    assert len(training.get_xdata()) == 400 and len(validation.get_xdata()) == 101
+    assert validation.get_xdata()[-1] == pytest.approx(100)  # MB
+    first, last = (imread(io.BytesIO(picture)) for picture in shown.pictures)
+    assert first.shape == last.shape and not np.array_equal(first, last)
+
+
+def test_a_run_that_never_began_shows_nothing(shown: Handle) -> None:
+    LivePlot(History()).close()
+    assert shown.pictures == []
+
+
+def test_outside_of_a_notebook_it_is_an_error() -> None:
+    with pytest.raises(ValueError, match="progress='plot' draws in a notebook, and this is none"):
+        LivePlot(History())

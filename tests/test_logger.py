@@ -1,0 +1,661 @@
+"""Loggers: what is in the files, on W&B and in TensorBoard, when it is there, and that training does not notice."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from separate import small_gpt, small_mlp, tokens, vectors
+from test_torchrun import free_port, torchrun
+from torch import nn
+
+import vsim
+from vsim import CSVLogger, TensorBoardLogger, Trainer, WandbLogger
+from vsim.description import describe
+from vsim.history import History
+from vsim.logger import Logger, RunLog, check_run_name, folder_name, train_row
+from vsim.loop import StepReport, tokens_in
+from vsim.strategy import DeMoStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
+
+STEPS = 6
+TRAIN = ["step", "examples_trained", "train_loss", "train_perplexity", "lr", "payload_bytes", "wire_bytes"]
+VALIDATION = ["step", "local_loss", "local_perplexity", "global_loss", "global_perplexity"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def fit(trainer: Trainer | None = None, **options: Any) -> Trainer:
+    trainer = trainer or Trainer(small_mlp(), vectors(), vectors(7))
+    trainer.fit(
+        **{
+            "strategy": DiLoCoStrategy(H=2, lr=0.01),
+            "num_nodes": 3,
+            "max_steps": STEPS,
+            "batch_size": 4,
+            "val_interval": 3,
+            "progress": False,
+            **options,
+        }
+    )
+    return trainer
+
+
+def read(path: Path | str) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def column(rows: list[dict[str, str]], name: str) -> list[float]:
+    return [float(row[name] or "nan") for row in rows]
+
+
+class Notes:
+    """A logger that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, Any]] = []
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        self.heard.append(("start", dict(config)))
+
+    def log_train(self, row: Mapping[str, float]) -> None:
+        self.heard.append(("train", dict(row)))
+
+    def log_validation(self, row: Mapping[str, float]) -> None:
+        self.heard.append(("validation", dict(row)))
+
+    def finish(self, failure: str) -> None:
+        self.heard.append(("finish", failure))
+
+    def steps(self, kind: str) -> list[int]:
+        return [int(content["step"]) for k, content in self.heard if k == kind]
+
+
+# CSV files
+
+
+def test_the_files_say_what_the_history_says() -> None:
+    trainer = fit(run_name="first", correlation_interval=2)
+    history = trainer.history
+    train, validation = read("logs/first/train.csv"), read("logs/first/validation.csv")
+    assert list(train[0])[:7] == TRAIN and list(validation[0])[:5] == VALIDATION
+    after = slice(1, None)
+    for name in ("step", "train_loss", "lr", "payload_bytes", "wire_bytes", "seconds", "memory_bytes"):
+        assert column(train, name) == history[name][after].tolist(), name
+    assert column(train, "examples_trained") == history["examples"][after].tolist()
+    assert column(train, "train_perplexity") == [math.exp(x) for x in history["train_loss"][after]]
+    for name in ("divergence", "correlation"):
+        np.testing.assert_array_equal(column(train, name), history[name][after])
+    rates = np.diff(history["examples"]) / np.diff(history["seconds"])
+    np.testing.assert_allclose(column(train, "examples_per_second"), rates, rtol=1e-12)
+    assert np.isnan(column(train, "tokens_per_second")).all()
+    assert (history["memory_bytes"][after] > 1e7).all()
+
+    steps, local, overall, accuracy = history.measured("step", "local_loss", "global_loss", "global_accuracy")
+    assert column(validation, "step") == steps.tolist() == [0, 3, 6]
+    assert column(validation, "local_loss") == local.tolist()
+    assert column(validation, "global_loss") == overall.tolist()
+    assert column(validation, "global_accuracy") == accuracy.tolist()
+    assert column(validation, "global_perplexity") == [math.exp(x) for x in overall]
+    assert column(validation, "local_perplexity") == [math.exp(x) for x in local]
+    assert trainer.loggers[0].folder == Path("logs/first")  # type: ignore[attr-defined]
+
+
+def test_tokens_per_second() -> None:
+    history = fit(Trainer(small_gpt(), tokens(), tokens(9)), run_name="gpt", max_steps=4).history
+    assert history["tokens"][1:].tolist() == (7 * history["examples"][1:]).tolist()
+    train = read("logs/gpt/train.csv")
+    np.testing.assert_allclose(
+        column(train, "tokens_per_second"), 7 * np.array(column(train, "examples_per_second")), rtol=1e-12
+    )
+
+
+def test_without_accuracy_and_validation() -> None:
+    fit(Trainer(nn.Linear(12, 5), vectors(), loss_fn=nn.CrossEntropyLoss()), run_name="no-val")
+    assert len(read("logs/no-val/train.csv")) == STEPS and not Path("logs/no-val/validation.csv").exists()
+    data = [torch.utils.data.TensorDataset(torch.ones(9, 12), torch.ones(9, 1)) for _ in range(2)]
+    fit(Trainer(nn.Linear(12, 1), *data, loss_fn=nn.MSELoss()), run_name="mse")
+    assert "global_accuracy" not in read("logs/mse/validation.csv")[0]
+
+
+def test_the_configuration() -> None:
+    strategy = DiLoCoStrategy(H=2, optim_spec=OptimSpec("sgd", lr=0.05, momentum=0.5), warmup_steps=2, max_norm=1.5)
+    fit(run_name="c", strategy=strategy, val_size=5, train_loss_hook=print_nothing, max_steps=None, num_epochs=2)
+    config = json.loads(Path("logs/c/config.json").read_text())
+    assert config["num_nodes"] == 3 and config["val_size"] == 5 and config["seed"] == 42
+    assert config["max_steps"] is None and config["total_steps"] == 6
+    assert config["train_loss_hook"] == "test_logger.print_nothing"
+    described = config["strategy"]
+    assert described["class"] == "DiLoCoStrategy" and described["max_norm"] == 1.5
+    assert described["optim_spec"] == {"class": "SGD", "lr": 0.05, "momentum": 0.5}
+    (outer,) = described["communication_modules"]
+    assert outer["H"] == 2 and outer["outer_optim_spec"]["lr"] == 0.7
+    assert config["model"] == {
+        "class": "MLP",
+        "parameters": 293,
+        "trainable_parameters": 293,
+        "parameter_bytes": 4 * 293,
+    }
+    assert config["train_dataset"] == {"class": "TensorDataset", "examples": 29}
+    assert config["versions"]["vsim"] == vsim.__version__ and config["versions"]["torch"] == torch.__version__
+
+
+def print_nothing(step: int, loss: float) -> None:
+    pass
+
+
+def test_any_argument_can_be_described() -> None:
+    class Odd:
+        __slots__ = ()
+
+        def __str__(self) -> str:
+            return "odd"
+
+    value = {1: [np.float64(0.5), np.int64(3), math.nan, Odd()], "t": torch.ones(3), "p": Path("a"), "f": print_nothing}
+    assert describe(value) == {
+        "1": [0.5, 3, "nan", "odd"],
+        "t": "Tensor",
+        "p": "a",
+        "f": "test_logger.print_nothing",
+    }
+    json.dumps(describe(DeMoStrategy(lr=0.1)), allow_nan=False)
+    loop: dict[str, Any] = {"class": "Ring"}
+    ring = type("Ring", (), {})()
+    ring.next = ring
+    json.dumps(describe(ring))
+    assert describe(ring)["class"] == loop["class"]
+
+
+def test_a_run_that_is_there_already_is_left_alone() -> None:
+    fit(run_name="r")
+    before = Path("logs/r/train.csv").read_text()
+    for number in (2, 3):
+        with pytest.warns(UserWarning, match=rf"logs/r holds a run already; this one is in logs/r-{number}$"):
+            fit(run_name="r", max_steps=2)
+    assert Path("logs/r/train.csv").read_text() == before
+    assert len(read("logs/r-3/train.csv")) == 2
+
+
+def test_without_a_name_the_time_is_the_name() -> None:
+    loggers = [CSVLogger("elsewhere") for _ in range(2)]
+    for logger in loggers:
+        fit(logger=logger, max_steps=1)
+    assert all(one.folder is not None and (one.folder / "config.json").is_file() for one in loggers)
+    assert len(list(Path("elsewhere").iterdir())) == 2 and not Path("logs").exists()
+
+
+def test_runs_that_start_at_once_get_folders_of_their_own() -> None:
+    loggers = [CSVLogger() for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda logger: logger.start({"run_name": None}), loggers))
+    assert len({logger.folder for logger in loggers}) == 8
+
+
+def test_rows_are_in_the_file_when_they_are_logged() -> None:
+    seen: list[int] = []
+
+    def look(step: int, loss: float) -> None:
+        seen.append(len(read("logs/live/train.csv")))
+
+    fit(run_name="live", train_loss_hook=look)
+    assert seen == list(range(1, STEPS + 1))
+
+
+def test_a_killed_run_keeps_its_files(tmp_path: Path) -> None:
+    script = f"""
+        import os, signal, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from separate import small_mlp, vectors
+        from vsim import Trainer
+        from vsim.strategy import FedAvgStrategy
+
+        def end(step, loss):
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Trainer(small_mlp(), vectors(), vectors()).fit(
+            strategy=FedAvgStrategy(H=2), num_nodes=2, max_steps=9, run_name="killed", progress=False,
+            train_loss_hook=end,
+        )
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False)
+    assert run.returncode == -signal.SIGKILL
+    assert column(read("logs/killed/train.csv"), "step") == [1, 2, 3, 4]
+    assert column(read("logs/killed/validation.csv"), "step") == [0]
+    assert json.loads(Path("logs/killed/config.json").read_text())["total_steps"] == 9
+
+
+def test_an_interrupted_run_keeps_its_files_and_is_told() -> None:
+    def interrupt(step: int, loss: float) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    notes = Notes()
+    with pytest.raises(KeyboardInterrupt):
+        fit(logger=[CSVLogger(), notes], run_name="i", train_loss_hook=interrupt)
+    assert column(read("logs/i/train.csv"), "step") == [1, 2, 3]
+    assert notes.heard[-1] == ("finish", "KeyboardInterrupt: ")
+
+
+# When
+
+
+def test_what_is_logged_when() -> None:
+    notes = Notes()
+    trainer = fit(logger=notes, run_name="n", log_interval=4, correlation_interval=3, val_interval=5, max_steps=9)
+    kinds = [kind for kind, _ in notes.heard]
+    assert kinds[0] == "start" and kinds[-1] == "finish" and notes.heard[-1][1] == ""
+    assert notes.steps("train") == [3, 4, 6, 8, 9] and notes.steps("validation") == [0, 5, 9]
+    assert notes.heard[0][1]["run_name"] == "n" and notes.heard[0][1]["logger"] == ["Notes"]
+    assert not Path("logs").exists()  # with a logger= it is what logs
+    # Rates are over the steps since the row before.
+    rows = [row for kind, row in notes.heard if kind == "train"]
+    history = trainer.history
+    for before, row in zip([0, 3, 4, 6, 8], rows, strict=True):
+        step = int(row["step"])
+        examples = history["examples"][step] - history["examples"][before]
+        assert row["examples_per_second"] == examples / (history["seconds"][step] - history["seconds"][before])
+
+
+def test_a_logger_serves_for_many_runs() -> None:
+    logger, trainer = CSVLogger(), Trainer(small_mlp(), vectors(), vectors())
+    for name in ("a", "b"):
+        fit(trainer, logger=logger, run_name=name, max_steps=2)
+        assert trainer.loggers == [logger]
+    assert len(read("logs/a/train.csv")) == len(read("logs/b/train.csv")) == 2
+
+
+@given(st.floats(-5, 2000), st.floats(0, 10), st.floats(0, 10), st.integers(0, 10**9))
+def test_rates_and_perplexities_are_numbers_or_unknown(
+    loss: float, started: float, elapsed: float, examples: int
+) -> None:
+    before = {"step": 0.0, "examples": 0.0, "seconds": started}
+    row = {"step": 1.0, "examples": examples, "seconds": started + elapsed, "train_loss": loss, "lr": 0.1}
+    logged = train_row(row, before)
+    assert logged["train_perplexity"] == (math.exp(loss) if loss < 700 else math.inf)
+    assert math.isnan(logged["examples_per_second"]) or logged["examples_per_second"] >= 0
+    assert math.isnan(logged["tokens_per_second"])
+
+
+def test_what_counts_as_tokens() -> None:
+    ids = torch.zeros(2, 3, 5, dtype=torch.long)
+    assert tokens_in([ids, ids]) == tokens_in({"input_ids": ids, "mask": ids.bool()}) == tokens_in(ids.int()) == 15
+    assert tokens_in({"mask": ids.bool(), "input_ids": ids}) == 15
+    labels = torch.zeros(2, 3, dtype=torch.long)
+    images = torch.zeros(2, 3, 1, 8, 8, dtype=torch.uint8)
+    assert tokens_in([labels, ids]) == tokens_in([images, labels]) == tokens_in([ids.double(), ids]) == 0
+
+
+# Loggers that fail, and that draw
+
+
+class Failing(Notes):
+    def __init__(self, method: str, step: int = 2) -> None:
+        super().__init__()
+        self.method, self.step = method, step
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        super().start(config)
+        if self.method == "start":
+            raise OSError("disk full")
+
+    def log_train(self, row: Mapping[str, float]) -> None:
+        super().log_train(row)
+        if self.method == "log_train" and row["step"] == self.step:
+            raise OSError("disk full")
+
+    def finish(self, failure: str) -> None:
+        super().finish(failure)
+        if self.method == "finish":
+            raise OSError("disk full")
+
+
+def test_a_failing_logger_is_a_warning_and_training_goes_on() -> None:
+    plain = fit()
+    failing, notes = Failing("log_train"), Notes()
+    with pytest.warns(UserWarning, match=r"Failing failed in log_train of step 2 \(OSError: disk full\)"):
+        trainer = fit(logger=[failing, notes])
+    assert failing.steps("train") == [1, 2] and failing.heard[-1] == ("finish", "")
+    assert notes.steps("train") == list(range(1, STEPS + 1))
+    assert trainer.history["train_loss"][1:].tolist() == plain.history["train_loss"][1:].tolist()
+    with pytest.warns(UserWarning, match=r"Failing failed in finish"):
+        fit(logger=[Failing("finish"), notes])
+    assert notes.heard[-1] == ("finish", "")
+
+
+def test_a_logger_that_cannot_start_stops_the_run_before_its_first_step() -> None:
+    notes, failing = Notes(), Failing("start")
+    trainer = Trainer(small_mlp(), vectors(), vectors())
+    with pytest.raises(OSError, match="disk full"):
+        fit(trainer, logger=[notes, failing])
+    assert trainer.history["step"].tolist() == [0]
+    assert notes.heard[-1] == failing.heard[-1] == ("finish", "OSError: disk full")
+
+
+def test_a_folder_that_cannot_be_made() -> None:
+    Path("logs").write_text("a file")
+    with pytest.raises(OSError, match="logs"):
+        fit(run_name="x")
+
+
+class Drawing(Notes):
+    def log_train(self, row: Mapping[str, float]) -> None:
+        torch.rand(3)
+        np.random.rand(3)  # noqa: NPY002
+        random.random()
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Draws from the global generators."""
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(12) + np.random.rand() + random.random(), index % 5  # noqa: NPY002
+
+
+def test_what_a_logger_draws_changes_nothing() -> None:
+    losses = [
+        fit(Trainer(small_mlp(), Noisy()), logger=logger).history["train_loss"][1:].tolist()
+        for logger in (None, Drawing(), CSVLogger())
+    ]
+    assert losses[0] == losses[1] == losses[2]
+
+
+# Weights & Biases
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records of a run's file: a header, then blocks of 32 KiB with pieces of (checksum, length, kind, data)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    raw, place, parts = path.read_bytes(), 7, b""
+    while place + 7 <= len(raw):
+        left = 2**15 - place % 2**15
+        length, kind = int.from_bytes(raw[place + 4 : place + 6], "little"), raw[place + 6]
+        if left < 7 or kind == 0:
+            place += left
+            continue
+        parts += raw[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            record = Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+@pytest.fixture
+def wandb_rows(tmp_path: Path) -> Any:
+    """A function that reads back (run, rows, exit code) of the run of a `WandbLogger`."""
+
+    def read_back(logger: WandbLogger) -> tuple[Any, list[dict[str, Any]], int]:
+        (path,) = Path(logger.run.dir).parent.glob("run-*.wandb")
+        patience = time.monotonic() + 20
+        while time.monotonic() < patience:  # W&B's own process writes the file, and is not always done with it
+            records = list(wandb_records(path))
+            if any(record.WhichOneof("record_type") == "exit" for record in records):
+                break
+            time.sleep(0.05)
+        run, rows, code = None, [], -1
+        for record in records:
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                run = record.run
+            elif kind == "history":
+                rows.append({(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item})
+            elif kind == "exit":
+                code = record.exit.exit_code
+        return run, rows, code
+
+    return read_back
+
+
+def offline(tmp_path: Path, **options: Any) -> WandbLogger:
+    return WandbLogger("vsim-tests", mode="offline", dir=str(tmp_path), **options)
+
+
+def test_wandb_offline(tmp_path: Path, wandb_rows: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    import wandb
+
+    logger = offline(tmp_path)
+    states = random.getstate(), torch.get_rng_state()
+    streams = sys.stdout, sys.stderr
+    trainer = fit(logger=logger, run_name="a run")
+    assert states[0] == random.getstate() and torch.equal(states[1], torch.get_rng_state())
+    assert (sys.stdout, sys.stderr) == streams and wandb.run is None
+    run, rows, code = wandb_rows(logger)
+    assert run.project == "vsim-tests" and run.display_name == "a run" and code == 0 and logger.url is None
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["num_nodes"] == 3 and config["strategy"]["class"] == "DiLoCoStrategy"
+    assert [row["_step"] for row in rows] == list(range(STEPS + 1))
+    history = trainer.history
+    assert [row.get("train_loss") for row in rows] == [None, *history["train_loss"][1:].tolist()]
+    assert [row["global_loss"] for row in rows if "global_loss" in row] == history.measured("global_loss")[0].tolist()
+    assert "divergence" not in rows[1] and rows[1]["examples_trained"] == 12
+    assert capfd.readouterr() == ("", "")
+
+
+def test_wandb_over_examples_and_a_failed_run(tmp_path: Path, wandb_rows: Any) -> None:
+    def interrupt(step: int, loss: float) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    logger = offline(tmp_path, experiment_name="mine", group="g")
+    with pytest.raises(KeyboardInterrupt):
+        fit(logger=logger, run_name="theirs", log_x_axis="examples", train_loss_hook=interrupt)
+    run, rows, code = wandb_rows(logger)
+    assert run.display_name == "mine" and run.run_group == "g" and code == 1
+    assert [row["_step"] for row in rows] == [0, 12, 24, 30]
+
+
+def test_the_shorthand_for_wandb(tmp_path: Path, wandb_rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    # What WANDB_MODE and WANDB_DIR would say; wandb reads them once in a process.
+    settings = functools.partial(wandb.Settings, mode="offline", root_dir=str(tmp_path))
+    monkeypatch.setattr(wandb, "Settings", settings)
+    trainer = fit(wandb_project="short", run_name="both", max_steps=2)
+    files, logger = trainer.loggers
+    assert isinstance(files, CSVLogger) and isinstance(logger, WandbLogger)
+    run, rows, _ = wandb_rows(logger)
+    assert run.project == "short" and run.display_name == "both" and len(rows) == 3
+    assert len(read("logs/both/train.csv")) == 2
+    trainer = fit(wandb_project="short", max_steps=2)
+    assert [type(one) for one in trainer.loggers] == [WandbLogger]
+
+
+# TensorBoard
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    assert "config/text_summary" in events.Tags()["tensors"]
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard() -> None:
+    history = fit(logger=[CSVLogger(), TensorBoardLogger()], run_name="tb", correlation_interval=3).history
+    found = scalars(Path("logs/tb"))
+    assert len(read("logs/tb/train.csv")) == STEPS  # in one folder, without a warning
+    losses = [(int(t), pytest.approx(x)) for t, x in zip(*history.measured("step", "train_loss"), strict=True)]
+    assert found["train/loss"] == losses
+    overall = [(int(t), pytest.approx(x)) for t, x in zip(*history.measured("step", "global_loss"), strict=True)]
+    assert found["validation/global_loss"] == overall
+    assert [step for step, _ in found["train/divergence"]] == [3, 6]
+    assert {"train/perplexity", "train/lr", "train/examples_per_second", "validation/global_perplexity"} <= set(found)
+    with pytest.warns(UserWarning, match="logs/tb holds a run already"):
+        fit(logger=TensorBoardLogger(), run_name="tb", log_x_axis="examples", max_steps=3)
+    assert [x for x, _ in scalars(Path("logs/tb-2"))["train/loss"]] == [12, 24, 30]  # shards of 10 examples
+
+
+# Where a run has several processes
+
+
+def test_with_a_process_for_every_node() -> None:
+    options: dict[str, Any] = {"num_nodes": 2, "deterministic": True, "max_steps": 3}
+    fit(run_name="processes", backend="process", threads_per_process=1, **options)
+    fit(run_name="simulated", **options)
+    ours, theirs = (read(f"logs/{name}/train.csv") for name in ("simulated", "processes"))
+    machine = {"seconds", "memory_bytes", "examples_per_second"}
+    for a, b in zip(ours, theirs, strict=True):
+        assert {k: v for k, v in a.items() if k not in machine} == {k: v for k, v in b.items() if k not in machine}
+        assert float(b["memory_bytes"]) > 1e7
+    assert len(read("logs/processes/validation.csv")) == 2
+
+
+def test_under_torchrun_one_rank_logs(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from separate import small_mlp, vectors
+        from vsim import Trainer
+        from vsim.strategy import FedAvgStrategy
+
+        trainer = Trainer(small_mlp(), vectors(), vectors())
+        trainer.fit(
+            strategy=FedAvgStrategy(H=2), num_nodes=2, max_steps=3, run_name="ranks", progress=False,
+            backend="process", threads_per_process=1,
+        )
+        print("loggers:", len(trainer.loggers))
+    """)
+    )
+    run = torchrun("--nproc_per_node=2", "--master_port", str(free_port()), str(path))
+    out, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, out
+    assert sorted(line for line in out.splitlines() if line.startswith("loggers")) == ["loggers: 0", "loggers: 1"]
+    assert os.listdir("logs") == ["ranks"] and len(read("logs/ranks/train.csv")) == 3
+
+
+# compare
+
+
+def test_every_strategy_of_a_comparison_has_its_folder() -> None:
+    notes = Notes()
+    vsim.compare(
+        small_mlp(),
+        vectors(),
+        vectors(),
+        strategies={"diloco:H=2": DiLoCoStrategy(H=2), "FedAvg": FedAvgStrategy()},
+        num_nodes=2,
+        max_steps=2,
+        logger=[CSVLogger(), notes],
+        run_name="sweep/lr",
+        progress=False,
+    )
+    assert sorted(os.listdir("logs/sweep/lr")) == ["FedAvg", "diloco_H=2"]
+    assert len(read("logs/sweep/lr/diloco_H=2/train.csv")) == 2
+    names = [content["run_name"] for kind, content in notes.heard if kind == "start"]
+    assert names == ["sweep/lr/diloco_H=2", "sweep/lr/FedAvg"]
+
+
+def test_a_comparison_without_a_name_is_named_by_the_time() -> None:
+    vsim.compare(
+        small_mlp(),
+        vectors(),
+        strategies={"a": DiLoCoStrategy(), "b": FedAvgStrategy()},
+        num_nodes=2,
+        max_steps=1,
+        logger=CSVLogger(),
+        progress=False,
+    )
+    (folder,) = Path("logs").iterdir()
+    assert sorted(os.listdir(folder)) == ["a", "b"]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"logger": "csv"}, TypeError, r"logger must be a CSVLogger\(\), .* got 'csv'"),
+        ({"logger": CSVLogger}, TypeError, "logger must be a CSVLogger.*got <class 'vsim.logger.CSVLogger'>"),
+        ({"logger": [CSVLogger(), 3]}, TypeError, "or a list of them; got 3"),
+        ({"run_name": 3}, TypeError, "run_name must be a string, got 3 of type int"),
+        ({"run_name": "../up"}, ValueError, r"must name a folder within the log folder.*got '\.\./up'"),
+        ({"run_name": "/root"}, ValueError, "must name a folder within the log folder"),
+        ({"run_name": ""}, ValueError, "must name a folder within the log folder.*got ''"),
+        ({"wandb_project": 3}, TypeError, "project must be the name of a project, got 3"),
+        ({"run_name": "x", "log_interval": 0}, ValueError, "log_interval must be a whole number >= 1, got 0"),
+        ({"log_interval": 5}, ValueError, "log_interval has no effect without a logger, run_name or wandb_project"),
+        ({"run_name": "x", "log_x_axis": "example"}, ValueError, "log_x_axis must be one of.*did you mean 'examples'"),
+        ({"run_name": "x", "log_x_axis": "examples"}, ValueError, "log_x_axis='examples' has no effect without"),
+        ({"loger": None}, TypeError, "unknown argument 'loger'; did you mean 'logger'"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fit(**options)
+    assert not Path("logs").exists()
+
+
+def test_bad_arguments_of_wandb() -> None:
+    with pytest.raises(TypeError, match=r"WandbLogger\(\) got .* 'entitty'; did you mean 'entity'"):
+        WandbLogger("p", entitty="me")
+    with pytest.raises(TypeError, match=r"WandbLogger\(\) got .* 'name'"):
+        WandbLogger("p", name="x")
+
+
+def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r'WandbLogger needs wandb: pip install "vsim\[wandb\]"'):
+        WandbLogger("p")
+    with pytest.raises(ImportError, match="WandbLogger needs wandb"):
+        fit(wandb_project="p")
+    with pytest.raises(ImportError, match=r'TensorBoardLogger needs tensorboard: pip install "vsim\[tensorboard\]"'):
+        TensorBoardLogger()
+
+
+def test_ours_are_loggers(tmp_path: Path) -> None:
+    assert all(isinstance(one, Logger) for one in (CSVLogger(), TensorBoardLogger(), offline(tmp_path), Notes()))
+    assert check_run_name("a/b") == "a/b" and folder_name("..") == "_" and folder_name("a b/c") == "a_b_c"
+
+
+def test_nothing_is_logged_of_a_run_that_never_began() -> None:
+    log = RunLog([Notes()], {})
+    log.finish("ValueError: no data")
+    assert log._started == []
+    history = History()
+    assert history.minibatch_size is None
+    with pytest.raises(ValueError, match="empty"):
+        fit(Trainer(small_mlp(), vectors(0)), run_name="never")
+    assert not Path("logs").exists()
+
+
+def test_a_run_that_goes_on_from_a_later_step_is_logged_from_there() -> None:
+    notes = Notes()
+    log = RunLog([notes], {})
+    for step in (7, 8):
+        row = {"step": step, "examples": 10 * step, "tokens": 20 * step, "train_loss": 1.0, "lr": 0.1}
+        log(StepReport({**row, "seconds": 2.0 * step}, [1.0], [], "vmap", 8))
+    last = notes.heard[-1][1]
+    assert last["examples_per_second"] == 5 and last["tokens_per_second"] == 10

@@ -1,0 +1,285 @@
+"""Operations for all nodes at once: close to one node's, and with `exact` its very bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from vsim.executor import Executor, LoopExecutor, Settings, VmapError, VmapExecutor
+from vsim.lowering import InexactError
+from vsim.models import CNN, GPT, MLP
+from vsim.objective import Objective
+from vsim.randomness import NODE, generator
+from vsim.replicas import Replicas
+
+CPU = torch.device("cpu")
+
+
+def make(kind: type[Executor], model: nn.Module, num_nodes: int, **options: Any) -> Executor:
+    """An executor of replicas that have drifted apart, as they do in training."""
+    replicas = Replicas.of(model, num_nodes, CPU)
+    replicas.module.train()
+    drift = torch.randn(replicas.weights.shape, generator=torch.Generator().manual_seed(5))
+    replicas.weights.add_(drift, alpha=0.05)
+    streams = [generator(0, NODE, node) for node in range(num_nodes)]
+    return kind(replicas, Objective(replicas.module), streams, Settings(**options))
+
+
+def assert_same_bits(model: nn.Module, batch: list[Tensor], minibatch_size: int | None = None, **options: Any) -> None:
+    """Losses, gradients, buffers and what was drawn are equal to the bit, vectorized and in the loop."""
+    num_nodes = len(batch[0])
+    ours = make(VmapExecutor, model, num_nodes, exact=True, **options)
+    theirs = make(LoopExecutor, model, num_nodes)
+    for _ in range(2):  # the first step of the vectorized one is computed in both ways
+        losses = [e.losses_and_grads(batch, minibatch_size) for e in (ours, theirs)]
+        assert torch.equal(*losses)
+        for name, grad in ours.replicas.views(ours.replicas.grads).items():
+            assert torch.equal(grad, theirs.replicas.views(theirs.replicas.grads)[name]), name
+        for name, buffer in ours.replicas.buffers.items():
+            assert torch.equal(buffer, theirs.replicas.buffers[name]), name
+        for a, b in zip(ours.generators, theirs.generators, strict=True):
+            assert torch.equal(a.get_state(), b.get_state())
+
+
+# Whole models
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> tuple[nn.Module, list[Tensor], dict[str, Any]]:
+    """A model, a stacked batch for it, and how to compute."""
+    kind = draw(st.sampled_from(["mlp", "cnn", "gpt"]))
+    nodes, size, p = draw(st.integers(1, 5)), draw(st.integers(1, 9)), draw(st.sampled_from([0.0, 0.3]))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    model: nn.Module
+    if kind == "mlp":
+        hidden = draw(st.lists(st.integers(1, 70), max_size=3))
+        model = MLP(draw(st.integers(1, 40)), hidden, draw(st.integers(2, 12)), p, seed=0)
+        x = torch.randn(nodes, size, model.in_features, generator=g)
+        y = torch.randint(0, model.layers[-1].out_features, (nodes, size), generator=g)
+    elif kind == "cnn":
+        depth, side, norm = draw(st.integers(1, 3)), draw(st.integers(4, 9)), draw(st.booleans())
+        channels = draw(st.lists(st.integers(1, 20), min_size=1, max_size=2))
+        size = max(size, 2) if norm else size
+        model = CNN((depth, side, side), channels, 5, norm, p, seed=0)
+        x = torch.randn(nodes, size, depth, side, side, generator=g)
+        y = torch.randint(0, 5, (nodes, size), generator=g)
+    else:
+        heads, vocabulary = draw(st.integers(1, 3)), draw(st.integers(2, 30))
+        length, width = draw(st.integers(1, 12)), heads * draw(st.integers(1, 16))
+        model = GPT(vocabulary, length, draw(st.integers(1, 2)), width, heads, p, seed=0)
+        x = torch.randint(0, vocabulary, (nodes, size, length), generator=g)
+        y = torch.randint(0, vocabulary, (nodes, size, length), generator=g)
+    options: dict[str, Any] = {"chunk_size": draw(st.sampled_from([None, 1, 2]))}
+    if kind != "cnn" or not norm:
+        options["minibatch_size"] = draw(st.sampled_from([None, 2, 3]))
+    return model, [x, y], options
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(tasks())
+def test_mlp_cnn_and_gpt_have_the_bits_of_the_loop(task: tuple[nn.Module, list[Tensor], dict[str, Any]]) -> None:
+    model, batch, options = task
+    assert_same_bits(model, batch, **options)
+
+
+@pytest.mark.slow
+@settings(max_examples=120, deadline=None)
+@given(tasks())
+def test_many_models_have_the_bits_of_the_loop(task: tuple[nn.Module, list[Tensor], dict[str, Any]]) -> None:
+    model, batch, options = task
+    assert_same_bits(model, batch, **options)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_bits_are_those_of_the_same_number_of_threads(threads: int) -> None:
+    # Products that are large enough to be divided among threads, forward and backward.
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        tokens = torch.randint(0, 97, (3, 16, 64), generator=torch.Generator().manual_seed(0))
+        assert_same_bits(GPT(97, seed=0), [tokens, tokens.flip(0)])
+        vectors = torch.randn(3, 40, 500, generator=torch.Generator().manual_seed(0))
+        assert_same_bits(MLP(500, (300, 200), seed=0), [vectors, torch.arange(120).view(3, 40) % 10])
+    finally:
+        torch.set_num_threads(before)
+
+
+# One operation at a time
+
+
+class One(nn.Module):
+    """A model around one operation: a linear map of x (B, 6) before it, another one after it."""
+
+    def __init__(self, operation: Callable[[Tensor, One], Tensor], *modules: nn.Module, width: int = 6) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.before = nn.Linear(6, width)
+            self.scale = nn.Parameter(torch.rand(()) + 0.5)
+            self.table = nn.Parameter(torch.randn(7, width))
+            self.own = nn.ModuleList(modules)
+            for p in self.own.parameters():
+                nn.init.normal_(p, std=0.5)
+        self.operation = operation
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        out = self.operation(self.before(batch[0]), self)
+        return out.pow(2).mean() + 0 * self.scale * self.table.sum()
+
+
+def images(x: Tensor) -> Tensor:
+    """(B, 64) → (B, 4, 4, 4)."""
+    return x.view(-1, 4, 4, 4)
+
+
+OPERATIONS: dict[str, One] = {
+    "softmax": One(lambda x, m: x.softmax(-1)),
+    "log_softmax over the batch": One(lambda x, m: F.log_softmax(x, 0)),
+    "exp, tanh, sigmoid": One(lambda x, m: (x.exp() + x.tanh()).sigmoid()),
+    "silu, elu, softplus": One(lambda x, m: F.silu(x) + F.elu(x) + F.softplus(x)),
+    "relu in place": One(lambda x, m: F.relu(x, inplace=True)),
+    "power and root": One(lambda x, m: (x**2 + 1).sqrt() + (x.abs() + 1) ** 0.3),
+    "a scalar parameter": One(lambda x, m: x * m.scale + m.scale),
+    "a parameter for every example": One(lambda x, m: x + m.table[: len(x)]),
+    "a parameter for every feature": One(lambda x, m: x * m.table[0] - m.table[1]),
+    "mean and deviation": One(lambda x, m: (x - x.mean(0)) / (x.std(0) + 1)),
+    "sums": One(lambda x, m: x.sum(1, keepdim=True) + x.sum(0) + x.amax()),
+    "norm": One(lambda x, m: x / (1 + x.norm(dim=1, keepdim=True))),
+    "cumulative sum": One(lambda x, m: x.cumsum(1)),
+    "sort and top": One(lambda x, m: x.sort(1).values + x.topk(2, 1).values.sum(1, keepdim=True)),
+    "matmul with weights": One(lambda x, m: x @ m.table.T),
+    "matmul, both ways": One(lambda x, m: (x @ x.T) @ x),
+    "matmul, three dimensions": One(lambda x, m: x.view(-1, 2, 3) @ x.view(-1, 3, 2)),
+    "matmul of a batch with weights": One(lambda x, m: x.view(-1, 1, 6) @ m.table.T),
+    "a vector times a matrix": One(lambda x, m: m.table @ x[0]),
+    "einsum": One(lambda x, m: torch.einsum("bi,ji->bj", x, m.table)),
+    "bmm": One(lambda x, m: torch.bmm(x.view(-1, 2, 3), x.view(-1, 3, 2))),
+    "addmm": One(lambda x, m: torch.addmm(m.table[0, :4], x, m.table[:4].T)),
+    "linear without bias": One(lambda x, m: F.linear(x, m.table)),
+    "linear of three dimensions": One(lambda x, m: F.linear(x.view(-1, 1, 6).expand(-1, 3, 6), m.table)),
+    "linear of one example": One(lambda x, m: F.linear(x[0], m.table)),
+    "the same weights twice": One(lambda x, m: F.linear(F.linear(x, m.table), m.table.T)),
+    "bilinear": One(lambda x, m: m.own[0](x, x), nn.Bilinear(6, 6, 2)),
+    "layer norm": One(lambda x, m: m.own[0](x), nn.LayerNorm(6)),
+    "layer norm without weights": One(lambda x, m: F.layer_norm(x, (6,))),
+    "layer norm without bias": One(lambda x, m: m.own[0](x), nn.LayerNorm(6, bias=False)),
+    "rms norm": One(lambda x, m: m.own[0](x), nn.RMSNorm(6)),
+    "group norm": One(lambda x, m: m.own[0](images(x)), nn.GroupNorm(2, 4), width=64),
+    "instance norm": One(lambda x, m: m.own[0](images(x)), nn.InstanceNorm2d(4, affine=True), width=64),
+    "batch norm": One(lambda x, m: m.own[0](x), nn.BatchNorm1d(6)),
+    "batch norm without statistics": One(lambda x, m: m.own[0](x), nn.BatchNorm1d(6, track_running_stats=False)),
+    "convolution": One(lambda x, m: m.own[0](images(x)), nn.Conv2d(4, 3, 3, 2, 1), width=64),
+    "convolution, same padding": One(lambda x, m: m.own[0](images(x)), nn.Conv2d(4, 3, 3, padding="same"), width=64),
+    "convolution, reflected": One(
+        lambda x, m: m.own[0](images(x)), nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect"), width=64
+    ),
+    "convolution in groups": One(lambda x, m: m.own[0](images(x)), nn.Conv2d(4, 4, 3, groups=2, dilation=1), width=64),
+    "convolution without bias": One(lambda x, m: m.own[0](images(x)), nn.Conv2d(4, 9, 1, bias=False), width=64),
+    "convolution in one dimension": One(
+        lambda x, m: m.own[0](x.view(-1, 4, 16)), nn.Conv1d(4, 2, 5, padding=2), width=64
+    ),
+    "convolution in three": One(lambda x, m: m.own[0](images(x)[:, None]), nn.Conv3d(1, 2, 2), width=64),
+    "transposed convolution": One(lambda x, m: m.own[0](images(x)), nn.ConvTranspose2d(4, 2, 2, 2), width=64),
+    "max pooling": One(lambda x, m: F.max_pool2d(images(x), 2), width=64),
+    "average pooling": One(lambda x, m: F.avg_pool2d(images(x), 2), width=64),
+    "adaptive pooling": One(lambda x, m: F.adaptive_avg_pool2d(images(x), 1), width=64),
+    "interpolation": One(lambda x, m: F.interpolate(images(x), scale_factor=2, mode="bilinear"), width=64),
+    "attention": One(lambda x, m: attend(x, is_causal=True), width=24),
+    "attention with a mask": One(lambda x, m: attend(x, attn_mask=torch.ones(2, 2).tril().bool()), width=24),
+    "attention with a mask by example": One(
+        lambda x, m: attend(x, attn_mask=x[:, None, None, :2] > x[:, None, None, 2:4]), width=24
+    ),
+    "attention with learned bias": One(lambda x, m: attend(x, attn_mask=m.table[:2, :2]), width=24),
+    "attention with dropout": One(lambda x, m: attend(x, dropout_p=0.4), width=24),
+    "multi-head attention": One(
+        lambda x, m: m.own[0](*[x.view(-1, 2, 12)] * 3)[0],
+        nn.MultiheadAttention(12, 2, 0.3, batch_first=True),
+        width=24,
+    ),
+    "transformer layer": One(
+        lambda x, m: m.own[0](x.view(-1, 2, 12)), nn.TransformerEncoderLayer(12, 2, 8, 0.2, batch_first=True), width=24
+    ),
+    "lstm": One(lambda x, m: m.own[0](x.view(-1, 2, 3))[0], nn.LSTM(3, 4, batch_first=True)),
+    "gru": One(lambda x, m: m.own[0](x.view(-1, 2, 3))[0], nn.GRU(3, 4, batch_first=True)),
+    "embedding": One(lambda x, m: F.embedding((x > 0).long().sum(1), m.table)),
+    "embedding with padding": One(lambda x, m: F.embedding((x > 0).long().sum(1), m.table, padding_idx=3)),
+    "indexing with a tensor": One(lambda x, m: m.table[(x > 0).long().sum(1)]),
+    "gather": One(lambda x, m: x.gather(1, x.argsort(1))),
+    "where": One(lambda x, m: torch.where(x > 0, x, m.scale * x)),
+    "clamp and minimum": One(lambda x, m: x.clamp(-0.5, 0.5) + torch.minimum(x, x.flip(0))),
+    "stack, cat, split": One(lambda x, m: torch.cat([*x.split(2, 1), torch.stack([x, x]).flatten(0, 1)[: len(x)]], 1)),
+    "writing into a new tensor": One(lambda x, m: written(x)),
+    "transposed then reduced": One(lambda x, m: x.T.exp().sum(1)),
+    "repeated": One(lambda x, m: m.table[:1].expand(len(x), -1) * x + x.repeat(1, 2)[:, :6]),
+    "cross entropy with weights": One(lambda x, m: F.cross_entropy(x, x.argmax(1), weight=m.table[0].detach().exp())),
+    "cross entropy, smoothed": One(lambda x, m: F.cross_entropy(x, x.argmax(1), label_smoothing=0.1)),
+    "cross entropy, summed": One(lambda x, m: F.cross_entropy(x, x.argmax(1), reduction="sum")),
+    "cross entropy, some ignored": One(lambda x, m: F.cross_entropy(x, x.argmax(1), ignore_index=2)),
+    "cross entropy of images": One(lambda x, m: F.cross_entropy(x.view(-1, 2, 3), (x[:, :3] > 0).long())),
+    "mse and huber": One(lambda x, m: F.mse_loss(x, x.detach() + 1) + F.huber_loss(x, x.detach() * 2)),
+    "noise": One(lambda x, m: x + torch.randn_like(x) + torch.rand(6)),
+    "feature dropout": One(lambda x, m: F.dropout2d(images(x), 0.5), width=64),
+    "alpha dropout": One(lambda x, m: F.alpha_dropout(x, 0.5, training=True)),
+}
+
+
+def attend(x: Tensor, **options: Any) -> Tensor:
+    """Attention of (B, 24) as (B, 2 heads, 2 positions, 2) queries, keys and values."""
+    q, k, v = x.view(-1, 3, 2, 2, 2).unbind(1)
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def written(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, ::2] = x[:, 1::2]
+    return out
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_has_the_bits_of_the_loop(name: str, num_nodes: int) -> None:
+    x = torch.randn(num_nodes, 5, 6, generator=torch.Generator().manual_seed(1))
+    assert_same_bits(OPERATIONS[name], [x])
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_is_close_to_that_of_the_loop(name: str) -> None:
+    x = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(1))
+    ours, theirs = (make(kind, OPERATIONS[name], 3) for kind in (VmapExecutor, LoopExecutor))
+    torch.testing.assert_close(ours.losses_and_grads([x]), theirs.losses_and_grads([x]))
+    torch.testing.assert_close(ours.replicas.grads, theirs.replicas.grads, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("operation", "named"),
+    [
+        (lambda x, m: x.exp_(), "exp_ writes into a tensor"),
+        (lambda x, m: x.clone().cumsum_(1), "cumsum_ writes into a tensor"),
+        (lambda x, m: torch.exp(x.detach(), out=torch.empty_like(x.detach())) * x, "exp writes into a tensor"),
+    ],
+)
+def test_what_has_no_exact_form_is_refused_by_name(operation: Callable[[Tensor, One], Tensor], named: str) -> None:
+    ours = make(VmapExecutor, One(operation), 2, exact=True)
+    with pytest.raises(InexactError, match=f"{named}.*executor='loop'"):
+        ours.losses_and_grads([torch.randn(2, 5, 6)])
+
+
+def test_a_branch_on_data_is_not_vectorized_exactly_either() -> None:
+    ours = make(VmapExecutor, One(lambda x, m: x if x.sum() > 0 else -x), 9, exact=True)
+    with pytest.raises(VmapError, match=r"cannot be vectorised over nodes.*__bool__ is .* and not on another"):
+        ours.losses_and_grads([torch.linspace(-9, 9, 9).view(9, 1, 1).expand(9, 5, 6).contiguous()])
+
+
+def test_a_number_that_is_the_same_on_all_nodes_is_known_in_the_exact_form() -> None:
+    # BatchNorm's cumulative average divides by the number of batches, as a number of Python's.
+    model = One(lambda x, m: m.own[0](x), nn.BatchNorm1d(6, momentum=None))
+    assert_same_bits(model, [torch.randn(3, 5, 6)])
+    with pytest.raises(VmapError, match="cannot be vectorised over nodes"):
+        make(VmapExecutor, model, 3).losses_and_grads([torch.randn(3, 5, 6)])

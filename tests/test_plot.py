@@ -1,0 +1,101 @@
+"""Figures: told apart in colour and in grey, readable on a logarithmic axis, and written as a publisher wants them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+from vsim import History
+from vsim.plot import COLOURS, DASHES, MARKERS, bands, overview, save
+
+
+def history(points: int, first_payload: float = 1e6, last_payload: float = 8e6) -> History:
+    made = History()
+    for i in range(points):
+        payload = first_payload + (last_payload - first_payload) * i / max(1, points - 1)
+        made.append({"step": i, "global_loss": 2 / (1 + i), "payload_bytes": payload})
+    return made
+
+
+def test_every_line_differs_by_colour_and_dash_and_marker() -> None:
+    lines = bands({str(i): history(5) for i in range(7)}).get_lines()
+    assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 7
+    patterns = [line._unscaled_dash_pattern for line in lines]  # get_linestyle() says "--" of all patterns
+    assert all(a != b for a, b in itertools.pairwise(patterns))
+    # No two of the first many lines look alike.
+    looks = {(i % len(COLOURS), i % len(DASHES), i % len(MARKERS)) for i in range(60)}
+    assert len(looks) == 60
+
+
+def test_long_lines_are_marked_at_few_points() -> None:
+    short, long = bands({"short": history(10), "long": history(1000)}).get_lines()
+    assert short.get_markevery() == 1
+    start, spacing = long.get_markevery()
+    assert start < spacing and len(range(start, 1000, spacing)) <= 12
+
+
+@pytest.mark.parametrize(
+    ("last", "labels"),
+    [(8e6, ["1", "2", "5"]), (900e6, ["1", "10", "100", "1000"])],
+    ids=["within a decade", "many decades"],
+)
+def test_bytes_have_plain_labels(last: float, labels: list[str]) -> None:
+    ax = bands({"a": history(5, 1e6, last)}, "payload")
+    ax.figure.canvas.draw()
+    low, high = ax.get_xlim()
+    shown = [
+        (at, text.get_text())
+        for ticks, at_ticks in (
+            (ax.get_xticklabels(), ax.get_xticks()),
+            (ax.get_xticklabels(minor=True), ax.xaxis.get_minorticklocs()),
+        )
+        for at, text in zip(at_ticks, ticks, strict=True)
+        if low <= at <= high and text.get_text()
+    ]
+    assert [text for _, text in sorted(shown)] == labels
+
+
+@pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
+def test_save(suffix: str, tmp_path: Path) -> None:
+    figure = overview({"a": history(5), "b": [history(6), history(6)]}, "two runs")
+    once, again = tmp_path / f"once.{suffix}", tmp_path / f"again.{suffix.upper()}"
+    save(figure, once)
+    save(figure.axes[0], again)
+    content = once.read_bytes()
+    assert content == again.read_bytes()  # nothing of the date
+    if suffix == "png":
+        assert content.startswith(b"\x89PNG")
+        width = int.from_bytes(content[16:20], "big")
+        assert width == pytest.approx(6.8 * 300, abs=1)
+    elif suffix == "pdf":
+        assert b"/FontFile2" in content and b"/Type3" not in content  # TrueType, embedded
+    else:
+        assert b"<svg" in content and b"<text" not in content and b"date" not in content.lower()
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must end in .png, .svg, .pdf, got 'figure.jpg'"):
+        save(overview({}), "figure.jpg")
+
+
+def test_the_callers_style_is_left_alone() -> None:
+    before = dict(matplotlib.rcParams)
+    overview({"a": history(3)}, "title")
+    bands({"a": history(3)})
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_nothing_of_a_figure_overlaps(tmp_path: Path) -> None:
+    figure = overview(
+        {f"a strategy with a long name, {i}": history(12) for i in range(9)} | {"silent": history(3, 0, 0)}, "title"
+    )
+    save(figure, tmp_path / "f.png")
+    figure.draw_without_rendering()
+    boxes = [ax.get_tightbbox() for ax in figure.axes] + [figure.legends[0].get_window_extent()]
+    inside = figure.bbox
+    for i, box in enumerate(boxes):
+        assert box.x0 >= inside.x0 and box.x1 <= inside.x1 and box.y0 >= inside.y0 and box.y1 <= inside.y1
+        assert not any(box.overlaps(other) for other in boxes[i + 1 :])

@@ -1,0 +1,147 @@
+"""Nodes that are equal by construction share one row of weights, and one of gradients where their mean is all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from separate import TASKS, Task, small_cnn, small_mlp, vectors
+from torch import Tensor, nn
+
+from vsim import Trainer
+from vsim.optim import OptimSpec, torch_optimizers
+from vsim.strategy import DeMoStrategy, DiLoCoStrategy, SimpleReduceStrategy, Strategy
+from vsim.strategy.communicate import all_reduce
+
+SGD = OptimSpec("sgd", lr=0.1, momentum=0.9)
+
+
+class AverageByHand(Strategy):
+    """AllReduce with a row for every node."""
+
+    def step(self) -> None:
+        for p in self.model.parameters():
+            all_reduce(p.grad, "mean")
+        super().step()
+
+
+def fit(strategy: Strategy, task: Task = TASKS[0], **options: Any) -> Trainer:
+    trainer = Trainer(task.model(), task.data(), task.data(8))
+    trainer.fit(strategy=strategy, **{"num_nodes": 4, "max_steps": 6, "batch_size": 4, "progress": False, **options})
+    return trainer
+
+
+def state_bytes(trainer: Trainer) -> int:
+    assert trainer.strategy is not None
+    optimizers = torch_optimizers(trainer.strategy.optim)
+    return sum(t.nbytes for o in optimizers for s in o.state.values() for t in s.values() if t.dim())
+
+
+WAYS: list[dict[str, Any]] = [
+    *(
+        {"executor": executor, **extra}
+        for executor in ("auto", "vmap", "loop")
+        for extra in ({}, {"minibatch_size": 2})
+    ),
+    {"executor": "vmap", "chunk_size": 3},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_allreduce_with_one_row_is_allreduce(task: Task, way: dict[str, Any]) -> None:
+    ours = fit(SimpleReduceStrategy(inner_optim=SGD, max_norm=0.3), task, **way)
+    theirs = fit(AverageByHand(inner_optim=SGD, max_norm=0.3), task, **way)
+    assert ours.strategy is not None and theirs.strategy is not None
+    # A bias before BatchNorm has gradients that are rounding alone, and clipping is what sees them.
+    torch.testing.assert_close(ours.strategy.cluster.weights, theirs.strategy.cluster.weights, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(ours.history.node_losses), torch.tensor(theirs.history.node_losses), rtol=1e-4, atol=1e-5
+    )
+    for name, buffer in ours.strategy.cluster.replicas.buffers.items():  # statistics are each node's own
+        torch.testing.assert_close(buffer, theirs.strategy.cluster.replicas.buffers[name])
+
+
+def test_weights_gradients_and_optimizer_are_there_once() -> None:
+    shared, exact = (fit(SimpleReduceStrategy(lr=0.01), deterministic=d) for d in (False, True))
+    assert shared.strategy is not None and exact.strategy is not None
+    ours, theirs = shared.strategy.cluster.replicas, exact.strategy.cluster.replicas
+    size = ours.num_parameters
+    assert (ours.weights.shape, ours.grads.shape) == ((1, size), (1, size))
+    assert (theirs.weights.shape, theirs.grads.shape) == ((4, size), (4, size))
+    assert ours.num_nodes == theirs.num_nodes == 4
+    assert state_bytes(exact) == 4 * state_bytes(shared) == 4 * 2 * 4 * size
+    assert list(shared.ledger) == list(exact.ledger)
+
+
+@pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+def test_demo_shares_weights_and_keeps_gradients() -> None:
+    strategy = DeMoStrategy(lr=0.01, compression_topk=5, compression_chunk=16)
+    shared, exact = (fit(strategy, deterministic=d) for d in (False, True))
+    assert shared.strategy is not None and exact.strategy is not None
+    replicas = shared.strategy.cluster.replicas
+    assert len(replicas.weights) == 1 and len(replicas.grads) == 4
+    torch.testing.assert_close(shared.strategy.cluster.weights, exact.strategy.cluster.weights, rtol=1e-5, atol=1e-6)
+    assert list(shared.ledger) == list(exact.ledger)
+
+
+def test_all_rows_can_be_read_and_not_written() -> None:
+    trainer = fit(SimpleReduceStrategy(lr=0.01))
+    assert trainer.strategy is not None
+    weights = trainer.strategy.cluster.weights
+    assert weights.shape[0] == 4 and torch.equal(weights[0], weights[3])
+    with pytest.raises(RuntimeError, match="single memory location"):
+        weights.add_(1)
+
+
+def test_a_subclass_has_to_promise_by_itself() -> None:
+    class Noisy(SimpleReduceStrategy):
+        def step(self) -> None:
+            super().step()
+            self.cluster.replicas.weights[0].add_(1)
+
+    assert SimpleReduceStrategy.shares_weights and not Noisy.shares_weights and not DiLoCoStrategy.shares_weights
+    trainer = fit(Noisy(lr=0.01), max_steps=2)
+    assert trainer.strategy is not None
+    assert len(trainer.strategy.cluster.replicas.weights.unique(dim=0)) == 2
+
+
+def test_nodes_drop_differently_with_the_same_weights() -> None:
+    class Seen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(50))
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            return nn.functional.dropout(self.weight, 0.5).sum() + 0 * batch[0].sum()
+
+    trainer = Trainer(Seen(), vectors())
+    for executor in ("vmap", "loop"):
+        trainer.fit(
+            strategy=SimpleReduceStrategy(inner_optim=SGD),
+            num_nodes=3,
+            max_steps=2,
+            batch_size=2,
+            executor=executor,
+            progress=False,
+        )
+        assert len(set(trainer.history.node_losses[0])) > 1
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("executor", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("strategy", [SimpleReduceStrategy(lr=0.01), DiLoCoStrategy(H=2, lr=0.01)], ids=["all", "own"])
+def test_bfloat16_in_every_executor(name: str, executor: str, strategy: Strategy) -> None:
+    task = next(task for task in TASKS if task.name == name)
+    model = {"mlp": small_mlp, "cnn": small_cnn}[name](0.0)
+    options: dict[str, Any] = {"num_nodes": 3, "max_steps": 3, "batch_size": 4, "progress": False, "executor": executor}
+    losses = []
+    for autocast in (False, True):
+        trainer = Trainer(model, task.data())
+        trainer.fit(strategy=strategy, autocast=autocast, **options)
+        assert trainer.strategy is not None
+        assert trainer.strategy.cluster.weights.dtype == torch.float32
+        losses.append(torch.tensor(trainer.history.node_losses))
+    assert not torch.equal(*losses)
+    torch.testing.assert_close(*losses, rtol=0.03, atol=0.03)
