@@ -388,13 +388,14 @@ class Trainer:
                 recorder.progress = False
             outcome = join(config, options, record)
         else:
-            with tempfile.TemporaryDirectory(prefix="vsim-") as folder:
+            with tempfile.TemporaryDirectory(prefix="vsim-") as name:
+                folder = Path(name)
                 if config.start is not None:
-                    config = replace(config, start=config.start.shipped(Path(folder)))
-                saving = config.saving or Saving(Path(folder), None, wanted=False)
+                    config = replace(config, start=config.start.shipped(folder))
+                saving = config.saving or Saving(folder, None, wanted=False)
                 config = replace(config, saving=saving)
                 try:
-                    outcome = train_in_processes(config, options, record)
+                    outcome = train_in_processes(config, options, record, folder)
                 except Interrupted:
                     self._last = kept_in_memory(saving)
                     raise

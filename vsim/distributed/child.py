@@ -53,7 +53,10 @@ def main(answer_fd: int) -> None:
     try:
         _train(setup, answer, interrupt)
     except BaseException as error:
-        _say(answer, "lost" if _follows_from_a_loss(error) else "failed", (_pickled(error), traceback.format_exc()))
+        try:
+            _say(answer, "lost" if _follows_from_a_loss(error) else "failed", (_pickled(error), traceback.format_exc()))
+        except OSError:  # nobody listens any more
+            _end_without_parent(setup["folder"])
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
@@ -129,13 +132,7 @@ def _forward_warnings(answer: Connection) -> None:
 
 
 def _obey_parent(folder: str, interrupt: Interrupt) -> None:
-    """Interrupt the run when the parent writes to standard input; end this process when the parent is gone.
-
-    However the parent went, the worker processes that this one has started end too.
-
-    Args:
-        folder: what the parent would have removed.
-    """
+    """Interrupt the run when the parent writes to standard input; end this process when the parent is gone."""
     lifeline = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # for whoever reads standard input
@@ -144,10 +141,18 @@ def _obey_parent(folder: str, interrupt: Interrupt) -> None:
     def wait_for_the_end() -> None:
         while os.read(lifeline, 1):
             interrupt.request()
-        shutil.rmtree(folder, ignore_errors=True)
-        os.killpg(os.getpid(), signal.SIGKILL)
+        _end_without_parent(folder)
 
     threading.Thread(target=wait_for_the_end, daemon=True).start()
+
+
+def _end_without_parent(folder: str) -> None:
+    """Remove what the parent would have removed, and end with whatever this process has started."""
+    leftover = f"{folder}-leftover"
+    with suppress(OSError):  # another node has done it
+        os.rename(folder, leftover)  # at once: a store that still polls would make its file anew in a folder half empty
+        shutil.rmtree(leftover, ignore_errors=True)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _follows_from_a_loss(error: BaseException | None) -> bool:

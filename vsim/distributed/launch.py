@@ -8,7 +8,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from contextlib import suppress
@@ -84,12 +83,18 @@ class _Failure:
     lost: bool
 
 
-def train_in_processes(config: RunConfig, options: ProcessOptions, report: Reporter) -> Outcome:
+def train_in_processes(config: RunConfig, options: ProcessOptions, report: Reporter, folder: Path) -> Outcome:
     """Train every node in a process of its own on this machine; return what node 0 has at the end.
 
     The processes are fresh interpreters: nothing of the caller's main module runs again in them, and what it defines
     (models, datasets, strategies) is shipped by value. Their warnings are issued here. However this call ends, they and
-    what they have started are gone then; if this process is killed, they end by themselves.
+    what they have started are gone then; if this process is killed, they end by themselves and remove `folder`.
+
+    Args:
+        config: the run.
+        options: devices, threads and patience.
+        report: hears of every step of node 0.
+        folder: temporary and of this run alone; its processes meet in it.
 
     Raises:
         TypeError: something in `config` cannot be shipped; it is named.
@@ -99,16 +104,15 @@ def train_in_processes(config: RunConfig, options: ProcessOptions, report: Repor
     """
     if os.name != "posix":
         raise RuntimeError(f"backend='process' runs on Linux and macOS; this is {sys.platform}")
-    with tempfile.TemporaryDirectory(prefix="vsim-") as folder:
-        _ship(config, Path(folder) / "config")
-        run = _Listener(config.num_nodes, report)
-        try:
-            with run.interrupt:
-                for rank in range(config.num_nodes):
-                    run.nodes.append(_start(rank, folder, config, options))
-                return run.listen()
-        finally:
-            run.end()
+    _ship(config, folder / "config")
+    run = _Listener(config.num_nodes, report)
+    try:
+        with run.interrupt:
+            for rank in range(config.num_nodes):
+                run.nodes.append(_start(rank, folder, config, options))
+            return run.listen()
+    finally:
+        run.end()
 
 
 def _ship(config: RunConfig, path: Path) -> None:
@@ -128,10 +132,10 @@ def _ship(config: RunConfig, path: Path) -> None:
         raise TypeError(f"backend='process' cannot ship the run to the nodes' processes: {whole}") from whole
 
 
-def _start(rank: int, folder: str, config: RunConfig, options: ProcessOptions) -> _Node:
+def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions) -> _Node:
     setup = {
         "argv": sys.argv,
-        "folder": folder,
+        "folder": str(folder),
         "rank": rank,
         "num_nodes": config.num_nodes,
         "device": str(options.devices[rank % len(options.devices)]),
