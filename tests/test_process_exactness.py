@@ -180,7 +180,7 @@ class Ranks:
             self.connections.append(here)
             self.processes.append(process)
 
-    def train(self, config: RunConfig, options: ProcessOptions, report: Reporter) -> Outcome:
+    def train(self, config: RunConfig, options: ProcessOptions, report: Reporter, folder: Path) -> Outcome:
         assert options.threads == 1
         shipped = cloudpickle.dumps(config)
         for connection in self.connections:

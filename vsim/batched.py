@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from vsim_kernels.alignment import ALIGNMENT, are_apart, empty_rows, is_aligned, rows_apart
 
 from vsim.randomness import drawing_from
 
@@ -61,7 +62,7 @@ def node_by_node(
 
     def joined(*parts: Any) -> Any:
         if isinstance(parts[0], Tensor):
-            return Stacked(_stack(parts))
+            return Stacked(_GradientApart.apply(_stack(parts)))
         if any(part != parts[0] for part in parts):
             raise ValueError(f"{getattr(function, '__name__', function)} is {parts[0]} on one node and not on another")
         return parts[0]
@@ -74,11 +75,23 @@ class _Slices(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
-        return x.unbind(0)
+        return rows_apart(x).unbind(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return _stack(grads)
+
+
+class _GradientApart(torch.autograd.Function):
+    """The identity, whose gradient comes with its rows apart, see `vsim_kernels.alignment`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return rows_apart(grad)
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
@@ -119,7 +132,19 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a (K, …, n, m), b (K, m, p) or (K, …, m, p) → (K, …, n, p)."""
     if b.dim() == 3 and a.dim() >= 3:
         return _Product.apply(a.flatten(1, -2), b, None, None, None).unflatten(1, a.shape[1:-1])
-    return torch.matmul(a, b)
+    if _fold(a, b, (*a.shape[1:-1], b.shape[-1])):
+        return torch.matmul(a, b)
+    product: Stacked = node_by_node(torch.matmul, len(a), (Stacked(a), Stacked(b)), {})
+    return product.tensor
+
+
+def _fold(*operands: Tensor | Sequence[int]) -> bool:
+    """Whether the nodes may become more of a batch of matrices: all these, or dense rows of such a shape, lie apart."""
+    dtype = next(t.dtype for t in operands if isinstance(t, Tensor))
+    sizes = [math.prod(t.shape[1:] if isinstance(t, Tensor) else t) for t in operands]
+    return all(size * dtype.itemsize % ALIGNMENT == 0 for size in sizes) and all(
+        are_apart(t) for t in operands if isinstance(t, Tensor)
+    )
 
 
 class _Product(torch.autograd.Function):
@@ -159,10 +184,14 @@ def _by_columns(matrices: Tensor) -> bool:
 
 def _products(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a (K, n, m), b (K, m, p), bias (K, p) → a · b + bias, (K, n, p), with the bits of one matrix product each."""
+    a, b = rows_apart(a), rows_apart(b)
+    shape = (a.shape[1], b.shape[2])
     if a[0].numel() * b.shape[2] < _TINY_PRODUCT or 1 in (*a.shape[1:], b.shape[2]):
         rows = zip(a, b, *_rows(len(a), bias), strict=True)
         return torch.stack([x @ y if z is None else torch.addmm(z, x, y) for x, y, z in rows])
-    return torch.bmm(a, b) if bias is None else torch.baddbmm(bias[:, None], a, b)
+    # Where the dense result would not have its rows apart, it is given gaps, and is computed one by one.
+    out = None if math.prod(shape) * a.element_size() % ALIGNMENT == 0 else empty_rows(len(a), shape, a.dtype, a.device)
+    return torch.bmm(a, b, out=out) if bias is None else torch.baddbmm(bias[:, None], a, b, out=out)
 
 
 def _products_one_by_one(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
@@ -174,10 +203,13 @@ def _products_one_by_one(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
     sizes = (a.shape[1], a.shape[2], b.shape[2])
     if math.prod(sizes) <= _SMALL_PRODUCT or 1 in sizes:
         product = _products(a, b)
-        return product if out is None else out.copy_(product)
-    if out is None:
-        out = a.new_empty(len(a), sizes[0] * sizes[2] + 1)[:, :-1].view(-1, sizes[0], sizes[2])
-    return torch.bmm(a, b, out=out)
+    else:
+        a, b = rows_apart(a), rows_apart(b)
+        if out is not None and is_aligned(out) and are_apart(out):
+            return torch.bmm(a, b, out=out)
+        apart = a.new_empty(len(a), sizes[0] * sizes[2] + ALIGNMENT)[:, :-ALIGNMENT]
+        product = torch.bmm(a, b, out=apart.view(-1, sizes[0], sizes[2]))
+    return product if out is None else out.copy_(product)
 
 
 # Multiplications in a matrix product below which torch.bmm has a kernel of its own that adds up in another order
@@ -192,6 +224,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **
     mask: (K, …) broadcast against (K, B, …, T, T), or None.
     """
     nodes, batch = query.shape[:2]
+    if not _fold(query, key, value, (*query.shape[1:-1], value.shape[-1])):
+        stacked = (Stacked(query), Stacked(key), Stacked(value), None if mask is None else Stacked(mask))
+        out: Stacked = node_by_node(F.scaled_dot_product_attention, nodes, stacked, options)
+        return out.tensor
     if mask is not None:
         mask = mask.view(nodes, *[1] * (query.dim() - mask.dim()), *mask.shape[1:])
         mask = mask.expand(nodes, batch, *mask.shape[2:]).flatten(0, 1)
@@ -398,6 +434,7 @@ def unfolded_convolution2d(
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+        x, weight = rows_apart(x), rows_apart(weight)
         ctx.save_for_backward(x, weight)
         ctx.geometry = geometry
         ctx.bias_sizes = None if bias is None else [bias.shape[1]]
@@ -411,7 +448,7 @@ class _Convolution(torch.autograd.Function):
         needed = list(ctx.needs_input_grad[:3])
         outcomes = [
             aten.convolution_backward(own_grad, own_x, w, ctx.bias_sizes, *ctx.geometry, needed)
-            for own_grad, own_x, w in zip(grad, x, weight, strict=True)
+            for own_grad, own_x, w in zip(rows_apart(grad), x, weight, strict=True)
         ]
         grads = [
             _stack(parts) if need else None for parts, need in zip(zip(*outcomes, strict=True), needed, strict=True)

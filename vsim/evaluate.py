@@ -99,22 +99,29 @@ def replica_spread(weights: Tensor) -> dict[str, float]:
     >>> replica_spread(torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]))
     {'divergence': 0.0, 'correlation': 1.0}
     """
-    num_nodes, num_parameters = weights.shape
-    row_means = weights.mean(1, keepdim=True)
-    gram = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)  # of rows, each centred on its own mean
+    num_nodes = len(weights)
+    # Distances are taken from row 0, so that equal rows are exactly 0 apart, whatever the rounding of their mean.
     distance = length = 0.0
-    for start in range(0, num_parameters, _COLUMNS_AT_ONCE):
-        block = weights[:, start : start + _COLUMNS_AT_ONCE]
-        apart = block - block[0]  # so that equal replicas are exactly 0 apart, whatever their mean's rounding
+    means = weights.mean(1, keepdim=True)
+    squares = torch.zeros(num_nodes, dtype=torch.float64, device=_where_doubles_are(weights.device))
+    for block in weights.split(_COLUMNS_AT_ONCE, dim=1):
+        apart = block - block[0]
         mean = apart.mean(0)
         distance += float((apart - mean).square().sum())
         length += float((block[0] + mean).square().sum())
-        centred = block - row_means
-        gram += (centred @ centred.T).double().cpu()
-    deviations = gram.diagonal().sqrt()
-    correlations = gram / deviations[:, None] / deviations
-    pairs = num_nodes * (num_nodes - 1)
+        squares += (block - means).square().sum(1).to(squares)
+    # Of rows z_k with mean 0 and length 1 the correlation of a pair is 1 − |z_j − z_k|² / 2; its mean over all pairs is
+    # 1 − sum_k |z_k − z̄|² / (K − 1).
+    deviations, standardized_distance = squares.sqrt().to(weights)[:, None], 0.0
+    for block in weights.split(_COLUMNS_AT_ONCE, dim=1):
+        standardized = (block - means) / deviations
+        apart = standardized - standardized[0]
+        standardized_distance += float((apart - apart.mean(0)).square().sum())
     return {
         "divergence": math.sqrt(distance / num_nodes / length) if length else math.nan,
-        "correlation": min(1.0, float(correlations.sum() - correlations.trace()) / pairs) if pairs else math.nan,
+        "correlation": 1 - standardized_distance / (num_nodes - 1) if num_nodes > 1 else math.nan,
     }
+
+
+def _where_doubles_are(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "mps" else device

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from vsim_kernels.alignment import empty_rows, rows_apart
 
 Views = dict[str, Tensor]
 
@@ -30,8 +31,9 @@ class Replicas:
         module: a private copy of the user's model: the code and the module tree. Its own tensors are not used.
         layout: the column range of every trainable parameter, in the order of `model.named_parameters()`.
             Tied parameters are one range, under the first of their names.
-        weights: stacked (K, P), one row a node; rows are contiguous. (1, P) where the nodes are equal by construction
-            and share one row.
+        weights: stacked (K, P), one row a node; rows are contiguous and begin at multiples of 64 bytes, with gaps
+            between them if need be (see `vsim_kernels.alignment`). (1, P) where the nodes are equal and share
+            one row.
         grads: stacked (K, P), likewise; (1, P) where only the mean over the nodes is wanted. Entries of parameters that
             the loss does not reach are zero.
         num_nodes: the nodes held here: K in the simulator.
@@ -80,9 +82,9 @@ class Replicas:
             start += p.numel()
         with torch.no_grad():
             row = torch.cat([p.detach().reshape(-1).to(device) for p in trainable.values()])  # (P,)
-            weights = row.expand(1 if share_weights else num_nodes, start).clone(memory_format=torch.contiguous_format)
-            grads = torch.zeros_like(weights) if share_grads else row.new_zeros(num_nodes, start)
-            buffers = {n: b.expand(num_nodes, *b.shape).clone() for n, b in module.named_buffers()}
+            weights = empty_rows(1 if share_weights else num_nodes, [start], row.dtype, device).copy_(row)
+            grads = empty_rows(1 if share_grads else num_nodes, [start], row.dtype, device).zero_()
+            buffers = {n: rows_apart(b.expand(num_nodes, *b.shape).clone()) for n, b in module.named_buffers()}
         frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
         return cls(module, layout, weights, grads, buffers, frozen, num_nodes, first_node)
 

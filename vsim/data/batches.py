@@ -89,7 +89,8 @@ class Batches:
         """Tensors in memory: a batch is one gather."""
         stored = self._in_memory
         assert stored is not None
-        for positions in self.order.batches(start_step):
+        # Positions that lie node by node, as what is gathered lies as they do.
+        for positions in map(torch.Tensor.contiguous, self.order.batches(start_step)):
             if len(stored) == 1:
                 yield stored[0](positions)  # type: ignore[misc]
             else:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from vsim_kernels.alignment import aligned
 
 from vsim.assembly import RunConfig, assemble
 from vsim.data.batches import check_tensors, is_factory, loader_options, resolve
@@ -69,28 +70,29 @@ def _recording(send: Reporter, history: History) -> Reporter:
 
 
 class EagerExecutor(Executor):
-    """One node as an ordinary module: forward, `loss.backward()`. Its parameters are views of the row."""
+    """One node as an ordinary module: forward, `loss.backward()`. Its parameters are those of the row."""
 
     name = "eager"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         r = self.replicas
-        self.row, self.grads = r.weights[0], list(r.views(r.grads[0]).values())
+        self.grads = list(r.views(r.grads[0]).values())
         self.buffers = {name: b[0] for name, b in r.buffers.items()}
         own = dict(r.module.named_parameters())
         self.parameters = [own[c.name] for c in r.layout]
+        self.leaves = {name: self._leaf(w, own[name])[0] for name, w in r.views(r.weights).items()}
         names = {id(b): name for name, b in r.module.named_buffers()}
         self.places = [  # where in the module every buffer is held, tied ones more than once
             (r.module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], names[id(b)])
             for path, b in r.module.named_buffers(remove_duplicate=False)
         ]
-        self._use(self.row, self.buffers)
+        self._use(self.leaves, self.buffers)
 
-    def _use(self, row: Tensor, buffers: Views) -> None:
-        """Let the module compute with the weights of `row` (P,) and with `buffers`."""
-        for p, view in zip(self.parameters, self.replicas.views(row).values(), strict=True):
-            p.data = view
+    def _use(self, weights: Views, buffers: Views) -> None:
+        """Let the module compute with these parameters and buffers."""
+        for p, own in zip(self.parameters, weights.values(), strict=True):
+            p.data = own
         for module, attribute, name in self.places:
             setattr(module, attribute, buffers[name])
 
@@ -126,12 +128,13 @@ class EagerExecutor(Executor):
         state = stream.get_state()
         try:
             for i, row in enumerate(weights):
-                self._use(row, {name: b[i].clone() for name, b in buffers.items()})
+                own = {name: aligned(w) for name, w in self.replicas.views(row).items()}
+                self._use(own, {name: b[i].clone() for name, b in buffers.items()})
                 stream.set_state(state)
                 with drawing_from(stream), self._precision():
                     outcomes.append(self.objective(batch, with_accuracy=True))
         finally:
-            self._use(self.row, self.buffers)
+            self._use(self.leaves, self.buffers)
         accuracies = [a for _, a in outcomes if a is not None]
         return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None
 

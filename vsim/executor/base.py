@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
+from vsim_kernels.alignment import empty_rows, is_aligned, rows_apart
 
 from vsim.objective import Objective
 from vsim.randomness import default_generator
@@ -66,6 +67,7 @@ class Executor(ABC):
         self.objective = objective
         self.generators = generators
         self.settings = settings or Settings()
+        self._moved: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         """Return stacked losses (K,) of a stacked batch (K, B, …) and leave the gradients in `replicas.grads`.
@@ -74,11 +76,41 @@ class Executor(ABC):
         each weighted by its part of the batch.
         """
         total: Tensor | None = None
-        for piece, share in minibatches(batch, minibatch_size):
-            losses = self._backward(piece, share, first=total is None)
-            total = losses if total is None else total + losses
+        with self._moved_up_to_date():
+            for piece, share in minibatches(tree_map(rows_apart, batch), minibatch_size):
+                losses = self._backward(piece, share, first=total is None)
+                total = losses if total is None else total + losses
         assert total is not None
         return total
+
+    def _leaf(self, weights: Tensor, parameter: Tensor | None = None) -> Tensor:
+        """Return weights (R, *shape) of a parameter for the model: themselves, or if they begin at an odd place a copy.
+
+        The copy is brought up to date for every step, and what the model writes to it is brought back. For what an odd
+        place does, see `vsim_kernels.alignment`.
+
+        Args:
+            weights: a view of the matrix.
+            parameter: what will write to it, if that is no view of it.
+        """
+        if is_aligned(weights):
+            return weights.detach()
+        copy = empty_rows(len(weights), weights.shape[1:], weights.dtype, weights.device)
+        self._moved.append((copy, weights, copy if parameter is None else parameter))
+        return copy
+
+    @contextmanager
+    def _moved_up_to_date(self) -> Iterator[None]:
+        if not self._moved:
+            yield
+            return
+        copies, weights, parameters = zip(*self._moved, strict=True)
+        torch._foreach_copy_(copies, weights)
+        versions = [p._version for p in parameters]
+        yield
+        for copy, own, p, version in zip(copies, weights, parameters, versions, strict=True):
+            if p._version != version:
+                own.copy_(copy)
 
     @torch.no_grad()
     def evaluate(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from vsim_kernels.alignment import aligned
 
 from vsim.executor.base import Executor, write_gradients
 from vsim.randomness import drawing_from
@@ -22,7 +23,9 @@ class LoopExecutor(Executor):
         super().__init__(*args, **kwargs)
         r = self.replicas
         self.names = [c.name for c in r.layout]
-        weights = [[w.detach().requires_grad_() for w in r.views(row).values()] for row in r.weights]
+        weights = [
+            [self._leaf(w)[0].detach().requires_grad_() for w in r.views(rows).values()] for rows in r.weights.split(1)
+        ]
         grads = [list(r.views(row).values()) for row in r.grads]
         self.nodes = [
             (weights[min(k, len(weights) - 1)], grads[min(k, len(grads) - 1)], {n: b[k] for n, b in r.buffers.items()})
@@ -51,6 +54,7 @@ class LoopExecutor(Executor):
             own_buffers = {n: b[row].clone() for n, b in buffers.items()}
             stream.set_state(state)
             with drawing_from(stream), self._precision():
-                outcomes.append(self._outcome(self.replicas.views(own_weights), own_buffers, batch, True))
+                parameters = {name: aligned(w) for name, w in self.replicas.views(own_weights).items()}
+                outcomes.append(self._outcome(parameters, own_buffers, batch, True))
         accuracies = [a for _, a in outcomes if a is not None]
         return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None

@@ -68,11 +68,11 @@ class VmapExecutor(Executor):
         # each node's own it is seen K times.
         in_common = None
         if r.shares_grads:
-            in_common = {name: w[0].detach().requires_grad_() for name, w in r.views(r.weights).items()}
+            in_common = {name: self._leaf(w)[0].detach().requires_grad_() for name, w in r.views(r.weights).items()}
         for rows in self._pieces(r.num_nodes):
             part = r.rows(rows.start, rows.stop)
             leaves = in_common or {
-                name: w.detach().expand(part.num_nodes, *w.shape[1:]).requires_grad_()
+                name: self._leaf(w).detach().expand(part.num_nodes, *w.shape[1:]).requires_grad_()
                 for name, w in part.views(part.weights).items()
             }
             grads = part.views(part.grads[0] if r.shares_grads else part.grads)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from vsim_kernels import topk_entries
+from vsim_kernels.alignment import rows_apart
 
 from vsim.arguments import one_of, real_number
 from vsim.cluster import Cluster
@@ -190,12 +191,13 @@ def gather_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payloa
 def by_node(cluster: Cluster, function: Callable[..., Result], *stacked: Tensor) -> Result:
     """Return function(*stacked), a stacked tensor or a tuple of them.
 
-    In a deterministic run it is called node by node: matrix products and sums may round a row differently when there
-    are more of them, and results must not depend on how many nodes are held here.
+    In a deterministic run it is called node by node, on tensors that begin where a node's own would: matrix products
+    and sums may round a row differently when there are more of them or when it lies elsewhere, and results must not
+    depend on how many nodes are held here.
     """
     if not cluster.deterministic:
         return function(*stacked)
-    results = [function(*rows) for rows in zip(*(t.split(1) for t in stacked), strict=True)]
+    results = [function(*rows) for rows in zip(*(rows_apart(t).split(1) for t in stacked), strict=True)]
     return tree_map(lambda *rows: torch.cat(rows), *results)
 
 
