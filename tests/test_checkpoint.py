@@ -436,6 +436,8 @@ def test_a_fork_goes_on_with_the_nodes_and_their_optimizers() -> None:
     for column in ("lr", "train_loss", "examples"):
         np.testing.assert_array_equal(forked.history[column][1:], straight.history[column][9:])
     assert forked.history["examples"][0] == straight.history["examples"][8]
+    for column in ("local_loss", "global_loss", "node_loss_std"):  # a curve of the fork begins where the other ended
+        assert forked.history[column][0] == half.history.last(column) > 0
     anew = fit(strategy, resume=vsim.resume.captured(half._last).fork(optimizer=False))  # type: ignore[arg-type]
     assert not torch.equal(weights(anew), weights(straight))
 

@@ -78,7 +78,7 @@ class Run:
         report: where every step's outcome goes.
         max_steps: steps to train.
         minibatch_size: examples a node whose gradients are computed at once; None for the whole batch.
-        evaluator, val_interval: measure at step 0, every `val_interval` steps and at the end; None: never.
+        evaluator, val_interval: measure at the start, every `val_interval` steps and at the end; None: never.
         correlation_interval: steps between measurements of how far apart the replicas are; None: never.
         after_step: called when a step is done, before it is reported.
         checkpointer: saves the run; None: nobody does.
@@ -150,7 +150,7 @@ def _steps(run: Run) -> Iterator[int]:
     if run.starts:
         row: dict[str, float] = {"step": run.done, "examples": run.examples}
         row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
-        row.update(_measurements(run))
+        row.update(_measurements(run, first=True))
         run.report(StepReport(row, None, [], run.executor.name, run.max_steps, run.minibatch_size))
     for step in range(run.done + 1, run.max_steps + 1):
         started = time.perf_counter()
@@ -291,11 +291,11 @@ class Recorder:
             self.log.finish("" if kind is None else f"{kind.__name__}: {error}")
 
 
-def _measurements(run: Run) -> dict[str, float]:
-    """Return the validation and divergence columns that are due at this step."""
+def _measurements(run: Run, first: bool = False) -> dict[str, float]:
+    """Return the validation and divergence columns that are due at this step; at the first and last row they are."""
     step, last = run.cluster.step, run.cluster.step == run.max_steps
     columns: dict[str, float] = {}
-    if run.evaluator is not None and (step == 0 or last or (run.val_interval and step % run.val_interval == 0)):
+    if run.evaluator is not None and (first or last or (run.val_interval and step % run.val_interval == 0)):
         columns.update(run.evaluator(run.cluster, run.strategy))
     if run.correlation_interval is not None and step % run.correlation_interval == 0:
         with run.cluster.collectives.unbilled():
