@@ -21,7 +21,7 @@ from vsim.models import CNN, MLP
 from vsim.objective import Objective
 from vsim.randomness import NODE, generator
 from vsim.replicas import Replicas
-from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
+from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, Strategy
 
 
 def explain(model: nn.Module, **options: Any) -> Explanation:
@@ -105,8 +105,25 @@ def test_bench_measures_all_in_turn(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert line["chosen"] in ("vmap", "loop")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert "vmap / floor" in capsys.readouterr().out
+    assert [line["num_nodes"] for line in record["by_strategy"]] == [1, 2]
+    for line in record["by_strategy"]:
+        assert line["seconds"].keys() == {"allreduce", "diloco:H=10", "sparta", "demo"}
+        assert all(seconds > 0 for seconds in line["seconds"].values())
+        assert line["ratios"]["allreduce"] == 1.0
     assert main(["bench", "--nodes", "0"]) == 2
     assert "--nodes must be" in capsys.readouterr().err
+
+
+def test_strategies_are_measured_beside_the_first() -> None:
+    made = {"alone": Strategy, "AllReduce": SimpleReduceStrategy}
+    (line,) = bench.bench_strategies(["mlp"], [4], made, rounds=2)
+    assert line.ratios["alone"] == 1.0 and line.ratios["AllReduce"] > 0
+    # Weights, gradients and AdamW's two moments: four rows a node, or one for all nodes.
+    row = 4 * sum(p.numel() for p in bench.MODELS["mlp"].make().parameters())
+    assert line.held_bytes["alone"] == pytest.approx(4 * 4 * row, rel=0.001)
+    assert line.held_bytes["AllReduce"] == pytest.approx(4 * row, rel=0.001)
+    assert "AllReduce" in bench.strategy_table([line])
+    assert bench.strategy_table([]) != bench.strategy_table([line])
 
 
 def test_every_model_of_the_bench_trains() -> None:

@@ -1,4 +1,4 @@
-"""`vsim bench`: the time of a step against K, beside K separate modules and beside its floor, in one run.
+"""`vsim bench`: the time of a step against K, beside K separate modules and beside its floor, and by strategy.
 
 The floor of a step is the sum of what it cannot do without: its matrix products, convolutions, attention, norms,
 activations, losses and its optimizer, each timed alone, over and over on the same data, in the same run. The operations
@@ -17,8 +17,9 @@ import json
 import platform
 import statistics
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vsim.doctor import peak_flops
 from vsim.loop import Run, steps
+from vsim.memory import optimizer_bytes
 from vsim.models import CNN, GPT, MLP
 from vsim.strategy import Strategy
 from vsim.trainer import Trainer
@@ -45,6 +47,7 @@ BATCH_SIZE = 16
 NODES = (1, 4, 16, 64)
 # Steps in which executor="auto" has settled, whatever it tries.
 _SETTLING = 13
+_STEPS_A_TURN = 10  # of a strategy, so that a sync every 10 steps takes part once
 _CANDIDATES: dict[str, dict[str, Any]] = {
     "vmap": {"executor": "vmap"},
     "loop": {"executor": "loop"},
@@ -165,13 +168,93 @@ def bench(
     return lines
 
 
+@dataclass
+class StrategyLine:
+    """The times of one model and K by strategy: seconds a step, ratios to the first strategy, and bytes held.
+
+    held_bytes: weights, gradients and the state of the inner optimizer, of all nodes together.
+    """
+
+    model: str
+    num_nodes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
+    held_bytes: dict[str, int] = field(default_factory=dict)
+
+
+def bench_strategies(
+    models: Iterable[str],
+    nodes: Sequence[int],
+    strategies: Mapping[str, Callable[[], Strategy]],
+    *,
+    rounds: int | None = None,
+    progress: Callable[[StrategyLine], None] | None = None,
+) -> list[StrategyLine]:
+    """Time ten steps of every strategy in turn, for every model at every K that it is meant for.
+
+    Args:
+        models: names among MODELS. nodes: values of K. strategies: label → what makes it; ratios are to the first.
+        rounds: of taking turns; default: by model. progress: gets every line when it is done.
+    """
+    lines = []
+    for name in models:
+        workload = MODELS[name]
+        for num_nodes in (k for k in nodes if k <= workload.most_nodes):
+            model, examples = _model_and_examples(workload, num_nodes)
+            turns = rounds or max(3, workload.rounds // 3)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of DeMo, on models with small tensors
+                runs = {
+                    label: _run(model, examples, num_nodes, make(), {"executor": "vmap"})
+                    for label, make in strategies.items()
+                }
+            times = _in_turn({label: partial(_steps_of, steps(run)) for label, run in runs.items()}, turns)
+            line = StrategyLine(name, num_nodes)
+            line.seconds = {label: statistics.median(t) / _STEPS_A_TURN for label, t in times.items()}
+            line.ratios = _ratios(times, next(iter(times)))
+            for label, run in runs.items():
+                replicas = run.cluster.replicas
+                held = replicas.weights.nbytes + replicas.grads.nbytes
+                line.held_bytes[label] = held + optimizer_bytes(run.strategy.optim)
+            lines.append(line)
+            if progress is not None:
+                progress(line)
+    return lines
+
+
+def _steps_of(run: Iterator[int]) -> None:
+    for _ in range(_STEPS_A_TURN):
+        next(run)
+
+
+def _in_turn(turns: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Return label → the seconds of every round, in which each takes its turn. A first round is a warm-up."""
+    times: dict[str, list[float]] = {label: [] for label in turns}
+    for round_number in range(rounds + 1):
+        for label, turn in turns.items():
+            started = time.perf_counter()
+            turn()
+            if round_number:
+                times[label].append(time.perf_counter() - started)
+    return times
+
+
+def _ratios(times: Mapping[str, list[float]], base: str) -> dict[str, float]:
+    """Return label → the median over the rounds of its time to that of `base`."""
+    pairs = {label: zip(values, times[base], strict=True) for label, values in times.items()}
+    return {label: statistics.median(own / theirs for own, theirs in both) for label, both in pairs.items()}
+
+
+def _model_and_examples(workload: Workload, num_nodes: int) -> tuple[nn.Module, list[Tensor]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return workload.make().train(), workload.examples(num_nodes * BATCH_SIZE)
+
+
 def _measure(
     name: str, workload: Workload, num_nodes: int, strategy: Callable[[], Strategy], rounds: int | None
 ) -> Line:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = workload.make().train()
-        examples = workload.examples(num_nodes * BATCH_SIZE)
+    model, examples = _model_and_examples(workload, num_nodes)
     batch = [t.unflatten(0, (num_nodes, BATCH_SIZE)) for t in examples]
     rounds = rounds or max(3, round(workload.rounds * min(1, 8 / num_nodes)))
     turns = {"separate": _separate(model, batch)}
@@ -179,21 +262,14 @@ def _measure(
     for label, options in _CANDIDATES.items():
         if label == "exact" and batch[0].device.type != "cpu":
             continue
-        runs[label] = _run(model, examples, num_nodes, strategy(), rounds, options)
+        runs[label] = _run(model, examples, num_nodes, strategy(), options)
         turns[label] = partial(next, steps(runs[label]))
     for _ in range(_SETTLING):  # executor="auto" makes its trials
         turns["auto"]()
-    times: dict[str, list[float]] = {label: [] for label in turns}
-    for round_number in range(rounds + 1):
-        for label, step in turns.items():
-            started = time.perf_counter()
-            step()
-            if round_number:  # the first is a warm-up
-                times[label].append(time.perf_counter() - started)
+    times = _in_turn(turns, rounds)
     line = Line(name, num_nodes)
     line.seconds = {label: statistics.median(values) for label, values in times.items()}
-    pairs = {label: zip(values, times["separate"], strict=True) for label, values in times.items()}
-    line.ratios = {label: statistics.median(ours / theirs for ours, theirs in both) for label, both in pairs.items()}
+    line.ratios = _ratios(times, "separate")
     line.chosen = runs["auto"].executor.name
     line.floor_seconds, flops = _floor(runs["vmap"], runs["loop"])
     line.floor_ratio = line.seconds["vmap"] / line.floor_seconds
@@ -217,9 +293,7 @@ def _separate(model: nn.Module, batch: list[Tensor]) -> Callable[[], None]:
     return step
 
 
-def _run(
-    model: nn.Module, examples: list[Tensor], num_nodes: int, strategy: Strategy, rounds: int, options: dict[str, Any]
-) -> Run:
+def _run(model: nn.Module, examples: list[Tensor], num_nodes: int, strategy: Strategy, options: dict[str, Any]) -> Run:
     """A run whose every epoch is one step on the same batch."""
     trainer = Trainer(model, TensorDataset(*examples))
     run = trainer.set_up(
@@ -311,6 +385,29 @@ def table(lines: Sequence[Line]) -> str:
     return tabulate(rows, header, disable_numparse=True, stralign="right")
 
 
+def strategy_table(lines: Sequence[StrategyLine]) -> str:
+    """Return the lines as a table, one row a model, K and strategy."""
+    rows = [
+        [
+            line.model,
+            line.num_nodes,
+            label,
+            f"{1e3 * seconds:.3g}",
+            f"{line.ratios[label]:.2f}",
+            f"{line.held_bytes[label] / 1e6:.3g}",
+        ]
+        for line in lines
+        for label, seconds in line.seconds.items()
+    ]
+    first = next(iter(lines[0].seconds)) if lines else ""
+    return tabulate(
+        rows,
+        ["model", "K", "strategy", "ms/step", f"× {first}", "weights, gradients, optimizer MB"],
+        disable_numparse=True,
+        colalign=("left", "right", "left", "right", "right", "right") if rows else None,
+    )
+
+
 def figure(lines: Sequence[Line]) -> Figure:
     """Draw the time of a node's step against K, beside that of a separate module."""
     models = list(dict.fromkeys(line.model for line in lines))
@@ -335,7 +432,7 @@ def figure(lines: Sequence[Line]) -> Figure:
     return drawing
 
 
-def save(lines: Sequence[Line], folder: Path) -> list[Path]:
+def save(lines: Sequence[Line], folder: Path, by_strategy: Sequence[StrategyLine] = ()) -> list[Path]:
     """Write bench.json and bench.png, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {
@@ -344,6 +441,7 @@ def save(lines: Sequence[Line], folder: Path) -> list[Path]:
         "machine": platform.platform(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "lines": [asdict(line) for line in lines],
+        "by_strategy": [asdict(line) for line in by_strategy],
     }
     paths = [folder / "bench.json", folder / "bench.png"]
     paths[0].write_text(json.dumps(record, indent=1), encoding="utf-8")

@@ -7,6 +7,7 @@ import ast
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ MODELS = ("gpt", "mlp", "cnn")
 # For each built-in model what trains it well in some hundred steps: AdamW's learning rate, examples a node and step.
 LEARNING_RATES = {"gpt": 6e-4, "mlp": 2e-3, "cnn": 2e-3}
 BATCH_SIZES = {"gpt": 8, "mlp": 16, "cnn": 16}
+# What `vsim bench` times by default, the first as the measure of the others.
+BENCHED = ["allreduce", "diloco:H=10", "sparta", "demo"]
 GPT_SHAPE = {"block_size": 64, "layers": 2, "width": 64, "heads": 4}
 
 _EXAMPLES = """
@@ -133,11 +136,18 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    purpose = "time a step against K, beside K separate modules and beside its floor"
+    purpose = "time a step against K, beside K separate modules and beside its floor, and by strategy"
     command = commands.add_parser("bench", help=purpose, description=f"{purpose.capitalize()}.")
     models = list(bench.MODELS)
     command.add_argument("--models", nargs="+", choices=models, default=models[:3], help="default: the first three")
     command.add_argument("--nodes", nargs="+", type=int, default=[1, 4, 16], metavar="K", help="default: 1 4 16")
+    command.add_argument(
+        "--strategies",
+        nargs="*",
+        default=BENCHED,
+        metavar="NAME",
+        help=f"beside the first of these; none to leave them out (default: {' '.join(BENCHED)})",
+    )
     command.add_argument("--rounds", type=int, help="turns that every candidate takes (default: by model)")
     command.add_argument("--out", type=Path, default=Path("vsim-out"), metavar="DIR", help="default: vsim-out")
     command.set_defaults(run=_bench)
@@ -298,7 +308,12 @@ def _bench(arguments: argparse.Namespace) -> int:
         progress=lambda line: print(f"{line.model}, K = {line.num_nodes}: done", file=sys.stderr),
     )
     print(f"\n{bench.table(lines)}\n")
-    for path in bench.save(lines, arguments.out):
+    strategies = {text: partial(parse_strategy, text, 1e-4) for text in arguments.strategies}
+    by_strategy = []
+    if strategies:
+        by_strategy = bench.bench_strategies(arguments.models, arguments.nodes, strategies, rounds=arguments.rounds)
+        print(f"{bench.strategy_table(by_strategy)}\n")
+    for path in bench.save(lines, arguments.out, by_strategy):
         print(path)
     return 0
 
