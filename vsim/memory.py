@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from vsim_kernels.alignment import rows_apart
 
 from vsim.executor import Before, Executor
 from vsim.optim import StackedOptimizer, torch_optimizers
@@ -156,6 +158,7 @@ def step_moments(executor: Executor, batch: Any) -> list[int]:
     They are computed as in training, by the executor's own way, and left in `replicas.grads`; buffers and random
     streams are afterwards as they were.
     """
+    batch = tree_map(rows_apart, batch)  # as a step's are
     with _undone(executor), _Moments() as watch:
         executor._backward(batch, 1.0, True)
     return watch.moments
@@ -165,7 +168,8 @@ def step_bytes(executor: Executor, batch: Any) -> Callable[[int], int]:
     """Return f(examples a node) → the most that computing the gradients of so many takes beside the replicas.
 
     Small probes are run, on the first examples of a stacked batch (K, B, …). What is alive after an operation grows
-    in proportion to the examples, at every operation at its own rate, so that the largest of these lines is the peak.
+    in proportion to the examples, at every operation at its own rate, so that the largest of these lines is the peak,
+    which up to the largest probe is not below a line between the probes' own.
     """
     num_examples = next((t.shape[1] for t in tree_leaves(batch) if t.dim() > 1), 1)
     few = min(2, num_examples)  # not one: BatchNorm would refuse it
@@ -176,13 +180,21 @@ def step_bytes(executor: Executor, batch: Any) -> Callable[[int], int]:
         return lambda examples: math.ceil(max(low) * max(1.0, examples / few))
     more = min(2 * few, num_examples)
     high = step_moments(executor, _first(batch, more))
+    peaks = {few: max(low), more: max(high)}
     while len(low) != len(high) and more < num_examples:  # other operations for other sizes: a moment has no partner
         few, more, low = more, min(2 * more, num_examples), high
         high = step_moments(executor, _first(batch, more))
+        peaks[more] = max(high)
     if len(low) != len(high):
         low, high = [max(low)], [max(high)]
     lines = {((b - a) / (more - few), b) for a, b in zip(low, high, strict=True)}
-    return lambda examples: math.ceil(max(top + slope * (examples - more) for slope, top in lines))
+
+    def most(examples: int) -> int:
+        on_lines = max(top + slope * (examples - more) for slope, top in lines)
+        between_probes = np.interp(examples, [*peaks], [*peaks.values()]) if examples <= more else 0.0
+        return math.ceil(max(on_lines, between_probes))
+
+    return most
 
 
 def _first(batch: Any, count: int) -> Any:

@@ -106,7 +106,7 @@ class EagerExecutor(Executor):
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         for p in self.parameters:
             p.grad = None
-        with drawing_from(self.generators[0]), self._precision():
+        with self._moved_up_to_date(), drawing_from(self.generators[0]), self._precision():
             loss, _ = self.objective(tree_map(lambda t: t[0], batch))
         self._keep_assigned_buffers()
         if share != 1.0:

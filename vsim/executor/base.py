@@ -76,18 +76,17 @@ class Executor(ABC):
         each weighted by its part of the batch.
         """
         total: Tensor | None = None
-        with self._moved_up_to_date():
-            for piece, share in minibatches(tree_map(rows_apart, batch), minibatch_size):
-                losses = self._backward(piece, share, first=total is None)
-                total = losses if total is None else total + losses
+        for piece, share in minibatches(tree_map(rows_apart, batch), minibatch_size):
+            losses = self._backward(piece, share, first=total is None)
+            total = losses if total is None else total + losses
         assert total is not None
         return total
 
     def _leaf(self, weights: Tensor, parameter: Tensor | None = None) -> Tensor:
         """Return weights (R, *shape) of a parameter for the model: themselves, or if they begin at an odd place a copy.
 
-        The copy is brought up to date for every step, and what the model writes to it is brought back. For what an odd
-        place does, see `vsim_kernels.alignment`.
+        The copy is brought up to date within `_moved_up_to_date`, and what the model writes to it is brought back. For
+        what an odd place does, see `vsim_kernels.alignment`.
 
         Args:
             weights: a view of the matrix.

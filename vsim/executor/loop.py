@@ -34,15 +34,16 @@ class LoopExecutor(Executor):
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         losses = []
-        for node, (leaves, grads, buffers) in enumerate(self.nodes):
-            own_batch = tree_map(lambda t, node=node: t[node], batch)
-            with drawing_from(self.generators[node]), self._precision():
-                loss, _ = self._outcome(dict(zip(self.names, leaves, strict=True)), buffers, own_batch, False)
-            if self.replicas.shares_grads:
-                write_gradients(loss, leaves, grads, share / len(self.nodes), first and node == 0)
-            else:
-                write_gradients(loss, leaves, grads, share, first)
-            losses.append(loss.detach())
+        with self._moved_up_to_date():
+            for node, (leaves, grads, buffers) in enumerate(self.nodes):
+                own_batch = tree_map(lambda t, node=node: t[node], batch)
+                with drawing_from(self.generators[node]), self._precision():
+                    loss, _ = self._outcome(dict(zip(self.names, leaves, strict=True)), buffers, own_batch, False)
+                if self.replicas.shares_grads:
+                    write_gradients(loss, leaves, grads, share / len(self.nodes), first and node == 0)
+                else:
+                    write_gradients(loss, leaves, grads, share, first)
+                losses.append(loss.detach())
         return torch.stack(losses) * share if share != 1.0 else torch.stack(losses)
 
     def _evaluate(

@@ -135,16 +135,19 @@ class VmapExecutor(Executor):
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         losses = []
-        for number, piece in enumerate(self.pieces):
-            with self.lowering(number, first=first and share == 1.0) as lowering, self._precision():
-                stacked = self._losses(piece, tree_map(lambda t, rows=piece.rows: t[rows], batch), lowering)
-            self._note(lowering)
-            leaves = list(piece.leaves.values())
-            if self.replicas.shares_grads:
-                write_gradients(stacked, leaves, piece.grads, share / self.replicas.num_nodes, first and number == 0)
-            else:
-                write_gradients(stacked, leaves, piece.grads, share, first)
-            losses.append(stacked.detach())
+        with self._moved_up_to_date():
+            for number, piece in enumerate(self.pieces):
+                with self.lowering(number, first=first and share == 1.0) as lowering, self._precision():
+                    stacked = self._losses(piece, tree_map(lambda t, rows=piece.rows: t[rows], batch), lowering)
+                self._note(lowering)
+                leaves = list(piece.leaves.values())
+                if self.replicas.shares_grads:
+                    write_gradients(
+                        stacked, leaves, piece.grads, share / self.replicas.num_nodes, first and number == 0
+                    )
+                else:
+                    write_gradients(stacked, leaves, piece.grads, share, first)
+                losses.append(stacked.detach())
         stacked = losses[0] if len(losses) == 1 else torch.cat(losses)
         return stacked * share if share != 1.0 else stacked
 
