@@ -168,6 +168,11 @@ class Lowering(TorchFunctionMode):
             t = functorch.get_unwrapped(t)
         return t.requires_grad
 
+    def note_product(self, name: str) -> None:
+        """Note that a product is batched, which may differ in its bits."""
+        if not self.exact and not batched.batches_agree():
+            self.differing.add(name)
+
     def _note(self, func: Any, way: str, outcome: Any) -> Any:
         if self.watch and any(isinstance(t, Tensor) for t in tree_leaves(outcome)):
             self.calls[_name(func), way] += 1
@@ -268,14 +273,15 @@ def _linear(nodes: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None 
     if all_stacked is None:
         return NotImplemented
     x, w, b = all_stacked
-    places: Sequence[Tensor | None] = (None, None)
+    place_of_w = place_of_b = None
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
     else:
-        places = [nodes.places.pop(id(t), None) for t in (w, b)]
+        place_of_w, place_of_b = (nodes.places.pop(id(t), None) for t in (w, b))
+    nodes.note_product("linear")
     with outside_of_vmap():
-        return nodes.batch(batched.linear(x, w, b, *places))
+        return nodes.batch(batched.linear(x, w, b, place_of_w, place_of_b, nodes.exact))
 
 
 def _matmul(nodes: Lowering, input: Tensor, other: Tensor) -> Any:
@@ -284,8 +290,10 @@ def _matmul(nodes: Lowering, input: Tensor, other: Tensor) -> Any:
     both = _optional(nodes.spread, input, other)
     if both is None or not _plain_dtype(input, other):
         return NotImplemented
+    nodes.note_product("matmul")
     with outside_of_vmap():
-        return nodes.batch(batched.matmul(*both))
+        a, b = both
+        return nodes.batch(batched.matmul(a, b, nodes.exact))
 
 
 def _attention(

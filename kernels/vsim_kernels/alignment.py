@@ -60,4 +60,6 @@ def _allocated(like: Tensor, shape: Sequence[int], strides: Sequence[int], start
     unit = ALIGNMENT // like.element_size()
     span = start + 1 + sum((n - 1) * stride for n, stride in zip(shape[1:], strides, strict=True) if n)
     pitch = -(-span // unit) * unit
+    if not start:
+        return like.new_empty_strided(shape, (pitch, *strides))
     return like.new_empty(shape[0] * pitch).as_strided(shape, (pitch, *strides), start)

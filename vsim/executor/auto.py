@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from vsim.batched import batches_agree
 from vsim.executor.base import Before, Executor
 from vsim.executor.compiled import CompiledExecutor, CompileError
 from vsim.executor.loop import LoopExecutor
@@ -143,6 +144,10 @@ class AutoExecutor(Executor):
 
     def _leave_out_what_differs(self, vmap: VmapExecutor) -> None:
         """Drop the candidates whose bits depend on the choice."""
+        if not self.settings.exact and not batches_agree():
+            self.candidates = self.candidates[:1]
+            self.by_rule = "; others not tried: with these threads products have other last bits in batches"
+            return
         why = ""
         if self.replicas.shares_grads:
             why = "one product for all nodes' mean gradient"
