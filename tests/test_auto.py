@@ -9,10 +9,14 @@ import pytest
 import torch
 from separate import TASKS, small_mlp, vectors
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from vsim import Trainer
+from vsim.bench import SmallResNet
+from vsim.data import digits
 from vsim.executor import AutoExecutor, CompileError, LoopExecutor, Settings, auto
 from vsim.executor.auto import _Candidate
+from vsim.models import CNN
 from vsim.objective import Objective
 from vsim.randomness import NODE, generator
 from vsim.replicas import Replicas
@@ -232,3 +236,29 @@ def test_what_breaks_the_graph_is_reported() -> None:
     assert len(caught) == 1 and history.executor == "vmap" and "test_auto.py" in history.executor_reason
     with pytest.raises(CompileError, match="cannot be compiled"):
         fit(Broken(), max_steps=4, compile=True, executor="vmap")
+
+
+def test_large_convolutions_take_the_loop_from_the_first_step_on() -> None:
+    stream = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(32, 3, 32, 32, generator=stream), torch.randint(0, 10, (32,), generator=stream))
+
+    def fitted(**options: Any) -> Trainer:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            trainer = Trainer(SmallResNet(), data)
+        trainer.fit(strategy=DiLoCoStrategy(H=2, lr=1e-3), num_nodes=2, max_steps=3, batch_size=8, **options)
+        return trainer
+
+    chosen, again, loop = fitted(), fitted(), fitted(executor="loop")
+    for each in (chosen, again):  # the second remembers
+        assert each.history.executor == "loop"
+        assert "convolutions of this size are computed node by node anyway" in each.history.executor_reason
+        assert torch.equal(each.strategy.cluster.weights, loop.strategy.cluster.weights)
+
+
+def test_small_convolutions_stay_together() -> None:
+    train, _ = digits()
+    trainer = Trainer(CNN(seed=0), train)
+    trainer.fit(strategy=DiLoCoStrategy(H=2), num_nodes=2, max_steps=2)
+    assert trainer.history.executor == "vmap"
+    assert "conv2d" in trainer._last.executor.chosen.differing  # type: ignore[union-attr]

@@ -54,7 +54,7 @@ def test_forms_with_other_bits_are_named() -> None:
     forms = {o.name: (o.form, o.exact) for o in explain(CNN(seed=0), executor="vmap").operations}
     assert forms["conv2d"] == ("batched", False)
     forms = {o.name: (o.form, o.exact) for o in explain(CNN(seed=0), executor="vmap", deterministic=True).operations}
-    assert forms["conv2d"] == ("batched", True)
+    assert forms["conv2d"] == ("node by node", True)
 
 
 def test_the_loop_and_shared_rows_are_explained() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from vsim_kernels.alignment import ALIGNMENT, are_apart, is_aligned, rows_apart
+from vsim_kernels.alignment import ALIGNMENT, are_apart, empty_rows_like, is_aligned, rows_apart
 
 from vsim.randomness import drawing_from
 
@@ -111,6 +111,18 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.permute(order) for part in parts]).permute(0, *back)
 
 
+def _collect(outcomes: Iterable[Sequence[Tensor | None]], num_nodes: int) -> list[Any]:
+    """Stack what a function returns for each node, part by part, each while it is in the caches; None stays None."""
+    stacked: list[Tensor | None] = []
+    for node, parts in enumerate(outcomes):
+        if not node:
+            stacked = [None if part is None else empty_rows_like(part, num_nodes) for part in parts]
+        for whole, part in zip(stacked, parts, strict=True):
+            if whole is not None and part is not None:
+                whole[node].copy_(part)
+    return stacked
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -188,6 +200,8 @@ def _by_columns(matrices: Tensor) -> bool:
 
 
 @functools.lru_cache
+@torch.no_grad()
+@torch.autocast("cpu", enabled=False)
 def _batches_agree(threads: int) -> bool:
     stream = torch.Generator().manual_seed(0)
     for rows, inner, columns in itertools.product((5, 10, 24, 48, 100), (8, 24, 64), (24, 48, 64, 128)):
@@ -478,20 +492,17 @@ class _Convolution(torch.autograd.Function):
         ctx.geometry = geometry
         ctx.bias_sizes = None if bias is None else [bias.shape[1]]
         rows = zip(x, weight, *_rows(len(x), bias), strict=True)
-        return _stack([aten.convolution(own_x, w, b, *geometry) for own_x, w, b in rows])
+        (out,) = _collect(([aten.convolution(own_x, w, b, *geometry)] for own_x, w, b in rows), len(x))
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[:3])
-        outcomes = [
-            aten.convolution_backward(own_grad, own_x, w, ctx.bias_sizes, *ctx.geometry, needed)
-            for own_grad, own_x, w in zip(rows_apart(grad), x, weight, strict=True)
-        ]
-        grads = [
-            _stack(parts) if need else None for parts, need in zip(zip(*outcomes, strict=True), needed, strict=True)
-        ]
+        rows = zip(rows_apart(grad), x, weight, strict=True)
+        outcomes = (aten.convolution_backward(*own, ctx.bias_sizes, *ctx.geometry, needed) for own in rows)
+        grads = _collect((_wanted(parts, needed) for parts in outcomes), len(x))
         return *grads, *[None] * len(ctx.geometry)
 
 
@@ -524,8 +535,7 @@ class _BatchNorm(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         rows = zip(x, *_rows(len(x), weight, bias, running_mean, running_var), strict=True)
-        outcomes = [aten.native_batch_norm(*own, training, momentum, eps) for own in rows]
-        y, mean, rstd = (_stack(parts) for parts in zip(*outcomes, strict=True))
+        y, mean, rstd = _collect((aten.native_batch_norm(*own, training, momentum, eps) for own in rows), len(x))
         ctx.save_for_backward(x, weight, running_mean, running_var, mean, rstd)
         ctx.training, ctx.eps = training, eps
         return y
@@ -536,11 +546,14 @@ class _BatchNorm(torch.autograd.Function):
         x, *rest = ctx.saved_tensors
         needed = [ctx.needs_input_grad[i] for i in (0, 3, 4)]
         rows = zip(grad, x, *_rows(len(x), *rest), strict=True)
-        outcomes = [aten.native_batch_norm_backward(*own, ctx.training, ctx.eps, needed) for own in rows]
-        for_x, for_weight, for_bias = (
-            _stack(parts) if need else None for parts, need in zip(zip(*outcomes, strict=True), needed, strict=True)
-        )
+        outcomes = (aten.native_batch_norm_backward(*own, ctx.training, ctx.eps, needed) for own in rows)
+        for_x, for_weight, for_bias = _collect((_wanted(parts, needed) for parts in outcomes), len(x))
         return for_x, None, None, for_weight, for_bias, None, None, None
+
+
+def _wanted(parts: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Return the gradients that are needed, and None for the others."""
+    return [part if need else None for part, need in zip(parts, needed, strict=True)]
 
 
 def _rows(num_nodes: int, *tensors: Tensor | None) -> list[Sequence[Tensor | None]]:

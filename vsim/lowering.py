@@ -62,6 +62,7 @@ class Lowering(TorchFunctionMode):
         self.streams = streams
         self.exact = exact
         self.places = dict(places or {})
+        self.way = ""  # of the operation that is being computed: what a rule says of it
         self._level = -1
         self._node: Tensor | None = None
         self.watch = False
@@ -74,9 +75,10 @@ class Lowering(TorchFunctionMode):
             return func(*args, **kwargs)
         rule = _RULES.get(func)
         if rule is not None:
+            self.way = "batched"
             outcome = rule(self, *args, **kwargs)
             if outcome is not NotImplemented:
-                return self._note(func, "batched", outcome)
+                return self._note(func, self.way, outcome)
         if _name(func) in _WHOLE or (func in _RANDOM and self.streams is not None):
             return self._note(func, "node by node", self.alone(func, args, kwargs))
         if (self.exact or self.watch) and self._may_differ(func, args, kwargs):
@@ -279,8 +281,8 @@ def _linear(nodes: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None 
         x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
     else:
         place_of_w, place_of_b = (nodes.places.pop(id(t), None) for t in (w, b))
-    nodes.note_product("linear")
     with outside_of_vmap():
+        nodes.note_product("linear")
         return nodes.batch(batched.linear(x, w, b, place_of_w, place_of_b, nodes.exact))
 
 
@@ -290,8 +292,8 @@ def _matmul(nodes: Lowering, input: Tensor, other: Tensor) -> Any:
     both = _optional(nodes.spread, input, other)
     if both is None or not _plain_dtype(input, other):
         return NotImplemented
-    nodes.note_product("matmul")
     with outside_of_vmap():
+        nodes.note_product("matmul")
         a, b = both
         return nodes.batch(batched.matmul(a, b, nodes.exact))
 
@@ -435,7 +437,9 @@ def _convolution_rule(dims: int) -> Rule:
             return NotImplemented
         geometry = (listed(stride), listed(padding), listed(dilation), False, [0] * dims, groups)
         form = batched.convolution if nodes.exact else _fastest_convolution(input, weight, geometry)
-        if form is not batched.convolution:
+        if form is batched.convolution:
+            nodes.way = "node by node"
+        else:
             nodes.differing.add(f"conv{dims}d")
         with outside_of_vmap():
             return nodes.batch(form(*stacked, *geometry))
@@ -444,14 +448,16 @@ def _convolution_rule(dims: int) -> Rule:
 
 
 def _fastest_convolution(x: Tensor, weight: Tensor, geometry: Any) -> Callable[..., Tensor]:
-    """Choose by what was measured on CPU (tests/benchmarks): groups of channels are fast unless they are few."""
-    stride, *_, groups = geometry
-    if x.device.type != "cpu" or weight.shape[1] >= 8:
-        return batched.grouped_convolution
+    """Choose by what was measured on CPU (tests/benchmarks): as groups of channels where that is not much work a node.
+
+    More work is as fast node by node, and its results lie in memory as what follows wants them; groups of few channels
+    are slow.
+    """
+    stride, *_ = geometry
+    channels = weight.shape[1]
     outputs = x.numel() // x.shape[1] * weight.shape[0] // math.prod(stride)
-    if len(stride) == 2 and groups == 1 and outputs <= 2**17:
-        return batched.unfolded_convolution2d
-    return batched.convolution
+    small = channels == 1 or (channels >= 32 and outputs < 2**15)
+    return batched.grouped_convolution if x.device.type != "cpu" or small else batched.convolution
 
 
 def _batch_norm(

@@ -35,6 +35,14 @@ def empty_rows(num_rows: int, shape: Sequence[int], dtype: torch.dtype, device: 
     return _allocated(like, (num_rows, *size), strides, 0)
 
 
+def empty_rows_like(row: Tensor, num_rows: int) -> Tensor:
+    """Return an uninitialised *stacked* (num_rows, *row.shape) tensor of aligned rows with the layout of a dense `row`.
+
+    A row that is not dense is as good as a contiguous one.
+    """
+    return _allocated(row, (num_rows, *row.shape), torch.empty_like(row, device="meta").stride(), 0)
+
+
 def are_apart(stacked: Tensor) -> bool:
     """Whether the rows of a *stacked* (K, …) tensor are a multiple of 64 bytes apart; where there is one, they are."""
     return stacked.dim() < 2 or len(stacked) < 2 or stacked.stride(0) * stacked.element_size() % ALIGNMENT == 0

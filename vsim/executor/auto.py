@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from vsim.batched import batches_agree
-from vsim.executor.base import Before, Executor
+from vsim.executor.base import Before, Executor, minibatches
 from vsim.executor.compiled import CompiledExecutor, CompileError
 from vsim.executor.loop import LoopExecutor
 from vsim.executor.vmap import VmapError, VmapExecutor
@@ -50,8 +50,9 @@ class AutoExecutor(Executor):
     """Tries vmap, with all nodes at once and with fewer, and the loop on the first steps, and goes on with the fastest.
 
     The same seed gives the same bits, however the trial ends: it is made where all candidates have the same bits (see
-    `vsim.lowering`; with deterministic=True that is every model). For other models the choice is vmap by rule: its fast
-    forms of convolution, reductions and the like differ from the loop's in the last bits.
+    `vsim.lowering`; with deterministic=True that is every model). For other models the choice is by rule: vmap, whose
+    fast forms of convolution, reductions and the like differ from the loop's in the last bits, or the loop where the
+    convolutions are so large that they have no faster form.
 
     Every step that is tried counts as training. A trial that is expected to cost more than BUDGET_SECONDS, or more than
     BUDGET_SHARE of the run, is not begun, and one that does is broken off. What was chosen is remembered in this
@@ -99,6 +100,10 @@ class AutoExecutor(Executor):
         self.step += 1
         if self.key is None:
             self._recall(batch, minibatch_size)
+            if not self.settled and self._convolves_alone(batch, minibatch_size):
+                self._settle_on(
+                    self.candidates[-1], "by rule: convolutions of this size are computed node by node anyway"
+                )
         if self.settled:
             return self._attempt("losses_and_grads", batch, minibatch_size)
         candidate = self.candidates[self.on_trial]
@@ -142,6 +147,31 @@ class AutoExecutor(Executor):
         if over or self.on_trial == len(self.candidates) or best > self._budget(best):
             self._settle()
 
+    def _convolves_alone(self, batch: Any, minibatch_size: int | None) -> bool:
+        """Whether vmap would compute most convolutions node by node, where it costs more than the loop.
+
+        That is a property of the model and its shapes, told by a forward pass: whenever it is asked the answer is the
+        same, so that a resumed run takes the same executor.
+        """
+        vmap = self.chosen
+        has_kernels = any(len(c.shape) > 2 for c in self.replicas.layout)
+        if not (has_kernels and isinstance(vmap, VmapExecutor)) or isinstance(vmap, CompiledExecutor):
+            return False
+        if self.settings.exact or self.settings.compile or self.replicas.shares_grads:
+            return False
+        before = Before(self)
+        try:
+            forms = vmap.forms(next(minibatches(batch, minibatch_size))[0])
+        except VmapError:  # which the first step is going to meet, too
+            return False
+        finally:
+            before.restore()
+        alone, together = (
+            sum(count for (name, how), count in forms.items() if name.startswith("conv") and how == way)
+            for way in ("node by node", "batched")
+        )
+        return alone > together
+
     def _leave_out_what_differs(self, vmap: VmapExecutor) -> None:
         """Drop the candidates whose bits depend on the choice."""
         if not self.settings.exact and not batches_agree():
@@ -177,11 +207,14 @@ class AutoExecutor(Executor):
         compiled = self.candidates[-1]
         if compiled.label == "compiled" and compiled.seconds:
             _seconds_of_compiling.append(compiled.seconds[0])
+        self._settle_on(best, self.why)
+
+    def _settle_on(self, best: _Candidate, why: str) -> None:
         for candidate in self.candidates:
             if candidate is not best:
                 candidate.executor = None
-        self.settled = True
-        _remembered[self.key] = best.label, self.why
+        self.chosen, self.settled, self.why = self._executor(best), True, why
+        _remembered[self.key] = best.label, why
 
     def _compiling_pays(self, seconds_a_step: float) -> bool:
         if self.settings.num_steps is None or any(c.label == "compiled" for c in self.candidates):

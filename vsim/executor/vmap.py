@@ -129,6 +129,15 @@ class VmapExecutor(Executor):
         lowering.watch = not self.calls
         return lowering
 
+    @torch.no_grad()
+    def forms(self, batch: Any) -> Counter[tuple[str, str]]:
+        """Return how the loss of a stacked batch calls each operation, see `Lowering`. Buffers and streams move on."""
+        piece = self.pieces[0]
+        with self._moved_up_to_date(), self.lowering() as lowering, self._precision():
+            lowering.watch = True
+            self._losses(piece, tree_map(lambda t: t[piece.rows], batch), lowering)
+        return lowering.calls
+
     def _note(self, lowering: Lowering) -> None:
         if lowering.watch:
             self.calls, self.differing = lowering.calls, lowering.differing
