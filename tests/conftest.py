@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
 import torch
+from ranks import Ranks
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     # Small models gain nothing from a second thread, and wait for each other's when tests share the machine.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks_of() -> Iterator[Callable[[int], Ranks]]:
+    """From K to that many ranks, the same as long as the same K is asked for."""
+    started: dict[int, Ranks] = {}
+
+    def of(num_nodes: int) -> Ranks:
+        if num_nodes not in started:
+            while started:
+                started.popitem()[1].end()
+            started[num_nodes] = Ranks(num_nodes)
+        return started[num_nodes]
+
+    yield of
+    for ranks in started.values():
+        ranks.end()

@@ -6,12 +6,14 @@ import copy
 import pickle
 import random
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ranks import Ranks
 from resumed import ADAMW, OPTIONS, PROCESSES, SCHEDULE, assert_same_run, fit, saved_at_every_step, trainer_of, weights
 from separate import images, small_cnn, small_gpt, small_mlp, tokens, vectors
 from test_process_exactness import BY_NAME, ROWS, Row
@@ -539,7 +541,10 @@ def test_processes_and_simulator_resume_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_processes_and_simulator_resume_each_other_with_every_strategy(row: Row, tmp_path: Path) -> None:
+def test_processes_and_simulator_resume_each_other_with_every_strategy(
+    row: Row, tmp_path: Path, ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(OPTIONS["num_nodes"]).train)
     check_across(row, tmp_path, [(True, True), (False, True), (True, False)])
 
 

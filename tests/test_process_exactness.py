@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import pickle
-import tempfile
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from ranks import Ranks
 from separate import TASKS, Task
 from test_strategies_common import QUARTER, TABLE, Row
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from vsim import Trainer
-from vsim.assembly import RunConfig
-from vsim.distributed import ProcessOptions
-from vsim.distributed.node import Outcome, run_node
 from vsim.history import COLUMNS, OF_THE_MACHINE
-from vsim.loop import Reporter, Run, StepReport
+from vsim.loop import Run
 from vsim.objective import LossFunction
 from vsim.strategy import FedAvgStrategy, OptimSpec, PartitionedIndexSelector, SPARTAStrategy, Strategy
 from vsim.strategy.communicate import all_gather, all_reduce, broadcast
@@ -158,87 +148,6 @@ QUICK = [
     "K3-gpt-PowerSGD",
     "K3-mlp-QSGD",
 ]
-
-
-# Processes that stay -------------------------------------------------------------------------------------------------
-
-
-class Ranks:
-    """K processes that train one run after another: what `train_in_processes` does, without the start of each."""
-
-    def __init__(self, num_nodes: int) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="vsim-test-")
-        context = multiprocessing.get_context("spawn")
-        self.connections: list[Connection] = []
-        self.processes = []
-        for rank in range(num_nodes):
-            here, there = context.Pipe()
-            arguments = (rank, num_nodes, f"{self.folder.name}/store", there)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            there.close()
-            self.connections.append(here)
-            self.processes.append(process)
-
-    def train(self, config: RunConfig, options: ProcessOptions, report: Reporter, folder: Path) -> Outcome:
-        assert options.threads == 1
-        shipped = cloudpickle.dumps(config)
-        for connection in self.connections:
-            connection.send_bytes(shipped)
-        answers = [pickle.loads(connection.recv_bytes()) for connection in self.connections]
-        for error, _, _ in answers:
-            assert not error, error
-        _, reports, outcome = answers[0]
-        for each in reports:
-            report(each)
-        return outcome
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-            process.close()
-        for connection in self.connections:
-            connection.close()
-        self.folder.cleanup()
-
-
-def _serve(rank: int, num_nodes: int, store: str, connection: Connection) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, num_nodes),
-        rank=rank,
-        world_size=num_nodes,
-        timeout=timedelta(seconds=60),
-    )
-    while True:
-        reports: list[StepReport] = []
-        outcome = error = None
-        try:
-            outcome = run_node(cloudpickle.loads(connection.recv_bytes()), torch.device("cpu"), reports.append)
-        except EOFError:
-            return
-        except Exception:
-            error = traceback.format_exc()
-        connection.send_bytes(pickle.dumps((error, reports, outcome)))
-
-
-@pytest.fixture(scope="module")
-def ranks_of() -> Iterator[Callable[[int], Ranks]]:
-    """From K to that many ranks, the same as long as the same K is asked for."""
-    started: dict[int, Ranks] = {}
-
-    def of(num_nodes: int) -> Ranks:
-        if num_nodes not in started:
-            while started:
-                started.popitem()[1].end()
-            started[num_nodes] = Ranks(num_nodes)
-        return started[num_nodes]
-
-    yield of
-    for ranks in started.values():
-        ranks.end()
 
 
 # A run, and what comes out -------------------------------------------------------------------------------------------

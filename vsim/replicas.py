@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vsim_kernels.alignment import empty_rows, rows_apart
+from vsim_kernels.alignment import empty_rows
 
 Views = dict[str, Tensor]
 
@@ -37,7 +37,7 @@ class Replicas:
         grads: stacked (K, P), likewise; (1, P) where only the mean over the nodes is wanted. Entries of parameters that
             the loss does not reach are zero.
         num_nodes: the nodes held here: K in the simulator.
-        buffers: name → stacked (K, *shape): BatchNorm statistics and the like, a copy for every node.
+        buffers: name → stacked (K, *shape), dense: BatchNorm statistics and the like, a copy for every node.
         frozen: name → shared tensor of the parameters that do not require a gradient.
         first_node: the number of the node that row 0 holds.
 
@@ -84,7 +84,7 @@ class Replicas:
             row = torch.cat([p.detach().reshape(-1).to(device) for p in trainable.values()])  # (P,)
             weights = empty_rows(1 if share_weights else num_nodes, [start], row.dtype, device).copy_(row)
             grads = empty_rows(1 if share_grads else num_nodes, [start], row.dtype, device).zero_()
-            buffers = {n: rows_apart(b.expand(num_nodes, *b.shape).clone()) for n, b in module.named_buffers()}
+            buffers = {n: b.expand(num_nodes, *b.shape).clone() for n, b in module.named_buffers()}
         frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
         return cls(module, layout, weights, grads, buffers, frozen, num_nodes, first_node)
 

@@ -67,7 +67,7 @@ class Executor(ABC):
         self.objective = objective
         self.generators = generators
         self.settings = settings or Settings()
-        self._moved: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._moved: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         """Return stacked losses (K,) of a stacked batch (K, B, …) and leave the gradients in `replicas.grads`.
@@ -82,20 +82,21 @@ class Executor(ABC):
         assert total is not None
         return total
 
-    def _leaf(self, weights: Tensor, parameter: Tensor | None = None) -> Tensor:
-        """Return weights (R, *shape) of a parameter for the model: themselves, or if they begin at an odd place a copy.
+    def _leaf(self, rows: Tensor, parameter: Tensor | None = None, is_buffer: bool = False) -> Tensor:
+        """Return a parameter or buffer (R, *shape) for the model: itself, or a copy if it begins at an odd place.
 
         The copy is brought up to date within `_moved_up_to_date`, and what the model writes to it is brought back. For
         what an odd place does, see `vsim_kernels.alignment`.
 
         Args:
-            weights: a view of the matrix.
+            rows: a part of the replicas' tensors.
             parameter: what will write to it, if that is no view of it.
+            is_buffer: bring it back always; BatchNorm writes to buffers and leaves no trace in their versions.
         """
-        if is_aligned(weights):
-            return weights.detach()
-        copy = empty_rows(len(weights), weights.shape[1:], weights.dtype, weights.device)
-        self._moved.append((copy, weights, copy if parameter is None else parameter))
+        if is_aligned(rows):
+            return rows.detach()
+        copy = empty_rows(len(rows), rows.shape[1:], rows.dtype, rows.device)
+        self._moved.append((copy, rows, None if is_buffer else copy if parameter is None else parameter))
         return copy
 
     @contextmanager
@@ -103,13 +104,13 @@ class Executor(ABC):
         if not self._moved:
             yield
             return
-        copies, weights, parameters = zip(*self._moved, strict=True)
-        torch._foreach_copy_(copies, weights)
-        versions = [p._version for p in parameters]
+        copies, places, written = zip(*self._moved, strict=True)
+        torch._foreach_copy_(copies, places)
+        versions = [None if t is None else t._version for t in written]
         yield
-        for copy, own, p, version in zip(copies, weights, parameters, versions, strict=True):
-            if p._version != version:
-                own.copy_(copy)
+        for copy, place, t, version in zip(copies, places, written, versions, strict=True):
+            if t is None or t._version != version:
+                place.copy_(copy)
 
     @torch.no_grad()
     def evaluate(

@@ -28,7 +28,11 @@ class LoopExecutor(Executor):
         ]
         grads = [list(r.views(row).values()) for row in r.grads]
         self.nodes = [
-            (weights[min(k, len(weights) - 1)], grads[min(k, len(grads) - 1)], {n: b[k] for n, b in r.buffers.items()})
+            (
+                weights[min(k, len(weights) - 1)],
+                grads[min(k, len(grads) - 1)],
+                {name: self._leaf(b[k : k + 1], is_buffer=True)[0] for name, b in r.buffers.items()},
+            )
             for k in range(r.num_nodes)
         ]
 
