@@ -48,7 +48,10 @@ class Cluster:
 
     @property
     def weights(self) -> Tensor:
-        """Stacked (R, P), a row for each node held here. Where all share one row it can be read only."""
+        """Stacked (R, P), a row for each node held here; rows are contiguous, with gaps between them if need be.
+
+        Where all nodes share one row it can be read only.
+        """
         return self.replicas.weights.expand(self.replicas.num_nodes, -1)
 
     @property
