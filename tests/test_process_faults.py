@@ -168,7 +168,8 @@ def test_hooks_progress_warnings_and_threads(
             shown.append("closed")
 
     def act(rank: int) -> None:
-        print(f"{rank} {torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']} {os.environ['GLOO_SOCKET_IFNAME']}")
+        line = f"{rank} {torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']} {os.environ['GLOO_SOCKET_IFNAME']}\n"
+        os.write(1, line.encode())  # in one go: the nodes share where it goes
         warnings.warn("one warning of all nodes", UserWarning, stacklevel=1)
         atexit.register((tmp_path / str(rank)).touch)
 
