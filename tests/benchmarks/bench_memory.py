@@ -1,6 +1,6 @@
 """Peak memory of K = 1000 nodes in one process, in units of the node matrix.
 
-MLP 64-128-128-10 (P = 26,122 parameters), batch 16 a node, AllReduce, AdamW. Weights, gradients and AdamW's two
+MLP 64-128-128-10 (P = 26,122 parameters), batch 16 a node, FedAvg every step, AdamW. Weights, gradients and AdamW's two
 moments are 4 matrices of K · P floats; everything else must fit beside them. Measured in a process of its own. What is
 taken off is the resident memory with the data made and torch in use: its first optimizer alone imports some 70 MB of
 torch's own compiler, whatever the model.
@@ -27,10 +27,10 @@ torch.optim.AdamW([w]).step()
 torch_in_use = peak()
 from vsim import Trainer
 from vsim.models import MLP
-from vsim.strategy import SimpleReduceStrategy
+from vsim.strategy import FedAvgStrategy
 model = MLP(seed=0)
 trainer = Trainer(model, TensorDataset(x, y))
-trainer.fit(strategy=SimpleReduceStrategy(), num_nodes=K, max_steps=5, batch_size=B, progress=False)
+trainer.fit(strategy=FedAvgStrategy(H=1), num_nodes=K, max_steps=5, batch_size=B, progress=False)
 losses = trainer.history["train_loss"]
 matrix = K * sum(p.numel() for p in model.parameters()) * 4
 print(json.dumps({"matrix_bytes": matrix, "added_bytes": peak() - torch_in_use,
