@@ -262,3 +262,17 @@ def test_small_convolutions_stay_together() -> None:
     trainer.fit(strategy=DiLoCoStrategy(H=2), num_nodes=2, max_steps=2)
     assert trainer.history.executor == "vmap"
     assert "conv2d" in trainer._last.executor.chosen.differing  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("num_nodes", "chunk_size"), [(1, None), (3, 1)])
+def test_one_node_at_a_time_is_the_loop(num_nodes: int, chunk_size: int | None) -> None:
+    def fitted(executor: str) -> Trainer:
+        trainer = Trainer(small_mlp(), vectors())
+        trainer.fit(
+            strategy=DiLoCoStrategy(H=2), num_nodes=num_nodes, max_steps=4, chunk_size=chunk_size, executor=executor
+        )
+        return trainer
+
+    chosen, vmap = fitted("auto"), fitted("vmap")
+    assert chosen.history.executor == "loop" and "one at a time" in chosen.history.executor_reason
+    torch.testing.assert_close(chosen.strategy.cluster.weights, vmap.strategy.cluster.weights)

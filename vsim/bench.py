@@ -201,7 +201,7 @@ def bench_strategies(
         workload = MODELS[name]
         for num_nodes in (k for k in nodes if k <= workload.most_nodes):
             model, examples = _model_and_examples(workload, num_nodes)
-            turns = rounds or max(3, workload.rounds // 3)
+            turns = rounds or max(3, round(workload.rounds / 3 * min(1, 8 / num_nodes)))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # of DeMo, on models with small tensors
                 runs = {

@@ -52,7 +52,7 @@ class AutoExecutor(Executor):
     The same seed gives the same bits, however the trial ends: it is made where all candidates have the same bits (see
     `vsim.lowering`; with deterministic=True that is every model). For other models the choice is by rule: vmap, whose
     fast forms of convolution, reductions and the like differ from the loop's in the last bits, or the loop where the
-    convolutions are so large that they have no faster form.
+    convolutions are so large that they have no faster form. Where vmap would take one node at a time it is the loop.
 
     Every step that is tried counts as training. A trial that is expected to cost more than BUDGET_SECONDS, or more than
     BUDGET_SHARE of the run, is not begun, and one that does is broken off. What was chosen is remembered in this
@@ -69,7 +69,7 @@ class AutoExecutor(Executor):
         def vmap_of(chunk_size: int | None) -> Callable[[], Executor]:
             return lambda: VmapExecutor(*parts, replace(settings, chunk_size=chunk_size))
 
-        at_once = VmapExecutor.nodes_at_once(self.replicas, settings)
+        self.at_once = at_once = VmapExecutor.nodes_at_once(self.replicas, settings)
         self.candidates = [_Candidate("vmap", vmap_of(settings.chunk_size))]
         if settings.compile is True:
             self.candidates = [_Candidate("compiled", lambda: CompiledExecutor(*parts, settings))]
@@ -100,7 +100,9 @@ class AutoExecutor(Executor):
         self.step += 1
         if self.key is None:
             self._recall(batch, minibatch_size)
-            if not self.settled and self._convolves_alone(batch, minibatch_size):
+            if not self.settled and self.at_once == 1 and not self.settings.compile:
+                self._settle_on(self.candidates[-1], "by rule: nodes would be computed one at a time anyway")
+            elif not self.settled and self._convolves_alone(batch, minibatch_size):
                 self._settle_on(
                     self.candidates[-1], "by rule: convolutions of this size are computed node by node anyway"
                 )
