@@ -235,17 +235,9 @@ def assert_same_bits(simulated: Result, processes: Result) -> None:
 # Equal bits ----------------------------------------------------------------------------------------------------------
 
 
-# Of the slow cells every second one: every strategy keeps half of its models and K.
-SLOW = [name for name in CELLS if name not in QUICK][::2]
-
-
 @pytest.mark.parametrize(
     ("num_nodes", "row", "task", "variant"),
-    [
-        pytest.param(*cell, id=name, marks=() if name in QUICK else pytest.mark.slow)
-        for name, cell in CELLS.items()
-        if name in QUICK or name in SLOW
-    ],
+    [pytest.param(*cell, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, cell in CELLS.items()],
 )
 def test_every_strategy_has_the_same_bits_in_processes(
     num_nodes: int,
