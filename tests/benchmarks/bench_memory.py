@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import TensorDataset
 K, B = int(sys.argv[1]), 16
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+torch.manual_seed(0)
 x, y = torch.randn(K * B * 2, 64), torch.randint(0, 10, (K * B * 2,))
 w = torch.zeros(8, requires_grad=True)
 w.sum().backward()
@@ -30,7 +31,7 @@ from vsim.models import MLP
 from vsim.strategy import FedAvgStrategy
 model = MLP(seed=0)
 trainer = Trainer(model, TensorDataset(x, y))
-trainer.fit(strategy=FedAvgStrategy(H=1), num_nodes=K, max_steps=5, batch_size=B, progress=False)
+trainer.fit(strategy=FedAvgStrategy(H=1, lr=0.01), num_nodes=K, max_steps=5, batch_size=B, progress=False)
 losses = trainer.history["train_loss"]
 matrix = K * sum(p.numel() for p in model.parameters()) * 4
 print(json.dumps({"matrix_bytes": matrix, "added_bytes": peak() - torch_in_use,
