@@ -228,17 +228,17 @@ def _products(a: Tensor, b: Tensor, bias: Tensor | None, together: bool) -> Tens
 
     together: in one call for all, which has these bits where `batches_agree`.
     """
-    if len(a) == 1:
-        alone = a.new_empty(1, a.shape[1], b.shape[2])
+    (nodes, rows, inner), columns = a.shape, b.shape[2]
+    if nodes == 1:
+        alone = a.new_empty(1, rows, columns)
         torch.mm(a[0], b[0], out=alone[0]) if bias is None else torch.addmm(bias[0], a[0], b[0], out=alone[0])
         return alone
     a, b = rows_apart(a), rows_apart(b)
-    shape = (a.shape[1], b.shape[2])
-    if a[0].numel() * b.shape[2] < _TINY_PRODUCT or 1 in (*a.shape[1:], b.shape[2]):
-        rows = zip(a, b, *_rows(len(a), bias), strict=True)
-        return torch.stack([x @ y if z is None else torch.addmm(z, x, y) for x, y, z in rows])
-    dense_rows_are_apart = math.prod(shape) * a.element_size() % ALIGNMENT == 0
-    out = None if together and dense_rows_are_apart else _with_gaps(a, shape)
+    if rows * inner * columns < _TINY_PRODUCT or 1 in (rows, inner, columns):
+        each = zip(a, b, *_rows(nodes, bias), strict=True)
+        return torch.stack([x @ y if z is None else torch.addmm(z, x, y) for x, y, z in each])
+    dense_rows_are_apart = rows * columns * a.element_size() % ALIGNMENT == 0
+    out = None if together and dense_rows_are_apart else _with_gaps(a, (rows, columns))
     return torch.bmm(a, b, out=out) if bias is None else torch.baddbmm(bias[:, None], a, b, out=out)
 
 
@@ -247,14 +247,14 @@ def _products_over_examples(a: Tensor, b: Tensor, out: Tensor | None, together: 
 
     It is divided otherwise in a batch, so that these are computed one by one.
     """
-    sizes = (a.shape[1], a.shape[2], b.shape[2])
-    if 1 in (len(a), *sizes) or (together and math.prod(sizes) <= _SMALL_PRODUCT):
+    (nodes, rows, inner), columns = a.shape, b.shape[2]
+    if 1 in (nodes, rows, inner, columns) or (together and rows * inner * columns <= _SMALL_PRODUCT):
         product = _products(a, b, None, together)
         return product if out is None else out.copy_(product)
     a, b = rows_apart(a), rows_apart(b)
     if out is not None and is_aligned(out) and are_apart(out) and not out.is_contiguous():
         return torch.bmm(a, b, out=out)
-    product = torch.bmm(a, b, out=_with_gaps(a, (sizes[0], sizes[2])))
+    product = torch.bmm(a, b, out=_with_gaps(a, (rows, columns)))
     return product if out is None else out.copy_(product)
 
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,11 +180,8 @@ class Lowering(TorchFunctionMode):
         return outcome
 
 
-@contextmanager
-def outside_of_vmap() -> Iterator[None]:
-    """Run a block on plain stacked tensors as if no vmap was going on."""
-    with temporarily_clear_interpreter_stack():
-        yield
+# Within this context plain stacked tensors are computed with as if no vmap was going on.
+outside_of_vmap = temporarily_clear_interpreter_stack
 
 
 def _name(func: Any) -> str:

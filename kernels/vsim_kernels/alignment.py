@@ -45,7 +45,8 @@ def empty_rows_like(row: Tensor, num_rows: int) -> Tensor:
 
 def are_apart(stacked: Tensor) -> bool:
     """Whether the rows of a *stacked* (K, …) tensor are a multiple of 64 bytes apart; where there is one, they are."""
-    return stacked.dim() < 2 or len(stacked) < 2 or stacked.stride(0) * stacked.element_size() % ALIGNMENT == 0
+    shape = stacked.shape
+    return len(shape) < 2 or shape[0] < 2 or stacked.stride(0) * stacked.element_size() % ALIGNMENT == 0
 
 
 def rows_apart(stacked: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 from vsim_kernels.alignment import empty_rows, is_aligned, rows_apart
 
@@ -68,6 +68,7 @@ class Executor(ABC):
         self.generators = generators
         self.settings = settings or Settings()
         self._moved: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._places = Places(objective.model)
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         """Return stacked losses (K,) of a stacked batch (K, B, …) and leave the gradients in `replicas.grads`.
@@ -137,11 +138,14 @@ class Executor(ABC):
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, with_accuracy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The loss and accuracy of one node, from its own tensors."""
-        own = {f"model.{name}": t for part in (parameters, buffers) for name, t in part.items()}
-        outcome: tuple[Tensor, Tensor | None] = functional_call(self.objective, own, (batch, with_accuracy))
-        for name, buffer in buffers.items():  # functional_call leaves in `own` what the model has assigned anew
-            if own[f"model.{name}"] is not buffer:
-                buffer.copy_(own[f"model.{name}"].detach())
+        before = self._places.put({**parameters, **buffers})
+        try:
+            outcome: tuple[Tensor, Tensor | None] = self.objective(batch, with_accuracy)
+        finally:
+            after = self._places.put(before)
+        for name, buffer in buffers.items():
+            if after[name] is not buffer:  # the model has assigned it anew
+                buffer.copy_(after[name].detach())
         return outcome
 
     def _precision(self) -> AbstractContextManager[Any]:
@@ -149,6 +153,30 @@ class Executor(ABC):
             return nullcontext()
         # No cache: casts of one node's weights must not be kept for the next node's.
         return torch.autocast(self.replicas.weights.device.type, torch.bfloat16, cache_enabled=False)
+
+
+class Places:
+    """Where the tensors of a module hang in its tree, under which others can take their place.
+
+    That is torch.func.functional_call, which searches the tree at every call, where here it is searched once.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
+        where: dict[int, list[tuple[Any, str]]] = {}
+        for table in tables:
+            for key, tensor in table.items():
+                where.setdefault(id(tensor), []).append((table, key))
+        named = itertools.chain(module.named_parameters(), module.named_buffers())
+        self._of = {name: where[id(tensor)] for name, tensor in named}  # of tied tensors, several
+
+    def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Put tensors where those of these names are, and return what was there."""
+        before = {}
+        for name, tensor in tensors.items():
+            for table, key in self._of[name]:
+                before[name], table[key] = table[key], tensor
+        return before
 
 
 def minibatches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
@@ -203,9 +231,8 @@ def write_gradients(losses: Tensor, leaves: list[Tensor], grads: list[Tensor], s
         raise ValueError("the loss does not depend on any trainable parameter")
     # The gradient of a sum over nodes is every node's own gradient: no node's loss reads another's weights. Where they
     # share their weights it is the sum over the nodes.
-    total = losses.sum() if losses.dim() else losses
-    weighted = total * share if share != 1.0 else total
-    pieces = torch.autograd.grad(weighted, leaves, allow_unused=True, materialize_grads=True)
+    shares = torch.full_like(losses, share)
+    pieces = torch.autograd.grad(losses, leaves, shares, allow_unused=True, materialize_grads=True)
     if not first:
         torch._foreach_add_(grads, list(pieces))
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,7 +135,7 @@ class VmapExecutor(Executor):
         piece = self.pieces[0]
         with self._moved_up_to_date(), self.lowering() as lowering, self._precision():
             lowering.watch = True
-            self._losses(piece, tree_map(lambda t: t[piece.rows], batch), lowering)
+            self._losses(piece, self._own_batch(batch, piece), lowering)
         return lowering.calls
 
     def _note(self, lowering: Lowering) -> None:
@@ -147,7 +147,7 @@ class VmapExecutor(Executor):
         with self._moved_up_to_date():
             for number, piece in enumerate(self.pieces):
                 with self.lowering(number, first=first and share == 1.0) as lowering, self._precision():
-                    stacked = self._losses(piece, tree_map(lambda t, rows=piece.rows: t[rows], batch), lowering)
+                    stacked = self._losses(piece, self._own_batch(batch, piece), lowering)
                 self._note(lowering)
                 leaves = list(piece.leaves.values())
                 if self.replicas.shares_grads:
@@ -160,17 +160,18 @@ class VmapExecutor(Executor):
         stacked = losses[0] if len(losses) == 1 else torch.cat(losses)
         return stacked * share if share != 1.0 else stacked
 
+    def _own_batch(self, batch: Any, piece: Piece) -> Any:
+        return batch if len(self.pieces) == 1 else tree_map(lambda t: t[piece.rows], batch)
+
     def _losses(self, piece: Piece, batch: Any, lowering: Lowering) -> Tensor:
         """Return the losses of the nodes of a piece, with their graph."""
 
-        def loss_of_node(own: Views, buffers: Views, batch: Any, node: Tensor) -> Tensor:
-            lowering.node = node
+        def loss_of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
             return self._outcome(own, buffers, batch, False)[0]
 
-        of_weights = None if self.replicas.shares_grads else 0
-        losses: Tensor = self._vmapped(
-            loss_of_node, (of_weights, 0, 0, 0), (piece.leaves, piece.buffers, batch, piece.numbers)
-        )
+        parts = (piece.leaves, piece.buffers, batch)
+        of_all = self.replicas.shares_grads  # one leaf for all nodes
+        losses: Tensor = self._vmapped(loss_of_node, lowering, piece.numbers, *parts, weights_of_all=of_all)
         return losses
 
     def _evaluate(
@@ -180,54 +181,72 @@ class VmapExecutor(Executor):
             loop = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
             return loop._evaluate(weights, buffers, batch, stream)
 
+        def outcome_of_node(own: Views, buffers: Views, batch: Any) -> tuple[Tensor, ...]:
+            return tuple(x for x in self._outcome(own, buffers, batch, True) if x is not None)
+
         outcomes = []
         state = stream.get_state()
         for rows in self._pieces(len(weights)):
             own_buffers = {name: b[rows].clone() for name, b in buffers.items()}
             numbers = torch.arange(rows.stop - rows.start)
-            arguments = (self.replicas.views(weights[rows]), own_buffers, batch, numbers)
+            parts = (self.replicas.views(weights[rows]), own_buffers, batch)
             stream.set_state(state)
             with drawing_from(stream), Lowering(None) as lowering, self._precision():
-
-                def outcome_of_node(
-                    own: Views, buffers: Views, batch: Any, node: Tensor, lowering: Lowering = lowering
-                ) -> tuple[Tensor, ...]:
-                    lowering.node = node
-                    return tuple(x for x in self._outcome(own, buffers, batch, True) if x is not None)
-
-                outcomes.append(self._vmapped(outcome_of_node, (0, 0, None, 0), arguments, randomness="same"))
+                outcomes.append(self._vmapped(outcome_of_node, lowering, numbers, *parts, batch_of_all=True))
         columns = [torch.cat(column) for column in zip(*outcomes, strict=True)]
         return columns[0], columns[1] if len(columns) > 1 else None
 
     def _vmapped(
         self,
         of_node: Callable[..., Any],
-        in_dims: tuple[int | None, ...],
-        arguments: Any,
-        randomness: str = "different",
+        lowering: Lowering,
+        numbers: Tensor,
+        weights: Views,
+        buffers: Views,
+        batch: Any,
+        weights_of_all: bool = False,
+        batch_of_all: bool = False,
     ) -> Any:
+        """Return the stacked results of of_node(weights, buffers, batch) for all nodes: one call, within vmap.
+
+        Args:
+            numbers: those of the nodes, (K,).
+            weights, buffers, batch: stacked, but those of all nodes alike, which is said of `weights` and `batch`. A
+                batch of all is for evaluation, where nodes also draw the same random numbers.
+        """
+
+        def of_number(node: Tensor) -> Any:
+            lowering.node = node
+            # Here and not as arguments of vmap, which would look at every tensor several times.
+            own_weights = weights if weights_of_all else {n: lowering.batch(w) for n, w in weights.items()}
+            own_buffers = {n: lowering.batch(b) for n, b in buffers.items()}
+            return of_node(own_weights, own_buffers, batch if batch_of_all else tree_map(lowering.batch, batch))
+
         try:
             with without_performance_warnings():
-                return vmap(of_node, in_dims=in_dims, randomness=randomness)(*arguments)
+                return vmap(of_number, randomness="same" if batch_of_all else "different")(numbers)
         except InexactError:
             raise
         except Exception as error:
-            if self._works_alone(in_dims, arguments):
+            own_weights = weights if weights_of_all else _of_first(weights)
+            own_batch = batch if batch_of_all else _of_first(batch)
+            if self._works_alone(own_weights, _of_first(buffers), own_batch):
                 raise VmapError(_explain_vmap_failure(error)) from error
             raise
 
-    def _works_alone(self, in_dims: Sequence[int | None], arguments: Any) -> bool:
-        """Whether the first node's own model runs on its own batch: then vmap is what failed."""
-        own, buffers, batch = (
-            tree_map(lambda t: t[0].detach().clone(), part) if dim == 0 else part
-            for part, dim in zip(arguments[:3], in_dims, strict=False)
-        )
+    def _works_alone(self, weights: Views, buffers: Views, batch: Any) -> bool:
+        """Whether a node's own model runs on its own batch: then vmap is what failed."""
         try:
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                self._outcome(own, buffers, batch, with_accuracy=False)
+                self._outcome(weights, buffers, batch, with_accuracy=False)
         except Exception:
             return False
         return True
+
+
+def _of_first(stacked: Any) -> Any:
+    """Return the first node's slices of a tree of stacked tensors (K, …), copied."""
+    return tree_map(lambda t: t[0].detach().clone(), stacked)
 
 
 @contextmanager
