@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -235,7 +235,7 @@ def _products(a: Tensor, b: Tensor, bias: Tensor | None, together: bool) -> Tens
         return alone
     a, b = rows_apart(a), rows_apart(b)
     if rows * inner * columns < _TINY_PRODUCT or 1 in (rows, inner, columns):
-        each = zip(a, b, *_rows(nodes, bias), strict=True)
+        each = _by_node(a, b, bias)
         return torch.stack([x @ y if z is None else torch.addmm(z, x, y) for x, y, z in each])
     dense_rows_are_apart = rows * columns * a.element_size() % ALIGNMENT == 0
     out = None if together and dense_rows_are_apart else _with_gaps(a, (rows, columns))
@@ -311,7 +311,7 @@ class _Gelu(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.approximate = approximate
         y = torch.empty_like(x)
-        for own_x, own_y in zip(x.unbind(0), y.unbind(0), strict=True):
+        for own_x, own_y in _by_node(x, y):
             aten.gelu.out(own_x, approximate=approximate, out=own_y)
         return y
 
@@ -320,7 +320,7 @@ class _Gelu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         out = torch.empty_like(x)
-        for own_grad, own_x, own_out in zip(grad.unbind(0), x.unbind(0), out.unbind(0), strict=True):
+        for own_grad, own_x, own_out in _by_node(grad, x, out):
             aten.gelu_backward.grad_input(own_grad, own_x, approximate=ctx.approximate, grad_input=own_out)
         return out, None
 
@@ -368,31 +368,26 @@ class _LayerNorm(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
-        statistics = x.new_empty(2, *x.shape[: x.dim() - len(shape)], *[1] * len(shape))  # mean, 1 / deviation
-        rows = zip(x, y, *statistics, *_rows(len(x), weight, bias), strict=True)
-        for own_x, own_y, mean, rstd, w, b in rows:
-            aten.native_layer_norm.out(own_x, shape, w, b, eps, out0=own_y, out1=mean, out2=rstd)
-        ctx.save_for_backward(x, statistics, weight, bias)
+        mean, rstd = x.new_empty(2, *x.shape[: x.dim() - len(shape)], *[1] * len(shape)).unbind(0)  # 1 / deviation
+        for own_x, own_y, own_mean, own_rstd, w, b in _by_node(x, y, mean, rstd, weight, bias):
+            aten.native_layer_norm.out(own_x, shape, w, b, eps, out0=own_y, out1=own_mean, out2=own_rstd)
+        ctx.save_for_backward(x, mean, rstd, weight, bias)
         ctx.shape = shape
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, statistics, weight, bias = ctx.saved_tensors
+        x, mean, rstd, weight, bias = ctx.saved_tensors
         needed = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
         grads = [torch.empty_like(t) if need else None for t, need in zip((x, weight, bias), needed, strict=True)]
         grad = grad.contiguous()
-        given = zip(grad, x, *statistics, *_rows(len(x), weight, bias), strict=True)
-        for (own_grad, own_x, mean, rstd, w, b), own in zip(
-            given, zip(*_rows(len(x), *grads), strict=True), strict=True
-        ):
-            given_back = dict(zip(("out0", "out1", "out2"), own, strict=True))
+        for own_grad, own_x, own_mean, own_rstd, w, b, *own in _by_node(grad, x, mean, rstd, weight, bias, *grads):
+            given = (own_grad, own_x, ctx.shape, own_mean, own_rstd, w, b, needed)
             if all(needed):
-                aten.native_layer_norm_backward.out(own_grad, own_x, ctx.shape, mean, rstd, w, b, needed, **given_back)
+                aten.native_layer_norm_backward.out(*given, out0=own[0], out1=own[1], out2=own[2])
                 continue
-            outcome = aten.native_layer_norm_backward(own_grad, own_x, ctx.shape, mean, rstd, w, b, needed)
-            for target, value in zip(own, outcome, strict=True):
+            for target, value in zip(own, aten.native_layer_norm_backward(*given), strict=True):
                 if target is not None:
                     target.copy_(value)
         return grads[0], None, grads[1], grads[2], None
@@ -409,13 +404,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         logits = logits.contiguous()
         log_probabilities = torch.log_softmax(logits, -1)
-        losses, counts = zip(
-            *(
-                aten.nll_loss_forward(own, y, None, 1, ignore_index)
-                for own, y in zip(log_probabilities, targets, strict=True)
-            ),
-            strict=True,
-        )
+        each = [aten.nll_loss_forward(own, y, None, 1, ignore_index) for own, y in _by_node(log_probabilities, targets)]
+        losses, counts = zip(*each, strict=True)
         ctx.save_for_backward(log_probabilities, targets, torch.stack(counts))
         ctx.ignore_index = ignore_index
         return torch.stack(losses)
@@ -467,23 +457,6 @@ def grouped_convolution(
     return out.unflatten(1, (nodes, -1)).transpose(0, 1)
 
 
-def unfolded_convolution2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, *_: Any
-) -> Tensor:
-    """The same as `convolution` in two dimensions without groups: a product with the patches under the kernel."""
-    nodes, batch = x.shape[:2]
-    kernel = weight.shape[3:]
-    patches = F.unfold(x.flatten(0, 1), kernel, dilation, padding, stride)  # (K · B, C · kernel, positions)
-    columns = patches.unflatten(0, (nodes, batch)).transpose(1, 2).flatten(2)  # (K, C · kernel, B · positions)
-    matrix = weight.flatten(2)  # (K, out, C · kernel)
-    out = torch.bmm(matrix, columns) if bias is None else torch.baddbmm(bias[:, :, None], matrix, columns)
-    size = [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, p, d, k, s in zip(x.shape[3:], padding, dilation, kernel, stride, strict=True)
-    ]
-    return out.view(nodes, -1, batch, *size).transpose(1, 2)
-
-
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
@@ -491,8 +464,8 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.geometry = geometry
         ctx.bias_sizes = None if bias is None else [bias.shape[1]]
-        rows = zip(x, weight, *_rows(len(x), bias), strict=True)
-        (out,) = _collect(([aten.convolution(own_x, w, b, *geometry)] for own_x, w, b in rows), len(x))
+        each = ([aten.convolution(*own, *geometry)] for own in _by_node(x, weight, bias))
+        (out,) = _collect(each, len(x))
         return out
 
     @staticmethod
@@ -500,8 +473,10 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[:3])
-        rows = zip(rows_apart(grad), x, weight, strict=True)
-        outcomes = (aten.convolution_backward(*own, ctx.bias_sizes, *ctx.geometry, needed) for own in rows)
+        outcomes = (
+            aten.convolution_backward(*own, ctx.bias_sizes, *ctx.geometry, needed)
+            for own in _by_node(rows_apart(grad), x, weight)
+        )
         grads = _collect((_wanted(parts, needed) for parts in outcomes), len(x))
         return *grads, *[None] * len(ctx.geometry)
 
@@ -534,8 +509,8 @@ class _BatchNorm(torch.autograd.Function):
         momentum: float,
         eps: float,
     ) -> Tensor:
-        rows = zip(x, *_rows(len(x), weight, bias, running_mean, running_var), strict=True)
-        y, mean, rstd = _collect((aten.native_batch_norm(*own, training, momentum, eps) for own in rows), len(x))
+        each = _by_node(x, weight, bias, running_mean, running_var)
+        y, mean, rstd = _collect((aten.native_batch_norm(*own, training, momentum, eps) for own in each), len(x))
         ctx.save_for_backward(x, weight, running_mean, running_var, mean, rstd)
         ctx.training, ctx.eps = training, eps
         return y
@@ -545,8 +520,8 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *rest = ctx.saved_tensors
         needed = [ctx.needs_input_grad[i] for i in (0, 3, 4)]
-        rows = zip(grad, x, *_rows(len(x), *rest), strict=True)
-        outcomes = (aten.native_batch_norm_backward(*own, ctx.training, ctx.eps, needed) for own in rows)
+        each = _by_node(grad, x, *rest)
+        outcomes = (aten.native_batch_norm_backward(*own, ctx.training, ctx.eps, needed) for own in each)
         for_x, for_weight, for_bias = _collect((_wanted(parts, needed) for parts in outcomes), len(x))
         return for_x, None, None, for_weight, for_bias, None, None, None
 
@@ -556,6 +531,7 @@ def _wanted(parts: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | No
     return [part if need else None for part, need in zip(parts, needed, strict=True)]
 
 
-def _rows(num_nodes: int, *tensors: Tensor | None) -> list[Sequence[Tensor | None]]:
-    """Return each tensor's slices, or K times None."""
-    return [[None] * num_nodes if t is None else t.unbind(0) for t in tensors]
+def _by_node(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Return an iterator over the nodes, of each one's slices of stacked tensors (K, …); None stays None."""
+    columns = (itertools.repeat(None, first.shape[0]) if t is None else t.unbind(0) for t in others)
+    return zip(first.unbind(0), *columns, strict=True)

@@ -99,12 +99,10 @@ class Lowering(TorchFunctionMode):
 
     def of(self, t: Any) -> Tensor | None:
         """Return the stacked tensor (K, …) behind one that is batched over the nodes alone, else None."""
-        if not isinstance(t, Tensor) or not functorch.is_batchedtensor(t):
-            return None
-        if functorch.maybe_get_level(t) != self._level:
+        if not isinstance(t, Tensor) or functorch.maybe_get_level(t) != self._level:
             return None
         stacked, dim = functorch.get_unwrapped(t), functorch.maybe_get_bdim(t)
-        if functorch.is_batchedtensor(stacked) or functorch.is_gradtrackingtensor(stacked):
+        if functorch.is_functorch_wrapped_tensor(stacked):
             return None
         return stacked.movedim(dim, 0) if dim else stacked
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from vsim_kernels.alignment import empty_rows, is_aligned, rows_apart
+from vsim_kernels.alignment import aligned, empty_rows, is_aligned, rows_apart
 
 from vsim.objective import Objective
-from vsim.randomness import default_generator
+from vsim.randomness import default_generator, drawing_from
 from vsim.replicas import Replicas, Views
 
 
@@ -129,10 +129,20 @@ class Executor(ABC):
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         """Return share · losses (K,); write (if first) or add share · gradients to `replicas.grads`."""
 
-    @abstractmethod
     def _evaluate(
         self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
-    ) -> tuple[Tensor, Tensor | None]: ...
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute what `evaluate` returns; here row by row, in ordinary eager PyTorch."""
+        outcomes = []
+        state = stream.get_state()
+        for row, own_weights in enumerate(weights):
+            own_buffers = {n: b[row].clone() for n, b in buffers.items()}
+            stream.set_state(state)
+            with drawing_from(stream), self._precision():
+                parameters = {name: aligned(w) for name, w in self.replicas.views(own_weights).items()}
+                outcomes.append(self._outcome(parameters, own_buffers, batch, True))
+        accuracies = [a for _, a in outcomes if a is not None]
+        return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None
 
     def _outcome(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, with_accuracy: bool

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from vsim_kernels.alignment import aligned
 
 from vsim.executor.base import Executor, write_gradients
 from vsim.randomness import drawing_from
-from vsim.replicas import Views
 
 
 class LoopExecutor(Executor):
@@ -49,17 +47,3 @@ class LoopExecutor(Executor):
                     write_gradients(loss, leaves, grads, share, first)
                 losses.append(loss.detach())
         return torch.stack(losses) * share if share != 1.0 else torch.stack(losses)
-
-    def _evaluate(
-        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
-    ) -> tuple[Tensor, Tensor | None]:
-        outcomes = []
-        state = stream.get_state()
-        for row, own_weights in enumerate(weights):
-            own_buffers = {n: b[row].clone() for n, b in buffers.items()}
-            stream.set_state(state)
-            with drawing_from(stream), self._precision():
-                parameters = {name: aligned(w) for name, w in self.replicas.views(own_weights).items()}
-                outcomes.append(self._outcome(parameters, own_buffers, batch, True))
-        accuracies = [a for _, a in outcomes if a is not None]
-        return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None

@@ -178,8 +178,7 @@ class VmapExecutor(Executor):
         self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
     ) -> tuple[Tensor, Tensor | None]:
         if self.settings.exact:
-            loop = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
-            return loop._evaluate(weights, buffers, batch, stream)
+            return super()._evaluate(weights, buffers, batch, stream)
 
         def outcome_of_node(own: Views, buffers: Views, batch: Any) -> tuple[Tensor, ...]:
             return tuple(x for x in self._outcome(own, buffers, batch, True) if x is not None)
