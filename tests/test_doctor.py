@@ -101,7 +101,7 @@ def test_bench_measures_all_in_turn(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert all(seconds > 0 for seconds in line["seconds"].values())
         assert line["ratios"]["separate"] == 1.0
         assert 0 < line["floor_seconds"] < line["seconds"]["vmap"]
-        assert line["floor_ratio"] == pytest.approx(line["seconds"]["vmap"] / line["floor_seconds"])
+        assert line["floor_ratio"] > 1  # a median of ratios, not the ratio of the medians
         assert line["chosen"] in ("vmap", "loop")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert "vmap / floor" in capsys.readouterr().out

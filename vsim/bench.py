@@ -227,15 +227,19 @@ def _steps_of(run: Iterator[int]) -> None:
         next(run)
 
 
-def _in_turn(turns: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Return label → the seconds of every round, in which each takes its turn. A first round is a warm-up."""
+def _in_turn(turns: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return label → the seconds of every round, in which each takes its turn. A first round is a warm-up.
+
+    A turn that returns seconds, a float, has timed itself.
+    """
     times: dict[str, list[float]] = {label: [] for label in turns}
     for round_number in range(rounds + 1):
         for label, turn in turns.items():
             started = time.perf_counter()
-            turn()
+            own = turn()
+            seconds = own if isinstance(own, float) else time.perf_counter() - started
             if round_number:
-                times[label].append(time.perf_counter() - started)
+                times[label].append(seconds)
     return times
 
 
@@ -257,7 +261,7 @@ def _measure(
     model, examples = _model_and_examples(workload, num_nodes)
     batch = [t.unflatten(0, (num_nodes, BATCH_SIZE)) for t in examples]
     rounds = rounds or max(3, round(workload.rounds * min(1, 8 / num_nodes)))
-    turns = {"separate": _separate(model, batch)}
+    turns: dict[str, Callable[[], object]] = {"separate": _separate(model, batch)}
     runs = {}
     for label, options in _CANDIDATES.items():
         if label == "exact" and batch[0].device.type != "cpu":
@@ -266,13 +270,17 @@ def _measure(
         turns[label] = partial(next, steps(runs[label]))
     for _ in range(_SETTLING):  # executor="auto" makes its trials
         turns["auto"]()
+    turns["floor"] = _Floor(_run(model, examples, num_nodes, strategy(), _CANDIDATES["vmap"]))
     times = _in_turn(turns, rounds)
     line = Line(name, num_nodes)
+    line.floor_ratio = _ratios(times, "floor")["vmap"]
+    line.floor_seconds = statistics.median(times.pop("floor"))
     line.seconds = {label: statistics.median(values) for label, values in times.items()}
     line.ratios = _ratios(times, "separate")
     line.chosen = runs["auto"].executor.name
-    line.floor_seconds, flops = _floor(runs["vmap"], runs["loop"])
-    line.floor_ratio = line.seconds["vmap"] / line.floor_seconds
+    with FlopCounterMode(display=False) as counter:  # of the loop: convolutions in groups are counted wrongly
+        runs["loop"].executor.losses_and_grads(batch)
+    flops = counter.get_total_flops()
     line.share_of_peak = flops / line.seconds["vmap"] / peak_flops(batch[0].device)
     return line
 
@@ -343,27 +351,26 @@ class _Calls(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _floor(run: Run, loop: Run) -> tuple[float, int]:
-    """Return the seconds of a step's floor, and the multiplications and additions of its products."""
-    batch = next(run.batches)
-    with FlopCounterMode(display=False) as flops:  # of the loop: convolutions in groups are counted wrongly
-        loop.executor.losses_and_grads(batch)
-    with _Calls() as calls:
-        run.executor.losses_and_grads(batch)
-        run.strategy.take_step()
-    with torch.no_grad():
-        return sum(count * _alone(calls.samples[key]) for key, count in calls.counts.items()), flops.get_total_flops()
+class _Floor:
+    """What a step cannot do without, to be timed: every operation by itself, as often as the step calls it."""
 
+    def __init__(self, run: Run) -> None:
+        with _Calls() as calls:
+            run.executor.losses_and_grads(next(run.batches))
+            run.strategy.take_step()
+        self.calls = [(calls.samples[kind], count) for kind, count in calls.counts.items()]
 
-def _alone(call: Callable[[], Any]) -> float:
-    """Return the median seconds of a call that is made over and over."""
-    call()
-    times: list[float] = []
-    while len(times) < 5 or (sum(times) < 0.01 and len(times) < 50):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    @torch.no_grad()
+    def __call__(self) -> float:
+        """Return its seconds."""
+        seconds = 0.0
+        for call, count in self.calls:
+            call()  # what it reads is in the caches
+            started = time.perf_counter()
+            for _ in range(count):
+                call()
+            seconds += time.perf_counter() - started
+        return seconds
 
 
 def table(lines: Sequence[Line]) -> str:

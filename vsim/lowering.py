@@ -108,9 +108,20 @@ class Lowering(TorchFunctionMode):
 
     def spread(self, t: Tensor) -> Tensor | None:
         """Return (K, …) of a tensor that may be the same for all nodes; None for what is not ours."""
-        if not functorch.is_functorch_wrapped_tensor(t):
+        stacked = self.of(t)
+        if stacked is None and not functorch.is_functorch_wrapped_tensor(t):
             return t.expand(self.num_nodes, *t.shape)
-        return self.of(t)
+        return stacked
+
+    def spread_all(self, *tensors: Tensor | None) -> list[Any] | None:
+        """Return (K, …) of every tensor that is there, see `spread`; None if one of them is not ours."""
+        found: list[Tensor | None] = []
+        for t in tensors:
+            stacked = None if t is None else self.spread(t)
+            if stacked is None and t is not None:
+                return None
+            found.append(stacked)
+        return found
 
     def batch(self, stacked: Tensor) -> Tensor:
         """Wrap a stacked tensor (K, …) for the vmapped function."""
@@ -246,26 +257,20 @@ _RANDOM: frozenset[Any] = frozenset(
 )
 
 
-def _plain_dtype(*tensors: Tensor | None) -> bool:
+def _plain_dtype(first: Tensor, *others: Tensor | None) -> bool:
     """Whether the tensors are of one dtype and autocast is not going to change it."""
-    there = [t for t in tensors if t is not None]
-    return len({t.dtype for t in there}) == 1 and not torch.is_autocast_enabled(there[0].device.type)
-
-
-def _optional(stacked: Callable[[Tensor], Tensor | None], *tensors: Tensor | None) -> list[Any] | None:
-    """Apply `stacked` to those that are there; None if it returns None for one of them."""
-    found = [None if t is None else stacked(t) for t in tensors]
-    return None if any(f is None and t is not None for f, t in zip(found, tensors, strict=True)) else found
+    if torch.is_autocast_enabled(first.device.type):
+        return False
+    return all(t is None or t.dtype == first.dtype for t in others)
 
 
 def _linear(nodes: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    x, w = nodes.of(input), nodes.of(weight)
-    if w is None and not nodes.exact and x is not None and not functorch.is_functorch_wrapped_tensor(weight):
-        if bias is not None and functorch.is_functorch_wrapped_tensor(bias):
-            return NotImplemented
-        nodes.differing.add("linear")  # one large product
-        return nodes.batch(F.linear(x, weight, bias))
-    all_stacked = _optional(nodes.spread, input, weight, bias)
+    if not nodes.exact and not functorch.is_functorch_wrapped_tensor(weight):
+        x = nodes.of(input)
+        if x is not None and not (bias is not None and functorch.is_functorch_wrapped_tensor(bias)):
+            nodes.differing.add("linear")  # one large product
+            return nodes.batch(F.linear(x, weight, bias))
+    all_stacked = nodes.spread_all(input, weight, bias)
     if all_stacked is None:
         return NotImplemented
     x, w, b = all_stacked
@@ -283,7 +288,7 @@ def _linear(nodes: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None 
 def _matmul(nodes: Lowering, input: Tensor, other: Tensor) -> Any:
     if input.dim() < 2 or other.dim() < 2 or (other.dim() > 2 and input.dim() != other.dim()):
         return NotImplemented
-    both = _optional(nodes.spread, input, other)
+    both = nodes.spread_all(input, other)
     if both is None or not _plain_dtype(input, other):
         return NotImplemented
     with outside_of_vmap():
@@ -306,7 +311,7 @@ def _attention(
     if (dropout_p > 0.0 and nodes.streams is not None) or learned_mask:
         kwargs = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, **options}
         return nodes.alone(F.scaled_dot_product_attention, (query, key, value), kwargs)
-    stacked = _optional(nodes.spread, query, key, value)
+    stacked = nodes.spread_all(query, key, value)
     if stacked is None or query.dim() < 3:
         return NotImplemented
     mask = None if attn_mask is None else nodes.spread(attn_mask)
@@ -378,7 +383,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Any:
-    stacked = _optional(nodes.spread, input, weight, bias)
+    stacked = nodes.spread_all(input, weight, bias)
     if stacked is None or not _plain_dtype(input, weight, bias):
         return NotImplemented
     x, w, b = stacked
@@ -400,7 +405,7 @@ def _cross_entropy(
     unusual = weight is not None or size_average is not None or reduce is not None or label_smoothing
     if unusual or reduction != "mean" or input.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return NotImplemented
-    stacked = _optional(nodes.spread, input, target)
+    stacked = nodes.spread_all(input, target)
     if stacked is None or not _plain_dtype(input):
         return NotImplemented
     with outside_of_vmap():
@@ -425,7 +430,7 @@ def _convolution_rule(dims: int) -> Rule:
     ) -> Any:
         if not nodes.exact and not functorch.is_functorch_wrapped_tensor(weight):
             return NotImplemented  # shared weights: to functorch the nodes are more of the batch
-        stacked = _optional(nodes.spread, input, weight, bias)
+        stacked = nodes.spread_all(input, weight, bias)
         one_dtype = _plain_dtype(input, weight, bias)
         if stacked is None or isinstance(padding, str) or input.dim() != dims + 2 or not one_dtype:
             return NotImplemented
@@ -465,16 +470,16 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    statistics = _optional(nodes.of, running_mean, running_var)
-    stacked = _optional(nodes.spread, input, weight, bias)
+    mean, var = (None if t is None else nodes.of(t) for t in (running_mean, running_var))
+    are_shared = (mean is None) != (running_mean is None) or (var is None) != (running_var is None)
+    stacked = nodes.spread_all(input, weight, bias)
     tensors = (input, running_mean, running_var, weight, bias)
-    if statistics is None or stacked is None or not _plain_dtype(*tensors) or input.device.type != "cpu":
+    if are_shared or stacked is None or not _plain_dtype(*tensors) or input.device.type != "cpu":
         return NotImplemented
     if training:
         F._verify_batch_size(input.size())  # type: ignore[attr-defined]
     x, w, b = stacked
     with outside_of_vmap():
-        mean, var = statistics
         return nodes.batch(batched.batch_norm(x, mean, var, w, b, training, momentum, eps))
 
 
