@@ -215,7 +215,8 @@ def test_a_write_that_fails_leaves_the_old_file(run: Path, tmp_path: Path, monke
 
 
 def test_equal_rows_of_one_memory_are_saved_once(run: Path) -> None:
-    from vsim.state import Restorer, Snapshot, write_rows
+    from vsim.restore import Restorer, write_rows
+    from vsim.state import Snapshot
 
     row = torch.arange(1000.0)
     shared = row.expand(50, -1)

@@ -102,6 +102,7 @@ def test_bench_measures_all_in_turn(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert line["ratios"]["separate"] == 1.0
         assert 0 < line["floor_seconds"] < line["seconds"]["vmap"]
         assert line["floor_ratio"] > 1  # a median of ratios, not the ratio of the medians
+        assert 1 < line["memory_ratio"] < 1.5
         assert line["chosen"] in ("vmap", "loop")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert "vmap / floor" in capsys.readouterr().out

@@ -109,20 +109,12 @@ def test_diloco_with_a_plain_outer_step_is_fedavg(num_nodes: int, executor: str,
 
 @every_K
 @both_executors
-def test_fedavg_at_every_step_with_sgd_is_allreduce(num_nodes: int, executor: str) -> None:
-    # mean_k (θ − lr·g_k) = θ − lr·mean_k g_k while all θ_k are equal; momentum too is linear in the gradients, and
-    # starts equal, but is then the node's own: the identity is that of the paper's plain SGD.
-    fedavg = trained(FedAvgStrategy(H=1, inner_optim=SGD), num_nodes, executor)
-    reduced = trained(SimpleReduceStrategy(inner_optim=SGD), num_nodes, executor)
-    torch.testing.assert_close(fedavg, reduced, rtol=1e-5, atol=1e-6)
-
-
-@every_K
-@both_executors
-def test_fedavg_with_momentum_at_every_step_is_allreduce_too(num_nodes: int, executor: str) -> None:
-    # The mean of the nodes' momenta is the momentum of the mean gradient, because each is linear in the gradients.
-    fedavg = trained(FedAvgStrategy(H=1, inner_optim=MOMENTUM), num_nodes, executor)
-    reduced = trained(SimpleReduceStrategy(inner_optim=MOMENTUM), num_nodes, executor)
+@pytest.mark.parametrize("spec", [SGD, MOMENTUM], ids=["sgd", "momentum"])
+def test_fedavg_at_every_step_is_allreduce(num_nodes: int, executor: str, spec: OptimSpec) -> None:
+    # mean_k (θ − lr·g_k) = θ − lr·mean_k g_k while all θ_k are equal; and the mean of the nodes' momenta is the
+    # momentum of the mean gradient, because each is linear in the gradients.
+    fedavg = trained(FedAvgStrategy(H=1, inner_optim=spec), num_nodes, executor)
+    reduced = trained(SimpleReduceStrategy(inner_optim=spec), num_nodes, executor)
     torch.testing.assert_close(fedavg, reduced, rtol=1e-5, atol=1e-6)
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from vsim import CheckpointError
-from vsim.state import Restorer, Shard, Snapshot, Stateful
+from vsim.restore import Restorer
+from vsim.state import Shard, Snapshot, Stateful
 
 
 def saved(**roots: Any) -> Shard:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from separate import images, small_cnn
+from torch import nn
 
 from vsim import Trainer, load_checkpoint
 from vsim.checkpoint import checkpoints_in
@@ -86,7 +87,8 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def assert_the_simulators_bits(folder: Path) -> None:
+def simulated() -> tuple[nn.Module, Trainer]:
+    """The run of the scripts, in the simulator: the model that comes of it, and its trainer."""
     trainer = Trainer(small_cnn(), images(), images(7))
     model = trainer.fit(
         strategy=DiLoCoStrategy(H=2, optim_spec=OptimSpec("adamw", lr=1e-2)),
@@ -96,6 +98,11 @@ def assert_the_simulators_bits(folder: Path) -> None:
         deterministic=True,
         progress=False,
     )
+    return model, trainer
+
+
+def assert_the_simulators_bits(folder: Path) -> None:
+    model, trainer = simulated()
     assert trainer.strategy is not None
     for node, row in enumerate(trainer.strategy.cluster.weights):
         assert torch.equal(torch.load(folder / f"node {node}.pt")[0], row)
@@ -228,14 +235,6 @@ def test_ranks_save_and_resume(tmp_path: Path) -> None:
     out, _ = run.communicate(timeout=SECONDS)
     assert run.returncode == 0, out
     assert [p.name for p in checkpoints_in(folder)] == ["step-00000003.safetensors", "step-00000006.safetensors"]
-    trainer = Trainer(small_cnn(), images(), images(7))
-    trainer.fit(
-        strategy=DiLoCoStrategy(H=2, optim_spec=OptimSpec("adamw", lr=1e-2)),
-        num_nodes=2,
-        max_steps=6,
-        batch_size=4,
-        deterministic=True,
-        progress=False,
-    )
+    _, trainer = simulated()
     assert trainer.strategy is not None
     assert torch.equal(load_checkpoint(folder).weights, trainer.strategy.cluster.weights)

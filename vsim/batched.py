@@ -1,14 +1,13 @@
-"""The operations of K models at once, on stacked tensors (K, …): matrix products in one call, the rest node by node.
+"""The operations of K models at once, on stacked tensors (K, …); matrix products are in `vsim.products`.
 
-Matrix products, attention and dropout masks are batched over the nodes. What is cheap beside them (norms, losses,
-activations) and what has a fast kernel for one node (convolution) runs node by node: one node's activations fit in the
-caches, and every operation here then has the bits of the eager operation on that node alone, forward and backward.
-Each is an ordinary function of plain tensors; `vsim.lowering` puts them in the place of functorch's rules.
+Products, attention and dropout masks are batched over the nodes. What is cheap beside them (norms, losses, activations)
+and what has a fast kernel for one node (convolution) runs node by node: one node's activations fit in the caches, and
+every operation here then has the bits of the eager operation on that node alone, forward and backward. Each is an
+ordinary function of plain tensors; `vsim.lowering` puts them in the place of functorch's rules.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from vsim_kernels.alignment import ALIGNMENT, are_apart, empty_rows_like, is_aligned, rows_apart
+from vsim_kernels.alignment import ALIGNMENT, are_apart, empty_rows_like, rows_apart
 
 from vsim.randomness import drawing_from
 
@@ -123,38 +122,13 @@ def _collect(outcomes: Iterable[Sequence[Tensor | None]], num_nodes: int) -> lis
     return stacked
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    weight_grad: Tensor | None = None,
-    bias_grad: Tensor | None = None,
-    exact: bool = True,
-) -> Tensor:
-    """x (K, …, in), weight (K, out, in), bias (K, out) → (K, …, out): one product for all nodes.
-
-    weight_grad, bias_grad: where the gradients are written, if they are wanted in a place of their own: rows of the
-    nodes' gradient matrix, for instance. The gradients of autograd are then these tensors. exact: with the bits of one
-    node alone also where that takes a call for each, see `batches_agree`.
-    """
-    if x.dim() == 2:  # one example a node, without a batch dimension
-        return linear(x[:, None], weight, bias, weight_grad, bias_grad, exact)[:, 0]
-    place = None if weight_grad is None else weight_grad.transpose(1, 2)
-    out: Tensor = _Product.apply(x.flatten(1, -2), weight.transpose(1, 2), bias, exact, place, bias_grad)
-    return out.view(*x.shape[:-1], weight.shape[1]) if x.dim() != 3 else out
+def each_node(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Return an iterator over the nodes, of each one's slices of stacked tensors (K, …); None stays None."""
+    columns = (itertools.repeat(None, first.shape[0]) if t is None else t.unbind(0) for t in others)
+    return zip(first.unbind(0), *columns, strict=True)
 
 
-def matmul(a: Tensor, b: Tensor, exact: bool = True) -> Tensor:
-    """a (K, …, n, m), b (K, m, p) or (K, …, m, p) → (K, …, n, p); exact: as in `linear`."""
-    if b.dim() == 3 and a.dim() >= 3:
-        return _Product.apply(a.flatten(1, -2), b, None, exact, None, None).unflatten(1, a.shape[1:-1])
-    if (batches_agree() or not exact) and _fold(a, b, (*a.shape[1:-1], b.shape[-1])):
-        return torch.matmul(a, b)
-    product: Stacked = node_by_node(torch.matmul, len(a), (Stacked(a), Stacked(b)), {})
-    return product.tensor
-
-
-def _fold(*operands: Tensor | Sequence[int]) -> bool:
+def may_fold(*operands: Tensor | Sequence[int]) -> bool:
     """Whether the nodes may become more of a batch of matrices: all these, or dense rows of such a shape, lie apart."""
     dtype = next(t.dtype for t in operands if isinstance(t, Tensor))
     sizes = [math.prod(t.shape[1:] if isinstance(t, Tensor) else t) for t in operands]
@@ -163,121 +137,13 @@ def _fold(*operands: Tensor | Sequence[int]) -> bool:
     )
 
 
-class _Product(torch.autograd.Function):
-    """a (K, n, m) · b (K, m, p) + bias (K, p), forward and backward as torch.mm on one node computes it.
-
-    The gradient of a matrix that lies in memory by columns is computed as the transpose of that of its transpose; the
-    other way round the last bits differ.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, exact: bool, *places: Tensor | None) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.places = places
-        ctx.together = batches_agree() or not exact
-        return _products(a, b, bias, ctx.together)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        b_place, bias_place = ctx.places
-        for_a, for_b, for_bias = ctx.needs_input_grad[:3]
-        a_grad = b_grad = None
-        if for_a and _by_columns(a):
-            a_grad = _products(b, grad.transpose(1, 2), None, ctx.together).transpose(1, 2)
-        elif for_a:
-            a_grad = _products(grad, b.transpose(1, 2), None, ctx.together)
-        if for_b and _by_columns(b):
-            place = None if b_place is None else b_place.transpose(1, 2)
-            b_grad = _products_over_examples(grad.transpose(1, 2), a, place, ctx.together).transpose(1, 2)
-        elif for_b:
-            b_grad = _products_over_examples(a.transpose(1, 2), grad, b_place, ctx.together)
-        return a_grad, b_grad, torch.sum(grad, 1, out=bias_place) if for_bias else None, None, None, None
-
-
-def _by_columns(matrices: Tensor) -> bool:
-    return matrices.stride(1) == 1 and matrices.stride(2) == matrices.shape[1]
-
-
-@functools.lru_cache
-@torch.no_grad()
-@torch.autocast("cpu", enabled=False)
-def _batches_agree(threads: int) -> bool:
-    stream = torch.Generator().manual_seed(0)
-    for rows, inner, columns in itertools.product((5, 10, 24, 48, 100), (8, 24, 64), (24, 48, 64, 128)):
-        a, b = (torch.randn(3, *shape, generator=stream) for shape in ((rows, inner), (inner, columns)))
-        a, b = rows_apart(a), rows_apart(b)
-        if not torch.equal(
-            _products(a, b, None, together=True), torch.stack([x @ y for x, y in zip(a, b, strict=True)])
-        ):
-            return False
-    return True
-
-
-def batches_agree() -> bool:
-    """Whether the matrices of a batched product have the bits that they have alone, on this CPU and its threads.
-
-    Several threads may divide a batch in another way than one matrix, and on some CPUs that shows in the last bits. It
-    is tried, once for each number of threads, on shapes that do not divide evenly.
-    """
-    return _batches_agree(torch.get_num_threads())
-
-
-def _products(a: Tensor, b: Tensor, bias: Tensor | None, together: bool) -> Tensor:
-    """a (K, n, m), b (K, m, p), bias (K, p) → a · b + bias, (K, n, p), with the bits of one matrix product each.
-
-    together: in one call for all, which has these bits where `batches_agree`.
-    """
-    (nodes, rows, inner), columns = a.shape, b.shape[2]
-    if nodes == 1:
-        alone = a.new_empty(1, rows, columns)
-        torch.mm(a[0], b[0], out=alone[0]) if bias is None else torch.addmm(bias[0], a[0], b[0], out=alone[0])
-        return alone
-    a, b = rows_apart(a), rows_apart(b)
-    if rows * inner * columns < _TINY_PRODUCT or 1 in (rows, inner, columns):
-        each = _by_node(a, b, bias)
-        return torch.stack([x @ y if z is None else torch.addmm(z, x, y) for x, y, z in each])
-    dense_rows_are_apart = rows * columns * a.element_size() % ALIGNMENT == 0
-    out = None if together and dense_rows_are_apart else _with_gaps(a, (rows, columns))
-    return torch.bmm(a, b, out=out) if bias is None else torch.baddbmm(bias[:, None], a, b, out=out)
-
-
-def _products_over_examples(a: Tensor, b: Tensor, out: Tensor | None, together: bool) -> Tensor:
-    """a (K, n, m) · b (K, m, p) as `_products`, where m may be so large that the sum is divided among threads.
-
-    It is divided otherwise in a batch, so that these are computed one by one.
-    """
-    (nodes, rows, inner), columns = a.shape, b.shape[2]
-    if 1 in (nodes, rows, inner, columns) or (together and rows * inner * columns <= _SMALL_PRODUCT):
-        product = _products(a, b, None, together)
-        return product if out is None else out.copy_(product)
-    a, b = rows_apart(a), rows_apart(b)
-    if out is not None and is_aligned(out) and are_apart(out) and not out.is_contiguous():
-        return torch.bmm(a, b, out=out)
-    product = torch.bmm(a, b, out=_with_gaps(a, (rows, columns)))
-    return product if out is None else out.copy_(product)
-
-
-def _with_gaps(like: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return room for (K, *shape) with gaps between the matrices: torch.bmm then computes them one by one."""
-    unit = ALIGNMENT // like.element_size()
-    pitch = math.prod(shape) // unit * unit + unit
-    return like.new_empty_strided((len(like), *shape), (pitch, shape[1], 1))  # no view: it may be written to in place
-
-
-# Multiplications in a matrix product below which torch.bmm has a kernel of its own that adds up in another order
-# (at::native, bmm_out_or_baddbmm_), and up to which it is not shared among threads. A vector times a matrix has another
-# kernel than a product, too.
-_TINY_PRODUCT, _SMALL_PRODUCT = 400, 2**16
-
-
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
     """Scaled dot-product attention of (K, B, …, T, d): the nodes are more of the batch.
 
     mask: (K, …) broadcast against (K, B, …, T, T), or None.
     """
     nodes, batch = query.shape[:2]
-    if not _fold(query, key, value, (*query.shape[1:-1], value.shape[-1])):
+    if not may_fold(query, key, value, (*query.shape[1:-1], value.shape[-1])):
         stacked = (Stacked(query), Stacked(key), Stacked(value), None if mask is None else Stacked(mask))
         out: Stacked = node_by_node(F.scaled_dot_product_attention, nodes, stacked, options)
         return out.tensor
@@ -311,7 +177,7 @@ class _Gelu(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.approximate = approximate
         y = torch.empty_like(x)
-        for own_x, own_y in _by_node(x, y):
+        for own_x, own_y in each_node(x, y):
             aten.gelu.out(own_x, approximate=approximate, out=own_y)
         return y
 
@@ -320,7 +186,7 @@ class _Gelu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         out = torch.empty_like(x)
-        for own_grad, own_x, own_out in _by_node(grad, x, out):
+        for own_grad, own_x, own_out in each_node(grad, x, out):
             aten.gelu_backward.grad_input(own_grad, own_x, approximate=ctx.approximate, grad_input=own_out)
         return out, None
 
@@ -369,7 +235,7 @@ class _LayerNorm(torch.autograd.Function):
         x = x.contiguous()
         y = torch.empty_like(x)
         mean, rstd = x.new_empty(2, *x.shape[: x.dim() - len(shape)], *[1] * len(shape)).unbind(0)  # 1 / deviation
-        for own_x, own_y, own_mean, own_rstd, w, b in _by_node(x, y, mean, rstd, weight, bias):
+        for own_x, own_y, own_mean, own_rstd, w, b in each_node(x, y, mean, rstd, weight, bias):
             aten.native_layer_norm.out(own_x, shape, w, b, eps, out0=own_y, out1=own_mean, out2=own_rstd)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         ctx.shape = shape
@@ -382,7 +248,7 @@ class _LayerNorm(torch.autograd.Function):
         needed = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
         grads = [torch.empty_like(t) if need else None for t, need in zip((x, weight, bias), needed, strict=True)]
         grad = grad.contiguous()
-        for own_grad, own_x, own_mean, own_rstd, w, b, *own in _by_node(grad, x, mean, rstd, weight, bias, *grads):
+        for own_grad, own_x, own_mean, own_rstd, w, b, *own in each_node(grad, x, mean, rstd, weight, bias, *grads):
             given = (own_grad, own_x, ctx.shape, own_mean, own_rstd, w, b, needed)
             if all(needed):
                 aten.native_layer_norm_backward.out(*given, out0=own[0], out1=own[1], out2=own[2])
@@ -404,7 +270,9 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         logits = logits.contiguous()
         log_probabilities = torch.log_softmax(logits, -1)
-        each = [aten.nll_loss_forward(own, y, None, 1, ignore_index) for own, y in _by_node(log_probabilities, targets)]
+        each = [
+            aten.nll_loss_forward(own, y, None, 1, ignore_index) for own, y in each_node(log_probabilities, targets)
+        ]
         losses, counts = zip(*each, strict=True)
         ctx.save_for_backward(log_probabilities, targets, torch.stack(counts))
         ctx.ignore_index = ignore_index
@@ -464,7 +332,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.geometry = geometry
         ctx.bias_sizes = None if bias is None else [bias.shape[1]]
-        each = ([aten.convolution(*own, *geometry)] for own in _by_node(x, weight, bias))
+        each = ([aten.convolution(*own, *geometry)] for own in each_node(x, weight, bias))
         (out,) = _collect(each, len(x))
         return out
 
@@ -475,7 +343,7 @@ class _Convolution(torch.autograd.Function):
         needed = list(ctx.needs_input_grad[:3])
         outcomes = (
             aten.convolution_backward(*own, ctx.bias_sizes, *ctx.geometry, needed)
-            for own in _by_node(rows_apart(grad), x, weight)
+            for own in each_node(rows_apart(grad), x, weight)
         )
         grads = _collect((_wanted(parts, needed) for parts in outcomes), len(x))
         return *grads, *[None] * len(ctx.geometry)
@@ -509,7 +377,7 @@ class _BatchNorm(torch.autograd.Function):
         momentum: float,
         eps: float,
     ) -> Tensor:
-        each = _by_node(x, weight, bias, running_mean, running_var)
+        each = each_node(x, weight, bias, running_mean, running_var)
         y, mean, rstd = _collect((aten.native_batch_norm(*own, training, momentum, eps) for own in each), len(x))
         ctx.save_for_backward(x, weight, running_mean, running_var, mean, rstd)
         ctx.training, ctx.eps = training, eps
@@ -520,7 +388,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *rest = ctx.saved_tensors
         needed = [ctx.needs_input_grad[i] for i in (0, 3, 4)]
-        each = _by_node(grad, x, *rest)
+        each = each_node(grad, x, *rest)
         outcomes = (aten.native_batch_norm_backward(*own, ctx.training, ctx.eps, needed) for own in each)
         for_x, for_weight, for_bias = _collect((_wanted(parts, needed) for parts in outcomes), len(x))
         return for_x, None, None, for_weight, for_bias, None, None, None
@@ -529,9 +397,3 @@ class _BatchNorm(torch.autograd.Function):
 def _wanted(parts: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
     """Return the gradients that are needed, and None for the others."""
     return [part if need else None for part, need in zip(parts, needed, strict=True)]
-
-
-def _by_node(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Return an iterator over the nodes, of each one's slices of stacked tensors (K, …); None stays None."""
-    columns = (itertools.repeat(None, first.shape[0]) if t is None else t.unbind(0) for t in others)
-    return zip(first.unbind(0), *columns, strict=True)

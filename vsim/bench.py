@@ -37,8 +37,9 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from vsim.doctor import peak_flops
+from vsim.executor import VmapExecutor
 from vsim.loop import Run, steps
-from vsim.memory import optimizer_bytes
+from vsim.memory import activation_bytes, optimizer_bytes, step_moments
 from vsim.models import CNN, GPT, MLP
 from vsim.strategy import Strategy
 from vsim.trainer import Trainer
@@ -128,7 +129,7 @@ MODELS: dict[str, Workload] = {
 
 @dataclass
 class Line:
-    """The times of one model and K: seconds a step by candidate, the floor, and the share of the machine's peak."""
+    """One model and K: seconds a step by candidate, the floor, the share of the machine's peak, and the memory."""
 
     model: str
     num_nodes: int
@@ -137,6 +138,7 @@ class Line:
     floor_seconds: float = float("nan")
     floor_ratio: float = float("nan")  # of the vectorized step to its floor
     share_of_peak: float = float("nan")
+    memory_ratio: float = float("nan")  # of the vectorized step's peak, in tensors, to matrices and activations
     chosen: str = ""
 
 
@@ -282,7 +284,21 @@ def _measure(
         runs["loop"].executor.losses_and_grads(batch)
     flops = counter.get_total_flops()
     line.share_of_peak = flops / line.seconds["vmap"] / peak_flops(batch[0].device)
+    line.memory_ratio = _memory_ratio(runs["vmap"], batch)
     return line
+
+
+def _memory_ratio(run: Run, batch: list[Tensor]) -> float:
+    """Return the most that the tensors of a step hold, to weights, gradients, optimizer and activations.
+
+    Activations are what eager PyTorch keeps for a backward pass of the nodes that are computed at once.
+    """
+    executor, replicas = run.executor, run.cluster.replicas
+    assert isinstance(executor, VmapExecutor)
+    matrices = replicas.weights.nbytes + replicas.grads.nbytes + optimizer_bytes(run.strategy.optim)
+    at_once = max(piece.rows.stop - piece.rows.start for piece in executor.pieces)
+    activations = at_once * activation_bytes(executor, [t[0] for t in batch])
+    return (matrices + max(step_moments(executor, batch))) / (matrices + activations)
 
 
 def _separate(model: nn.Module, batch: list[Tensor]) -> Callable[[], None]:
@@ -374,7 +390,7 @@ class _Floor:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Return the lines as a table: milliseconds a step, and ratios to K separate modules."""
+    """Return the lines as a table: milliseconds a step, ratios to K separate modules, to the floor, and of memory."""
     rows = [
         [
             line.model,
@@ -384,11 +400,12 @@ def table(lines: Sequence[Line]) -> str:
             line.chosen,
             f"{line.floor_ratio:.2f}",
             f"{line.share_of_peak:.0%}",
+            f"{line.memory_ratio:.2f}",
         ]
         for line in lines
     ]
     header = ["model", "K", "K modules ms", "vmap ms", "loop ms", "exact ms"]
-    header += ["vmap ×", "exact ×", "auto ×", "auto is", "vmap / floor", "of peak"]
+    header += ["vmap ×", "exact ×", "auto ×", "auto is", "vmap / floor", "of peak", "memory"]
     return tabulate(rows, header, disable_numparse=True, stralign="right")
 
 

@@ -2,7 +2,8 @@
 
 functorch has a rule for most operations that puts the node dimension into the operation. For some it is slow, for some
 its result differs in the last bits from the operation on one node, and random ones do not draw from the nodes' own
-generators. A `Lowering` puts the functions of `vsim.batched` in their place, while the model's code stays as it is.
+generators. A `Lowering` puts the functions of `vsim.batched` and `vsim.products` in their place, while the model's code
+stays as it is.
 
 With `exact=True` every operation has the bits of eager PyTorch on one node. Matrix products and attention are batched
 (their kernels compute every matrix alike), exactly rounded arithmetic and what only moves data is left to functorch,
@@ -24,7 +25,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vsim import batched
+from vsim import batched, products
 from vsim.batched import Stacked
 
 Rule = Callable[..., Any]
@@ -35,7 +36,7 @@ class InexactError(ValueError):
 
 
 class Lowering(TorchFunctionMode):
-    """Within this context a function vmapped over nodes uses the operations of `vsim.batched`.
+    """Within this context a function vmapped over nodes uses the operations of `vsim.batched` and `vsim.products`.
 
     Args:
         streams: a generator for each node of the vmapped call, in order; what is random draws from them. None: from
@@ -180,7 +181,7 @@ class Lowering(TorchFunctionMode):
 
     def note_product(self, name: str) -> None:
         """Note that a product is batched, which may differ in its bits."""
-        if not self.exact and not batched.batches_agree():
+        if not self.exact and not products.batches_agree():
             self.differing.add(name)
 
     def _note(self, func: Any, way: str, outcome: Any) -> Any:
@@ -282,7 +283,7 @@ def _linear(nodes: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None 
         place_of_w, place_of_b = (nodes.places.pop(id(t), None) for t in (w, b))
     with outside_of_vmap():
         nodes.note_product("linear")
-        return nodes.batch(batched.linear(x, w, b, place_of_w, place_of_b, nodes.exact))
+        return nodes.batch(products.linear(x, w, b, place_of_w, place_of_b, nodes.exact))
 
 
 def _matmul(nodes: Lowering, input: Tensor, other: Tensor) -> Any:
@@ -294,7 +295,7 @@ def _matmul(nodes: Lowering, input: Tensor, other: Tensor) -> Any:
     with outside_of_vmap():
         nodes.note_product("matmul")
         a, b = both
-        return nodes.batch(batched.matmul(a, b, nodes.exact))
+        return nodes.batch(products.matmul(a, b, nodes.exact))
 
 
 def _attention(

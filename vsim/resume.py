@@ -33,7 +33,8 @@ from vsim.loop import Run, check_weights
 from vsim.optim import torch_optimizers
 from vsim.randomness import global_states, set_global_states
 from vsim.replicas import Replicas
-from vsim.state import Restorer, Shard, Snapshot, described, write_rows
+from vsim.restore import Restorer, write_rows
+from vsim.state import Shard, Snapshot, described
 from vsim.strategy.base import Strategy
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from vsim.batched import batches_agree
 from vsim.executor.base import Before, Executor, minibatches
 from vsim.executor.compiled import CompiledExecutor, CompileError
 from vsim.executor.loop import LoopExecutor
 from vsim.executor.vmap import VmapError, VmapExecutor
 from vsim.lowering import InexactError
+from vsim.products import batches_agree
 from vsim.replicas import Views
 
 # What trying other executors may cost, beside the best: seconds, and a share of the run.
