@@ -14,7 +14,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from vsim.assembly import RunConfig
+from vsim.config import RunConfig
 from vsim.distributed import ProcessOptions
 from vsim.distributed.node import Outcome, run_node
 from vsim.loop import Reporter, StepReport

@@ -4,59 +4,30 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from vsim import first_calls
 from vsim.cluster import Cluster
 from vsim.collectives import Collectives
-from vsim.data.batches import Data, first_examples, resolve
+from vsim.config import RunConfig
+from vsim.data.batches import first_examples, resolve
 from vsim.evaluate import Evaluator
 from vsim.executor import Executor, Settings
+from vsim.fingerprint import fingerprint, settings_of
 from vsim.history import History
 from vsim.interrupt import Interrupt
 from vsim.loop import Reporter, Run
 from vsim.memory import fitting_minibatch, total_bytes
-from vsim.objective import LossFunction, Objective
+from vsim.objective import Objective
 from vsim.randomness import NODE, SHARED, generator
 from vsim.replicas import Replicas
-from vsim.resume import Checkpointer, Saving, Start, begin_fork, fingerprint, resume, settings_of
+from vsim.resume import Checkpointer, begin_fork, resume
 from vsim.strategy.base import Strategy
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """What a run is, for any backend: the arguments of `Trainer` and `fit`, checked. See there."""
-
-    model: nn.Module
-    train_dataset: Data
-    val_dataset: Data | None
-    loss_fn: LossFunction | None
-    strategy: Strategy
-    num_nodes: int
-    num_epochs: int
-    max_steps: int | None
-    batch_size: int
-    minibatch_size: int | None
-    shuffle: bool
-    val_size: int
-    val_interval: int | None
-    seed: int
-    autocast: bool
-    deterministic: bool
-    compile: bool | str
-    chunk_size: int | None
-    correlation_interval: int | None
-    dataloader_kwargs: Mapping[str, Any]
-    after_step: Callable[[Run], None] | None = None  # called in every process when a step is done
-    memory_share: float | None = None  # of the device's memory, for a process: chooses the minibatch size
-    start: Start | None = None
-    saving: Saving | None = None
 
 
 class BatchSource(Protocol):

@@ -86,7 +86,7 @@ class Run:
         done: completed steps. examples, tokens, seconds: that it has trained on, and for, before a resume as well.
         starts: whether its first row is still to be reported: not if it goes on with what was reported.
         history: the record of it, where this process keeps one.
-        fingerprint: what the run is; see `vsim.resume`.
+        fingerprint: what the run is; see `vsim.fingerprint`.
         random_states: of the process's generators as training left them.
     """
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from vsim.arguments import a_function, known_keywords, one_of, real_number, true_or_false, whole_number
-from vsim.assembly import RunConfig, assemble
+from vsim.assembly import assemble
 from vsim.checkpoint import Checkpoint
 from vsim.collectives import StackedCollectives
+from vsim.config import RunConfig
 from vsim.data.batches import Batches, Data, loader_options, resolve
 from vsim.description import describe_run
 from vsim.distributed import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun

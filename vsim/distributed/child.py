@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from vsim import first_calls
-from vsim.assembly import RunConfig
+from vsim.config import RunConfig
 from vsim.distributed import settings
 from vsim.distributed.collectives import CollectiveFailure, completing
 from vsim.distributed.node import run_node

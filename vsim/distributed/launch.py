@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from vsim.assembly import RunConfig
+from vsim.config import RunConfig
 from vsim.distributed import settings
 from vsim.distributed.collectives import CollectiveFailure
 from vsim.distributed.node import Outcome, ProcessOptions, backend_for

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from vsim_kernels.alignment import aligned
 
-from vsim.assembly import RunConfig, assemble
+from vsim.assembly import assemble
+from vsim.config import RunConfig
 from vsim.data.batches import check_tensors, is_factory, loader_options, resolve
 from vsim.data.order import Order
 from vsim.distributed.collectives import ProcessCollectives
