@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from separate import TASKS, Task, small_cnn, small_gpt, small_mlp, vectors
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from vsim import Trainer
 from vsim.executor import AutoExecutor, Executor, LoopExecutor, Settings, VmapError, VmapExecutor, minibatches, vmap
@@ -230,6 +231,87 @@ def fit(model: nn.Module, kind: str, **options: Any) -> Trainer:
     options = {"num_nodes": 3, "max_steps": 4, "batch_size": 4, "progress": False, **options}
     trainer.fit(strategy=SimpleReduceStrategy(inner_optim="sgd", lr=0.1), executor=kind, **options)
     return trainer
+
+
+class Shared(nn.Module):
+    """A layer in two places, tied weights, one more parameter that is a buffer's neighbour, and a nested module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.again = self.first
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.first.weight
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("seen", torch.zeros(4))
+        self.nested = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + x.detach().mean(0)  # assigned anew, not written to
+        return (self.nested(self.tied(self.again(self.first(x)))) * self.scale + self.seen).square().mean()
+
+
+class Recurrent(nn.Module):
+    """nn.LSTM keeps a list of its weights beside their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x[:, None])[0].square().mean()
+
+
+class Parametrized(nn.Module):
+    """Weights that are computed from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x)).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("kind", [LoopExecutor, VmapExecutor])
+@pytest.mark.parametrize("make_model", [Shared, Recurrent, Parametrized], ids=lambda m: m.__name__)
+def test_tensors_take_the_places_that_functional_call_finds(make_model: type[nn.Module], kind: type[Executor]) -> None:
+    torch.manual_seed(0)
+    executor = make(kind, make_model())
+    r = executor.replicas
+    before = {name: (t, t.clone()) for name, t in r.module.state_dict(keep_vars=True).items()}
+    batch = torch.randn(3, 6, 4)
+    own = [
+        {n: w[node].clone().requires_grad_() for n, w in r.views(r.weights).items()}
+        | {n: b[node].clone() for n, b in r.buffers.items()}
+        for node in range(3)
+    ]
+    losses = executor.losses_and_grads(batch)
+    for node, tensors in enumerate(own):
+        loss = functional_call(make_model().train(), tensors, (batch[node],))
+        torch.testing.assert_close(losses[node], loss.detach())
+        weights = {n: t for n, t in tensors.items() if n in r.views(r.weights)}
+        grads = torch.autograd.grad(loss, list(weights.values()))
+        for name, grad in zip(weights, grads, strict=True):
+            torch.testing.assert_close(r.views(r.grads)[name][node], grad, rtol=1e-4, atol=1e-6)
+        for name, b in r.buffers.items():
+            torch.testing.assert_close(b[node], tensors[name].detach())
+    for name, tensor in r.module.state_dict(keep_vars=True).items():
+        assert tensor is before[name][0] and torch.equal(tensor, before[name][1])
+
+
+@every_kind
+def test_tensors_are_put_back_after_an_error(kind: type[Executor]) -> None:
+    class Failing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("on purpose")
+
+    executor = make(kind, Failing(4, 4))
+    before = dict(executor.replicas.module.named_parameters())
+    with pytest.raises(RuntimeError, match="on purpose"):
+        executor.losses_and_grads(torch.randn(3, 6, 4))
+    assert all(p is before[name] for name, p in executor.replicas.module.named_parameters())
 
 
 def test_the_error_names_the_operation_and_the_way_out() -> None:
