@@ -2,7 +2,7 @@
 
 A step allocates and frees the same tensors over and over. glibc gives large blocks back to the system as soon as they
 are free, and each then costs page faults again at its next use: 20,000 of them in a step of four small GPTs, a seventh
-of its time. While a run trains, blocks of up to 64 MB stay with the process; afterwards they are given back.
+of its time. While a run trains, blocks of up to 256 MB stay with the process; afterwards they are given back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 # malloc.h: names of mallopt's settings, what runs set them to, and what they are afterwards (glibc's own limits).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_WHILE_TRAINING = {_MMAP_THRESHOLD: 2**26, _TRIM_THRESHOLD: 2**30}
+_WHILE_TRAINING = {_MMAP_THRESHOLD: 2**28, _TRIM_THRESHOLD: 2**30}
 _AFTERWARDS = {_MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26}
 
 _runs = 0  # that train now, in this process
