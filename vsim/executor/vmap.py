@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 class VmapExecutor(Executor):
-    """All nodes together: `torch.func.vmap` over `functional_call`, in as many pieces as keep it in the caches.
+    """All nodes together: `torch.func.vmap` over a call with a node's tensors, in pieces that stay in the caches.
 
     With `settings.exact` the first step with a batch of every shape is computed by the loop as well, and an
     InexactError says if a bit differs.
