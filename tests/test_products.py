@@ -15,6 +15,7 @@ from vsim_kernels.alignment import empty_rows
 from vsim import products
 
 SIZES = st.sampled_from([1, 2, 3, 5, 8, 10, 16, 17, 24, 33, 48, 64, 97, 100, 128, 200, 256, 384])
+of_any_kind = given(num_nodes=st.integers(1, 17), examples=SIZES, inner=SIZES, outer=SIZES, with_bias=st.booleans())
 
 
 @pytest.fixture(params=[1, 2, 3], scope="module")
@@ -48,7 +49,7 @@ def assert_each_is_as_alone(num_nodes: int, examples: int, inner: int, outer: in
 
 
 @settings(deadline=None, max_examples=60)
-@given(num_nodes=st.integers(1, 9), examples=SIZES, inner=SIZES, outer=SIZES, with_bias=st.booleans())
+@of_any_kind
 def test_linear_has_the_bits_of_a_node(
     num_nodes: int, examples: int, inner: int, outer: int, with_bias: bool, threads: int
 ) -> None:
@@ -57,7 +58,7 @@ def test_linear_has_the_bits_of_a_node(
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=600)
-@given(num_nodes=st.integers(1, 17), examples=SIZES, inner=SIZES, outer=SIZES, with_bias=st.booleans())
+@of_any_kind
 def test_linear_has_the_bits_of_a_node_for_many_shapes(
     num_nodes: int, examples: int, inner: int, outer: int, with_bias: bool, threads: int
 ) -> None:

@@ -146,7 +146,7 @@ def _all_are(matrices: Tensor, matrix: Tensor) -> bool:
 
 
 def _products(a: Tensor, b: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
-    """a (K, n, m), b (K, m, p), bias (K, p) → a · b + bias, (K, n, p), with the bits of one matrix product each."""
+    """a (K, n, m), b (K, m, p), bias (K, p) → a · b + bias, (K, n, p); exact: with the bits of one product each."""
     (nodes, rows, inner), columns = a.shape, b.shape[2]
     if nodes == 1:
         alone = a.new_empty(1, rows, columns)

@@ -178,7 +178,7 @@ class AutoExecutor(Executor):
         """Drop the candidates whose bits depend on the choice."""
         if not self.settings.exact and not batches_agree():
             self.candidates = self.candidates[:1]
-            self.by_rule = "; others not tried: with these threads products have other last bits in batches"
+            self.by_rule = "; others not tried: with these threads products may have other last bits in batches"
             return
         why = ""
         if self.replicas.shares_grads:
