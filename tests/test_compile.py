@@ -1,15 +1,22 @@
-"""`compile=True`: the kernels for which it pays are compiled, and the training is the same but for rounding."""
+"""`compile=True`: losses, gradients and kernels are compiled, and the training is the same but for rounding."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from separate import TASKS, Task, small_cnn, small_gpt, small_mlp
+from test_executor import batch_of, make
+from torch import Tensor
 from vsim_kernels import COMPILING_PAYS, compiled, scatter_mean
 
 from vsim import Trainer
 from vsim.data import digits
+from vsim.executor import CompiledExecutor, CompileError, Executor, LoopExecutor, Settings, VmapExecutor
 from vsim.models import MLP
+from vsim.objective import Objective
+from vsim.randomness import NODE, generator
+from vsim.replicas import Replicas
 from vsim.strategy import (
     QSGD,
     CommunicateOptimizeStrategy,
@@ -63,3 +70,66 @@ def test_compiled_kernels_train_alike(strategy: Strategy) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # something was compiled, and used
     assert not torch._dynamo.utils.counters["graph_break"]
     np.testing.assert_allclose(fast, eager, rtol=2e-3)
+
+
+# Losses and gradients; the tests of executors have more of it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share_grads", [False, True])
+def test_pieces_of_nodes_and_of_batches_add_up(share_grads: bool) -> None:
+    def made(kind: type[Executor], **options: int) -> Executor:
+        r = Replicas.of(small_mlp(0.0), 5, torch.device("cpu"), share_weights=share_grads, share_grads=share_grads)
+        return kind(r, Objective(r.module), [generator(0, NODE, k) for k in range(5)], Settings(**options))
+
+    ours, theirs = made(CompiledExecutor, chunk_size=2), made(VmapExecutor)
+    assert isinstance(ours, CompiledExecutor) and len(ours.pieces) == 3
+    for size in (None, 4, None):  # 5 examples in 4 and 1; then from zero again
+        batch = batch_of(TASKS[0], 5, 5)
+        torch.testing.assert_close(ours.losses_and_grads(batch, size), theirs.losses_and_grads(batch, size))
+        torch.testing.assert_close(ours.replicas.grads, theirs.replicas.grads, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_autocast_is_that_of_a_step_that_is_not_compiled(task: Task) -> None:
+    model = {"mlp": small_mlp, "cnn": small_cnn, "gpt": small_gpt}[task.name](0.0)
+    compiled, eager, full = (
+        make(kind, model, autocast=autocast)
+        for kind, autocast in ((CompiledExecutor, True), (LoopExecutor, True), (LoopExecutor, False))
+    )
+    gradients = []
+    for executor in (compiled, eager, full):
+        executor.losses_and_grads(batch_of(task))
+        gradients.append(executor.replicas.grads)
+    ours, theirs, exact = gradients
+    assert ours.dtype == torch.float32 and not torch.allclose(ours, exact, rtol=1e-4)  # rounded it is
+    assert (ours - exact).norm() < 2 * (theirs - exact).norm()  # as much as in eager
+
+
+@pytest.mark.slow
+def test_a_sweep_compiles_as_many_shapes_as_it_has() -> None:
+    limit = torch._dynamo.config.recompile_limit
+    for num_nodes in range(2, 4 + limit):
+        losses = make(CompiledExecutor, small_mlp(0.0), num_nodes).losses_and_grads(batch_of(TASKS[0], num_nodes, 2))
+        assert len(losses) == num_nodes
+    assert torch._dynamo.config.recompile_limit == limit
+
+
+@pytest.mark.slow
+def test_a_model_that_is_another_at_every_step_is_not_compiled_for_ever() -> None:
+    class Restless(MLP):
+        calls = 0
+
+        def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            self.calls += 1
+            return super().forward(batch) * self.calls
+
+    executor, batch = make(CompiledExecutor, Restless(12, (8,), 5)), batch_of(TASKS[0])
+
+    def train() -> None:
+        for _ in range(1 + torch._dynamo.config.recompile_limit):
+            executor.losses_and_grads(batch)
+
+    with pytest.raises(CompileError, match="RecompileLimit"):
+        train()

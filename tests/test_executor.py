@@ -16,14 +16,28 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vsim import Trainer
-from vsim.executor import AutoExecutor, Executor, LoopExecutor, Settings, VmapError, VmapExecutor, minibatches, vmap
+from vsim.executor import (
+    AutoExecutor,
+    CompiledExecutor,
+    Executor,
+    LoopExecutor,
+    Settings,
+    VmapError,
+    VmapExecutor,
+    minibatches,
+    vmap,
+)
 from vsim.objective import Objective
 from vsim.randomness import NODE, generator
 from vsim.replicas import Replicas
 from vsim.strategy import SimpleReduceStrategy, Strategy
 
 CPU = torch.device("cpu")
-KINDS: list[type[Executor]] = [VmapExecutor, LoopExecutor, AutoExecutor]
+COMPILED = pytest.param(
+    CompiledExecutor,
+    marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")],  # torch itself
+)
+KINDS: list[Any] = [VmapExecutor, LoopExecutor, AutoExecutor, COMPILED]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 
@@ -44,7 +58,7 @@ def batch_of(task: Task, num_nodes: int = 3, size: int = 6) -> list[Tensor]:
     return [t[: num_nodes * size].view(num_nodes, size, *t.shape[1:]) for t in task.data().tensors]
 
 
-@pytest.mark.parametrize("kind", [VmapExecutor, LoopExecutor])
+@pytest.mark.parametrize("kind", [VmapExecutor, LoopExecutor, COMPILED])
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_every_node_has_the_loss_and_gradient_of_its_own_model(task: Task, kind: type[Executor]) -> None:
     model = {"mlp": small_mlp, "cnn": small_cnn, "gpt": small_gpt}[task.name](0.0)

@@ -1,4 +1,4 @@
-"""The vmapped loss and its gradient, compiled."""
+"""The losses and gradients of all nodes, compiled."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vmap
-from torch.utils._pytree import tree_map
+from torch.func import grad_and_value, vmap
+from torch.utils._pytree import tree_leaves, tree_map
+from vsim_kernels.alignment import rows_apart
 
+from vsim.executor.base import Before
 from vsim.executor.vmap import Piece, VmapExecutor, without_performance_warnings
 from vsim.randomness import drawing_from
 from vsim.replicas import Views
+
+_MOST_GRAPHS = 256  # torch's own limit of what one process compiles
 
 
 class CompileError(RuntimeError):
@@ -21,7 +25,7 @@ class CompileError(RuntimeError):
 
 
 class CompiledExecutor(VmapExecutor):
-    """`VmapExecutor` with loss and gradient compiled by torch.compile, by functorch's own rules.
+    """`VmapExecutor` with losses and gradients compiled by torch.compile into one graph, by functorch's own rules.
 
     What is random in the model draws from one stream for all nodes, a different draw for each: reproducible, but not
     the draws of the other executors.
@@ -38,19 +42,26 @@ class CompiledExecutor(VmapExecutor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.compile_seconds: float | None = None
+        self.known: set[Any] = set()  # shapes for which there is a graph
         of_weights = None if self.replicas.shares_grads else 0
 
-        def losses_of(leaves: Views, buffers: Views, batch: Any) -> Tensor:
-            def loss_of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
+        def loss_of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
+            with self._precision():
                 return self._outcome(own, buffers, batch, False)[0]
 
-            losses: Tensor = vmap(loss_of_node, in_dims=(of_weights, 0, 0), randomness="different")(
-                leaves, buffers, batch
-            )
-            return losses
+        def total(weights: Views, buffers: Views, batch: Any) -> tuple[Tensor, Tensor]:
+            of_nodes = vmap(loss_of_node, in_dims=(of_weights, 0, 0), randomness="different")
+            losses: Tensor = of_nodes(weights, buffers, batch)
+            return losses.sum(), losses
 
-        # Within a vmap a break of the graph would leave all of it uncompiled, and silently.
-        self.compiled = torch.compile(losses_of, dynamic=False, fullgraph=True)
+        def grads_and_losses(*parts: Any) -> tuple[Views, Tensor]:
+            grads, (_, losses) = grad_and_value(total, has_aux=True)(*parts)
+            return grads, losses
+
+        # One graph of both: between a forward and a backward graph autograd would keep its books, which in a small
+        # model takes longer than the arithmetic. Within a vmap a break of the graph would leave all of it uncompiled,
+        # and silently.
+        self.compiled = torch.compile(grads_and_losses, dynamic=False, fullgraph=True)
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         started = time.perf_counter()
@@ -58,28 +69,56 @@ class CompiledExecutor(VmapExecutor):
         if self.compile_seconds is None:
             self.compile_seconds = time.perf_counter() - started
             self.reason = f"compiled in {self.compile_seconds:.1f} s"
+            if not self.replicas.grads.any():  # as of a loss that does not depend on the weights
+                self._try_uncompiled(batch)
         return losses
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        losses = []
         try:
-            with drawing_from(self.generators[0]):
-                return super()._backward(batch, share, first)
+            with drawing_from(self.generators[0]), self._moved_up_to_date(), without_performance_warnings():
+                for number, piece in enumerate(self.pieces):
+                    own_batch = tree_map(torch.Tensor.contiguous, self._own_batch(batch, piece))
+                    grads, of_piece = self._grads_and_losses(piece, own_batch)
+                    if self.replicas.shares_grads:
+                        _accumulate(piece.grads, grads, share / self.replicas.num_nodes, first and number == 0)
+                    else:
+                        _accumulate(piece.grads, grads, share, first)
+                    losses.append(of_piece)
         except Exception as error:
-            if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                raise CompileError(f"the model cannot be compiled: {_summary(error)}") from error
-            raise
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            self._try_uncompiled(batch)
+            raise CompileError(f"the model cannot be compiled: {_summary(error)}") from error
+        return torch.cat(losses) * share
 
-    def lowering(self, piece: int = 0, first: bool = False) -> Any:
-        """Nothing: the compiler sees functorch's rules."""
-        return nullcontext()
+    @torch.no_grad()
+    def _grads_and_losses(self, piece: Piece, batch: Any) -> tuple[list[Tensor], Tensor]:
+        weights = {name: leaf.detach() for name, leaf in piece.leaves.items()}
+        shapes = tuple(t.shape for t in tree_leaves((weights, batch)))
+        # Other shapes are other graphs, as many as a sweep wants: torch's limit is for all runs of the process. It
+        # stands at every other step, where it stops a model whose Python is never the same.
+        limit = nullcontext() if shapes in self.known else torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)
+        with limit:
+            grads, losses = self.compiled(weights, piece.buffers, batch)
+        self.known.add(shapes)
+        return list(grads.values()), losses
 
-    def _note(self, lowering: Any) -> None:
-        """Nothing was seen."""
+    def _try_uncompiled(self, batch: Any) -> None:
+        """Raise what is wrong with the model itself; the compiler's errors say it badly, or not at all."""
+        before = Before(self)
+        super()._backward(tree_map(rows_apart, batch), 1.0, True)
+        before.restore()
 
-    def _losses(self, piece: Piece, batch: Any, lowering: Any) -> Tensor:
-        with without_performance_warnings():
-            losses: Tensor = self.compiled(piece.leaves, piece.buffers, tree_map(torch.Tensor.contiguous, batch))
-        return losses
+
+def _accumulate(sums: list[Tensor], grads: list[Tensor], share: float, first: bool) -> None:
+    """Write or add share · gradients."""
+    if first:
+        torch._foreach_copy_(sums, grads)
+        if share != 1.0:
+            torch._foreach_mul_(sums, share)
+    else:
+        torch._foreach_add_(sums, grads, alpha=share)
 
 
 def _summary(error: Exception) -> str:
