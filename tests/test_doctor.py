@@ -101,7 +101,8 @@ def test_bench_measures_all_in_turn(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert all(seconds > 0 for seconds in line["seconds"].values())
         assert line["ratios"]["separate"] == 1.0
         assert 0 < line["floor_seconds"] < line["seconds"]["vmap"]
-        assert line["floor_ratio"] > 1  # a median of ratios, not the ratio of the medians
+        assert line["floor_ratios"].keys() == {"vmap"}
+        assert line["floor_ratios"]["vmap"] > 1  # a median of ratios, not the ratio of the medians
         assert 1 < line["memory_ratio"] < 1.5
         assert line["chosen"] in ("vmap", "loop")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
@@ -113,6 +114,17 @@ def test_bench_measures_all_in_turn(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert line["ratios"]["allreduce"] == 1.0
     assert main(["bench", "--nodes", "0"]) == 2
     assert "--nodes must be" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
+def test_a_compiled_step_takes_its_turn() -> None:
+    (line,) = bench.bench(["mlp"], [4], compile=True, rounds=3)
+    assert 0 < line.seconds["compiled"] < 1  # what compiling takes is not in it
+    assert line.ratios["compiled"] > 0 and line.floor_ratios["compiled"] > 1
+    header, _, row = bench.table([line]).splitlines()
+    assert "compiled ms" in header and "compiled / floor" in header and f"{line.ratios['compiled']:.2f}" in row
+    assert "compiled" in [text.get_text() for text in bench.figure([line]).axes[0].get_legend().get_texts()]
 
 
 def test_strategies_are_measured_beside_the_first() -> None:

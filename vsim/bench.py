@@ -55,6 +55,7 @@ _CANDIDATES: dict[str, dict[str, Any]] = {
     "auto": {"executor": "auto"},
     "exact": {"executor": "vmap", "deterministic": True},
 }
+_COMPILED: dict[str, dict[str, Any]] = {"compiled": {"executor": "vmap", "compile": True}}
 
 
 class _Residual(nn.Module):
@@ -136,7 +137,7 @@ class Line:
     seconds: dict[str, float] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)  # to K separate modules, round by round
     floor_seconds: float = float("nan")
-    floor_ratio: float = float("nan")  # of the vectorized step to its floor
+    floor_ratios: dict[str, float] = field(default_factory=dict)  # to the floor of the vectorized step
     share_of_peak: float = float("nan")
     memory_ratio: float = float("nan")  # of the vectorized step's peak, in tensors, to matrices and activations
     chosen: str = ""
@@ -147,6 +148,7 @@ def bench(
     nodes: Sequence[int] = NODES,
     *,
     strategy: Callable[[], Strategy] | None = None,
+    compile: bool = False,
     rounds: int | None = None,
     progress: Callable[[Line], None] | None = None,
 ) -> list[Line]:
@@ -155,6 +157,7 @@ def bench(
     Args:
         models: names among MODELS. nodes: values of K.
         strategy: makes the strategy; default: nodes that train alone, which is what separate modules do.
+        compile: a compiled step takes its turns, too; compiling, some ten seconds a line, is not counted.
         rounds: of taking turns; default: by model. progress: gets every line when it is done.
     """
     lines = []
@@ -163,7 +166,7 @@ def bench(
             workload = MODELS[name]
             if num_nodes > workload.most_nodes:
                 continue
-            line = _measure(name, workload, num_nodes, strategy or (lambda: Strategy(lr=1e-4)), rounds)
+            line = _measure(name, workload, num_nodes, strategy or (lambda: Strategy(lr=1e-4)), compile, rounds)
             lines.append(line)
             if progress is not None:
                 progress(line)
@@ -258,14 +261,14 @@ def _model_and_examples(workload: Workload, num_nodes: int) -> tuple[nn.Module, 
 
 
 def _measure(
-    name: str, workload: Workload, num_nodes: int, strategy: Callable[[], Strategy], rounds: int | None
+    name: str, workload: Workload, num_nodes: int, strategy: Callable[[], Strategy], compile: bool, rounds: int | None
 ) -> Line:
     model, examples = _model_and_examples(workload, num_nodes)
     batch = [t.unflatten(0, (num_nodes, BATCH_SIZE)) for t in examples]
     rounds = rounds or max(3, round(workload.rounds * min(1, 8 / num_nodes)))
     turns: dict[str, Callable[[], object]] = {"separate": _separate(model, batch)}
     runs = {}
-    for label, options in _CANDIDATES.items():
+    for label, options in (_CANDIDATES | _COMPILED if compile else _CANDIDATES).items():
         if label == "exact" and batch[0].device.type != "cpu":
             continue
         runs[label] = _run(model, examples, num_nodes, strategy(), options)
@@ -275,7 +278,8 @@ def _measure(
     turns["floor"] = _Floor(_run(model, examples, num_nodes, strategy(), _CANDIDATES["vmap"]))
     times = _in_turn(turns, rounds)
     line = Line(name, num_nodes)
-    line.floor_ratio = _ratios(times, "floor")["vmap"]
+    to_floor = _ratios(times, "floor")
+    line.floor_ratios = {label: to_floor[label] for label in ("vmap", "compiled") if label in to_floor}
     line.floor_seconds = statistics.median(times.pop("floor"))
     line.seconds = {label: statistics.median(values) for label, values in times.items()}
     line.ratios = _ratios(times, "separate")
@@ -391,21 +395,24 @@ class _Floor:
 
 def table(lines: Sequence[Line]) -> str:
     """Return the lines as a table: milliseconds a step, ratios to K separate modules, to the floor, and of memory."""
+    compiled = ["compiled"] if any("compiled" in line.seconds for line in lines) else []
+    timed, compared = ["separate", "vmap", "loop", "exact", *compiled], ["vmap", "exact", "auto", *compiled]
+    to_floor = ["vmap", *compiled]
     rows = [
         [
             line.model,
             line.num_nodes,
-            *(f"{1e3 * line.seconds[c]:.3g}" for c in ("separate", "vmap", "loop", "exact") if c in line.seconds),
-            *(f"{line.ratios[c]:.2f}" for c in ("vmap", "exact", "auto") if c in line.ratios),
+            *(f"{1e3 * line.seconds[c]:.3g}" if c in line.seconds else "" for c in timed),
+            *(f"{line.ratios[c]:.2f}" if c in line.ratios else "" for c in compared),
             line.chosen,
-            f"{line.floor_ratio:.2f}",
+            *(f"{line.floor_ratios[c]:.2f}" if c in line.floor_ratios else "" for c in to_floor),
             f"{line.share_of_peak:.0%}",
             f"{line.memory_ratio:.2f}",
         ]
         for line in lines
     ]
-    header = ["model", "K", "K modules ms", "vmap ms", "loop ms", "exact ms"]
-    header += ["vmap ×", "exact ×", "auto ×", "auto is", "vmap / floor", "of peak", "memory"]
+    header = ["model", "K", "K modules ms", *(f"{c} ms" for c in timed[1:]), *(f"{c} ×" for c in compared), "auto is"]
+    header += [*(f"{c} / floor" for c in to_floor), "of peak", "memory"]
     return tabulate(rows, header, disable_numparse=True, stralign="right")
 
 
@@ -440,7 +447,9 @@ def figure(lines: Sequence[Line]) -> Figure:
         for ax, model in zip(drawing.subplots(1, len(models), squeeze=False)[0], models, strict=True):
             own = [line for line in lines if line.model == model]
             nodes = [line.num_nodes for line in own]
-            for label, style in (("separate", "k:"), ("loop", "C1--"), ("vmap", "C0-")):
+            for label, style in (("separate", "k:"), ("loop", "C1--"), ("vmap", "C0-"), ("compiled", "C2-")):
+                if any(label not in line.seconds for line in own):
+                    continue
                 a_node = [1e3 * line.seconds[label] / line.num_nodes for line in own]
                 name = "separate modules" if label == "separate" else label
                 ax.plot(nodes, a_node, style, marker="o", markersize=3, label=name)

@@ -148,6 +148,7 @@ def _add_bench(commands: Any) -> None:
         metavar="NAME",
         help=f"beside the first of these; none to leave them out (default: {' '.join(BENCHED)})",
     )
+    command.add_argument("--compile", action="store_true", help="time a compiled step, too")
     command.add_argument("--rounds", type=int, help="turns that every candidate takes (default: by model)")
     command.add_argument("--out", type=Path, default=Path("vsim-out"), metavar="DIR", help="default: vsim-out")
     command.set_defaults(run=_bench)
@@ -304,6 +305,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     lines = bench.bench(
         arguments.models,
         arguments.nodes,
+        compile=arguments.compile,
         rounds=arguments.rounds,
         progress=lambda line: print(f"{line.model}, K = {line.num_nodes}: done", file=sys.stderr),
     )
