@@ -127,6 +127,15 @@ def test_a_compiled_step_takes_its_turn() -> None:
     assert "compiled" in [text.get_text() for text in bench.figure([line]).axes[0].get_legend().get_texts()]
 
 
+@pytest.mark.parametrize("name", [n for n in bench.MODELS if n != "gpt-large"])
+def test_a_step_holds_little_more_than_matrices_and_activations(name: str) -> None:
+    model, examples = bench._model_and_examples(bench.MODELS[name], 4)
+    run = bench._run(model, examples, 4, Strategy(lr=1e-4), {"executor": "vmap"})
+    batch = [t.unflatten(0, (4, bench.BATCH_SIZE)) for t in examples]
+    run.executor.losses_and_grads(batch)
+    assert 1 < bench._memory_ratio(run, batch) < 1.15
+
+
 def test_strategies_are_measured_beside_the_first() -> None:
     made = {"alone": Strategy, "AllReduce": SimpleReduceStrategy}
     (line,) = bench.bench_strategies(["mlp"], [4], made, rounds=2)

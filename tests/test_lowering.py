@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from vsim import batched
 from vsim.executor import Executor, LoopExecutor, Settings, VmapError, VmapExecutor
 from vsim.lowering import InexactError
 from vsim.models import CNN, GPT, MLP
@@ -283,3 +284,60 @@ def test_a_number_that_is_the_same_on_all_nodes_is_known_in_the_exact_form() -> 
     assert_same_bits(model, [torch.randn(3, 5, 6)])
     with pytest.raises(VmapError, match="cannot be vectorised over nodes"):
         make(VmapExecutor, model, 3).losses_and_grads([torch.randn(3, 5, 6)])
+
+
+# Nodes as groups of channels
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    nodes=st.integers(1, 4),
+    groups=st.integers(1, 2),
+    depth=st.integers(1, 3),
+    next_depth=st.integers(1, 3),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 2),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    with_bias=st.booleans(),
+    inside=st.booleans(),
+    placed=st.booleans(),
+)
+def test_a_grouped_convolution_is_that_of_each_node(
+    nodes: int, groups: int, depth: int, next_depth: int, kernel: int, stride: int, padding: int, dilation: int,
+    with_bias: bool, inside: bool, placed: bool,
+) -> None:  # fmt: skip
+    stream = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=stream)
+
+    x = random(5, nodes, groups * depth, 7, 6).transpose(0, 1) if inside else random(nodes, 5, groups * depth, 7, 6)
+    weight, bias = random(nodes, groups * next_depth, depth, kernel, kernel), random(nodes, groups * next_depth)
+    given_tensors = [t.requires_grad_() for t in (x, weight, bias)][: 3 if with_bias else 2]
+    place = torch.full_like(weight, torch.nan) if placed else None
+    geometry = ([stride] * 2, [padding] * 2, [dilation] * 2, False, [0, 0], groups)
+    tensors = [*given_tensors, None][:3]
+    ours = batched.grouped_convolution(*tensors, *geometry, weight_grad=place)
+    theirs = batched.convolution(*tensors, *geometry)
+    torch.testing.assert_close(ours, theirs)
+    direction = random(*ours.shape)
+    our_grads, their_grads = (torch.autograd.grad(out, given_tensors, direction) for out in (ours, theirs))
+    torch.testing.assert_close(our_grads, their_grads)
+    assert place is None or our_grads[1].data_ptr() == place.data_ptr()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_examples_are_taken_as_they_lie_in_memory(inside: bool) -> None:
+    x = torch.randn(4, 3, 2, 6, 6) if inside else torch.randn(3, 4, 2, 6, 6)
+    seen = []
+
+    def pool(examples: Tensor) -> Tensor:
+        seen.append(examples.data_ptr())
+        return F.max_pool2d(examples, 2)
+
+    stacked = x.transpose(0, 1) if inside else x
+    pooled = batched.of_examples(pool, stacked)
+    assert seen == [x.data_ptr()]  # nothing was copied
+    assert torch.equal(pooled, torch.stack([F.max_pool2d(own, 2) for own in stacked]))
+    assert (pooled.stride(0) < pooled.stride(1)) is inside

@@ -299,30 +299,58 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) 
 
 
 def grouped_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
+    x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any, weight_grad: Tensor | None = None
 ) -> Tensor:
-    """The same as `convolution` in one call: the nodes are groups of channels, (B, K · C, *size)."""
-    nodes = len(x)
-    out = torch.convolution(
-        x.transpose(0, 1).flatten(1, 2),
-        weight.flatten(0, 1),
-        None if bias is None else bias.flatten(),
-        stride,
-        padding,
-        dilation,
-        transposed,
-        output_padding,
-        nodes * groups,
-    )
-    return out.unflatten(1, (nodes, -1)).transpose(0, 1)
+    """The same as `convolution` in one call: the nodes are groups of channels, (B, K · C, *size).
+
+    weight_grad: where the gradient of the weights is written, if it is wanted in a place of its own.
+    """
+    out: Tensor = _GroupedConvolution.apply(x, weight, bias, weight_grad, *geometry)
+    return out
+
+
+class _GroupedConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weight_grad: Tensor | None, *geometry: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)  # not the dense copy of the weights, which would be in memory for long
+        ctx.bias_sizes = None if bias is None else [bias.numel()]
+        ctx.weight_grad, ctx.geometry = weight_grad, (*geometry[:-1], len(x) * geometry[-1])
+        flat_bias = None if bias is None else bias.flatten()
+        out: Tensor = aten.convolution(_channels(x), weight.flatten(0, 1), flat_bias, *ctx.geometry)
+        return _nodes(out, len(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        given = (_channels(grad), _channels(x), weight.flatten(0, 1), ctx.bias_sizes, *ctx.geometry)
+        x_grad = weight_grad = bias_grad = None
+        # In two calls, which is what the library makes of one: the gradient of the weights is in its place before the
+        # other is computed.
+        if for_weight or for_bias:
+            _, weights, biases = aten.convolution_backward(*given, [False, for_weight, for_bias])
+            if for_weight:
+                weight_grad = weights.view(weight.shape)
+                weight_grad = weight_grad if ctx.weight_grad is None else ctx.weight_grad.copy_(weight_grad)
+            if for_bias:
+                bias_grad = biases.view(len(x), -1)
+            del weights, biases
+        if for_x:
+            x_grad = _nodes(aten.convolution_backward(*given, [True, False, False])[0], len(x))
+        return x_grad, weight_grad, bias_grad, *[None] * (1 + len(ctx.geometry))
+
+
+def _channels(x: Tensor) -> Tensor:
+    """(K, B, C, …) → (B, K · C, …)"""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _nodes(x: Tensor, nodes: int) -> Tensor:
+    """(B, K · C, …) → (K, B, C, …)"""
+    return x.unflatten(1, (nodes, -1)).transpose(0, 1)
 
 
 class _Convolution(torch.autograd.Function):
@@ -347,6 +375,18 @@ class _Convolution(torch.autograd.Function):
         )
         grads = _collect((_wanted(parts, needed) for parts in outcomes), len(x))
         return *grads, *[None] * len(ctx.geometry)
+
+
+def of_examples(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of a batch of examples (N, …), each by itself, to those of all nodes (K, B, …) in one call.
+
+    They are taken in the order in which they lie in memory (`grouped_convolution` leaves the nodes inside the batch),
+    so that nothing is copied, and what follows finds the same order.
+    """
+    inside = x.stride(0) < x.stride(1)
+    nodes_and_examples = x.transpose(0, 1) if inside else x
+    y = function(nodes_and_examples.flatten(0, 1)).unflatten(0, nodes_and_examples.shape[:2])
+    return y.transpose(0, 1) if inside else y
 
 
 def batch_norm(

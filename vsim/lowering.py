@@ -436,19 +436,20 @@ def _convolution_rule(dims: int) -> Rule:
         if stacked is None or isinstance(padding, str) or input.dim() != dims + 2 or not one_dtype:
             return NotImplemented
         geometry = (listed(stride), listed(padding), listed(dilation), False, [0] * dims, groups)
-        form = batched.convolution if nodes.exact else _fastest_convolution(input, weight, geometry)
-        if form is batched.convolution:
+        if nodes.exact or not _is_better_as_groups(input, weight, geometry):
             nodes.way = "node by node"
-        else:
-            nodes.differing.add(f"conv{dims}d")
+            with outside_of_vmap():
+                return nodes.batch(batched.convolution(*stacked, *geometry))
+        nodes.differing.add(f"conv{dims}d")
+        place = nodes.places.pop(id(stacked[1]), None)
         with outside_of_vmap():
-            return nodes.batch(form(*stacked, *geometry))
+            return nodes.batch(batched.grouped_convolution(*stacked, *geometry, weight_grad=place))
 
     return rule
 
 
-def _fastest_convolution(x: Tensor, weight: Tensor, geometry: Any) -> Callable[..., Tensor]:
-    """Choose by what was measured on CPU (tests/benchmarks): as groups of channels where that is not much work a node.
+def _is_better_as_groups(x: Tensor, weight: Tensor, geometry: Any) -> bool:
+    """Whether a convolution is faster as groups of channels: measured on CPU, where that is not much work a node.
 
     More work is as fast node by node, and its results lie in memory as what follows wants them; groups of few channels
     are slow.
@@ -456,8 +457,7 @@ def _fastest_convolution(x: Tensor, weight: Tensor, geometry: Any) -> Callable[.
     stride, *_ = geometry
     channels = weight.shape[1]
     outputs = x.numel() // x.shape[1] * weight.shape[0] // math.prod(stride)
-    small = channels == 1 or (channels >= 32 and outputs < 2**15)
-    return batched.grouped_convolution if x.device.type != "cpu" or small else batched.convolution
+    return x.device.type != "cpu" or channels == 1 or (channels >= 32 and outputs < 2**15)
 
 
 def _batch_norm(
@@ -484,6 +484,19 @@ def _batch_norm(
         return nodes.batch(batched.batch_norm(x, mean, var, w, b, training, momentum, eps))
 
 
+def _pooling_rule(function: Rule, dims: int, is_exact: bool) -> Rule:
+    def rule(nodes: Lowering, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        x = nodes.of(input)
+        if x is None or input.dim() != dims + 2 or (nodes.exact and not is_exact):
+            return NotImplemented
+        if not is_exact:
+            nodes.differing.add(_name(function))
+        with outside_of_vmap():
+            return nodes.batch(batched.of_examples(lambda examples: function(examples, *args, **kwargs), x))
+
+    return rule
+
+
 _RULES: dict[Any, Rule] = {
     F.linear: _linear,
     torch.matmul: _matmul,
@@ -504,4 +517,13 @@ _RULES: dict[Any, Rule] = {
     F.conv2d: _convolution_rule(2),
     F.conv3d: _convolution_rule(3),
     F.batch_norm: _batch_norm,
+    F.max_pool1d: _pooling_rule(F.max_pool1d, 1, is_exact=True),
+    F.max_pool2d: _pooling_rule(F.max_pool2d, 2, is_exact=True),
+    F.max_pool3d: _pooling_rule(F.max_pool3d, 3, is_exact=True),
+    F.avg_pool1d: _pooling_rule(F.avg_pool1d, 1, is_exact=True),
+    F.avg_pool2d: _pooling_rule(F.avg_pool2d, 2, is_exact=True),
+    F.avg_pool3d: _pooling_rule(F.avg_pool3d, 3, is_exact=True),
+    F.adaptive_avg_pool1d: _pooling_rule(F.adaptive_avg_pool1d, 1, is_exact=False),
+    F.adaptive_avg_pool2d: _pooling_rule(F.adaptive_avg_pool2d, 2, is_exact=False),
+    F.adaptive_avg_pool3d: _pooling_rule(F.adaptive_avg_pool3d, 3, is_exact=False),
 }
