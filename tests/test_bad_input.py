@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from separate import small_gpt, small_mlp, tokens, vectors
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from vsim import Trainer, load_checkpoint
@@ -430,6 +430,17 @@ TABLE = [
         r"lr_scheduler StepLR\(step_size=0\) is not possible: .*zero",
     ),
     Bad("half a schedule", lambda: FedAvgStrategy(lr_scheduler=StepLR), TypeError, r"StepLR\(\) .* 'step_size'"),
+    Bad(
+        "a schedule shorter than the run",
+        lambda: fit(
+            strategy=FedAvgStrategy(
+                inner_optim="sgd", lr_scheduler=OneCycleLR, lr_scheduler_kwargs={"max_lr": 0.1, "total_steps": 3}
+            ),
+            max_steps=4,
+        ),
+        ValueError,
+        "OneCycleLR is over after 3 steps, and the run has 4: give it total_steps=4",
+    ),
     Bad(
         "arguments of a schedule in a list",
         lambda: FedAvgStrategy(lr_scheduler=StepLR, lr_scheduler_kwargs=[3]),

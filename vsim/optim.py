@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from vsim.arguments import one_of, only_one, real_number, reject_unknown, true_or_false, whole_number
 from vsim.replicas import Replicas
@@ -329,12 +329,23 @@ class Schedule:
         return (self.kwargs.get("max_steps") or max_steps) if self.named and self.kwargs["cosine_anneal"] else None
 
     def build(self, optimizer: StackedOptimizer, max_steps: int) -> list[LRScheduler]:
-        """Return the schedulers to step after every optimizer step of a run of `max_steps` steps."""
+        """Return the schedulers to step after every optimizer step of a run of `max_steps` steps.
+
+        Raises:
+            ValueError: the schedule is shorter than the run.
+        """
         if self.named:
             kwargs = {**self.kwargs, "max_steps": self.kwargs.get("max_steps") or max_steps}
             return [LambdaLR(o, warmup_cosine(**kwargs)) for o in torch_optimizers(optimizer)]
         cls = self.cls
-        return [] if cls is None else [cls(o, **self.kwargs) for o in torch_optimizers(optimizer)]
+        schedulers = [] if cls is None else [cls(o, **self.kwargs) for o in torch_optimizers(optimizer)]
+        for scheduler in schedulers:
+            if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < max_steps:
+                raise ValueError(
+                    f"OneCycleLR is over after {scheduler.total_steps} steps, and the run has {max_steps}: give it "
+                    f"total_steps={max_steps} in lr_scheduler_kwargs"
+                )
+        return schedulers
 
 
 def clip_by_node(replicas: Replicas, max_norm: float, exact: bool) -> None:
