@@ -133,3 +133,16 @@ def test_a_model_that_is_another_at_every_step_is_not_compiled_for_ever() -> Non
 
     with pytest.raises(CompileError, match="RecompileLimit"):
         train()
+
+
+@pytest.mark.slow
+def test_what_watches_a_step_sees_its_operations() -> None:
+    train, _ = digits()
+    options = {"strategy": Strategy(), "num_nodes": 3, "compile": True, "progress": False}
+    trainer = Trainer(MLP(hidden=(32,), seed=0), train)
+    trainer.fit(**options, max_steps=2, batch_size=16, max_memory_usage=0.5)
+    assert trainer.history.executor == "compiled" and trainer.history.minibatch_size is None  # the whole batch fits
+    explanation = trainer.explain(**options, max_steps=4, batch_size=16)
+    assert explanation.executor == "compiled"
+    # Three nodes, 16 examples, two layers: 2 · in · out forward, and twice that backward but for the input's gradient.
+    assert explanation.gradient_flops == 3 * 16 * 2 * (2 * 64 * 32 + 3 * 32 * 10)

@@ -173,8 +173,7 @@ def step_bytes(executor: Executor, batch: Any) -> Callable[[int], int]:
     """
     num_examples = next((t.shape[1] for t in tree_leaves(batch) if t.dim() > 1), 1)
     few = min(2, num_examples)  # not one: BatchNorm would refuse it
-    with _undone(executor):
-        executor._backward(_first(batch, few), 1.0, True)  # what happens the first time only, such as a choice
+    step_moments(executor, _first(batch, few))  # what happens the first time only, such as a choice
     low = step_moments(executor, _first(batch, few))
     if few == num_examples:
         return lambda examples: math.ceil(max(low) * max(1.0, examples / few))

@@ -214,7 +214,7 @@ class Trainer:
             dataloader_kwargs: num_workers, collate_fn, drop_last and so on. `collate_fn` gets one node's samples.
             max_memory_usage: the share, 0 < f ≤ 1, of the device's memory that this process may hold (with
                 backend="process" all nodes' processes on a device together): takes the largest minibatch that fits, by
-                an estimate from small probes, and leaves it in `history.minibatch_size`.
+                an estimate from small probes, which are not compiled, and leaves it in `history.minibatch_size`.
             logger: a `CSVLogger`, `WandbLogger`, `TensorBoardLogger` or an object of your own (see `vsim.logger`), or a
                 list of them. Under torchrun, rank 0 logs.
             log_interval: steps between rows of a log; validations are logged whenever there is one.
