@@ -12,8 +12,14 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 # What a page's commands are given beside their own arguments, so that a test of them is quick.
-QUICK = ["--steps", "2", "--val-size", "16", "--quiet", "--out", "vsim-out"]
-QUICK_OF_VERIFY = ["--steps", "2", "--quiet"]
+QUICK_TRAINING = ["--steps", "2", "--val-size", "16", "--quiet", "--out", "vsim-out"]
+QUICK = {
+    "compare": QUICK_TRAINING,
+    "train": QUICK_TRAINING,
+    "verify": ["--steps", "2", "--quiet"],
+    "doctor": ["--steps", "2", "--quiet"],
+    "bench": ["--rounds", "1", "--out", "vsim-out"],
+}
 
 
 class Block(NamedTuple):
@@ -57,8 +63,7 @@ def run_page(page: Path) -> dict[str, Any]:
             for command in text.replace("\\\n", " ").splitlines():
                 words = shlex.split(command, comments=True)
                 if words[:1] == ["vsim"]:
-                    quick = QUICK_OF_VERIFY if words[1] == "verify" else QUICK
                     with contextlib.redirect_stdout(io.StringIO()):
-                        assert main([*words[1:], *quick]) == 0, f"{where}: {command}"
+                        assert main([*words[1:], *QUICK[words[1]]]) == 0, f"{where}: {command}"
     plt.close("all")
     return scope

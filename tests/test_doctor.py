@@ -89,6 +89,13 @@ def test_doctor_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert peak_flops(torch.device("cpu")) > 1e8
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
+def test_doctor_of_a_compiled_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--data", "digits", "--model", "mlp", "--nodes", "2", "--steps", "5", "--compile"]) == 0
+    assert "executor: compiled (compiled in " in capsys.readouterr().out
+
+
 # bench
 
 

@@ -188,15 +188,25 @@ def _add_computing(command: argparse.ArgumentParser) -> None:
     how.add_argument("--executor", choices=EXECUTORS, default="auto", help="default: auto")
     how.add_argument("--deterministic", action="store_true", help="the bits of separate processes; slower")
     how.add_argument("--autocast", action="store_true", help="compute in bfloat16")
+    how.add_argument(
+        "--compile",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=["auto"],
+        help="compile losses, gradients and kernels, in ten seconds or more; auto: if the run is long enough for it",
+    )
+
+
+def _computing(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("device", "executor", "deterministic", "autocast", "compile")}
 
 
 def _add_outcome(command: argparse.ArgumentParser) -> None:
-    how = command.add_argument_group("how it is computed and measured")
-    how.add_argument("--val-size", type=int, default=256, help="validation examples (default: %(default)s)")
-    how.add_argument("--val-interval", type=int, metavar="STEPS", help="default: ten times in a run")
-    how.add_argument("--device", help="cuda, mps or cpu (default: the first of them that is there)")
-    how.add_argument("--executor", choices=EXECUTORS, default="auto", help="default: auto")
-    how.add_argument("--deterministic", action="store_true", help="the bits of separate processes; slower")
+    validation = command.add_argument_group("validation")
+    validation.add_argument("--val-size", type=int, default=256, help="validation examples (default: %(default)s)")
+    validation.add_argument("--val-interval", type=int, metavar="STEPS", help="default: ten times in a run")
+    _add_computing(command)
     logs = command.add_argument_group("logs, beside what --out gets at the end")
     logs.add_argument("--run-name", metavar="NAME", help="log every step to LOG_DIR/NAME/<strategy>/*.csv")
     logs.add_argument("--tensorboard", action="store_true", help="write TensorBoard events to LOG_DIR, too")
@@ -283,16 +293,14 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     train, _ = _data(arguments)
-    trainer = Trainer(_model(_model_kind(arguments), train, arguments.seed), train, device=arguments.device)
+    trainer = Trainer(_model(_model_kind(arguments), train, arguments.seed), train)
     explanation = trainer.explain(
         strategy=parse_strategy(arguments.strategy, _lr(arguments)),
         num_nodes=arguments.nodes,
         max_steps=arguments.steps,
         batch_size=_batch_size(arguments),
         seed=arguments.seed,
-        executor=arguments.executor,
-        deterministic=arguments.deterministic,
-        autocast=arguments.autocast,
+        **_computing(arguments),
     )
     print(f"{machine()}\n\n{_title(arguments)}\n{explanation}")
     return 0
@@ -341,9 +349,7 @@ def _run(
         val_size=arguments.val_size,
         val_interval=max(1, arguments.steps // 10) if arguments.val_interval is None else arguments.val_interval,
         seeds=[arguments.seed] if seeds is None else seeds,
-        device=arguments.device,
-        executor=arguments.executor,
-        deterministic=arguments.deterministic,
+        **_computing(arguments),
         logger=_loggers(arguments),
         run_name=arguments.run_name,
         wandb_project=arguments.wandb_project,
