@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,16 @@ def test_bench_measures_all_in_turn(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert line["ratios"]["allreduce"] == 1.0
     assert main(["bench", "--nodes", "0"]) == 2
     assert "--nodes must be" in capsys.readouterr().err
+
+
+def test_all_take_turns_in_an_order_that_changes() -> None:
+    taken: list[str] = []
+    times = bench._in_turn({name: partial(taken.append, name) for name in "abc"}, 20)
+    rounds = ["".join(taken[i : i + 3]) for i in range(0, len(taken), 3)]
+    assert len(rounds) == 21  # the first is a warm-up
+    assert all(sorted(order) == ["a", "b", "c"] for order in rounds) and len(set(rounds)) == 6
+    assert all(len(times[name]) == 20 for name in "abc")
+    assert bench._in_turn({"itself": lambda: 0.25}, 2) == {"itself": [0.25, 0.25]}
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ activations, losses and its optimizer, each timed alone, over and over on the sa
 are those that the vectorized step calls; what is left above the floor is Python, autograd, copies and memory that has
 to be fetched.
 
-All candidates of a line take turns, so that a machine whose speed drifts is the same for all. What is reported are
-medians, and medians of ratios.
+All candidates of a line take turns, in another order every round, so that a machine whose speed drifts is the same for
+all. What is reported are medians, and medians of ratios.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import copy
 import itertools
 import json
 import platform
+import random
 import statistics
 import time
 import warnings
@@ -235,13 +236,15 @@ def _steps_of(run: Iterator[int]) -> None:
 def _in_turn(turns: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Return label → the seconds of every round, in which each takes its turn. A first round is a warm-up.
 
-    A turn that returns seconds, a float, has timed itself.
+    Every round has an order of its own: what was computed before leaves its traces in the caches. A turn that returns
+    seconds, a float, has timed itself.
     """
     times: dict[str, list[float]] = {label: [] for label in turns}
+    orders = random.Random(0)
     for round_number in range(rounds + 1):
-        for label, turn in turns.items():
+        for label in orders.sample(list(turns), len(turns)):
             started = time.perf_counter()
-            own = turn()
+            own = turns[label]()
             seconds = own if isinstance(own, float) else time.perf_counter() - started
             if round_number:
                 times[label].append(seconds)
