@@ -36,6 +36,9 @@ ELEMENTWISE = frozenset(
 )
 # One pass over memory instead of one for each operation; the last bits differ from the separate operations'.
 _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
+# Few enough that weights, gradients and state stay in the caches from one operation to the next: an exact step of 1,024
+# MLPs (`vsim bench`) then takes 0.86 of the time that it takes with one tensor.
+_ELEMENTS_AT_ONCE = 2**18
 _CHOICE_OF_KERNEL = {"fused", "foreach", "differentiable", "capturable"}
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -127,7 +130,10 @@ class OptimSpec:
     def build_over(self, weights: Tensor, grads: Tensor, deterministic: bool) -> Optimizer:
         """Build one optimizer that updates stacked `weights` (R, P), or a shared row (P,), in place from `grads`."""
         if deterministic or self.cls not in _FUSED or _CHOICE_OF_KERNEL & self.kwargs.keys():
-            return self.cls([_with_grad(weights, grads)], **self.kwargs)
+            # An operation after the other, each over a tensor: over one that stays in the caches meanwhile.
+            at_once = max(1, _ELEMENTS_AT_ONCE // weights.shape[-1]) if weights.dim() == 2 else len(weights)
+            blocks = zip(weights.split(at_once), grads.split(at_once), strict=True)
+            return self.cls([_with_grad(w, g) for w, g in blocks], **self.kwargs)
         # The fused kernels round the last few entries of a tensor in another way than the rest. With a tensor for every
         # row that is the same on all nodes, and nodes that are equal stay equal.
         rows = zip(weights, grads, strict=True) if weights.dim() == 2 else [(weights, grads)]
