@@ -27,6 +27,7 @@ from vsim import Checkpoint, CheckpointError, Trainer, load_checkpoint
 from vsim.checkpoint import checkpoints_in
 from vsim.cluster import Cluster
 from vsim.data import epoch_indices
+from vsim.models import MLP
 from vsim.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -546,6 +547,32 @@ def test_processes_and_simulator_resume_each_other_with_every_strategy(
 ) -> None:
     monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(OPTIONS["num_nodes"]).train)
     check_across(row, tmp_path, [(True, True), (False, True), (True, False)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [OptimSpec("adamw"), OptimSpec("adamw", fused=True)], ids=repr)
+@pytest.mark.parametrize("hidden", [100, 4000])
+def test_however_the_state_of_an_optimizer_is_held(
+    spec: OptimSpec,
+    hidden: int,
+    tmp_path: Path,
+    ranks_of: Callable[[int], Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rows of 4,000 hidden units are long, and an optimizer holds their states apart."""
+    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(OPTIONS["num_nodes"]).train)
+
+    exact = {"deterministic": True, "max_steps": 8}
+
+    def train(**options: Any) -> Trainer:
+        trainer = trainer_of(lambda: MLP(12, (hidden,), 5, dropout=0.2, seed=1), vectors)
+        return fit(FedAvgStrategy(H=3, optim_spec=spec), trainer, **{**exact, **options})
+
+    straight = train()
+    for saves, resumes in [({}, {}), (PROCESSES, {}), ({}, PROCESSES)]:
+        run = tmp_path / f"{len(saves)}-{len(resumes)}"
+        assert_same_run(train(save_dir=run, checkpoint_interval=5, **saves), straight)
+        assert_same_run(train(resume=checkpoints_in(run)[0], **resumes), straight)
 
 
 def test_processes_say_what_differs(at_seven: Checkpoint) -> None:

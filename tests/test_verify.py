@@ -22,6 +22,8 @@ from vsim.difference import ROUNDING_ULPS, difference, ulps
 from vsim.distributed import NodeFailure
 from vsim.executor import EXECUTORS, Settings, VmapExecutor
 from vsim.lowering import Lowering
+from vsim.models import MLP
+from vsim.optim import torch_optimizers
 from vsim.randomness import NODE, generator
 from vsim.replicas import Replicas
 from vsim.strategy import (
@@ -177,6 +179,22 @@ def test_one_optimizer_for_each_node_is_bit_identical() -> None:
         assert report.identical and "optimizer state" in report.compared, report
 
 
+LONG = 12_000  # hidden units with which the rows of the matrix are long, and optimizers hold their states apart
+HELD = [
+    pytest.param(OptimSpec("adamw"), LONG, id="rows apart"),
+    pytest.param(OptimSpec("adamw", fused=True), 100, id="fused", marks=pytest.mark.slow),
+    pytest.param(OptimSpec("adamw", fused=True), LONG, id="fused, rows apart", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "hidden"), HELD)
+def test_however_the_state_of_an_optimizer_is_held(spec: OptimSpec, hidden: int) -> None:
+    model = MLP(6, (hidden,), 3, seed=0)
+    report = verified(DiLoCoStrategy(H=2, optim_spec=spec), num_nodes=3, model=model, loss_fn=F.cross_entropy)
+    assert report.identical and "optimizer state" in report.compared, report
+
+
 # Faults planted in the simulator only --------------------------------------------------------------------------------
 
 
@@ -272,6 +290,30 @@ def test_buffers_that_are_averaged_too_early_are_found() -> None:
     assert not first.rounding and first.entries == 8
     assert [d.name for d in report.differences if d.what == "buffers"] == 2 * ["norm.running_mean", "norm.running_var"]
     assert not any(d.what in ("losses", "weights", "optimizer state") for d in report.differences)
+
+
+class Forgetful(Strategy):
+    """The last node forgets the first moments of its last bias."""
+
+    def step(self) -> None:
+        super().step()
+        if in_simulator(self.cluster):
+            moments = [state["exp_avg"] for o in torch_optimizers(self.optim) for state in o.state.values()]
+            last = moments[-1] if moments[-1].dim() == 1 else moments[-1][-1]
+            last[-3:].zero_()
+
+
+@pytest.mark.parametrize(
+    ("spec", "hidden"), [*HELD, pytest.param(OptimSpec("adamw"), 100, id="one matrix", marks=pytest.mark.slow)]
+)
+def test_a_state_that_one_node_loses_is_found(spec: OptimSpec, hidden: int) -> None:
+    model = MLP(6, (hidden,), 3, seed=0)
+    report = verified(Forgetful(optim_spec=spec), num_nodes=3, model=model, loss_fn=F.cross_entropy)
+    first = report.first_difference
+    assert first is not None
+    assert (first.step, first.node, first.what) == (1, 2, "optimizer state")
+    assert first.name == f"exp_avg of {[name for name, _ in model.named_parameters()][-1]}"
+    assert len(report.differences) == 1 and first.entries == 3 and not first.rounding
 
 
 class AnotherOrder(GradientAverage):

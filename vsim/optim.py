@@ -36,9 +36,9 @@ ELEMENTWISE = frozenset(
 )
 # One pass over memory instead of one for each operation; the last bits differ from the separate operations'.
 _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
-# Few enough that weights, gradients and state stay in the caches from one operation to the next: an exact step of 1,024
-# MLPs (`vsim bench`) then takes 0.86 of the time that it takes with one tensor.
-_ELEMENTS_AT_ONCE = 2**18
+# Rows of so many elements are worth calls of their own: they stay in the caches from one operation to the next, and
+# temporaries have the size of one.
+_LONG_ROW = 2**16
 _CHOICE_OF_KERNEL = {"fused", "foreach", "differentiable", "capturable"}
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -111,14 +111,17 @@ class OptimSpec:
         if isinstance(parameters, nn.Module):
             parameters = parameters.parameters()
         tensors = [p for p in parameters if p.requires_grad]
-        if self.elementwise or not all(getattr(p, "is_stacked", False) for p in tensors):
+        # A fused kernel goes over memory from a tensor's first element on, whatever lies between its rows.
+        as_one = self.elementwise and not self.kwargs.get("fused")
+        if as_one or not all(getattr(p, "is_stacked", False) for p in tensors):
             return self.cls(tensors, **self.kwargs)
         nodes = range(len(tensors[0]))
         return NodeOptimizers(self, [[(p, row) for p in tensors] for row in nodes])
 
     def build_for(self, replicas: Replicas, deterministic: bool) -> Optimizer | NodeOptimizers:
         """Build the optimizer of all nodes of `replicas`: one over the matrix where that is the same."""
-        if not self.elementwise:
+        by_tensor = deterministic and bool(self.kwargs.get("fused")) and not _fills_lines(replicas)
+        if by_tensor or not self.elementwise:
             weights = replicas.views(replicas.weights)
             grads = replicas.views(replicas.grads[: len(replicas.weights)])
             for name, w in weights.items():
@@ -129,15 +132,14 @@ class OptimSpec:
 
     def build_over(self, weights: Tensor, grads: Tensor, deterministic: bool) -> Optimizer:
         """Build one optimizer that updates stacked `weights` (R, P), or a shared row (P,), in place from `grads`."""
-        if deterministic or self.cls not in _FUSED or _CHOICE_OF_KERNEL & self.kwargs.keys():
-            # An operation after the other, each over a tensor: over one that stays in the caches meanwhile.
-            at_once = max(1, _ELEMENTS_AT_ONCE // weights.shape[-1]) if weights.dim() == 2 else len(weights)
-            blocks = zip(weights.split(at_once), grads.split(at_once), strict=True)
-            return self.cls([_with_grad(w, g) for w, g in blocks], **self.kwargs)
-        # The fused kernels round the last few entries of a tensor in another way than the rest. With a tensor for every
-        # row that is the same on all nodes, and nodes that are equal stay equal.
-        rows = zip(weights, grads, strict=True) if weights.dim() == 2 else [(weights, grads)]
-        return self.cls([_with_grad(w, g) for w, g in rows], **{**self.kwargs, "fused": True})
+        kwargs = dict(self.kwargs)
+        if self.cls in _FUSED and not deterministic and not _CHOICE_OF_KERNEL & kwargs.keys():
+            kwargs["fused"] = True
+        # Fused with a tensor for every row: what is rounded in another way (see `_fills_lines`) are the same entries on
+        # all nodes, and nodes that are equal stay equal.
+        by_row = weights.dim() == 2 and (kwargs.get("fused") or weights.shape[1] >= _LONG_ROW)
+        rows = zip(weights, grads, strict=True) if by_row else [(weights, grads)]
+        return self.cls([_with_grad(w, g) for w, g in rows], **kwargs)
 
     def __repr__(self) -> str:
         return f"OptimSpec({', '.join([self.cls.__name__, *(f'{k}={v!r}' for k, v in self.kwargs.items())])})"
@@ -195,6 +197,15 @@ def stepped_tensors(optimizer: StackedOptimizer) -> list[Tensor]:
     if isinstance(optimizer, NodeOptimizers):
         return optimizer.stacked
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _fills_lines(replicas: Replicas) -> bool:
+    """Whether a fused kernel rounds a row as it rounds the row's parameters, one by one.
+
+    It goes over a tensor in lines of 64 bytes, and may round what remains at the end in another way: so it does if no
+    parameter but the last has such a rest.
+    """
+    return all(c.shape.numel() * replicas.weights.element_size() % 64 == 0 for c in replicas.layout[:-1])
 
 
 def _with_grad(weights: Tensor, grads: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from vsim.distributed import default_threads, under_torchrun
 from vsim.history import COLUMNS, OF_THE_MACHINE
 from vsim.loop import Run
 from vsim.objective import LossFunction
-from vsim.optim import NodeOptimizers, torch_optimizers
-from vsim.replicas import Columns
+from vsim.optim import NodeOptimizers, StackedOptimizer, torch_optimizers
+from vsim.replicas import Columns, Replicas
 from vsim.strategy.base import Strategy
 from vsim.trainer import Trainer
 
@@ -258,24 +258,21 @@ def _optimizer_state(strategy: Strategy) -> tuple[dict[str, Tensor], dict[str, T
     matrices: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     for prefix, optimizer in _optimizers(strategy):
-        parts = torch_optimizers(optimizer)  # several: one for each node, with the same parameters
-        by_parameter = list(zip(*(_parameters(part) for part in parts), strict=True))
-        for j, parameters in enumerate(by_parameter):
-            states = [_leaves(part.state.get(p, {})) for part, p in zip(parts, parameters, strict=True)]
+        by_parameter = _states(optimizer, replicas)
+        for j, (states, each) in enumerate(by_parameter):
             of = ""
             if len(by_parameter) > 1:
                 of = f" of {replicas.layout[j].name if len(by_parameter) == len(replicas.layout) else f'parameter {j}'}"
-            for key in states[0]:
-                own = [state[key] for state in states]
-                value = torch.stack(own) if isinstance(optimizer, NodeOptimizers) else own[0]
-                if value.shape == parameters[0].shape and value.shape[-1:] == (replicas.num_parameters,):
+            for key, first in states[0].items():
+                value = torch.stack([state[key] for state in states]) if each else first
+                if first.dim() and first.shape[-1] == replicas.num_parameters:
                     matrices[prefix + key] = value
                 else:
                     tensors[prefix + key + of] = value
     return matrices, tensors
 
 
-def _optimizers(strategy: Strategy) -> Iterator[tuple[str, Optimizer | NodeOptimizers]]:
+def _optimizers(strategy: Strategy) -> Iterator[tuple[str, StackedOptimizer]]:
     """Yield the optimizers that are attributes of a strategy or its modules, with what to call their state."""
     yield "", strategy.optim
     owners = [("", vars(strategy))]
@@ -286,8 +283,17 @@ def _optimizers(strategy: Strategy) -> Iterator[tuple[str, Optimizer | NodeOptim
                 yield f"{owner}{name} ", value
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _states(optimizer: StackedOptimizer, replicas: Replicas) -> list[tuple[list[dict[str, Tensor]], bool]]:
+    """Return, by parameter, (the states of the nodes, True), or ([the one of all, or stacked], False)."""
+    by_part = []
+    for part in torch_optimizers(optimizer):
+        parameters = [p for group in part.param_groups for p in group["params"]]
+        by_part.append([_leaves(part.state.get(p, {})) for p in parameters])
+    if isinstance(optimizer, NodeOptimizers):
+        return [(list(states), True) for states in zip(*by_part, strict=True)]
+    if [p.data_ptr() for p in parameters] == [row.data_ptr() for row in replicas.weights] and parameters[0].dim() == 1:
+        return [(by_part[0], True)]
+    return [([state], False) for state in by_part[0]]
 
 
 def _leaves(state: Any) -> dict[str, Tensor]:

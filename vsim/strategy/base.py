@@ -157,6 +157,13 @@ class Strategy(Stateful):
                     f"{name} may mix the elements of a tensor, so over stacked parameters it would mix nodes; "
                     f"build it with OptimSpec(torch.optim.{name}, …).build(self.model), one for each node"
                 )
+            for group in optimizer.param_groups:
+                if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
+                    name = type(optimizer).__name__
+                    raise TypeError(
+                        f"a fused {name} takes tensors for contiguous, and stacked parameters are not; build it with "
+                        f"OptimSpec(torch.optim.{name}, fused=True, …).build(self.model), one for each node"
+                    )
         # Of several (one for each node) the first is the one whose step begins the optimizer's, the last completes it.
         torch_optimizers(self.optim)[0].register_step_pre_hook(self._before_optimizer_step)
         torch_optimizers(self.optim)[-1].register_step_post_hook(self._note_optimizer_step)
