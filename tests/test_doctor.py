@@ -13,6 +13,8 @@ from torch import nn
 
 from vsim import Trainer, allocator, bench
 from vsim.allocator import keeping_freed_memory
+from vsim.bench.measure import in_turn, memory_ratio, run_of
+from vsim.bench.workloads import BATCH_SIZE, model_and_examples
 from vsim.cli import main
 from vsim.data import digits
 from vsim.doctor import Explanation, machine, peak_flops
@@ -105,7 +107,7 @@ def test_bench_measures_all_in_turn(tmp_path: Path, capsys: pytest.CaptureFixtur
     record = json.loads((tmp_path / "bench.json").read_text())
     assert [(line["model"], line["num_nodes"]) for line in record["lines"]] == [("mlp", 1), ("mlp", 2)]
     for line in record["lines"]:
-        assert line["seconds"].keys() == {"separate", "vmap", "loop", "auto", "exact"}
+        assert line["seconds"].keys() == {"separate", "vmap", "loop", "auto", "exact", "exact, fused"}
         assert all(seconds > 0 for seconds in line["seconds"].values())
         assert line["ratios"]["separate"] == 1.0
         assert 0 < line["floor_seconds"] < line["seconds"]["vmap"]
@@ -126,12 +128,12 @@ def test_bench_measures_all_in_turn(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_all_take_turns_in_an_order_that_changes() -> None:
     taken: list[str] = []
-    times = bench._in_turn({name: partial(taken.append, name) for name in "abc"}, 20)
+    times = in_turn({name: partial(taken.append, name) for name in "abc"}, 20)
     rounds = ["".join(taken[i : i + 3]) for i in range(0, len(taken), 3)]
     assert len(rounds) == 21  # the first is a warm-up
     assert all(sorted(order) == ["a", "b", "c"] for order in rounds) and len(set(rounds)) == 6
     assert all(len(times[name]) == 20 for name in "abc")
-    assert bench._in_turn({"itself": lambda: 0.25}, 2) == {"itself": [0.25, 0.25]}
+    assert in_turn({"itself": lambda: 0.25}, 2) == {"itself": [0.25, 0.25]}
 
 
 @pytest.mark.slow
@@ -147,11 +149,11 @@ def test_a_compiled_step_takes_its_turn() -> None:
 
 @pytest.mark.parametrize("name", [n for n in bench.MODELS if n != "gpt-large"])
 def test_a_step_holds_little_more_than_matrices_and_activations(name: str) -> None:
-    model, examples = bench._model_and_examples(bench.MODELS[name], 4)
-    run = bench._run(model, examples, 4, Strategy(lr=1e-4), {"executor": "vmap"})
-    batch = [t.unflatten(0, (4, bench.BATCH_SIZE)) for t in examples]
+    model, examples = model_and_examples(bench.MODELS[name], 4)
+    run = run_of(model, examples, 4, Strategy(lr=1e-4), {"executor": "vmap"})
+    batch = [t.unflatten(0, (4, BATCH_SIZE)) for t in examples]
     run.executor.losses_and_grads(batch)
-    assert 1 < bench._memory_ratio(run, batch) < 1.15
+    assert 1 < memory_ratio(run, batch) < 1.15
 
 
 def test_strategies_are_measured_beside_the_first() -> None:

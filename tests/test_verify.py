@@ -122,6 +122,9 @@ def test_a_custom_strategy_is_bit_identical(tmp_path: Path, monkeypatch: pytest.
     before = {name: t.clone() for name, t in model.state_dict().items()}
     random_state = torch.get_rng_state()
     torch.set_num_threads(2)
+    at_once: list[int] = []
+    of_piece = VmapExecutor._losses
+    monkeypatch.setattr(VmapExecutor, "_losses", lambda *a: at_once.append(len(a[1].numbers)) or of_piece(*a))
 
     report = vsim.verify(
         model,
@@ -132,6 +135,8 @@ def test_a_custom_strategy_is_bit_identical(tmp_path: Path, monkeypatch: pytest.
         val_dataset=examples(20),
         loss_fn=F.cross_entropy,
         threads=1,
+        executor="vmap",
+        chunk_size=1,
         batch_size=6,
         minibatch_size=3,
         val_interval=2,
@@ -140,6 +145,7 @@ def test_a_custom_strategy_is_bit_identical(tmp_path: Path, monkeypatch: pytest.
     )
 
     assert report.identical and report.first_difference is None and report.steps == 6
+    assert at_once == (5 * 2 + 1) * 2 * [1]  # nodes one by one: five batches in two minibatches, a last one of 2
     assert str(report) == (
         "bit-identical over 6 steps (2 nodes, 99 parameters: losses, weights, buffers, optimizer state, "
         "global weights, ledger, history)"
@@ -497,6 +503,8 @@ def test_a_report_shows_itself() -> None:
 
 
 def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="chunk_size=1 has no effect with executor='loop'"):
+        verified(Strategy(), executor="loop", chunk_size=1)
     with pytest.raises(TypeError, match=r"verify\(\) got an unknown argument 'batchsize'; did you mean 'batch_size'"):
         verified(Strategy(), batchsize=3)
     with pytest.raises(TypeError, match=r"unknown argument 'deterministic'"):
@@ -520,7 +528,7 @@ COMMAND = ["verify", "--data", "digits", "--model", "mlp", "--nodes", "2", "--qu
 
 @pytest.mark.slow
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, "--steps", "3", "--strategy", "diloco:H=2"]) == 0
+    assert main([*COMMAND, "--steps", "3", "--strategy", "diloco:H=2", "--executor", "vmap"]) == 0
     assert capsys.readouterr().out.startswith("bit-identical over 3 steps (2 nodes, ")
 
 
@@ -537,4 +545,4 @@ def test_the_exit_status_tells_of_a_difference(
     assert main([*COMMAND, "--strategy", "diloco:H=7", "--threads", "2", "--seed", "5"]) == 1
     assert "first difference: step 1, node 0, weights, w" in capsys.readouterr().out
     assert isinstance(given["strategy"], DiLoCoStrategy) and given["counts"] == (2, 50)
-    assert (given["threads"], given["seed"], given["progress"]) == (2, 5, False)
+    assert (given["threads"], given["seed"], given["progress"], given["executor"]) == (2, 5, False, "auto")

@@ -124,6 +124,7 @@ def _add_verify(commands: Any) -> None:
     command = _command(commands, "verify", purpose)
     command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
     command.add_argument("--threads", type=int, help="CPU threads of every process (default: the machine's / K)")
+    command.add_argument("--executor", choices=EXECUTORS, default="auto", help="of the simulator (default: auto)")
     command.set_defaults(run=_verify, steps=50)
 
 
@@ -283,6 +284,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         arguments.nodes,
         arguments.steps,
         threads=arguments.threads,
+        executor=arguments.executor,
         batch_size=_batch_size(arguments),
         seed=arguments.seed,
         progress=not arguments.quiet,

@@ -111,6 +111,8 @@ def verify(
     val_dataset: Data | None = None,
     loss_fn: LossFunction | None = None,
     threads: int | None = None,
+    executor: str = "auto",
+    chunk_size: int | None = None,
     **fit_options: Any,
 ) -> VerifyReport:
     """Train in the simulator, then in one process a node, and compare the two after every step.
@@ -126,6 +128,7 @@ def verify(
         model, train_dataset, val_dataset, loss_fn: as of `Trainer`.
         strategy: yours or a built-in one. num_nodes: K, processes as well. max_steps: optimizer steps.
         threads: CPU threads of the simulator and of every process; default the machine's divided by K, at least 1.
+        executor, chunk_size: of the simulator, as of `Trainer.fit`; "vmap" to have all nodes at once tested, say.
         fit_options: of `Trainer.fit`: batch_size, minibatch_size, gradient_accumulation, shuffle, val_size,
             val_interval, seed, correlation_interval, dataloader_kwargs, timeout_seconds, progress.
 
@@ -171,7 +174,7 @@ def verify(
             folder.mkdir()
             trainer.after_step = StateWriter(folder)
         with _cpu_threads(threads):
-            sides["simulator"].fit(**options)
+            sides["simulator"].fit(**options, executor=executor, chunk_size=chunk_size)
         comparison = _Comparison(Path(name), sides["simulator"], sides["processes"], num_nodes)
 
         def compare_so_far(step: int, _: float) -> None:
