@@ -13,6 +13,7 @@ from vsim_kernels import COMPILING_PAYS, compiled, scatter_mean
 from vsim import Trainer
 from vsim.data import digits
 from vsim.executor import CompiledExecutor, CompileError, Executor, LoopExecutor, Settings, VmapExecutor
+from vsim.executor.activations import activation_bytes
 from vsim.models import MLP
 from vsim.objective import Objective
 from vsim.randomness import NODE, generator
@@ -88,6 +89,24 @@ def test_pieces_of_nodes_and_of_batches_add_up(share_grads: bool) -> None:
         batch = batch_of(TASKS[0], 5, 5)
         torch.testing.assert_close(ours.losses_and_grads(batch, size), theirs.losses_and_grads(batch, size))
         torch.testing.assert_close(ours.replicas.grads, theirs.replicas.grads, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS[:2], ids=lambda task: task.name)  # the second has BatchNorm
+def test_pieces_follow_from_what_a_batch_keeps(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"mlp": small_mlp, "cnn": small_cnn}[task.name](0.0)
+    ours, theirs = make(CompiledExecutor, model, 6), make(VmapExecutor, model, 6)
+    assert isinstance(ours, CompiledExecutor) and len(ours.pieces) == 1
+    kept = {size: activation_bytes(ours, [t[0] for t in batch_of(task, 6, size)]) for size in (4, 2)}
+    assert kept[4] > 1.5 * kept[2]
+    monkeypatch.setattr("vsim.executor.compiled.ACTIVATIONS_AT_ONCE", int(2.5 * kept[4]))
+    for size, pieces in ((4, 3), (2, 2), (4, 3)):  # of 2 nodes, and of 3: 4 would fit, and 6 is no multiple of it
+        batch = batch_of(task, 6, size)
+        torch.testing.assert_close(ours.losses_and_grads(batch), theirs.losses_and_grads(batch))
+        torch.testing.assert_close(ours.replicas.grads, theirs.replicas.grads, rtol=1e-4, atol=1e-6)
+        for name, buffer in ours.replicas.buffers.items():
+            torch.testing.assert_close(buffer, theirs.replicas.buffers[name])
+        assert len(ours.pieces) == pieces
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ from torch.utils.data import Dataset
 
 from vsim import Trainer, assembly, memory
 from vsim.executor import AutoExecutor, Executor, LoopExecutor, VmapExecutor
-from vsim.memory import activation_bytes, divisors, fitting_minibatch, optimizer_bytes, step_bytes, step_moments
+from vsim.executor.activations import activation_bytes
+from vsim.memory import divisors, fitting_minibatch, optimizer_bytes, step_bytes, step_moments
 from vsim.objective import Objective
 from vsim.optim import OptimSpec
 from vsim.randomness import generator

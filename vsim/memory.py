@@ -7,8 +7,7 @@ import inspect
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from vsim_kernels.alignment import rows_apart
 
-from vsim.executor import Before, Executor
+from vsim.executor import Executor
+from vsim.executor.base import undone
 from vsim.optim import StackedOptimizer, torch_optimizers
 
 # What the bytes of tensors do not show: workspaces inside of kernels, and what an allocator loses to fragments. On the
@@ -61,36 +61,6 @@ def occupied_bytes(device: torch.device) -> int:
 @functools.lru_cache(maxsize=1)
 def _this_process(pid: int) -> psutil.Process:
     return psutil.Process(pid)
-
-
-def activation_bytes(executor: Executor, batch: Any) -> int:
-    """Return what autograd keeps of one node's batch between the forward and the backward pass.
-
-    Every storage counts once. Parameters, buffers and the batch itself do not count: they are there anyway.
-
-    Args:
-        executor: whose first node computes, on its own: an executor that takes n nodes at once keeps about n times as
-            much. Nothing in it changes.
-        batch: one node's batch (B, …), on the device of the replicas.
-    """
-    node = executor.replicas.rows(0, 1)
-    weights = {name: w[0].detach().requires_grad_() for name, w in node.views(node.weights).items()}
-    buffers = {name: b[0].clone() for name, b in node.buffers.items()}
-    there = [*weights.values(), *buffers.values(), *node.frozen.values(), *tree_leaves(batch)]
-    addresses = {t.untyped_storage().data_ptr() for t in there}
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in addresses:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    keeping = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-    with _undone(executor), torch.enable_grad(), executor._precision(), keeping:
-        outcome = executor._outcome(weights, buffers, batch, False)
-    del outcome  # not before: a storage that is freed leaves its address to another
-    return sum(kept.values())
 
 
 def optimizer_bytes(optimizer: StackedOptimizer) -> int:
@@ -159,7 +129,7 @@ def step_moments(executor: Executor, batch: Any) -> list[int]:
     streams are afterwards as they were.
     """
     batch = tree_map(rows_apart, batch)  # as a step's are
-    with _undone(executor), _Moments() as watch:
+    with undone(executor), _Moments() as watch:
         executor._backward(batch, 1.0, True)
     return watch.moments
 
@@ -226,13 +196,3 @@ def divisors(number: int) -> Sequence[int]:
     [1, 2, 3, 4, 6, 12]
     """
     return [d for d in range(1, number + 1) if number % d == 0]
-
-
-@contextmanager
-def _undone(executor: Executor) -> Iterator[None]:
-    """Put back at the end of a block what computing losses changes: buffers and random streams."""
-    before = Before(executor, [torch.default_generator])
-    try:
-        yield
-    finally:
-        before.restore()

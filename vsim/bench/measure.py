@@ -22,8 +22,9 @@ from vsim.bench.floor import Floor
 from vsim.bench.workloads import BATCH_SIZE, MODELS, NODES, Workload, model_and_examples
 from vsim.doctor import peak_flops
 from vsim.executor import VmapExecutor
+from vsim.executor.activations import activation_bytes
 from vsim.loop import Run, steps
-from vsim.memory import activation_bytes, optimizer_bytes, step_moments
+from vsim.memory import optimizer_bytes, step_moments
 from vsim.optim import OptimSpec
 from vsim.strategy import Strategy
 from vsim.trainer import Trainer

@@ -235,6 +235,16 @@ class Before:
             buffer.copy_(value)
 
 
+@contextmanager
+def undone(executor: Executor) -> Iterator[None]:
+    """Put back at the end of a block what computing losses changes: buffers and random streams."""
+    before = Before(executor, [torch.default_generator])
+    try:
+        yield
+    finally:
+        before.restore()
+
+
 def write_gradients(losses: Tensor, leaves: list[Tensor], grads: list[Tensor], share: float, first: bool) -> None:
     """Write or add the gradients of share · sum(losses) to `grads`."""
     if not losses.requires_grad:

@@ -58,18 +58,24 @@ class VmapExecutor(Executor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        r = self.replicas
-        self.at_once = self.nodes_at_once(r, self.settings)
+        self.at_once = self.nodes_at_once(self.replicas, self.settings)
         self.proven: set[Any] = set()  # shapes of batches for which the bits were compared
         self.calls: Counter[tuple[str, str]] = Counter()
         self.differing: set[str] = set()
-        self.pieces = []
+        self.pieces: list[Piece] = []
+        self._cut(even_pieces(self.replicas.num_nodes, self.at_once))
+
+    def _cut(self, pieces: list[slice]) -> None:
+        """Have the nodes computed in these pieces from now on."""
+        r = self.replicas
+        self.pieces.clear()
+        self._moved.clear()
         # A shared row of weights is one leaf for all where only the sum of the gradients is wanted. For a gradient of
         # each node's own it is seen K times.
         in_common = None
         if r.shares_grads:
             in_common = {name: self._leaf(w)[0].detach().requires_grad_() for name, w in r.views(r.weights).items()}
-        for rows in self._pieces(r.num_nodes):
+        for rows in pieces:
             part = r.rows(rows.start, rows.stop)
             leaves = in_common or {
                 name: self._leaf(w).detach().expand(part.num_nodes, *w.shape[1:]).requires_grad_()
@@ -83,12 +89,6 @@ class VmapExecutor(Executor):
     def nodes_at_once(replicas: Replicas, settings: Settings) -> int:
         """Return how many nodes a vmapped call takes at most."""
         return min(replicas.num_nodes, settings.chunk_size or max(1, WEIGHTS_AT_ONCE // replicas.num_parameters))
-
-    def _pieces(self, num_nodes: int) -> list[slice]:
-        # As even as possible: a last piece of one node would run at a fraction of the speed.
-        count = -(-num_nodes // self.at_once)
-        bounds = [num_nodes * i // count for i in range(count + 1)]
-        return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         shapes = (minibatch_size, *(t.shape for t in tree_leaves(batch)))
@@ -185,7 +185,7 @@ class VmapExecutor(Executor):
 
         outcomes = []
         state = stream.get_state()
-        for rows in self._pieces(len(weights)):
+        for rows in even_pieces(len(weights), self.at_once):
             own_buffers = {name: b[rows].clone() for name, b in buffers.items()}
             numbers = torch.arange(rows.stop - rows.start)
             parts = (self.replicas.views(weights[rows]), own_buffers, batch)
@@ -241,6 +241,16 @@ class VmapExecutor(Executor):
         except Exception:
             return False
         return True
+
+
+def even_pieces(num_nodes: int, at_once: int) -> list[slice]:
+    """Cut nodes into pieces of at most `at_once`, as even as possible.
+
+    A last piece of one node would run at a fraction of the speed.
+    """
+    count = -(-num_nodes // at_once)
+    bounds = [num_nodes * i // count for i in range(count + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def _of_first(stacked: Any) -> Any:
