@@ -22,7 +22,7 @@ from vsim.difference import ROUNDING_ULPS, difference, ulps
 from vsim.distributed import NodeFailure
 from vsim.executor import EXECUTORS, Settings, VmapExecutor
 from vsim.lowering import Lowering
-from vsim.models import MLP
+from vsim.models import CNN, GPT, MLP
 from vsim.optim import torch_optimizers
 from vsim.randomness import NODE, generator
 from vsim.replicas import Replicas
@@ -199,6 +199,22 @@ def test_however_the_state_of_an_optimizer_is_held(spec: OptimSpec, hidden: int)
     model = MLP(6, (hidden,), 3, seed=0)
     report = verified(DiLoCoStrategy(H=2, optim_spec=spec), num_nodes=3, model=model, loss_fn=F.cross_entropy)
     assert report.identical and "optimizer state" in report.compared, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cnn", "gpt"])
+def test_models_of_ordinary_size_are_bit_identical(name: str) -> None:
+    stream = torch.Generator().manual_seed(0)
+    model: nn.Module
+    if name == "cnn":
+        model = CNN(seed=0)
+        data = TensorDataset(torch.randn(70, 1, 8, 8, generator=stream), torch.randint(10, (70,), generator=stream))
+    else:
+        model = GPT(97, dropout=0.1, seed=0)
+        data = TensorDataset(*torch.randint(97, (2, 70, 64), generator=stream))
+    options: dict[str, Any] = {"executor": "vmap", "batch_size": 8, "progress": False}
+    report = vsim.verify(model, data, DiLoCoStrategy(H=2), num_nodes=3, max_steps=4, **options)
+    assert report.identical, report
 
 
 # Faults planted in the simulator only --------------------------------------------------------------------------------
