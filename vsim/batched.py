@@ -88,7 +88,7 @@ class _GradientApart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.data  # no view, so that the model may change it in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ class _GroupedConvolution(torch.autograd.Function):
         ctx.weight_grad, ctx.geometry = weight_grad, (*geometry[:-1], len(x) * geometry[-1])
         flat_bias = None if bias is None else bias.flatten()
         out: Tensor = aten.convolution(_channels(x), weight.flatten(0, 1), flat_bias, *ctx.geometry)
-        return _nodes(out, len(x))
+        return _nodes(out, len(x)).data  # no view, so that the model may change it in place
 
     @staticmethod
     @once_differentiable

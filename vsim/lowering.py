@@ -324,7 +324,9 @@ def _attention(
     return nodes.batch(out)
 
 
-def _dropout_rule(whole_features: bool) -> Rule:
+def _dropout_rule(whole_features: bool, without_batch: int | None = None) -> Rule:
+    """Return the rule of a kind of dropout. An input of `without_batch` dimensions is (C, …) and not (B, C, …)."""
+
     def rule(nodes: Lowering, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout probability must be between 0 and 1, got {p}")
@@ -341,8 +343,10 @@ def _dropout_rule(whole_features: bool) -> Rule:
             level, dim = functorch.maybe_get_level(input), functorch.maybe_get_bdim(input)
             dropped = rule(nodes, functorch.get_unwrapped(input).movedim(dim, 0), p)  # a dimension like any other
             return functorch._add_batch_dim(dropped, 0, level)
+        one_example = input.dim() == without_batch
         with outside_of_vmap():
-            dropped = batched.dropout(x, p, whole_features, nodes.streams)
+            dropped = batched.dropout(x[:, None] if one_example else x, p, whole_features, nodes.streams)
+            dropped = dropped[:, 0] if one_example else dropped
         return input.copy_(nodes.batch(dropped)) if inplace else nodes.batch(dropped)
 
     return rule
@@ -366,14 +370,32 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    table = nodes.of(weight)
-    if max_norm is not None or sparse or table is None:
-        return NotImplemented
+    table = nodes.spread(weight) if scale_grad_by_freq else nodes.of(weight)  # frequencies are of a node's own batch
     indices = nodes.spread(input)
-    if indices is None:
+    if sparse or table is None or indices is None or (max_norm is not None and nodes.of(weight) is None):
         return NotImplemented
     with outside_of_vmap():
+        if max_norm is not None:
+            with torch.no_grad():
+                for own_table, own_indices in zip(table, indices, strict=True):
+                    torch.embedding_renorm_(own_table, own_indices.contiguous(), max_norm, norm_type)
         return nodes.batch(batched.embedding(indices, table, padding_idx, scale_grad_by_freq))
+
+
+def _torch_embedding(
+    nodes: Lowering,
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    padding = None if padding_idx < 0 else padding_idx
+    return _embedding(nodes, indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+
+
+def _hook(nodes: Lowering, tensor: Tensor, hook: Any) -> Any:
+    raise NotImplementedError("a hook on a tensor would never be called")
 
 
 def _layer_norm(
@@ -508,9 +530,15 @@ _RULES: dict[Any, Rule] = {
     torch.Tensor.mm: _matmul,
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout_rule(whole_features=False),
-    **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), _dropout_rule(whole_features=True)),
+    F.dropout1d: _dropout_rule(whole_features=True, without_batch=2),
+    F.dropout2d: _dropout_rule(whole_features=True),  # which takes (B, C, L), but no single example
+    F.dropout3d: _dropout_rule(whole_features=True, without_batch=4),
     F.gelu: _gelu,
     F.embedding: _embedding,
+    torch.embedding: _torch_embedding,
+    torch.Tensor.requires_grad.__get__: Lowering.needs_grad,  # type: ignore[attr-defined]  # not what a wrapper has
+    torch.Tensor.register_hook: _hook,
+    torch.Tensor.register_post_accumulate_grad_hook: _hook,
     F.layer_norm: _layer_norm,
     F.cross_entropy: _cross_entropy,
     F.conv1d: _convolution_rule(1),

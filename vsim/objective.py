@@ -11,11 +11,35 @@ from torch import Tensor, nn
 LossFunction = Callable[[Any, Any], Tensor]
 
 
+Numbers = dict[tuple[str, str], float]
+
+
+def numbers_of(model: nn.Module) -> Numbers:
+    """Return (path of a module, name) → number, of all attributes of modules that are numbers."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
+
+
+def put_numbers(model: nn.Module, numbers: Numbers) -> None:
+    """Let attributes be as `numbers_of` has found them."""
+    for path, module in model.named_modules():
+        for name in [name for name, value in vars(module).items() if type(value) in (int, float)]:
+            if (path, name) in numbers:
+                vars(module)[name] = numbers[path, name]
+
+
 class Objective(nn.Module):
     """The mean loss of a batch: `model(batch)`, or `loss_fn(model(x), y)` of a batch (x, y) if there is a `loss_fn`.
 
     Accuracy is known where the model has a method `loss_and_accuracy(batch)` that returns two scalars, or where a
     `loss_fn` compares outputs (B, C, …) with whole-number targets (B, …): then it is that of argmax over C.
+
+    Attributes:
+        numbers: node → the numbers among its modules' attributes, for models that count in Python.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
@@ -24,6 +48,7 @@ class Objective(nn.Module):
             raise ValueError("loss_fn has trainable parameters: make them part of the model, or freeze them")
         self.model = model
         self.loss_fn = loss_fn
+        self.numbers: dict[int, Numbers] = {}  # of every node that has called it
 
     def forward(self, batch: Any, with_accuracy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return (loss, accuracy): scalars; accuracy is None unless asked for and known."""

@@ -23,6 +23,7 @@ from vsim.data.batches import check_tensors, is_factory, loader_options, resolve
 from vsim.data.order import Order
 from vsim.distributed.collectives import ProcessCollectives
 from vsim.executor import Executor
+from vsim.executor.base import check_depends, keep_assigned, write_or_add
 from vsim.history import History
 from vsim.interrupt import Interrupt
 from vsim.ledger import Ledger
@@ -82,7 +83,7 @@ class EagerExecutor(Executor):
         self.buffers = {name: b[0] for name, b in r.buffers.items()}
         own = dict(r.module.named_parameters())
         self.parameters = [own[c.name] for c in r.layout]
-        self.leaves = {name: self._leaf(w, own[name])[0] for name, w in r.views(r.weights).items()}
+        self.leaves = {name: self._leaf(w)[0] for name, w in r.views(r.weights).items()}
         names = {id(b): name for name, b in r.module.named_buffers()}
         self.places = [  # where in the module every buffer is held, tied ones more than once
             (r.module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], names[id(b)])
@@ -97,29 +98,31 @@ class EagerExecutor(Executor):
         for module, attribute, name in self.places:
             setattr(module, attribute, buffers[name])
 
-    def _keep_assigned_buffers(self) -> None:
+    def _keep_assigned(self) -> None:
+        """Put buffers and weights where they belong that the model has assigned anew."""
         for module, attribute, name in self.places:
             now = getattr(module, attribute)
             if now is not self.buffers[name]:
-                self.buffers[name].copy_(now.detach())
+                keep_assigned(name, self.buffers[name], now)
                 setattr(module, attribute, self.buffers[name])
+        for p, own in zip(self.parameters, self.leaves.values(), strict=True):
+            if p.data_ptr() != own.data_ptr():
+                own.copy_(p.detach())
+                p.data = own
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         for p in self.parameters:
             p.grad = None
-        with self._moved_up_to_date(), drawing_from(self.generators[0]), self._precision():
-            loss, _ = self.objective(tree_map(lambda t: t[0], batch))
-        self._keep_assigned_buffers()
-        if share != 1.0:
-            loss = loss * share
-        if not loss.requires_grad:
-            raise ValueError("the loss does not depend on any trainable parameter")
-        loss.backward()
+        with self._moved_up_to_date(), drawing_from(self.generators[0]):
+            with self._precision():
+                loss, _ = self.objective(tree_map(lambda t: t[0], batch))
+            if share != 1.0:
+                loss = loss * share
+            check_depends(loss)
+            loss.backward()
+            self._keep_assigned()
         new = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        if first:
-            torch._foreach_copy_(self.grads, new)
-        else:
-            torch._foreach_add_(self.grads, new)
+        write_or_add(self.grads, new, first)
         return loss.detach()[None]
 
     def _evaluate(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from vsim_kernels.alignment import aligned, empty_rows, is_aligned, rows_apart
 
-from vsim.objective import Objective
+from vsim.objective import Numbers, Objective, numbers_of, put_numbers
 from vsim.randomness import default_generator, drawing_from
 from vsim.replicas import Replicas, Views
 
@@ -67,8 +67,12 @@ class Executor(ABC):
         self.objective = objective
         self.generators = generators
         self.settings = settings or Settings()
-        self._moved: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._moved: list[tuple[Tensor, Tensor]] = []
         self._places = Places(objective.model)
+        self._frozen = {name: (t, t._version) for name, t in replicas.frozen.items()}
+        self._numbers_are_watched = True
+        self._numbers: dict[int, Numbers] = objective.numbers  # of every node, for all executors of a run
+        self._numbers_at_first = numbers_of(objective)
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         """Return stacked losses (K,) of a stacked batch (K, B, …) and leave the gradients in `replicas.grads`.
@@ -81,9 +85,49 @@ class Executor(ABC):
             losses = self._backward(piece, share, first=total is None)
             total = losses if total is None else total + losses
         assert total is not None
+        self._check_frozen()
+        if self._numbers_are_watched:
+            self._check_made()
+            self._numbers_are_watched = self.counts
         return total
 
-    def _leaf(self, rows: Tensor, parameter: Tensor | None = None, is_buffer: bool = False) -> Tensor:
+    def _check_frozen(self) -> None:
+        """Raise a ValueError if the model has changed a parameter that needs no gradient, which the nodes share."""
+        for name, (tensor, version) in self._frozen.items():
+            if tensor._version != version:
+                raise ValueError(
+                    f"the model changes {name} in forward, a parameter that requires no gradient and that the nodes "
+                    "share: make it a buffer (register_buffer), of which every node has its own"
+                )
+
+    def _check_made(self) -> None:
+        """Raise a ValueError for buffers that forward has made."""
+        made = [name for name, _ in self.objective.model.named_buffers() if name not in self.replicas.buffers]
+        if made:
+            raise ValueError(
+                f"the model makes buffers in forward: {', '.join(made)}; register them with a tensor of their shape, "
+                "so that every node has its own"
+            )
+
+    @property
+    def counts(self) -> bool:
+        """Whether the model changes numbers among its modules' attributes when it is called."""
+        return any(own != self._numbers_at_first for own in self._numbers.values())
+
+    @contextmanager
+    def _counting(self, nodes: range) -> Iterator[None]:
+        """Within this context numbers among the modules' attributes are those of some nodes, which are called together.
+
+        So it is in the first step, which shows whether the model counts, and if it does in all others.
+        """
+        if not self._numbers_are_watched:
+            yield
+            return
+        put_numbers(self.objective, self._numbers.get(nodes[0], self._numbers_at_first))
+        yield
+        self._numbers.update(dict.fromkeys(nodes, numbers_of(self.objective)))
+
+    def _leaf(self, rows: Tensor) -> Tensor:
         """Return a parameter or buffer (R, *shape) for the model: itself, or a copy if it begins at an odd place.
 
         The copy is brought up to date within `_moved_up_to_date`, and what the model writes to it is brought back. For
@@ -91,13 +135,13 @@ class Executor(ABC):
 
         Args:
             rows: a part of the replicas' tensors.
-            parameter: what will write to it, if that is no view of it.
-            is_buffer: bring it back always; BatchNorm writes to buffers and leaves no trace in their versions.
         """
         if is_aligned(rows):
-            return rows.detach()
+            # Not detach(), by which all parameters would have one version: a model that changes one of them in place
+            # would be told that it has changed another, which a backward pass needs.
+            return rows.data
         copy = empty_rows(len(rows), rows.shape[1:], rows.dtype, rows.device)
-        self._moved.append((copy, rows, None if is_buffer else copy if parameter is None else parameter))
+        self._moved.append((copy, rows))
         return copy
 
     @contextmanager
@@ -105,13 +149,11 @@ class Executor(ABC):
         if not self._moved:
             yield
             return
-        copies, places, written = zip(*self._moved, strict=True)
+        copies, places = zip(*self._moved, strict=True)
         torch._foreach_copy_(copies, places)
-        versions = [None if t is None else t._version for t in written]
         yield
-        for copy, place, t, version in zip(copies, places, written, versions, strict=True):
-            if t is None or t._version != version:
-                place.copy_(copy)
+        # Always: what is written through `.data`, or by BatchNorm, leaves no trace in a tensor's version.
+        torch._foreach_copy_(places, copies)
 
     @torch.no_grad()
     def evaluate(
@@ -148,15 +190,21 @@ class Executor(ABC):
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, with_accuracy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The loss and accuracy of one node, from its own tensors."""
+        with self._placed(parameters, buffers):
+            outcome: tuple[Tensor, Tensor | None] = self.objective(batch, with_accuracy)
+        return outcome
+
+    @contextmanager
+    def _placed(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model compute with the tensors of one node."""
         before = self._places.put({**parameters, **buffers})
         try:
-            outcome: tuple[Tensor, Tensor | None] = self.objective(batch, with_accuracy)
+            yield
         finally:
             after = self._places.put(before)
         for name, buffer in buffers.items():
-            if after[name] is not buffer:  # the model has assigned it anew
-                buffer.copy_(after[name].detach())
-        return outcome
+            if after[name] is not buffer:
+                keep_assigned(name, buffer, after[name])
 
     def _precision(self) -> AbstractContextManager[Any]:
         if not self.settings.autocast:
@@ -214,7 +262,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 class Before:
-    """What a step changes beside gradients, as it was before: buffers and random streams.
+    """What a step changes beside gradients, as it was before: buffers, random streams, what a model changes of itself.
 
     Args:
         executor: whose step.
@@ -225,14 +273,34 @@ class Before:
         replicas = executor.replicas
         default = default_generator(replicas.weights.device)
         self.streams = [(g, g.get_state()) for g in [*executor.generators, default, *streams]]
-        self.buffers = [(b, b.clone()) for b in replicas.buffers.values()]
+        self.objective = executor.objective
+        self.numbers = (numbers_of(self.objective), dict(self.objective.numbers))
+        self.tensors = [(t, t.clone()) for t in (replicas.weights, *replicas.buffers.values())]
 
     def restore(self) -> None:
         """Put it back."""
         for stream, state in self.streams:
             stream.set_state(state)
-        for buffer, value in self.buffers:
-            buffer.copy_(value)
+        for tensor, value in self.tensors:
+            tensor.copy_(value)
+        put_numbers(self.objective, self.numbers[0])
+        self.objective.numbers.clear()
+        self.objective.numbers.update(self.numbers[1])
+
+
+def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:
+    """Write to a buffer what the model has assigned in its place.
+
+    Raises:
+        ValueError: that is of another shape or dtype, or no tensor.
+    """
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+        now = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"the model assigns buffer {name}, which is {buffer.dtype} {list(buffer.shape)}, anew as {now}: the nodes' "
+            "buffers are stacked, so register it with the dtype and shape that it is going to have"
+        )
+    buffer.copy_(value.detach())
 
 
 @contextmanager
@@ -247,12 +315,22 @@ def undone(executor: Executor) -> Iterator[None]:
 
 def write_gradients(losses: Tensor, leaves: list[Tensor], grads: list[Tensor], share: float, first: bool) -> None:
     """Write or add the gradients of share · sum(losses) to `grads`."""
-    if not losses.requires_grad:
-        raise ValueError("the loss does not depend on any trainable parameter")
+    check_depends(losses)
     # The gradient of a sum over nodes is every node's own gradient: no node's loss reads another's weights. Where they
     # share their weights it is the sum over the nodes.
     shares = torch.full_like(losses, share)
     pieces = torch.autograd.grad(losses, leaves, shares, allow_unused=True, materialize_grads=True)
+    write_or_add(grads, pieces, first)
+
+
+def check_depends(losses: Tensor) -> None:
+    """Raise a ValueError for losses that have no gradient."""
+    if not losses.requires_grad:
+        raise ValueError("the loss does not depend on any trainable parameter")
+
+
+def write_or_add(grads: list[Tensor], pieces: Sequence[Tensor], first: bool) -> None:
+    """Write (if first) or add tensors to those of `grads`, where they may lie already."""
     if not first:
         torch._foreach_add_(grads, list(pieces))
         return

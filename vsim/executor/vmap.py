@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vsim.executor.base import Before, Executor, Settings, write_gradients
+from vsim.executor.base import Before, Executor, Settings, check_depends, write_gradients
 from vsim.executor.loop import LoopExecutor
 from vsim.lowering import InexactError, Lowering
 from vsim.randomness import drawing_from
@@ -146,19 +146,28 @@ class VmapExecutor(Executor):
         losses = []
         with self._moved_up_to_date():
             for number, piece in enumerate(self.pieces):
-                with self.lowering(number, first=first and share == 1.0) as lowering, self._precision():
+                lowering = self.lowering(number, first=first and share == 1.0)
+                with self._counting(range(piece.rows.start, piece.rows.stop)), lowering, self._precision():
                     stacked = self._losses(piece, self._own_batch(batch, piece), lowering)
                 self._note(lowering)
-                leaves = list(piece.leaves.values())
-                if self.replicas.shares_grads:
-                    write_gradients(
-                        stacked, leaves, piece.grads, share / self.replicas.num_nodes, first and number == 0
-                    )
-                else:
-                    write_gradients(stacked, leaves, piece.grads, share, first)
+                self._write_gradients(stacked, piece, batch, share, first, number)
                 losses.append(stacked.detach())
         stacked = losses[0] if len(losses) == 1 else torch.cat(losses)
         return stacked * share if share != 1.0 else stacked
+
+    def _write_gradients(
+        self, losses: Tensor, piece: Piece, batch: Any, share: float, first: bool, number: int
+    ) -> None:
+        leaves = list(piece.leaves.values())
+        check_depends(losses)
+        try:
+            if self.replicas.shares_grads:
+                write_gradients(losses, leaves, piece.grads, share / self.replicas.num_nodes, first and number == 0)
+            else:
+                write_gradients(losses, leaves, piece.grads, share, first)
+        except Exception as error:  # such as of a part that is computed again for the backward pass: outside of vmap
+            LoopExecutor(self.replicas, self.objective, self.generators, self.settings)._backward(batch, share, True)
+            raise VmapError(_explain_vmap_failure(error)) from error
 
     def _own_batch(self, batch: Any, piece: Piece) -> Any:
         return batch if len(self.pieces) == 1 else tree_map(lambda t: t[piece.rows], batch)
@@ -236,7 +245,7 @@ class VmapExecutor(Executor):
     def _works_alone(self, weights: Views, buffers: Views, batch: Any) -> bool:
         """Whether a node's own model runs on its own batch: then vmap is what failed."""
         try:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
+            with torch.enable_grad(), torch._C.DisableTorchFunction():  # it may differentiate something itself
                 self._outcome(weights, buffers, batch, with_accuracy=False)
         except Exception:
             return False

@@ -1,0 +1,300 @@
+"""Models that do more than compute: they compute parts again, differentiate, count, or change their own weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from separate import AverageGradients, AverageWeights, train_separately, vectors
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import vsim
+from vsim import Trainer
+from vsim.executor.vmap import VmapError
+from vsim.strategy import FedAvgStrategy, OptimSpec, SimpleReduceStrategy
+
+STEPS, H = 8, 3
+
+
+class Classifier(nn.Module):
+    """Two layers, the second as a subclass has it. With 16 units every parameter begins at a multiple of 64 bytes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, width), nn.Linear(width, 5)
+        stream = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(0.4 * torch.randn(p.shape, generator=stream))
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.outputs(batch[0]), batch[1])
+
+    def outputs(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Checkpointed(Classifier):
+    """The first layer and its dropout are computed again for the backward pass."""
+
+    reentrant = False
+
+    def outputs(self, x: Tensor) -> Tensor:
+        if self.reentrant:
+            x = x.clone().requires_grad_()  # or there would be nothing to go back to
+        hidden = checkpoint(lambda x: F.dropout(self.first(x).tanh(), 0.3), x, use_reentrant=self.reentrant)
+        return self.second(hidden)
+
+
+class CheckpointedReentrantly(Checkpointed):
+    """By the older form, which wants `backward` and not torch.autograd.grad."""
+
+    reentrant = True
+
+
+class MaxNorm(Classifier):
+    """Columns are kept short, as in EEGNet: a weight is assigned anew."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        self.second.weight.data = torch.renorm(self.second.weight.data, p=2, dim=0, maxnorm=0.5)
+        return self.second(self.first(x))
+
+
+class Clipped(Classifier):
+    """A weight is changed in place, behind autograd's back."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        self.second.weight.data.clamp_(-0.3, 0.3)
+        return self.second(self.first(x))
+
+
+class ClippedWithoutGrad(Classifier):
+    """The same with autograd's knowledge, when the first layer's output and weight are kept for the backward pass."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh() @ self.first.weight
+        with torch.no_grad():
+            self.second.weight.clamp_(-0.3, 0.3)
+        return self.second(self.first(hidden))
+
+
+class Decaying(Classifier):
+    """A weight shrinks at every call, so that a call too many is seen."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.first.weight.mul_(0.9)
+        return self.second(self.first(x))
+
+
+class Counting(Classifier):
+    """A factor is annealed by a counter in Python."""
+
+    calls = 0
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.calls = 0
+
+    def outputs(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return self.second(self.first(x)) * (1 + 0.1 * self.calls)
+
+
+class Hooked(Classifier):
+    """The gradient is reversed by a hook."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: -grad)
+        return self.second(hidden)
+
+
+class Differentiating(Classifier):
+    """What a gradient penalty is made of."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        x = x.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            logits = self.second(self.first(x).tanh())
+            (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        return logits + slope.square().sum(1, keepdim=True)
+
+
+class Padded(Classifier):
+    """Words of bounded length, the first of which is padding and has no gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        stream = torch.Generator().manual_seed(4)
+        self.words = nn.Embedding(9, 12, padding_idx=0, max_norm=1.5, _weight=torch.randn(9, 12, generator=stream))
+
+    def outputs(self, x: Tensor) -> Tensor:
+        indices = (4 * x.abs()).long() % 9
+        direct = torch.embedding(self.words.weight, indices, 0)
+        return self.second(self.first((self.words(indices) + direct).mean(1)))
+
+
+class InPlace(Classifier):
+    """An activation in place, right after a convolution of each kind, a norm, a product and a pooling."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.single, self.grouped = nn.Conv1d(1, 32, 3), nn.Conv1d(32, 32, 1)
+        self.norm, self.last = nn.GroupNorm(2, 32), nn.Conv1d(32, 1, 1)
+        stream = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(0.3 * torch.randn(p.shape, generator=stream))
+
+    def outputs(self, x: Tensor) -> Tensor:
+        y = F.relu(self.single(F.pad(x, (1, 1))[:, None]), inplace=True)
+        y = F.leaky_relu(self.norm(F.leaky_relu(self.grouped(y), inplace=True)), inplace=True)
+        y = F.hardtanh(F.avg_pool1d(y, 3, 1, 1), inplace=True)
+        return self.second(F.relu(self.first(F.relu(self.last(y)[:, 0], inplace=True)), inplace=True))
+
+
+NOT_VECTORIZED = [Checkpointed, CheckpointedReentrantly, MaxNorm, Clipped, Hooked, Differentiating]
+UNUSUAL = [*NOT_VECTORIZED, ClippedWithoutGrad, Decaying, Counting, Padded, InPlace]
+SGD = OptimSpec("sgd", lr=0.2, momentum=0.9)
+OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 4, "minibatch_size": 2, "progress": False}
+
+
+def trained(model: nn.Module, **options: Any) -> Trainer:
+    trainer = Trainer(model, vectors())
+    trainer.fit(strategy=FedAvgStrategy(H=H, optim_spec=SGD), **OPTIONS, **options)
+    return trainer
+
+
+@pytest.mark.parametrize("width", [12, 16])
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"executor": "loop", "deterministic": True},
+        {"executor": "auto"},
+        {"executor": "auto", "deterministic": True},
+        {"executor": "auto", "chunk_size": 2},
+    ],
+    ids=str,
+)
+def test_they_train_as_separate_models(kind: type[Classifier], width: int, options: dict[str, Any]) -> None:
+    expected = train_separately(
+        kind(width),
+        vectors(),
+        AverageWeights(H),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9),
+        num_nodes=3,
+        max_steps=STEPS,
+        batch_size=4,
+        minibatch_size=2,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "executor='auto' goes on with 'loop'", UserWarning)
+        trainer = trained(kind(width), **options)
+    assert trainer.strategy is not None
+    tolerance: dict[str, float] = {"rtol": 0, "atol": 0} if "deterministic" in options else {}
+    torch.testing.assert_close(torch.as_tensor(trainer.history.node_losses).float(), torch.tensor(expected.losses))
+    torch.testing.assert_close(trainer.strategy.cluster.weights, expected.weights, **tolerance)
+
+
+@pytest.mark.parametrize("kind", [Decaying, Counting, Padded, InPlace, ClippedWithoutGrad])
+def test_what_can_be_vectorized_is(kind: type[Classifier]) -> None:
+    assert trained(kind(16), executor="vmap").history.executor == "vmap"
+
+
+class Frequencies(Classifier):
+    """The gradient of a word is divided by how often a node's batch has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        stream = torch.Generator().manual_seed(4)
+        table = torch.randn(9, 12, generator=stream)
+        self.words = nn.Embedding(9, 12, scale_grad_by_freq=True, _weight=table)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.words((4 * x.abs()).long() % 9).mean(1)))
+
+
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+def test_frequencies_are_of_a_nodes_own_batch_where_nodes_share_their_weights(executor: str) -> None:
+    counts = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 4}
+    expected = train_separately(
+        Frequencies(12), vectors(), AverageGradients(), lambda p: torch.optim.SGD(p, lr=0.2), **counts
+    )
+    trainer = Trainer(Frequencies(12), vectors())
+    strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.2)
+    trainer.fit(strategy=strategy, executor=executor, progress=False, **counts)
+    assert trainer.strategy is not None and trainer.strategy.cluster.replicas.shares_grads
+    every = trainer.strategy.cluster.weights.expand_as(expected.weights)
+    torch.testing.assert_close(every, expected.weights)
+
+
+@pytest.mark.parametrize("kind", NOT_VECTORIZED)
+def test_what_cannot_be_vectorized_is_refused_by_name(kind: type[Classifier]) -> None:
+    with pytest.raises(VmapError, match=r"cannot be vectorised over nodes.*executor='loop' runs it node by node"):
+        trained(kind(16), executor="vmap")
+    with pytest.warns(UserWarning, match="executor='auto' goes on with 'loop'"):
+        trainer = trained(kind(16))
+    assert trainer.history.executor == "loop"
+
+
+class Teacher(Classifier):
+    """A mean teacher: frozen parameters that follow the others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.teacher = nn.Linear(12, width).requires_grad_(False)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.first.weight, 0.1)
+        return self.second(self.first(x) - self.teacher(x))
+
+
+class Widening(Classifier):
+    """A buffer gets another dtype, or another shape, when it is first assigned."""
+
+    def __init__(self, start: Tensor | None) -> None:
+        super().__init__(16)
+        self.register_buffer("seen", start)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.seen = hidden.detach().mean(0) if self.seen is None else 0.9 * self.seen + hidden.detach().mean(0)
+        return self.second(hidden)
+
+
+REFUSED = [
+    (lambda: Teacher(16), r"changes teacher\.weight in forward.*requires no gradient.*make it a buffer"),
+    (lambda: Widening(torch.zeros(16).long()), r"seen, which is torch\.int64 \[16\], anew as torch\.float32 \[16\]"),
+    (lambda: Widening(torch.tensor(0.0)), r"seen, which is torch\.float32 \[\], anew as torch\.float32 \[16\]"),
+    (lambda: Widening(None), "makes buffers in forward: seen; register them with a tensor"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:executor='auto' goes on with 'loop'")
+@pytest.mark.parametrize("executor", ["auto", "loop"])
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_what_no_node_could_have_of_its_own_is_refused(
+    make: Callable[[], Classifier], message: str, executor: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        trained(make(), executor=executor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_processes_have_the_same_bits(kind: type[Classifier]) -> None:
+    options = {name: value for name, value in OPTIONS.items() if name not in ("num_nodes", "max_steps")}
+    strategy = FedAvgStrategy(H=2, optim_spec=SGD)
+    report = vsim.verify(kind(12), vectors(), strategy, 2, 5, executor="loop", **options)
+    assert report.identical, report
