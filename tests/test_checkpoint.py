@@ -35,6 +35,7 @@ from vsim.strategy import (
     FedAvgStrategy,
     GradientAverage,
     OptimSpec,
+    SimpleReduceStrategy,
     SPARTAStrategy,
     Strategy,
 )
@@ -325,8 +326,12 @@ def test_checkpoints_of_another_run_are_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds the checkpoints of a run"):
         fit(FedAvgStrategy(H=2), max_steps=9, save_dir=tmp_path, resume=load_checkpoint(tmp_path).fork())
     strategies = {"a": Strategy(), "b": Strategy()}
-    with pytest.raises(ValueError, match="save_dir, resume belongs to one run, and compare"):
+    with pytest.raises(ValueError, match=r"save_dir, resume belongs to one run, and compare\(\) trains 2 strategies"):
         vsim.compare(small_mlp(), vectors(), strategies=strategies, num_nodes=2, save_dir=tmp_path, resume=True)
+    with pytest.raises(ValueError, match=r"save_dir belongs to one run, and compare\(\) trains with 3 seeds"):
+        vsim.compare(
+            small_mlp(), vectors(), strategies={"a": Strategy()}, num_nodes=2, save_dir=tmp_path, seeds=[0, 1, 2]
+        )
 
 
 def test_a_file_says_all_without_running_anything(tmp_path: Path) -> None:
@@ -509,6 +514,36 @@ def test_a_fork_goes_on_in_its_own_order_of_the_data(at_seven: Checkpoint) -> No
     # 8 examples a node in batches of 2 are 4 steps an epoch: 0-based step 7 is the last of epoch 1.
     expected = images().tensors[0][epoch_indices(29, 4, True, 3, 1)[:, 6:8]]
     assert torch.equal(torch.stack(orders), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("adam", {}, {"amsgrad": True}),
+        ("rmsprop", {}, {"momentum": 0.9}),
+        ("rmsprop", {}, {"centered": True}),
+        ("sgd", {}, {"momentum": 0.9}),
+    ],
+)
+def test_a_fork_whose_optimizer_keeps_more_starts_it_anew(
+    name: str, before: dict[str, Any], after: dict[str, Any], tmp_path: Path
+) -> None:
+    fit(Strategy(optim_spec=OptimSpec(name, lr=1e-3, **before)), max_steps=4, save_dir=tmp_path)
+    checkpoint, more = load_checkpoint(tmp_path), Strategy(optim_spec=OptimSpec(name, lr=1e-3, **after))
+    assert len(fit(more, max_steps=8, resume=checkpoint.fork()).history) > 1
+    anew, kept = (
+        fit(Strategy(optim_spec=OptimSpec(name, lr=1e-3, **before)), max_steps=8, resume=checkpoint.fork(optimizer))
+        for optimizer in (False, True)
+    )
+    assert torch.equal(weights(anew), weights(kept)) == (name == "sgd")  # which keeps nothing
+
+
+def test_a_fork_of_equal_nodes_has_an_optimizer_for_each_node(tmp_path: Path) -> None:
+    matrices = Trainer(nn.Linear(12, 5, bias=False), vectors(), loss_fn=nn.functional.cross_entropy)
+    fit(SimpleReduceStrategy(optim_spec=OptimSpec("muon", lr=1e-2)), matrices, max_steps=4, save_dir=tmp_path)
+    forked = load_checkpoint(tmp_path).fork()
+    fit(FedAvgStrategy(H=100, optim_spec=OptimSpec("muon", lr=1e-2)), matrices, max_steps=8, resume=forked)
+    assert len(weights(matrices).unique(dim=0)) == 3
 
 
 def test_a_fork_can_be_saved_and_resumed(at_seven: Checkpoint, tmp_path: Path) -> None:

@@ -355,6 +355,7 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], message: s
         ([SimpleReduceStrategy()], TypeError, "strategies must be a dict of name → strategy, got list"),
         ({}, ValueError, "strategies is empty"),
         ({"a": "diloco"}, TypeError, "must be Strategy objects, got a: 'diloco'"),
+        ({1: Strategy(), "b": Strategy()}, TypeError, "names of strategies must be strings, got 1$"),
     ],
 )
 def test_bad_strategies(strategies: Any, error: type[Exception], message: str) -> None:

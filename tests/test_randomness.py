@@ -316,8 +316,11 @@ DROPOUTS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     "twice": (lambda x: F.dropout(F.dropout(x, 0.2), 0.3), (50,)),
     "in-place": (lambda x: F.dropout(x * 1, 0.4, inplace=True), (50,)),
     "dropout1d": (nn.Dropout1d(0.4), (6, 5, 4)),
+    "dropout1d, one example": (nn.Dropout1d(0.4), (10, 5)),
     "dropout2d": (nn.Dropout2d(0.4), (6, 5, 2, 3)),
+    "dropout2d, one dimension": (nn.Dropout2d(0.4), (6, 5, 4)),
     "dropout3d": (nn.Dropout3d(0.4), (6, 5, 2, 2, 2)),
+    "dropout3d, one example": (nn.Dropout3d(0.4), (10, 3, 2, 2)),
     "all": (nn.Dropout(1.0), (50,)),
     "none": (nn.Dropout(0.0), (50,)),
     "evaluation": (lambda x: F.dropout(x, 0.4, training=False), (50,)),
@@ -325,6 +328,7 @@ DROPOUTS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:dropout2d. Received a 3D input:UserWarning")  # which it takes, for now
 @pytest.mark.parametrize("name", DROPOUTS)
 def test_every_node_draws_its_own_mask(name: str) -> None:
     dropout, shape = DROPOUTS[name]

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from separate import AverageGradients, AverageWeights, train_separately, vectors
@@ -162,8 +163,28 @@ class InPlace(Classifier):
         return self.second(F.relu(self.first(F.relu(self.last(y)[:, 0], inplace=True)), inplace=True))
 
 
+class SmallOperations(Classifier):
+    """Operations by another spelling: products with named operands, a norm of what lies apart."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.GroupNorm(1, 3)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        hidden = torch.mm(self.norm(x.view(-1, 3, 4)).flatten(1), mat2=self.first.weight.T)
+        return torch.bmm(hidden[None], mat2=self.second.weight.T[None])[0]
+
+
+class Normalizing(Classifier):
+    """The input is changed in place."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        x.sub_(0.5).mul_(2)
+        return self.second(self.first(x).tanh())
+
+
 NOT_VECTORIZED = [Checkpointed, CheckpointedReentrantly, MaxNorm, Clipped, Hooked, Differentiating]
-UNUSUAL = [*NOT_VECTORIZED, ClippedWithoutGrad, Decaying, Counting, Padded, InPlace]
+UNUSUAL = [*NOT_VECTORIZED, ClippedWithoutGrad, Decaying, Counting, Padded, InPlace, Normalizing, SmallOperations]
 SGD = OptimSpec("sgd", lr=0.2, momentum=0.9)
 OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 4, "minibatch_size": 2, "progress": False}
 
@@ -206,9 +227,100 @@ def test_they_train_as_separate_models(kind: type[Classifier], width: int, optio
     torch.testing.assert_close(trainer.strategy.cluster.weights, expected.weights, **tolerance)
 
 
-@pytest.mark.parametrize("kind", [Decaying, Counting, Padded, InPlace, ClippedWithoutGrad])
+@pytest.mark.parametrize(
+    "kind", [Decaying, Counting, Padded, InPlace, ClippedWithoutGrad, Normalizing, SmallOperations]
+)
 def test_what_can_be_vectorized_is(kind: type[Classifier]) -> None:
     assert trained(kind(16), executor="vmap").history.executor == "vmap"
+
+
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+def test_validation_is_always_on_the_same_examples(executor: str) -> None:
+    validation = vectors(10, seed=3)
+    before = validation.tensors[0].clone()
+    trainer = Trainer(Normalizing(12), vectors(), validation)
+    strategy = FedAvgStrategy(H=100, inner_optim="sgd", lr=0.0)
+    trainer.fit(strategy=strategy, **OPTIONS, executor=executor, val_interval=2)
+    assert torch.equal(validation.tensors[0], before)
+    losses = [trainer.history[column] for column in ("local_loss", "global_loss", "node_loss_max")]
+    with torch.no_grad():
+        expected = Normalizing(12)([before.clone(), validation.tensors[1]]).item()
+    measured = np.concatenate(losses)
+    np.testing.assert_allclose(measured[~np.isnan(measured)], expected, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
+def test_padding_has_no_gradient_where_it_is_compiled() -> None:
+    class Words(Padded):
+        def outputs(self, x: Tensor) -> Tensor:
+            return self.second(self.first(self.words((4 * x.abs()).long() % 9).mean(1)))
+
+    model = Words(12)
+    model.words.max_norm = None
+    trainers = [trained(model, executor="vmap", compile=compile) for compile in (True, False)]
+    rows = [trainer.strategy.cluster.weights for trainer in trainers]  # type: ignore[union-attr]
+    torch.testing.assert_close(*rows)
+    assert trainers[0].history.executor == "compiled"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
+def test_what_cannot_be_compiled_leaves_nothing_behind() -> None:
+    with pytest.warns(UserWarning, match="executor='auto' goes on with 'loop'"):
+        assert trained(Checkpointed(16), compile=True).history.executor == "loop"
+    assert trained(ClippedWithoutGrad(16), compile=True).history.executor == "compiled"
+
+
+class AloneInLastBatches(Classifier):
+    """What vmap cannot do comes with the last batch of an epoch, which is smaller; it draws before."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(self.first(x), 0.2)
+        if len(x) == 1 and hidden.sum() > 0:
+            hidden = 2 * hidden
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_vmap_cannot_do_may_come_late(deterministic: bool) -> None:
+    options: dict[str, Any] = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 3}  # 10 examples: 3, 3, 3 and 1
+    model = AloneInLastBatches(12)
+    expected = train_separately(
+        model, vectors(), AverageWeights(H), lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9), **options
+    )
+    trainer = Trainer(model, vectors())
+    strategy = FedAvgStrategy(H=H, optim_spec=SGD)
+    with pytest.warns(UserWarning, match="executor='auto' goes on with 'loop'"):
+        trainer.fit(strategy=strategy, deterministic=deterministic, progress=False, **options)
+    assert trainer.strategy is not None
+    tolerance: dict[str, float] = {"rtol": 0, "atol": 0} if deterministic else {}
+    torch.testing.assert_close(trainer.strategy.cluster.weights, expected.weights, **tolerance)
+
+
+class Sparse(Classifier):
+    """A table whose gradients are sparse; here they are made dense."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        stream = torch.Generator().manual_seed(6)
+        self.words = nn.Embedding(9, 12, sparse=True, _weight=torch.randn(9, 12, generator=stream))
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.words((4 * x.abs()).long() % 9).mean(1)))
+
+
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+def test_sparse_gradients_are_those_of_separate_models_but_for_rounding(executor: str) -> None:
+    options: dict[str, Any] = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 4}
+    expected = train_separately(
+        Sparse(12), vectors(), AverageWeights(H), lambda p: torch.optim.SGD(p, lr=0.2), **options
+    )
+    trainer = Trainer(Sparse(12), vectors())
+    strategy = FedAvgStrategy(H=H, inner_optim="sgd", lr=0.2)
+    trainer.fit(strategy=strategy, executor=executor, progress=False, **options)
+    assert trainer.strategy is not None
+    torch.testing.assert_close(trainer.strategy.cluster.weights, expected.weights)
 
 
 class Frequencies(Classifier):

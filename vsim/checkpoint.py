@@ -139,7 +139,7 @@ class Checkpoint:
 
         Args:
             optimizer: keep the state of the nodes' inner optimizers where it fits: the same K, optimizer class, device
-                and `deterministic`. False: it starts anew.
+                and `deterministic`, and options that keep the same tensors. False: it starts anew.
         """
         forked = copy.copy(self)
         forked.forks, forked.keeps_optimizer = True, optimizer

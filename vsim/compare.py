@@ -291,12 +291,9 @@ def compare(
     odd = [f"{name}: {value!r}" for name, value in strategies.items() if not isinstance(value, Strategy)]
     if odd:
         raise TypeError(f"strategies must be Strategy objects, got {', '.join(odd)}")
-    of_one_run = [n for n in ("save_dir", "checkpoint_interval", "resume") if fit_options.get(n) not in (None, False)]
-    if len(strategies) > 1 and of_one_run:
-        raise ValueError(
-            f"{', '.join(of_one_run)} belongs to one run, and compare() trains {len(strategies)} strategies; give them "
-            "to Trainer.fit, strategy by strategy"
-        )
+    unnamed = [repr(name) for name in strategies if not isinstance(name, str)]
+    if unnamed:
+        raise TypeError(f"the names of strategies must be strings, got {', '.join(unnamed)}")
     what = "seed" if seeds is None else "every one of seeds"
     if seeds is None:
         seeds = [fit_options.pop("seed", 42)]
@@ -305,6 +302,13 @@ def compare(
     seeds = [whole_number(what, seed, at_least=0) for seed in seeds]
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds must be different numbers, at least one, got {list(seeds)}")
+    of_one_run = [n for n in ("save_dir", "checkpoint_interval", "resume") if fit_options.get(n) not in (None, False)]
+    if of_one_run and len(strategies) * len(seeds) > 1:
+        several = f"{len(strategies)} strategies" if len(strategies) > 1 else f"with {len(seeds)} seeds"
+        raise ValueError(
+            f"{', '.join(of_one_run)} belongs to one run, and compare() trains {several}; give them to Trainer.fit, "
+            "run by run"
+        )
 
     if run_name is not None:
         check_run_name(run_name)

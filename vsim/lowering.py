@@ -135,12 +135,12 @@ class Lowering(TorchFunctionMode):
             InexactError: it writes into its arguments, or works on tensors of another transform in the model.
         """
         if kwargs.get("out") is not None or kwargs.get("inplace") or _writes(func):
-            raise _refusal(func, "writes into a tensor")
+            raise self._refusal(func, "writes into a tensor")
         leaves = tree_leaves((args, kwargs))
         if any(
             isinstance(t, Tensor) and functorch.is_functorch_wrapped_tensor(t) and self.of(t) is None for t in leaves
         ):
-            raise _refusal(func, "is inside another functorch transform")
+            raise self._refusal(func, "is inside another functorch transform")
         known: dict[int, Stacked] = {}  # F.multi_head_attention_forward asks whether query, key and value are one
 
         def mark(leaf: Any) -> Any:
@@ -151,6 +151,14 @@ class Lowering(TorchFunctionMode):
         with outside_of_vmap():
             outcome = batched.node_by_node(func, self.num_nodes, marked[0], marked[1], self.streams)
         return tree_map(lambda t: self.batch(t.tensor) if isinstance(t, Stacked) else t, outcome)
+
+    def _refusal(self, func: Any, why: str) -> Exception:
+        if not self.exact:
+            return NotImplementedError(f"{_name(func)} {why} and has no form for all nodes at once")
+        return InexactError(
+            f"{_name(func)} {why} and has no form for all nodes at once that is known to have the bits of one node "
+            "alone; with deterministic=True use executor='loop'"
+        )
 
     def _may_differ(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether functorch's form of the operation may have other bits than the operation on one node."""
@@ -201,13 +209,6 @@ def _name(func: Any) -> str:
 def _writes(func: Any) -> bool:
     name = _name(func)
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
-def _refusal(func: Any, why: str) -> InexactError:
-    return InexactError(
-        f"{_name(func)} {why} and has no form for all nodes at once that is known to have the bits of one node alone; "
-        "with deterministic=True use executor='loop'"
-    )
 
 
 def _names(text: str) -> frozenset[str]:
@@ -286,8 +287,9 @@ def _linear(nodes: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None 
         return nodes.batch(products.linear(x, w, b, place_of_w, place_of_b, nodes.exact))
 
 
-def _matmul(nodes: Lowering, input: Tensor, other: Tensor) -> Any:
-    if input.dim() < 2 or other.dim() < 2 or (other.dim() > 2 and input.dim() != other.dim()):
+def _matmul(nodes: Lowering, input: Tensor, other: Tensor | None = None, mat2: Tensor | None = None) -> Any:
+    other = mat2 if other is None else other  # which mm and bmm call so
+    if other is None or input.dim() < 2 or other.dim() < 2 or (other.dim() > 2 and input.dim() != other.dim()):
         return NotImplemented
     both = nodes.spread_all(input, other)
     if both is None or not _plain_dtype(input, other):
@@ -372,7 +374,7 @@ def _embedding(
 ) -> Any:
     table = nodes.spread(weight) if scale_grad_by_freq else nodes.of(weight)  # frequencies are of a node's own batch
     indices = nodes.spread(input)
-    if sparse or table is None or indices is None or (max_norm is not None and nodes.of(weight) is None):
+    if table is None or indices is None or (max_norm is not None and nodes.of(weight) is None):
         return NotImplemented
     with outside_of_vmap():
         if max_norm is not None:
@@ -412,6 +414,15 @@ def _layer_norm(
     x, w, b = stacked
     with outside_of_vmap():
         return nodes.batch(batched.layer_norm(x, normalized_shape, w, b, eps))
+
+
+def _group_norm(nodes: Lowering, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    x = None if nodes.exact else nodes.of(input)
+    if x is None or x.is_contiguous():
+        return NotImplemented
+    nodes.way = "functorch"  # which fails where there is something between the nodes
+    nodes.differing.add("group_norm")
+    return F.group_norm(nodes.batch(x.contiguous()), *args, **kwargs)
 
 
 def _cross_entropy(
@@ -540,6 +551,7 @@ _RULES: dict[Any, Rule] = {
     torch.Tensor.register_hook: _hook,
     torch.Tensor.register_post_accumulate_grad_hook: _hook,
     F.layer_norm: _layer_norm,
+    F.group_norm: _group_norm,
     F.cross_entropy: _cross_entropy,
     F.conv1d: _convolution_rule(1),
     F.conv2d: _convolution_rule(2),

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim_kernels.alignment import rows_apart
 
 from vsim.executor import Executor
-from vsim.executor.base import undone
+from vsim.executor.base import cloned, undone
 from vsim.optim import StackedOptimizer, torch_optimizers
 
 # What the bytes of tensors do not show: workspaces inside of kernels, and what an allocator loses to fragments. On the
@@ -128,7 +128,7 @@ def step_moments(executor: Executor, batch: Any) -> list[int]:
     They are computed as in training, by the executor's own way, and left in `replicas.grads`; buffers and random
     streams are afterwards as they were.
     """
-    batch = tree_map(rows_apart, batch)  # as a step's are
+    batch = tree_map(rows_apart, cloned(batch))  # as a step's are
     with undone(executor), _Moments() as watch:
         executor._backward(batch, 1.0, True)
     return watch.moments

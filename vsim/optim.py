@@ -81,17 +81,23 @@ class OptimSpec:
         self._check()
 
     def _check(self) -> None:
-        """Build it once, on a parameter that any of torch's optimizers takes, so that its arguments are checked now."""
-        if self.cls not in OPTIMIZERS.values():  # a user's own may have something else in mind
-            return
-        sample = torch.zeros(2, 2, requires_grad=True)
-        sample.grad = torch.zeros(2, 2)
-        of_gpus = {"capturable"} if torch.cuda.is_available() else set()
+        """Build it once, so that its arguments are checked now."""
         try:
-            self.cls([sample], **{name: v for name, v in self.kwargs.items() if name not in of_gpus}).step()
+            self.state_names()
         except Exception as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{self} is not possible: {error}") from error
+
+    def state_names(self) -> frozenset[str]:
+        """Return the names of what it keeps for a tensor; nothing for a class that is not torch's."""
+        if self.cls not in OPTIMIZERS.values():  # a user's own may have something else in mind
+            return frozenset()
+        sample = torch.zeros(2, 2, requires_grad=True)  # which any of torch's takes
+        sample.grad = torch.zeros(2, 2)
+        of_gpus = {"capturable"} if torch.cuda.is_available() else set()
+        optimizer = self.cls([sample], **{name: v for name, v in self.kwargs.items() if name not in of_gpus})
+        optimizer.step()
+        return frozenset(optimizer.state[sample])
 
     @classmethod
     def from_string(cls, name: str, **kwargs: Any) -> OptimSpec:

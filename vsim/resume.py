@@ -27,7 +27,7 @@ from vsim.checkpoint import (
 from vsim.history import History
 from vsim.ledger import Ledger
 from vsim.loop import Run, check_weights
-from vsim.optim import torch_optimizers
+from vsim.optim import NodeOptimizers, torch_optimizers
 from vsim.randomness import global_states, set_global_states
 from vsim.replicas import Replicas
 from vsim.restore import Restorer, write_rows
@@ -437,9 +437,19 @@ def _go_on_as_fork(run: Run, checkpoint: Checkpoint) -> None:
             shards.append(Shard({"optimizer": items["optim"]}, shard.starts, shard.storages))
         restorer = _restorer(run, checkpoint, shards)
         restorer.only_state = True
+        # A list, for it is filled with as many as the checkpoint has: one, if all nodes had the same.
+        of_nodes = list(strategy.optim.optimizers) if isinstance(strategy.optim, NodeOptimizers) else None
         try:
             restorer.restore("optimizer", strategy.optim)
+            states = [state for optimizer in torch_optimizers(strategy.optim) for state in optimizer.state.values()]
+            names = strategy.optim_spec.state_names()  # by its options
+            fits = all(state.keys() >= names for state in states)
         except CheckpointError:  # such as one row of state for all nodes, where each has its own now
+            fits = False
+        if isinstance(strategy.optim, NodeOptimizers) and of_nodes is not None:
+            fits = fits and len(strategy.optim.optimizers) == len(of_nodes)
+            strategy.optim.optimizers[:] = of_nodes
+        if not fits:
             for optimizer in torch_optimizers(strategy.optim):
                 optimizer.state.clear()
 

@@ -23,7 +23,7 @@ from vsim.data.batches import check_tensors, is_factory, loader_options, resolve
 from vsim.data.order import Order
 from vsim.distributed.collectives import ProcessCollectives
 from vsim.executor import Executor
-from vsim.executor.base import check_depends, keep_assigned, write_or_add
+from vsim.executor.base import check_depends, cloned, keep_assigned, write_or_add
 from vsim.history import History
 from vsim.interrupt import Interrupt
 from vsim.ledger import Ledger
@@ -136,7 +136,7 @@ class EagerExecutor(Executor):
                 self._use(own, {name: b[i].clone() for name, b in buffers.items()})
                 stream.set_state(state)
                 with drawing_from(stream), self._precision():
-                    outcomes.append(self.objective(batch, with_accuracy=True))
+                    outcomes.append(self.objective(cloned(batch), with_accuracy=True))
         finally:
             self._use(self.leaves, self.buffers)
         accuracies = [a for _, a in outcomes if a is not None]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from vsim.executor.base import Executor, undone
+from vsim.executor.base import Executor, cloned, undone
 
 
 def activation_bytes(executor: Executor, batch: Any) -> int:
@@ -21,7 +21,7 @@ def activation_bytes(executor: Executor, batch: Any) -> int:
             much. Nothing in it changes.
         batch: one node's batch (B, …), on the device of the replicas.
     """
-    node = executor.replicas.rows(0, 1)
+    node, batch = executor.replicas.rows(0, 1), cloned(batch)
     weights = {name: w[0].detach().requires_grad_() for name, w in node.views(node.weights).items()}
     buffers = {name: b[0].clone() for name, b in node.buffers.items()}
     there = [*weights.values(), *buffers.values(), *node.frozen.values(), *tree_leaves(batch)]

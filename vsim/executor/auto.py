@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from vsim.executor.base import Before, Executor, minibatches
+from vsim.executor.base import Before, Executor, cloned, minibatches
 from vsim.executor.compiled import CompiledExecutor, CompileError
 from vsim.executor.loop import LoopExecutor
 from vsim.executor.vmap import VmapError, VmapExecutor
@@ -84,7 +84,7 @@ class AutoExecutor(Executor):
         self.why = ""
         self.step = 0
         self.key: Any = None
-        self.proven: set[str] = set()  # the kinds of work that have been managed once
+        self.proven: set[Any] = set()  # what has been managed once: by an executor, a kind of work, of these shapes
         self.chosen = self._executor(self.candidates[0])
         self.settled = len(self.candidates) == 1
 
@@ -249,12 +249,14 @@ class AutoExecutor(Executor):
             torch.cuda.synchronize(self.replicas.weights.device)
 
     def _attempt(self, work: str, *arguments: Any) -> Any:
-        known = f"{self.chosen.name} {work}"
+        known = (self.chosen, work, tuple(t.shape for t in tree_leaves(arguments) if isinstance(t, Tensor)))
         if known in self.proven:
             return getattr(self.chosen, work)(*arguments)
         before = Before(self, [a for a in arguments if isinstance(a, torch.Generator)])
         try:
-            outcome = getattr(self.chosen, work)(*arguments)
+            # The batch may be needed again, and the model may change it in place.
+            given = cloned(arguments) if work == "losses_and_grads" else arguments
+            outcome = getattr(self.chosen, work)(*given)
         except (VmapError, InexactError, CompileError) as error:
             before.restore()
             self._give_up(error)

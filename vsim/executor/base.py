@@ -72,7 +72,7 @@ class Executor(ABC):
         self._frozen = {name: (t, t._version) for name, t in replicas.frozen.items()}
         self._numbers_are_watched = True
         self._numbers: dict[int, Numbers] = objective.numbers  # of every node, for all executors of a run
-        self._numbers_at_first = numbers_of(objective)
+        self._numbers_at_first: Numbers | None = None
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         """Return stacked losses (K,) of a stacked batch (K, B, …) and leave the gradients in `replicas.grads`.
@@ -123,6 +123,8 @@ class Executor(ABC):
         if not self._numbers_are_watched:
             yield
             return
+        if self._numbers_at_first is None:  # not before: a run that is resumed goes on with the checkpoint's
+            self._numbers_at_first = numbers_of(self.objective)
         put_numbers(self.objective, self._numbers.get(nodes[0], self._numbers_at_first))
         yield
         self._numbers.update(dict.fromkeys(nodes, numbers_of(self.objective)))
@@ -181,8 +183,11 @@ class Executor(ABC):
             own_buffers = {n: b[row].clone() for n, b in buffers.items()}
             stream.set_state(state)
             with drawing_from(stream), self._precision():
-                parameters = {name: aligned(w) for name, w in self.replicas.views(own_weights).items()}
-                outcomes.append(self._outcome(parameters, own_buffers, batch, True))
+                # Parameters, also to an operation that asks whether they need a gradient, as recurrent ones do.
+                parameters = {
+                    name: aligned(w).detach().requires_grad_() for name, w in self.replicas.views(own_weights).items()
+                }
+                outcomes.append(self._outcome(parameters, own_buffers, cloned(batch), True))
         accuracies = [a for _, a in outcomes if a is not None]
         return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None
 
@@ -235,6 +240,11 @@ class Places:
             for table, key in self._of[name]:
                 before[name], table[key] = table[key], tensor
         return before
+
+
+def cloned(batch: Any) -> Any:
+    """Return a copy of a batch, for a call after which it is needed again: a model may change it in place."""
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, batch)
 
 
 def minibatches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
@@ -331,8 +341,9 @@ def check_depends(losses: Tensor) -> None:
 
 def write_or_add(grads: list[Tensor], pieces: Sequence[Tensor], first: bool) -> None:
     """Write (if first) or add tensors to those of `grads`, where they may lie already."""
+    pieces = [p.to_dense() if p.is_sparse else p for p in pieces]  # sparse ones are of Embedding(sparse=True)
     if not first:
-        torch._foreach_add_(grads, list(pieces))
+        torch._foreach_add_(grads, pieces)
         return
     elsewhere = [(g, p) for g, p in zip(grads, pieces, strict=True) if g.data_ptr() != p.data_ptr()]
     if elsewhere:

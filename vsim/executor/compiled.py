@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
@@ -52,6 +52,9 @@ class CompiledExecutor(VmapExecutor):
         self.known: set[Any] = set()  # shapes for which there is a graph
         self._pieces_of: dict[Any, list[slice]] = {}  # by the shapes of a batch
         of_weights = None if self.replicas.shares_grads else 0
+        for module in self.objective.model.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                module.register_forward_hook(_without_gradient_of_padding)
 
         def loss_of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
             with self._precision():
@@ -112,8 +115,11 @@ class CompiledExecutor(VmapExecutor):
                         _accumulate(piece.grads, grads, share, first)
                     losses.append(of_piece)
         except Exception as error:
-            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            of_compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+            if self.compile_seconds is not None and not of_compiler:
                 raise
+            # A tracing that is broken off within a checkpoint leaves them forbidden, for all that follows.
+            torch._C._autograd._saved_tensors_hooks_enable()
             self._try_uncompiled(batch)
             raise CompileError(f"the model cannot be compiled: {_summary(error)}") from error
         return torch.cat(losses) * share
@@ -135,6 +141,11 @@ class CompiledExecutor(VmapExecutor):
         before = Before(self)
         super()._backward(tree_map(rows_apart, batch), 1.0, True)
         before.restore()
+
+
+def _without_gradient_of_padding(module: Any, inputs: tuple[Tensor], outputs: Tensor) -> Tensor:
+    """Cut the gradient of padding off, which functorch's rule does in the table of the first node only."""
+    return torch.where((inputs[0] == module.padding_idx)[..., None], outputs.detach(), outputs)
 
 
 def _accumulate(sums: list[Tensor], grads: list[Tensor], share: float, first: bool) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vsim.executor.base import Before, Executor, Settings, check_depends, write_gradients
+from vsim.executor.base import Before, Executor, Settings, check_depends, cloned, write_gradients
 from vsim.executor.loop import LoopExecutor
 from vsim.lowering import InexactError, Lowering
 from vsim.randomness import drawing_from
@@ -96,7 +96,7 @@ class VmapExecutor(Executor):
             return super().losses_and_grads(batch, minibatch_size)
         before = Before(self)
         reference = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
-        expected_losses = reference.losses_and_grads(batch, minibatch_size)
+        expected_losses = reference.losses_and_grads(cloned(batch), minibatch_size)
         expected = {
             "gradient": self.replicas.views(self.replicas.grads.clone()),
             "buffer": {name: b.clone() for name, b in self.replicas.buffers.items()},
@@ -135,7 +135,7 @@ class VmapExecutor(Executor):
         piece = self.pieces[0]
         with self._moved_up_to_date(), self.lowering() as lowering, self._precision():
             lowering.watch = True
-            self._losses(piece, self._own_batch(batch, piece), lowering)
+            self._losses(piece, cloned(self._own_batch(batch, piece)), lowering)
         return lowering.calls
 
     def _note(self, lowering: Lowering) -> None:
@@ -197,7 +197,7 @@ class VmapExecutor(Executor):
         for rows in even_pieces(len(weights), self.at_once):
             own_buffers = {name: b[rows].clone() for name, b in buffers.items()}
             numbers = torch.arange(rows.stop - rows.start)
-            parts = (self.replicas.views(weights[rows]), own_buffers, batch)
+            parts = (self.replicas.views(weights[rows]), own_buffers, cloned(batch))
             stream.set_state(state)
             with drawing_from(stream), Lowering(None) as lowering, self._precision():
                 outcomes.append(self._vmapped(outcome_of_node, lowering, numbers, *parts, batch_of_all=True))

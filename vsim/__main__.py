@@ -1,0 +1,7 @@
+"""`python -m vsim`: the command line."""
+
+import sys
+
+from vsim.cli import main
+
+sys.exit(main())
