@@ -13,6 +13,7 @@ and everything else is called once for each node. What cannot be done so is refu
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -396,6 +397,12 @@ def _torch_embedding(
     return _embedding(nodes, indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
 
 
+def _requires_grad(nodes: Lowering, tensor: Tensor) -> Any:
+    """What a model is told; to torch's own code a wrapper says, as ever, that it needs none."""
+    of_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")
+    return NotImplemented if of_torch else nodes.needs_grad(tensor)
+
+
 def _hook(nodes: Lowering, tensor: Tensor, hook: Any) -> Any:
     raise NotImplementedError("a hook on a tensor would never be called")
 
@@ -547,7 +554,7 @@ _RULES: dict[Any, Rule] = {
     F.gelu: _gelu,
     F.embedding: _embedding,
     torch.embedding: _torch_embedding,
-    torch.Tensor.requires_grad.__get__: Lowering.needs_grad,  # type: ignore[attr-defined]  # not what a wrapper has
+    torch.Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
     torch.Tensor.register_hook: _hook,
     torch.Tensor.register_post_accumulate_grad_hook: _hook,
     F.layer_norm: _layer_norm,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from vsim.executor.base import Before, Executor, cloned, minibatches
@@ -252,7 +253,8 @@ class AutoExecutor(Executor):
         known = (self.chosen, work, tuple(t.shape for t in tree_leaves(arguments) if isinstance(t, Tensor)))
         if known in self.proven:
             return getattr(self.chosen, work)(*arguments)
-        before = Before(self, [a for a in arguments if isinstance(a, torch.Generator)])
+        with _disable_current_modes():  # of somebody who counts what a step takes
+            before = Before(self, [a for a in arguments if isinstance(a, torch.Generator)])
         try:
             # The batch may be needed again, and the model may change it in place.
             given = cloned(arguments) if work == "losses_and_grads" else arguments
