@@ -160,6 +160,7 @@ def slowly(run: Run) -> None:
     time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_processes_stop_together_and_go_on(tmp_path: Path) -> None:
     straight = fit(strategy(), **PROCESSES)
     trainer = trainer_of()

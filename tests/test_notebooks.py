@@ -55,6 +55,8 @@ EXPECTED: dict[str, list[str]] = {
         r"different after step 1, by more than rounding",
     ],
 }
+# The longest are left to the slow tests.
+LONG = {"compression_quality", "sparta", "verify", "your_own_strategy"}
 # Nothing of the machine that a notebook was run on.
 MACHINE = re.compile(r"/(home|root|tmp|Users|work)/|site-packages|Traceback")
 
@@ -83,7 +85,9 @@ def test_every_notebook_is_expected_to_show_something() -> None:
     assert sorted(EXPECTED) == sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in EXPECTED]
+)
 # jupyter_client, pyzmq and ipykernel warn of what they will change between themselves, in other words every few months.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,15 @@ class SmallOperations(Classifier):
         return torch.bmm(hidden[None], mat2=self.second.weight.T[None])[0]
 
 
+class Masking(Classifier):
+    """A buffer that is made when it is first needed, and stays as it is."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.linspace(0, 1, self.first.out_features), persistent=False)
+        return self.second(self.first(x) * self.mask)
+
+
 class Normalizing(Classifier):
     """The input is changed in place."""
 
@@ -184,7 +193,17 @@ class Normalizing(Classifier):
 
 
 NOT_VECTORIZED = [Checkpointed, CheckpointedReentrantly, MaxNorm, Clipped, Hooked, Differentiating]
-UNUSUAL = [*NOT_VECTORIZED, ClippedWithoutGrad, Decaying, Counting, Padded, InPlace, Normalizing, SmallOperations]
+UNUSUAL = [
+    *NOT_VECTORIZED,
+    ClippedWithoutGrad,
+    Decaying,
+    Counting,
+    Padded,
+    InPlace,
+    Normalizing,
+    SmallOperations,
+    Masking,
+]
 SGD = OptimSpec("sgd", lr=0.2, momentum=0.9)
 OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 4, "minibatch_size": 2, "progress": False}
 

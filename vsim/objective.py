@@ -9,27 +9,7 @@ import torch
 from torch import Tensor, nn
 
 LossFunction = Callable[[Any, Any], Tensor]
-
-
-Numbers = dict[tuple[str, str], float]
-
-
-def numbers_of(model: nn.Module) -> Numbers:
-    """Return (path of a module, name) → number, of all attributes of modules that are numbers."""
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if type(value) in (int, float)
-    }
-
-
-def put_numbers(model: nn.Module, numbers: Numbers) -> None:
-    """Let attributes be as `numbers_of` has found them."""
-    for path, module in model.named_modules():
-        for name in [name for name, value in vars(module).items() if type(value) in (int, float)]:
-            if (path, name) in numbers:
-                vars(module)[name] = numbers[path, name]
+Numbers = dict[tuple[str, str], float]  # (path of a module, name of an attribute) → number
 
 
 class Objective(nn.Module):

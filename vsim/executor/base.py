@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from vsim_kernels.alignment import aligned, empty_rows, is_aligned, rows_apart
 
-from vsim.objective import Numbers, Objective, numbers_of, put_numbers
+from vsim.executor.own_state import OwnState, numbers_of, put_numbers
+from vsim.objective import Objective
 from vsim.randomness import default_generator, drawing_from
 from vsim.replicas import Replicas, Views
 
@@ -69,10 +70,7 @@ class Executor(ABC):
         self.settings = settings or Settings()
         self._moved: list[tuple[Tensor, Tensor]] = []
         self._places = Places(objective.model)
-        self._frozen = {name: (t, t._version) for name, t in replicas.frozen.items()}
-        self._numbers_are_watched = True
-        self._numbers: dict[int, Numbers] = objective.numbers  # of every node, for all executors of a run
-        self._numbers_at_first: Numbers | None = None
+        self._own_state = OwnState(replicas, objective)
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         """Return stacked losses (K,) of a stacked batch (K, B, …) and leave the gradients in `replicas.grads`.
@@ -85,49 +83,8 @@ class Executor(ABC):
             losses = self._backward(piece, share, first=total is None)
             total = losses if total is None else total + losses
         assert total is not None
-        self._check_frozen()
-        if self._numbers_are_watched:
-            self._check_made()
-            self._numbers_are_watched = self.counts
+        self._own_state.check()
         return total
-
-    def _check_frozen(self) -> None:
-        """Raise a ValueError if the model has changed a parameter that needs no gradient, which the nodes share."""
-        for name, (tensor, version) in self._frozen.items():
-            if tensor._version != version:
-                raise ValueError(
-                    f"the model changes {name} in forward, a parameter that requires no gradient and that the nodes "
-                    "share: make it a buffer (register_buffer), of which every node has its own"
-                )
-
-    def _check_made(self) -> None:
-        """Raise a ValueError for buffers that forward has made."""
-        made = [name for name, _ in self.objective.model.named_buffers() if name not in self.replicas.buffers]
-        if made:
-            raise ValueError(
-                f"the model makes buffers in forward: {', '.join(made)}; register them with a tensor of their shape, "
-                "so that every node has its own"
-            )
-
-    @property
-    def counts(self) -> bool:
-        """Whether the model changes numbers among its modules' attributes when it is called."""
-        return any(own != self._numbers_at_first for own in self._numbers.values())
-
-    @contextmanager
-    def _counting(self, nodes: range) -> Iterator[None]:
-        """Within this context numbers among the modules' attributes are those of some nodes, which are called together.
-
-        So it is in the first step, which shows whether the model counts, and if it does in all others.
-        """
-        if not self._numbers_are_watched:
-            yield
-            return
-        if self._numbers_at_first is None:  # not before: a run that is resumed goes on with the checkpoint's
-            self._numbers_at_first = numbers_of(self.objective)
-        put_numbers(self.objective, self._numbers.get(nodes[0], self._numbers_at_first))
-        yield
-        self._numbers.update(dict.fromkeys(nodes, numbers_of(self.objective)))
 
     def _leaf(self, rows: Tensor) -> Tensor:
         """Return a parameter or buffer (R, *shape) for the model: itself, or a copy if it begins at an odd place.

@@ -107,7 +107,7 @@ class CompiledExecutor(VmapExecutor):
             with drawing_from(self.generators[0]), self._moved_up_to_date(), without_performance_warnings():
                 for number, piece in enumerate(self.pieces):
                     own_batch = tree_map(torch.Tensor.contiguous, self._own_batch(batch, piece))
-                    with self._counting(range(piece.rows.start, piece.rows.stop)):
+                    with self._own_state.of(range(piece.rows.start, piece.rows.stop)):
                         grads, of_piece = self._grads_and_losses(piece, own_batch)
                     if self.replicas.shares_grads:
                         _accumulate(piece.grads, grads, share / self.replicas.num_nodes, first and number == 0)

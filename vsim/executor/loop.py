@@ -44,7 +44,7 @@ class LoopExecutor(Executor):
                 parameters = dict(zip(self.names, node.leaves, strict=True))
                 # Until the gradients are there: a checkpointed part of the model is computed again for them.
                 streams, tensors = drawing_from(self.generators[number]), self._placed(parameters, node.buffers)
-                with self._counting(range(number, number + 1)), streams, tensors:
+                with self._own_state.of(range(number, number + 1)), streams, tensors:
                     with self._precision():
                         loss, _ = self.objective(own_batch, False)
                     own_share = share / len(self.nodes) if self.replicas.shares_grads else share

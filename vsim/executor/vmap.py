@@ -147,7 +147,7 @@ class VmapExecutor(Executor):
         with self._moved_up_to_date():
             for number, piece in enumerate(self.pieces):
                 lowering = self.lowering(number, first=first and share == 1.0)
-                with self._counting(range(piece.rows.start, piece.rows.stop)), lowering, self._precision():
+                with self._own_state.of(range(piece.rows.start, piece.rows.stop)), lowering, self._precision():
                     stacked = self._losses(piece, self._own_batch(batch, piece), lowering)
                 self._note(lowering)
                 self._write_gradients(stacked, piece, batch, share, first, number)
