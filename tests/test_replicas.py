@@ -168,6 +168,12 @@ def complex_numbers() -> nn.Module:
     return model
 
 
+def hooked(register: str) -> nn.Module:
+    model = small_mlp()
+    getattr(model.layers[3].weight, register)(lambda *_: None)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -177,8 +183,10 @@ def complex_numbers() -> nn.Module:
         (mixed_dtypes, r"share one dtype; most are torch.float32, but not layers.0.bias: torch.float64"),
         (mixed_devices, r"share one device; most are .*, but not layers.\d.weight: "),
         (complex_numbers, "must be floating-point, got phase: torch.complex64"),
+        (lambda: hooked("register_hook"), r"parameters \['layers.3.weight'\] have gradient hooks"),
+        (lambda: hooked("register_post_accumulate_grad_hook"), r"parameters \['layers.3.weight'\] have gradient hooks"),
     ],
-    ids=["none", "frozen", "lazy", "dtypes", "devices", "complex"],
+    ids=["none", "frozen", "lazy", "dtypes", "devices", "complex", "hook", "hook after"],
 )
 def test_models_that_cannot_be_stacked(model: type[nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message):

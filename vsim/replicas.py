@@ -68,8 +68,8 @@ class Replicas:
         With `share_weights` they have one row of weights, and with `share_grads` one of gradients as well.
 
         Raises:
-            ValueError: nothing is trainable, a parameter is not initialised yet, or the trainable parameters
-                do not share one floating-point dtype and one device; the odd ones are named.
+            ValueError: nothing is trainable, a parameter is not initialised yet or has gradient hooks, or the trainable
+                parameters do not share one floating-point dtype and one device; the odd ones are named.
         """
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         _check_trainable(trainable)
@@ -144,6 +144,12 @@ def _check_trainable(trainable: Mapping[str, nn.Parameter]) -> None:
     sparse_or_fixed = [f"{name}: {p.dtype}" for name, p in trainable.items() if not p.is_floating_point()]
     if sparse_or_fixed:
         raise ValueError(f"trainable parameters must be floating-point, got {', '.join(sparse_or_fixed)}")
+    hooked = [n for n, p in trainable.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        raise ValueError(
+            f"parameters {hooked} have gradient hooks, which the nodes' own would not have: change gradients in a "
+            "communication module (its communicate_gradients), or in forward"
+        )
     _check_one("dtype", {name: str(p.dtype) for name, p in trainable.items()})
     _check_one("device", {name: str(p.device) for name, p in trainable.items()})
 

@@ -216,6 +216,7 @@ class AutoExecutor(Executor):
         for candidate in self.candidates:
             if candidate is not best:
                 candidate.executor = None
+        self.proven.clear()  # an executor that is made from now on may have the id of one that is gone
         self.chosen, self.settled, self.why = self._executor(best), True, why
         _remembered[self.key] = best.label, why
 
@@ -250,7 +251,7 @@ class AutoExecutor(Executor):
             torch.cuda.synchronize(self.replicas.weights.device)
 
     def _attempt(self, work: str, *arguments: Any) -> Any:
-        known = (self.chosen, work, tuple(t.shape for t in tree_leaves(arguments) if isinstance(t, Tensor)))
+        known = (id(self.chosen), work, tuple(t.shape for t in tree_leaves(arguments) if isinstance(t, Tensor)))
         if known in self.proven:
             return getattr(self.chosen, work)(*arguments)
         with _disable_current_modes():  # of somebody who counts what a step takes
