@@ -544,7 +544,7 @@ def test_under_torchrun_one_rank_logs(tmp_path: Path) -> None:
             strategy=FedAvgStrategy(H=2), num_nodes=2, max_steps=3, run_name="ranks", progress=False,
             backend="process", threads_per_process=1,
         )
-        print("loggers:", len(trainer.loggers))
+        sys.stdout.write("loggers: %d\\n" % len(trainer.loggers))  # at once: the ranks share a pipe
     """)
     )
     run = torchrun("--nproc_per_node=2", "--master_port", str(free_port()), str(path))
