@@ -33,3 +33,8 @@ def ranks_of() -> Iterator[Callable[[int], Ranks]]:
     yield of
     for ranks in started.values():
         ranks.end()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest, or one worker would wait for it at the end."""
+    items.sort(key=lambda item: "thirty_random_moments" not in item.name)

@@ -423,7 +423,7 @@ def test_what_no_node_could_have_of_its_own_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedReentrantly, MaxNorm, Counting])
 def test_processes_have_the_same_bits(kind: type[Classifier]) -> None:
     options = {name: value for name, value in OPTIONS.items() if name not in ("num_nodes", "max_steps")}
     strategy = FedAvgStrategy(H=2, optim_spec=SGD)
