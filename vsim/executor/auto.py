@@ -255,7 +255,9 @@ class AutoExecutor(Executor):
         if known in self.proven:
             return getattr(self.chosen, work)(*arguments)
         with _disable_current_modes():  # of somebody who counts what a step takes
-            before = Before(self, [a for a in arguments if isinstance(a, torch.Generator)])
+            # Of the weights in the very first step only: later there is the optimizer's state beside them.
+            first = self.step == 1 and work == "losses_and_grads"
+            before = Before(self, [a for a in arguments if isinstance(a, torch.Generator)], weights=first)
         try:
             # The batch may be needed again, and the model may change it in place.
             given = cloned(arguments) if work == "losses_and_grads" else arguments

@@ -234,15 +234,17 @@ class Before:
     Args:
         executor: whose step.
         streams: other generators that are drawn from.
+        weights: keep the weights as well, which takes a matrix of memory.
     """
 
-    def __init__(self, executor: Executor, streams: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, executor: Executor, streams: Sequence[torch.Generator] = (), weights: bool = True) -> None:
         replicas = executor.replicas
         default = default_generator(replicas.weights.device)
         self.streams = [(g, g.get_state()) for g in [*executor.generators, default, *streams]]
         self.objective = executor.objective
         self.numbers = (numbers_of(self.objective), dict(self.objective.numbers))
-        self.tensors = [(t, t.clone()) for t in (replicas.weights, *replicas.buffers.values())]
+        changed = [*([replicas.weights] if weights else []), *replicas.buffers.values()]
+        self.tensors = [(t, t.clone()) for t in changed]
 
     def restore(self) -> None:
         """Put it back."""
