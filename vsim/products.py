@@ -91,7 +91,7 @@ def agree(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
 
     Several threads may divide a batch in another way than one matrix, and on some CPUs that shows in the last bits. The
     library decides by shapes, places in memory and the number of threads. On a CPU where a sample of products shows a
-    difference, each kind of product is tried once, on random numbers; on other CPUs none is.
+    difference, each kind of product is tried, on random numbers; on other CPUs none is.
     """
     if a.device.type != "cpu" or batches_agree():
         return True
@@ -103,6 +103,8 @@ def batches_agree() -> bool:
     return _sample_agrees(torch.get_num_threads())
 
 
+# Where a single column is computed in another way, the sums of one trial may be rounded alike by chance: in one of ten.
+_TRIALS = 8
 _Lie = tuple[torch.Size, tuple[int, ...], int]  # shape, strides, and the bytes from a multiple of 64 to the beginning
 
 
@@ -124,12 +126,16 @@ def _sample_agrees(threads: int) -> bool:
 def _agree(a: _Lie, b: _Lie, with_bias: bool, dtype: torch.dtype, threads: int) -> bool:
     stream = torch.Generator().manual_seed(0)
     with _disable_current_modes(), torch.autocast("cpu", enabled=False):  # nobody watches, nothing is cast
-        left, right = (_filled(lie, dtype, stream) for lie in (a, b))
-        if not with_bias:
-            return _all_are(torch.bmm(left, right), torch.mm(left[0], right[0]))
-        bias = torch.randn(right.shape[2], dtype=dtype, generator=stream)
-        biases = bias.expand(len(left), 1, -1)
-        return _all_are(torch.baddbmm(biases, left, right), torch.addmm(bias, left[0], right[0]))
+        return all(_agrees_once(a, b, with_bias, dtype, stream) for _ in range(_TRIALS))
+
+
+def _agrees_once(a: _Lie, b: _Lie, with_bias: bool, dtype: torch.dtype, stream: torch.Generator) -> bool:
+    left, right = (_filled(lie, dtype, stream) for lie in (a, b))
+    if not with_bias:
+        return _all_are(torch.bmm(left, right), torch.mm(left[0], right[0]))
+    bias = torch.randn(right.shape[2], dtype=dtype, generator=stream)
+    biases = bias.expand(len(left), 1, -1)
+    return _all_are(torch.baddbmm(biases, left, right), torch.addmm(bias, left[0], right[0]))
 
 
 def _filled(lie: _Lie, dtype: torch.dtype, stream: torch.Generator) -> Tensor:
