@@ -201,8 +201,10 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, table: Tensor, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
         nodes, rows = table.shape[:2]
-        if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < rows):
-            raise IndexError(f"embedding: an index is out of range for a table of {rows} rows")
+        try:  # by an operation, so that no number has to come to Python
+            aten._assert_async(((indices >= 0) & (indices < rows)).all())
+        except RuntimeError:
+            raise IndexError(f"embedding: an index is out of range for a table of {rows} rows") from None
         first_row = torch.arange(0, nodes * rows, rows, device=indices.device)
         below = indices + first_row.view(-1, *[1] * (indices.dim() - 1))  # the tables one below the other
         ctx.save_for_backward(below)

@@ -30,7 +30,7 @@ from vsim.strategy import Strategy
 from vsim.trainer import Trainer
 
 # Steps in which executor="auto" has settled, whatever it tries.
-_SETTLING = 13
+_SETTLING = 20
 _STEPS_A_TURN = 10  # of a strategy, so that a sync every 10 steps takes part once
 _CANDIDATES: dict[str, dict[str, Any]] = {
     "vmap": {"executor": "vmap"},

@@ -23,7 +23,7 @@ from vsim.replicas import Views
 
 # What trying other executors may cost, beside the best: seconds, and a share of the run.
 BUDGET_SECONDS, BUDGET_SHARE = 1.0, 0.03
-_TIMED_STEPS = 3  # the first step of each is a warm-up and is not counted
+_TIMED_STEPS = 3  # of each, after the first and those in which it prepares
 # Seconds that compiling is expected to take until one has been measured in this process, and the share of the remaining
 # run that it may take. If the compiled steps turn out to be no faster, that is what is lost.
 _FIRST_GUESS_OF_COMPILING, _COMPILING_SHARE = 60.0, 0.1
@@ -34,17 +34,18 @@ _seconds_of_compiling: list[float] = []
 
 @dataclass
 class _Candidate:
-    """An executor on trial: how to make it, and the seconds of its steps."""
+    """An executor on trial: how to make it, and the seconds of its steps; those in which it prepares are not timed."""
 
     label: str
     make: Callable[[], Executor]
     executor: Executor | None = None
     seconds: list[float] = field(default_factory=list)
+    first: float | None = None  # seconds of its very first step
 
     @property
     def best(self) -> float:
-        """Its fastest step after the warm-up; infinite before."""
-        return min(self.seconds[1:], default=float("inf"))
+        """Its fastest step; infinite before there is one."""
+        return min(self.seconds, default=float("inf"))
 
 
 class AutoExecutor(Executor):
@@ -94,6 +95,10 @@ class AutoExecutor(Executor):
         return self.chosen.name
 
     @property
+    def is_ready(self) -> bool:  # type: ignore[override]
+        return self.settled and self.chosen.is_ready
+
+    @property
     def reason(self) -> str:  # type: ignore[override]
         return "; ".join(filter(None, (self.why, self.chosen.reason)))
 
@@ -115,11 +120,15 @@ class AutoExecutor(Executor):
         started = time.perf_counter()
         losses = self._attempt("losses_and_grads", batch, minibatch_size)
         self._synchronize()
-        candidate.seconds.append(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if candidate.first is None:
+            candidate.first = seconds
+        elif self.chosen.is_ready:
+            candidate.seconds.append(seconds)
         if self.step == 1 and isinstance(self.chosen, VmapExecutor) and not self.settled:
             self._leave_out_what_differs(self.chosen)
         if not self.settled:
-            self._go_on()
+            self._go_on(seconds)
         return losses
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
@@ -135,16 +144,16 @@ class AutoExecutor(Executor):
             candidate.executor = candidate.make()
         return candidate.executor
 
-    def _go_on(self) -> None:
-        """Decide what the next step is computed with, after a step of the candidate on trial."""
+    def _go_on(self, seconds: float) -> None:
+        """Decide what the next step is computed with, after one of so many seconds by the candidate on trial."""
         candidate, best = self.candidates[self.on_trial], min(c.best for c in self.candidates)
         if best == float("inf"):
             return
-        self.spent += max(0.0, candidate.seconds[-1] - best) if candidate is not self.candidates[0] else 0.0
+        self.spent += max(0.0, seconds - best) if candidate is not self.candidates[0] else 0.0
         # What compiling may cost was decided before it began.
         over = candidate.label != "compiled" and self.spent > self._budget(best)
-        hopeless = len(candidate.seconds) > 1 and candidate.best > 1.2 * best
-        if len(candidate.seconds) <= _TIMED_STEPS and not over and not hopeless:
+        hopeless = bool(candidate.seconds) and candidate.best > 1.2 * best
+        if len(candidate.seconds) < _TIMED_STEPS and not over and not hopeless:
             return
         self.on_trial += 1
         if over or self.on_trial == len(self.candidates) or best > self._budget(best):
@@ -195,11 +204,11 @@ class AutoExecutor(Executor):
         return BUDGET_SECONDS if steps is None else min(BUDGET_SECONDS, BUDGET_SHARE * steps * best)
 
     def _settle(self) -> None:
-        tried = [c for c in self.candidates if c.seconds[1:]]
+        tried = [c for c in self.candidates if c.seconds]
         best = min(tried, key=lambda c: c.best)
         self.chosen = self._executor(best)
         times = "; ".join(f"{c.label} {1e3 * c.best:.3g} ms" for c in sorted(tried, key=lambda c: c.best))
-        untried = [c.label for c in self.candidates if not c.seconds]
+        untried = [c.label for c in self.candidates if c.first is None]
         not_tried = f"; not tried, as it might cost too much: {', '.join(untried)}" if untried else ""
         self.why = f"measured a step: {times}{not_tried}{self.by_rule}"
         if self.settings.compile == "auto" and best.label != "compiled" and self._compiling_pays(best.best):
@@ -208,8 +217,8 @@ class AutoExecutor(Executor):
             self.candidates.append(_Candidate("compiled", lambda: CompiledExecutor(*parts)))
             return
         compiled = self.candidates[-1]
-        if compiled.label == "compiled" and compiled.seconds:
-            _seconds_of_compiling.append(compiled.seconds[0])
+        if compiled.label == "compiled" and compiled.first is not None:
+            _seconds_of_compiling.append(compiled.first)
         self._settle_on(best, self.why)
 
     def _settle_on(self, best: _Candidate, why: str) -> None:

@@ -52,10 +52,12 @@ class Executor(ABC):
     Attributes:
         name: what it is, for the history.
         reason: why it was chosen, if somebody chose.
+        is_ready: whether the last step took the time that the next ones of its kind are going to take.
     """
 
     name: str
     reason: str = ""
+    is_ready: bool = True
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.executor.base import Before, Executor, Settings, check_depends, cloned, write_gradients
 from vsim.executor.loop import LoopExecutor
+from vsim.executor.repeated import Repeated
 from vsim.lowering import InexactError, Lowering
 from vsim.randomness import drawing_from
 from vsim.replicas import Replicas, Views
@@ -63,6 +64,7 @@ class VmapExecutor(Executor):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.differing: set[str] = set()
         self.pieces: list[Piece] = []
+        self._repeated = Repeated(self, self._computed, lambda: (copy for copy, _ in self._moved))
         self._cut(even_pieces(self.replicas.num_nodes, self.at_once))
 
     def _cut(self, pieces: list[slice]) -> None:
@@ -70,6 +72,7 @@ class VmapExecutor(Executor):
         r = self.replicas
         self.pieces.clear()
         self._moved.clear()
+        self._repeated.forget()
         # A shared row of weights is one leaf for all where only the sum of the gradients is wanted. For a gradient of
         # each node's own it is seen K times.
         in_common = None
@@ -142,16 +145,28 @@ class VmapExecutor(Executor):
         if lowering.watch:
             self.calls, self.differing = lowering.calls, lowering.differing
 
+    @property
+    def reason(self) -> str:  # type: ignore[override]
+        """Whether steps are repeated from a recording."""
+        return self._repeated.reason
+
+    @property
+    def is_ready(self) -> bool:  # type: ignore[override]
+        return self._repeated.is_ready
+
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
-        losses = []
         with self._moved_up_to_date():
-            for number, piece in enumerate(self.pieces):
-                lowering = self.lowering(number, first=first and share == 1.0)
-                with self._own_state.of(range(piece.rows.start, piece.rows.stop)), lowering, self._precision():
-                    stacked = self._losses(piece, self._own_batch(batch, piece), lowering)
-                self._note(lowering)
-                self._write_gradients(stacked, piece, batch, share, first, number)
-                losses.append(stacked.detach())
+            return self._repeated(batch, share, first)
+
+    def _computed(self, batch: Any, share: float, first: bool) -> Tensor:
+        losses = []
+        for number, piece in enumerate(self.pieces):
+            lowering = self.lowering(number, first=first and share == 1.0)
+            with self._own_state.of(range(piece.rows.start, piece.rows.stop)), lowering, self._precision():
+                stacked = self._losses(piece, self._own_batch(batch, piece), lowering)
+            self._note(lowering)
+            self._write_gradients(stacked, piece, batch, share, first, number)
+            losses.append(stacked.detach())
         stacked = losses[0] if len(losses) == 1 else torch.cat(losses)
         return stacked * share if share != 1.0 else stacked
 
