@@ -29,8 +29,7 @@ from vsim.optim import OptimSpec
 from vsim.strategy import Strategy
 from vsim.trainer import Trainer
 
-# Steps in which executor="auto" has settled, whatever it tries.
-_SETTLING = 20
+_MOST_STEPS_TO_SETTLE = 40  # executor="auto" makes its trials, and steps are recorded
 _STEPS_A_TURN = 10  # of a strategy, so that a sync every 10 steps takes part once
 _CANDIDATES: dict[str, dict[str, Any]] = {
     "vmap": {"executor": "vmap"},
@@ -128,7 +127,10 @@ def bench_strategies(
                     label: run_of(model, examples, num_nodes, make(), {"executor": "vmap"})
                     for label, make in strategies.items()
                 }
-            times = in_turn({label: partial(_steps_of, steps(run)) for label, run in runs.items()}, turns)
+            ten_steps = {label: partial(_steps_of, steps(run)) for label, run in runs.items()}
+            for label, run in runs.items():
+                _settle(ten_steps[label], run)
+            times = in_turn(ten_steps, turns)
             line = StrategyLine(name, num_nodes)
             line.seconds = {label: statistics.median(t) / _STEPS_A_TURN for label, t in times.items()}
             line.ratios = _ratios(times, next(iter(times)))
@@ -145,6 +147,14 @@ def bench_strategies(
 def _steps_of(run: Iterator[int]) -> None:
     for _ in range(_STEPS_A_TURN):
         next(run)
+
+
+def _settle(turn: Callable[[], object], run: Run) -> None:
+    """Take turns until the next ones are going to be computed in the same way."""
+    for _ in range(_MOST_STEPS_TO_SETTLE):
+        turn()
+        if run.done > 1 and run.executor.is_ready:
+            return
 
 
 def in_turn(turns: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -183,8 +193,8 @@ def _measure(name: str, workload: Workload, num_nodes: int, compile: bool, round
         strategy = Strategy(optim_spec=_OPTIMIZERS.get(label, _ADAMW))
         runs[label] = run_of(model, examples, num_nodes, strategy, options)
         turns[label] = partial(next, steps(runs[label]))
-    for _ in range(_SETTLING):  # executor="auto" makes its trials
-        turns["auto"]()
+    for label, run in runs.items():
+        _settle(turns[label], run)
     turns["floor"] = Floor(run_of(model, examples, num_nodes, Strategy(optim_spec=_ADAMW), _CANDIDATES["vmap"]))
     times = in_turn(turns, rounds)
     line = Line(name, num_nodes)
