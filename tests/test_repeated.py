@@ -37,14 +37,6 @@ from vsim.replicas import Replicas
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
 
 STEPS = 14
-
-
-@pytest.fixture(autouse=True)
-def it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However short a run is, and however busy the machine."""
-    monkeypatch.setattr(repeated, "_SECONDS_A_CALL", 1.0)
-
-
 REPEATED, ANEW = "steps are repeated", "steps are not repeated"
 
 
@@ -571,6 +563,26 @@ class Recurrent(Kept):
         return F.cross_entropy(self.rnn(batch[0][:, None])[0][:, 0], batch[1])
 
 
+class Sparse(Kept):
+    """Its gradient is sparse on the way."""
+
+    def scaled(self, x: Tensor) -> Tensor:
+        table = torch.sparse.mm(torch.eye(5).to_sparse(), self.layer.weight)
+        return x + table.sum()
+
+
+class Renormed(Kept):
+    """It writes to its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 5, max_norm=0.5)
+        nn.init.constant_(self.words.weight, 0.4)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.words((4 * x.abs()).long() % 9).mean(1)
+
+
 class OwnMethod(Kept):
     """A method of a generator, which shows nothing of whose it is."""
 
@@ -602,6 +614,8 @@ ANEW_ALWAYS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any, int], 
     "slots": (OfSlots, "the model.slots is a Slotted", late(lambda m: setattr(m.slots, "scale", 0.5))),
     "slots that torch calls": (OfTorchsSlotted, "SlottedScaling", late(lambda m: setattr(m.function, "scale", 0.5))),
     "changes shapes in place": (Recurrent, "transpose_ changes the shape of a tensor in place", None),
+    "sparse": (Sparse, "sparse", None),
+    "changes its weights": (Renormed, "embedding_renorm_ writes to a tensor that is no buffer", None),
     "an array": (OfArray, "the model.array is a ndarray", late(lambda m: m.array.fill(0.5))),
 }
 
@@ -853,6 +867,20 @@ def test_of_larger_models(model: nn.Module, exact: bool) -> None:
         assert all(map(torch.equal, states, [g.get_state() for g in engine.generators]))
 
 
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_of_one_node_and_of_other_numbers(num_nodes: int, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(12, 7), nn.BatchNorm1d(7), nn.Linear(7, 5)).to(dtype)
+    replicas = Replicas.of(model, num_nodes, torch.device("cpu"))
+    streams = [generator(0, NODE, k) for k in range(num_nodes)]
+    engine = VmapExecutor(replicas, Objective(replicas.module, F.cross_entropy), streams, Settings())
+    batches = ([t.to(dtype) if t.is_floating_point() else t for t in stacked_batch(i, num_nodes)] for i in range(9))
+    ready(engine, batches)
+    batch = next(batches)
+    losses, grads = engine.losses_and_grads(batch), engine.replicas.grads.clone()
+    assert torch.equal(losses, engine._computed(batch, 1.0, True)) and torch.equal(grads, engine.replicas.grads)
+
+
 def test_a_recording_that_has_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = parts_of(small_mlp(0.0), 3)
     for seed in range(3):
@@ -867,7 +895,7 @@ def test_a_recording_that_has_other_bits_is_not_used(monkeypatch: pytest.MonkeyP
 
 
 def test_what_would_not_repay_its_cost_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr(repeated, "_SECONDS_A_CALL", 1e-5)
     engine = parts_of(small_mlp(0.0), 3, num_steps=2)
     for seed in range(4):
         engine.losses_and_grads(stacked_batch(seed))

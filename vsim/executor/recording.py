@@ -22,17 +22,6 @@ _MOST_CALLS = 5_000  # more take seconds to compile, and have long kernels or ma
 _DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class _Call(NamedTuple):
-    """One operation: its arguments as source text, the names in them, the names of its results (None: not needed)."""
-
-    function: OpOverload
-    arguments: str
-    inputs: frozenset[str]
-    outputs: list[str | None]
-    is_sequence: bool
-    must_stay: bool  # it does more than to return something
-
-
 class _Kind(NamedTuple):
     """What is known of an operation before it is called.
 
@@ -40,7 +29,8 @@ class _Kind(NamedTuple):
         refusal: why it can never be recorded; empty if it can.
         depends_on_data: what it returns has a shape or is a number that depends on the values of its arguments.
         draws: from a generator. place_of_dropout: of the argument that says whether it does.
-        written: (place, name) of the arguments that it writes to.
+        written: (place, name) of the arguments that it writes to. returns: how many results; one list counts as one.
+        is_sequence: whether they come in a list.
     """
 
     name: str
@@ -49,6 +39,23 @@ class _Kind(NamedTuple):
     draws: bool
     place_of_dropout: int | None
     written: list[tuple[int, str]]
+    returns: int
+    is_sequence: bool
+
+
+class _Call(NamedTuple):
+    """One operation: its arguments as source text, the names in them, the names of its results (None: not needed)."""
+
+    function: Any
+    kind: _Kind
+    arguments: str
+    inputs: frozenset[str]
+    outputs: list[str | None]
+
+    @property
+    def must_stay(self) -> bool:
+        """Whether it does more than to return something."""
+        return bool(self.kind.written) or self.kind.draws or self.kind.returns == 0
 
 
 class Recorder(TorchDispatchMode):
@@ -74,7 +81,6 @@ class Recorder(TorchDispatchMode):
         self._constants: dict[str, Any] = {}
         self._names = WeakTensorKeyDictionary()  # tensor → name
         self._used: set[str] = set()  # names in the arguments that are being written down
-        self._tensors: list[Tensor] = []  # in them
         # What is made in the step, and what stays. A reference that is held keeps an address from being taken again.
         self._of_step: dict[int, StorageWeakRef] = {}
         self._staying: dict[int, StorageWeakRef] = {}
@@ -89,17 +95,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind = _kind_of(func)
-        self.reason = self.reason or kind.refusal
-        if self.reason:
-            return func(*args, **kwargs)
-        self._used, self._tensors = set(), []
-        words = [self._text(a) for a in args] + [f"{name}={self._text(a)}" for name, a in kwargs.items()]
-        self.reason = self.reason or self._refusal(kind, args, kwargs)
-        inputs = frozenset(self._used)
+        call = None if self.reason else self._begin(func, args, kwargs)
         outcome = func(*args, **kwargs)
-        if not self.reason:
-            self._note(func, kind, ", ".join(words), inputs, outcome)
+        if call is not None:
+            self._end(call, outcome)
         return outcome
 
     def step(self, outcome: Tensor) -> Callable[..., Tensor] | None:
@@ -126,7 +125,7 @@ class Recorder(TorchDispatchMode):
             alive |= call.inputs
             namespace[f"f{number}"] = call.function._op
             called = f"f{number}({call.arguments})"
-            names = ", ".join(name or "_" for name in wanted) + ("," if call.is_sequence else "")
+            names = ", ".join(name or "_" for name in wanted) + ("," if call.kind.is_sequence else "")
             lines.append(f"{names} = {called}" if any(wanted) else called)
         body = "\n    ".join([*reversed(lines), f"return {result}"])
         exec(compile(f"def step({', '.join(self.inputs)}):\n    {body}\n", "<recorded step>", "exec"), namespace)
@@ -140,14 +139,18 @@ class Recorder(TorchDispatchMode):
 
         return without_autograd
 
+    def _begin(self, func: Any, args: Any, kwargs: Any) -> _Call | None:
+        """Write a call down, before it changes anything; None, and a reason, if it cannot be repeated."""
+        kind = _kind_of(func)
+        self._used = set()
+        words = [self._text(a) for a in args] + [f"{name}={self._text(a)}" for name, a in kwargs.items()]
+        self.reason = kind.refusal or self.reason or self._refusal(kind, args, kwargs)
+        return None if self.reason else _Call(func, kind, ", ".join(words), frozenset(self._used), [])
+
     def _refusal(self, kind: _Kind, args: Any, kwargs: Any) -> str:
         """Why a call cannot be repeated; empty if it can."""
         if len(self.calls) == _MOST_CALLS:
             return f"it has more than {_MOST_CALLS} operations"
-        if any(type(t) not in (Tensor, torch.nn.Parameter) for t in self._tensors):
-            return f"{kind.name} takes tensors of a class of their own"
-        if any(t.is_conj() or t.is_neg() for t in self._tensors):
-            return f"{kind.name} takes tensors that are to be conjugated"
         if kind.depends_on_data and not _selects_by_numbers(kind.name, args):
             return f"what {kind.name} returns depends on data in more than its numbers"
         if kind.draws and not self._draws_from_own(kind, args, kwargs):
@@ -170,7 +173,6 @@ class Recorder(TorchDispatchMode):
     def _text(self, value: Any) -> str:
         """Return the source text of an argument."""
         if isinstance(value, Tensor):
-            self._tensors.append(value)
             return self._tensor_text(value)
         if isinstance(value, list | tuple):
             inside = "".join(f"{self._text(v)}, " for v in value)
@@ -181,6 +183,9 @@ class Recorder(TorchDispatchMode):
 
     def _tensor_text(self, tensor: Tensor) -> str:
         name = self._names.get(tensor)
+        if name is None and not _is_plain(tensor):
+            self.reason = "it computes with tensors of a kind of their own"
+            return ""
         if name is None:
             if self._is_of_step(tensor):
                 self.reason = "the model reaches a tensor in a way that PyTorch does not see, such as .data"
@@ -207,29 +212,25 @@ class Recorder(TorchDispatchMode):
             self._of_step[storage] = StorageWeakRef(tensor.untyped_storage())
         self._views[_view(tensor)] = name
 
-    def _note(self, func: OpOverload, kind: _Kind, arguments: str, inputs: frozenset[str], outcome: Any) -> None:
-        is_sequence = isinstance(outcome, list | tuple)
-        results = list(outcome) if is_sequence else [outcome]
-        if not all(r is None or isinstance(r, Tensor) for r in results):
-            self.reason = f"what {kind.name} returns is no tensor"
+    def _end(self, call: _Call, outcome: Any) -> None:
+        """Note a call with what it has returned."""
+        kind = call.kind
+        results = list(outcome) if isinstance(outcome, list | tuple) else [outcome]
+        if not all(r is None or (isinstance(r, Tensor) and _is_plain(r)) for r in results):
+            self.reason = f"what {kind.name} returns is no plain tensor"
             return
-        outputs: list[str | None] = []
         for result in results:
-            if result is None or result in self._names:
-                outputs.append(None)
-                continue
-            known = None
-            if not kind.written:
-                known = self._seen_so(result)
-            if known is None:
-                outputs.append(f"v{len(self.calls)}_{len(outputs)}")
-                self._name_of_step(result, outputs[-1] or "")
-            else:
-                outputs.append(None)
-                self._names[result] = known
-        must_stay = bool(kind.written) or kind.draws or not results or results == [None]
-        if must_stay or any(outputs):
-            self.calls.append(_Call(func, arguments, inputs, outputs, is_sequence, must_stay))
+            name = None
+            if result is not None and result not in self._names:
+                known = None if kind.written else self._seen_so(result)
+                if known is None:
+                    name = f"v{len(self.calls)}_{len(call.outputs)}"
+                    self._name_of_step(result, name)
+                else:
+                    self._names[result] = known
+            call.outputs.append(name)
+        if call.must_stay or any(call.outputs):
+            self.calls.append(call)
 
     def _seen_so(self, result: Tensor) -> str | None:
         """Return the name of a tensor that is the same view of the same memory, if there is one.
@@ -261,12 +262,18 @@ def _view(tensor: Tensor) -> Any:
     return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is numbers in memory, as they are: no subclass, not sparse, not to be conjugated."""
+    is_of_torch = type(tensor) in (Tensor, torch.nn.Parameter)
+    return is_of_torch and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+
+
 @functools.cache
 def _kind_of(func: Any) -> _Kind:
     if not isinstance(func, OpOverload):
-        return _Kind(str(func), f"{func} is not a single operation", False, False, None, [])
+        return _Kind(str(func), f"{func} is not a single operation", False, False, None, [], 1, False)
     name = func.overloadpacket.__name__
-    arguments = func._schema.arguments
+    arguments, returns = func._schema.arguments, func._schema.returns
     return _Kind(
         name,
         f"{name} changes the shape of a tensor in place" if torch.Tag.inplace_view in func.tags else "",
@@ -274,6 +281,8 @@ def _kind_of(func: Any) -> _Kind:
         torch.Tag.nondeterministic_seeded in func.tags,
         next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None),
         [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write],
+        len(returns),
+        len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType)),
     )
 
 

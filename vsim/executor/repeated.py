@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,20 +56,16 @@ class Repeated:
 
     Args:
         executor: whose step it is.
-        compute: the step: (batch, share, first) → losses.
-        kept: tensors of the executor's own that the step may write to, beside gradients and buffers.
+        compute: the step: (batch, share, first) → losses. Gradients and buffers are all that it may write to.
 
     Attributes:
         reason: whether steps are repeated, and why not.
         is_ready: the last step was computed as the next ones are going to be.
     """
 
-    def __init__(
-        self, executor: Executor, compute: Callable[[Any, float, bool], Tensor], kept: Callable[[], Iterable[Tensor]]
-    ) -> None:
+    def __init__(self, executor: Executor, compute: Callable[[Any, float, bool], Tensor]) -> None:
         self.executor = executor
         self.compute = compute
-        self.kept = kept
         self.reason = ""
         self.is_ready = True
         self._kinds: dict[Any, _Kind] = {}
@@ -122,7 +118,7 @@ class Repeated:
 
     def _record(self, kind: _Kind, batch: Any, share: float, first: bool) -> Tensor:
         r = self.executor.replicas
-        written = [r.grads, *r.buffers.values(), *self.kept()]
+        written = [r.grads, *r.buffers.values()]
         recorder = Recorder(tree_flatten(batch)[0], written, self.executor.generators)
         started = time.perf_counter()
         with recorder:
@@ -168,7 +164,8 @@ class Repeated:
         """Return checksums of everything that a step leaves."""
         r = self.executor.replicas
         tensors = [losses, *r.grads, *r.buffers.values(), *(g.get_state() for g in self.executor.generators)]
-        return [zlib.crc32(t.detach().contiguous().view(-1).view(torch.uint8).numpy()) for t in tensors if t.numel()]
+        in_order = (t.detach().contiguous().as_strided((t.numel(),), (1,)) for t in tensors)
+        return [zlib.crc32(t.view(torch.uint8).numpy()) for t in in_order]
 
 
 def _key(batch: Any, share: float, first: bool) -> Any:

@@ -64,7 +64,7 @@ class VmapExecutor(Executor):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.differing: set[str] = set()
         self.pieces: list[Piece] = []
-        self._repeated = Repeated(self, self._computed, lambda: (copy for copy, _ in self._moved))
+        self._repeated = Repeated(self, self._computed)
         self._cut(even_pieces(self.replicas.num_nodes, self.at_once))
 
     def _cut(self, pieces: list[slice]) -> None:
