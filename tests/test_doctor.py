@@ -124,6 +124,8 @@ def test_bench_measures_all_in_turn(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert line["ratios"]["allreduce"] == 1.0
     assert main(["bench", "--nodes", "0"]) == 2
     assert "--nodes must be" in capsys.readouterr().err
+    assert main(["bench", "--strategies", "no_such"]) == 2  # before it measures anything
+    assert "no_such" in capsys.readouterr().err
 
 
 def test_all_take_turns_in_an_order_that_changes() -> None:

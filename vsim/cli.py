@@ -312,6 +312,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     for name in ("nodes", "rounds"):
         for value in getattr(arguments, name) if name == "nodes" else filter(None, [arguments.rounds]):
             whole_number(f"--{name}", value)
+    strategies = {text: partial(parse_strategy, text, 1e-4) for text in arguments.strategies}
+    for make in strategies.values():
+        make()  # before minutes of measuring
     lines = bench.bench(
         arguments.models,
         arguments.nodes,
@@ -320,7 +323,6 @@ def _bench(arguments: argparse.Namespace) -> int:
         progress=lambda line: print(f"{line.model}, K = {line.num_nodes}: done", file=sys.stderr),
     )
     print(f"\n{bench.table(lines)}\n")
-    strategies = {text: partial(parse_strategy, text, 1e-4) for text in arguments.strategies}
     by_strategy = []
     if strategies:
         by_strategy = bench.bench_strategies(arguments.models, arguments.nodes, strategies, rounds=arguments.rounds)

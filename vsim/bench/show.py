@@ -7,6 +7,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -71,7 +72,7 @@ def figure(lines: Sequence[Line]) -> Figure:
     """Draw the time of a node's step against K, beside that of a separate module."""
     models = list(dict.fromkeys(line.model for line in lines))
     with matplotlib.rc_context({"font.size": 9}):
-        drawing = Figure(figsize=(3.1 * len(models), 3.0), layout="constrained")
+        drawing = Figure(figsize=(3.1 * len(models), 3.3), layout="constrained")
         for ax, model in zip(drawing.subplots(1, len(models), squeeze=False)[0], models, strict=True):
             own = [line for line in lines if line.model == model]
             nodes = [line.num_nodes for line in own]
@@ -89,7 +90,13 @@ def figure(lines: Sequence[Line]) -> Figure:
             ax.xaxis.set_major_formatter(ScalarFormatter())
             ax.set(title=MODELS[model].title, xlabel="nodes", ylim=(0, None))
         drawing.axes[0].set_ylabel("ms a node and step")
-        drawing.axes[0].legend(frameon=False)
+        labelled: dict[str, Any] = {}
+        for ax in drawing.axes:
+            handles, labels = ax.get_legend_handles_labels()
+            labelled.update(zip(labels, handles, strict=True))
+        drawing.legend(
+            labelled.values(), labelled, loc="outside lower center", ncols=5 if len(models) > 1 else 2, frameon=False
+        )
     return drawing
 
 
