@@ -179,7 +179,7 @@ class Guards:
                 and all(now == then for now, then in self._sets)
                 and all(t.data_ptr() == place and t.shape == shape for t, place, shape in self._tensors)
             )
-        except (LookupError, ValueError):  # an entry that is gone, or a closure's cell that is empty
+        except Exception:  # an entry that is gone, a closure's cell that is empty, a tensor without memory
             return False
 
     def _look_through(self, code: CodeType) -> None:
