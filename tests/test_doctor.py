@@ -146,7 +146,7 @@ def test_a_compiled_step_takes_its_turn() -> None:
     assert line.ratios["compiled"] > 0 and line.floor_ratios["compiled"] > 1
     header, _, row = bench.table([line]).splitlines()
     assert "compiled ms" in header and "compiled / floor" in header and f"{line.ratios['compiled']:.2f}" in row
-    assert "compiled" in [text.get_text() for text in bench.figure([line]).axes[0].get_legend().get_texts()]
+    assert "compiled" in [text.get_text() for text in bench.figure([line]).legends[0].get_texts()]
 
 
 @pytest.mark.parametrize("name", [n for n in bench.MODELS if n != "gpt-large"])

@@ -63,6 +63,12 @@ def trained(make: Callable[[], nn.Module], change: Callable[[nn.Module, int], An
     SHARED.__dict__.clear()
     SHARED.scale, SHARED.table, SHARED.seen = 1.0, {"scale": 1.0}, []
     RememberingByDefault.scaled.__defaults__[0].clear()  # type: ignore[index]
+    ramp.__dict__.clear()
+    SEEN.clear()
+    Metered.scale = 1.0
+    if "scale" in vars(Derived):
+        del Derived.scale
+    torch.set_autocast_enabled("cpu", False)
     model = make()
     random.seed(0)
     trainer = Trainer(model, vectors(), loss_fn=options.pop("loss_fn", None))
@@ -369,7 +375,36 @@ def put(**attributes: Any) -> Callable[[Any], None]:
     return lambda model: vars(model).update(attributes)
 
 
-# Model, what changes it, and whether its steps are repeated again at the end.
+class Property2(Kept):
+    def scaled(self, x: Tensor) -> Tensor:
+        return 0.5 * x
+
+
+class Derived(OfClass):
+    """The attribute is its parent's."""
+
+
+class Ordered(Kept):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = {"a": 0.5, "b": 2.0}
+
+    def scaled(self, x: Tensor) -> Tensor:
+        for name, factor in self.factors.items():
+            x = (x * factor).tanh() if name == "a" else x + factor * x.square()
+        return x
+
+
+class Square(Kept):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.arange(25.0).view(5, 5) / 10
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x @ self.factor
+
+
+# Model, and what changes it.
 CHANGED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], Any]]] = {
     "an attribute, once": (Attribute, late(put(scale=0.5))),
     "an attribute, always": (Attribute, lambda m, step: put(scale=1.0 + step)(m)),
@@ -392,6 +427,11 @@ CHANGED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], Any]]] = 
     "code of a string": (FROM_STRING["FromString"], set_string),
     "an object that torch calls": (OfTorchs, late(lambda m: setattr(m.function, "scale", 0.5))),
     "a layer in a list": (Listed, late(lambda m: setattr(m.layers[0].weight, "data", 0.5 * torch.eye(5)))),
+    "another class": (Global, late(lambda m: setattr(m, "__class__", Property2))),
+    "an attribute of a subclass": (Derived, late(lambda m: setattr(Derived, "scale", 0.5))),
+    "the order of a table": (Ordered, late(lambda m: m.factors.update(a=m.factors.pop("a")))),
+    "a tensor's strides": (Square, late(lambda m: m.factor.t_())),
+    "autocast": (Hooked, late(lambda _: torch.set_autocast_enabled("cpu", True))),
     "an enumeration": (Enumerated, late(put(kind=Kind.TWICE))),
     "a layer's rate": (Dropping, late(lambda m: setattr(m.dropout, "p", 0.8))),
     "a layer's mode": (Dropping, late(lambda m: m.dropout.eval())),
@@ -583,6 +623,98 @@ class Renormed(Kept):
         return x * self.words((4 * x.abs()).long() % 9).mean(1)
 
 
+class Child(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = np.ones(3)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return float(self.table[0]) * self.scale * x
+
+
+class OfChild(Kept):
+    """What cannot be compared is deeper in the tree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.children_of_mine = nn.ModuleList([Child()])
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.children_of_mine[0](x)
+
+
+log = functools.partial(print, "a step")
+SEEN: list[int] = []
+note = SEEN.append
+
+
+class PrintingByPartial(Kept):
+    def scaled(self, x: Tensor) -> Tensor:
+        log()
+        return x
+
+
+class NotingByMethod(Kept):
+    def scaled(self, x: Tensor) -> Tensor:
+        note(1)
+        return x
+
+
+def ramp(x: Tensor) -> Tensor:
+    ramp.step = getattr(ramp, "step", 0) + 1  # type: ignore[attr-defined]
+    return x / ramp.step  # type: ignore[attr-defined]
+
+
+class Ramped(Kept):
+    """Its number is an attribute of a function."""
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return ramp(x)
+
+
+def announced(x: Tensor) -> Tensor:
+    print("warm")
+    return 2 * x
+
+
+class WarmingUp(Kept):
+    """It takes another path when it has been called for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def scaled(self, x: Tensor) -> Tensor:
+        if self.calls < 3:
+            self.calls += 1
+            return x
+        return announced(x)
+
+
+class OfNumbers(Kept):
+    """It reads a tensor of its own in a way that PyTorch does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.ones(())
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return torch.tensor([self.factor, self.factor]).mean() * x
+
+
+class Metered(type):
+    scale = 1.0
+
+
+class OfMetaclass(Kept):
+    def scaled(self, x: Tensor) -> Tensor:
+        return METERED.scale * x
+
+
+METERED = Metered("METERED", (), {})
+
+
 class OwnMethod(Kept):
     """A method of a generator, which shows nothing of whose it is."""
 
@@ -613,9 +745,16 @@ ANEW_ALWAYS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any, int], 
     "a cache": (OfACache, "_lru_cache_wrapper", set_global),
     "slots": (OfSlots, "the model.slots is a Slotted", late(lambda m: setattr(m.slots, "scale", 0.5))),
     "slots that torch calls": (OfTorchsSlotted, "SlottedScaling", late(lambda m: setattr(m.function, "scale", 0.5))),
-    "changes shapes in place": (Recurrent, "transpose_ changes the shape of a tensor in place", None),
+    "keeps tensors": (Recurrent, "is a tensor of a step", None),
     "sparse": (Sparse, "sparse", None),
     "changes its weights": (Renormed, "embedding_renorm_ writes to a tensor that is no buffer", None),
+    "deep in the tree": (OfChild, "is a ndarray", late(lambda m: setattr(m.children_of_mine[0], "scale", 0.5))),
+    "prints by a partial": (PrintingByPartial, "is print, which does more than compute", None),
+    "a method of a list": (NotingByMethod, "is append, which does more than compute", None),
+    "an attribute of a function": (Ramped, "reads", None),
+    "warms up": (WarmingUp, "it calls print", None),
+    "makes tensors of numbers": (OfNumbers, "it makes tensors of numbers", late(lambda m: m.factor.fill_(0.5))),
+    "a metaclass": (OfMetaclass, "METERED is made by Metered", late(lambda _: setattr(Metered, "scale", 0.5))),
     "an array": (OfArray, "the model.array is a ndarray", late(lambda m: m.array.fill(0.5))),
 }
 
@@ -631,6 +770,40 @@ def test_what_does_more_than_compute_is_computed_anew(monkeypatch: pytest.Monkey
 def test_what_prints_prints_at_every_step(capsys: pytest.CaptureFixture[str]) -> None:
     trained(Printing, None)
     assert capsys.readouterr().out == "a step\n" * STEPS
+
+
+def test_effects_are_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    trained(PrintingByPartial, None)
+    assert capsys.readouterr().out == "a step\n" * STEPS
+    trained(NotingByMethod, None)
+    assert len(SEEN) == STEPS
+    trained(WarmingUp, None)
+    assert capsys.readouterr().out == "warm\n" * (STEPS - 3)
+
+
+class Looking(Kept):
+    """What it looks up is not used, but has to be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = torch.tensor([2])
+
+    def scaled(self, x: Tensor) -> Tensor:
+        torch.arange(5)[self.top]
+        return x
+
+
+def test_an_error_of_what_is_not_used_is_not_lost() -> None:
+    with pytest.raises(IndexError, match="index 7 is out of bounds"):
+        trained(Looking, late(lambda m: m.top.fill_(7)))
+
+
+def test_a_sparse_batch_is_computed_anew() -> None:
+    engine = parts_of(small_mlp(0.0), 2)
+    x, y = stacked_batch(0, 2)
+    losses = engine.losses_and_grads([x.clone(), y])
+    key = repeated._key([x, y, torch.eye(2).to_sparse()], 1.0, True)
+    assert key is None and torch.equal(losses, engine.losses_and_grads([x, y]))
 
 
 def test_a_closure_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ compared, such as a file or a random generator, or may act out of sight, such as
 
 from __future__ import annotations
 
+import builtins
 import collections
 import contextlib
 import copy
@@ -14,9 +15,10 @@ import dis
 import enum
 import functools
 import operator
+import os
 import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -36,7 +38,7 @@ from typing import Any
 
 import torch
 import vsim_kernels
-from torch import Tensor, nn
+from torch import Tensor
 
 _VALUES = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...)),
@@ -47,16 +49,23 @@ _MOST_VALUES = 20_000
 
 # The code of these is known to depend on its arguments alone, or is looked after elsewhere (random numbers by the
 # recording, which sees every draw).
-_TORCH = str(Path(torch.__file__).parent) + "/"
-_TRUSTED_FOLDERS = (_TORCH, str(Path(vsim_kernels.__file__).parent) + "/", str(Path(__file__).parent.parent) + "/")
+_TORCH, _KERNELS, _VSIM, _PYTHON = (
+    str(Path(file).parent) + os.sep
+    for file in (torch.__file__, vsim_kernels.__file__, str(Path(__file__).parent), dis.__file__)
+)
+_TRUSTED_FOLDERS = (_TORCH, _KERNELS, _VSIM)
 _TRUSTED_FILES = frozenset(
     [module.__file__ for module in (collections, contextlib, copy, enum, functools, operator, typing)]
     + ["<frozen abc>", "<frozen _collections_abc>"]
 )
-_OF_PYTHON = (str(Path(dis.__file__).parent) + "/", "<frozen ")
-_INSTALLED = ("/site-packages/", "/dist-packages/")
+_OF_PYTHON = (_PYTHON, "<frozen ")
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 # Compiled code passes the dispatcher by, and what other processes send is not of this step.
-_NOT_TRUSTED = tuple(_TORCH + part for part in ("_inductor/", "_functorch/_aot_autograd/", "distributed/"))
+# Nor is what stands in files.
+_NOT_TRUSTED = tuple(
+    _TORCH + part
+    for part in ("_inductor", f"_functorch{os.sep}_aot_autograd", "distributed", "serialization.py", "hub.py")
+)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -76,10 +85,9 @@ _REVEALING = _names(
     item tolist numpy __array__ __dlpack__ data_ptr storage untyped_storage __bool__ __int__ __float__ __index__
     """
 )
-_OF_RANDOM_STATE = _names("manual_seed seed set_state graphsafe_set_state set_offset")
-
-
-_READING_BY_NAME = _names("__dict__ __getattr__ __getattribute__ attrgetter methodcaller")
+_ODD_IN_TORCH = _REVEALING | _names("manual_seed seed set_state graphsafe_set_state set_offset open print write input")
+_READING_BY_NAME = _names("getattr hasattr __dict__ __getattr__ __getattribute__ attrgetter methodcaller")
+_MODULES_OF_TORCH = (torch, torch.nn, torch.nn.functional)
 
 
 class Unwatchable(Exception):
@@ -92,13 +100,11 @@ class Calls:
     Attributes:
         codes: code of a Python function → its globals.
         odd: what was done that cannot be repeated; empty if nothing was.
-        uses_getattr: a name that is read may be none that stands in the code.
     """
 
     def __init__(self) -> None:
         self.codes: dict[CodeType, dict[str, Any]] = {}
         self.odd = ""
-        self.uses_getattr = False
         self._trusted: dict[CodeType, bool] = {}
         self._of_python: set[CodeType] = set()  # trusted as long as only trusted code calls it
 
@@ -127,10 +133,10 @@ class Calls:
         elif event == "c_call" and not self.odd:
             name = getattr(arg, "__name__", "")
             if not self._trusted.get(code, True):
-                self.uses_getattr = self.uses_getattr or name == "getattr"
-                if not _is_pure(arg, name):
-                    self.odd = f"it calls {name}"
-            elif name in _REVEALING | _OF_RANDOM_STATE and code.co_filename.startswith(_TORCH):
+                is_odd = not _is_pure(arg, name)
+            else:
+                is_odd = name in _ODD_IN_TORCH and code.co_filename.startswith(_TORCH)
+            if is_odd:
                 self.odd = f"it calls {name}"
 
 
@@ -148,41 +154,60 @@ class Guards:
     def __init__(self, calls: Calls, *roots: Any) -> None:
         if calls.odd:
             raise Unwatchable(calls.odd)
-        self._calls = calls
+        self._codes = calls.codes
         self._read = {name for code in calls.codes for name in code.co_names}
         # Whether a name that is read may be one that does not stand in the code.
-        self._reads_by_name = calls.uses_getattr or bool(self._read & _READING_BY_NAME)
+        self._reads_by_name = bool(self._read & _READING_BY_NAME)
         self._entries: list[tuple[Any, Any, Any]] = []  # (container, key, value)
+        self._absent: list[tuple[Any, str]] = []  # (container, a key that it does not have)
         self._lengths: list[tuple[Any, int]] = []
+        self._orders: list[tuple[Any, list[Any]]] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._sets: list[tuple[set[Any], frozenset[Any]]] = []
-        self._tensors: list[tuple[Tensor, int, torch.Size]] = []
+        self._objects: list[tuple[Any, type, dict[str, Any]]] = []
+        self._functions: list[tuple[FunctionType, Any, Any, Any]] = []
+        self.tensors: list[tuple[Tensor, Any]] = []  # and how they lie in memory
         self._known: dict[int, Any] = {}  # by id, kept so that ids stay theirs
         self._found: set[CodeType] = set()
-        for code in calls.codes:
-            self._look_through(code)
+        globals_of = {code: self._look_through(code) for code in calls.codes}
         for root in roots:
             self._watch(root, "the model")
         for code, names in calls.codes.items():
+            self._watch_globals(globals_of[code], names)
             self._watch_names(code, names, set())
+        for module in _MODULES_OF_TORCH:
+            self._note(vars(module), self._read & vars(module).keys())
         lost = [code.co_name for code in calls.codes if code not in self._found]
         if lost:
             raise Unwatchable(f"it calls {lost[0]}, which is found nowhere")
+
+    def cover(self, calls: Calls) -> bool:
+        """Whether these calls are of functions that are watched, and do nothing else."""
+        return not calls.odd and calls.codes.keys() <= self._codes.keys()
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
         try:
             return (
                 all(container[key] is value or _equal(container[key], value) for container, key, value in self._entries)
+                and all(name not in container for container, name in self._absent)
                 and all(len(container) == length for container, length in self._lengths)
+                and all(list(table) == order for table, order in self._orders)
                 and all(cell.cell_contents is value or _equal(cell.cell_contents, value) for cell, value in self._cells)
                 and all(now == then for now, then in self._sets)
-                and all(t.data_ptr() == place and t.shape == shape for t, place, shape in self._tensors)
+                and all(type(o) is cls and o.__dict__ is attributes for o, cls, attributes in self._objects)
+                and all(
+                    f.__code__ is code and f.__defaults__ is defaults and f.__kwdefaults__ is named
+                    for f, code, defaults, named in self._functions
+                )
+                and all(_lies(tensor) == lies for tensor, lies in self.tensors)
             )
         except Exception:  # an entry that is gone, a closure's cell that is empty, a tensor without memory
             return False
 
-    def _look_through(self, code: CodeType) -> None:
+    def _look_through(self, code: CodeType) -> set[str]:
+        """Return the names of the globals and builtins that some code reads."""
+        names = set()
         for instruction in dis.get_instructions(code):
             if instruction.opname == "IMPORT_NAME" and str(instruction.argval).split(".")[0] not in _MODULES:
                 raise Unwatchable(f"{code.co_name} imports {instruction.argval}")
@@ -190,40 +215,38 @@ class Guards:
                 raise Unwatchable(f"{code.co_name} sets {instruction.argval}")
             if instruction.opname == "MATCH_CLASS":
                 self._reads_by_name = True
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                names.add(str(instruction.argval))
+        return names
+
+    def _note(self, table: Mapping[str, Any], names: Iterable[str]) -> None:
+        self._entries += [(table, name, table[name]) for name in names]
 
     def _watch(self, value: Any, where: str) -> None:
-        if isinstance(value, (*_VALUES, enum.Enum)) or id(value) in self._known:
+        if type(value) in _VALUES or id(value) in self._known:
             return
         if len(self._known) > _MOST_VALUES or len(self._entries) > _MOST_VALUES:
             raise Unwatchable("it depends on too much")
         self._known[id(value)] = value
-        noted = (self._entries, self._lengths, self._cells, self._sets, self._tensors)
-        counts = [len(notes) for notes in noted]
-        try:
-            self._watch_parts(value, where)
-        except Unwatchable:
-            # Where it does not matter somebody goes on, and may find it again where it does.
-            del self._known[id(value)]
-            for notes, count in zip(noted, counts, strict=True):
-                del notes[count:]  # type: ignore[attr-defined]
-            raise
-
-    def _watch_parts(self, value: Any, where: str) -> None:
-        if isinstance(value, BuiltinFunctionType) or type(value) is object:
-            return  # calls of C were looked at when they were made
-        if isinstance(value, Tensor):
-            if torch._C._functorch.is_functorch_wrapped_tensor(value):
-                raise Unwatchable(f"{where} is a tensor of a step")
-            self._tensors.append((value, value.data_ptr(), value.shape))  # what it holds is read anew
+        if type(value) is object:
             return
-        if isinstance(value, FunctionType):
+        if isinstance(value, BuiltinFunctionType):
+            owner = value.__self__
+            is_bound = not (owner is None or isinstance(owner, ModuleType | type))
+            if is_bound or not _is_pure(value, value.__name__):
+                raise Unwatchable(f"{where} is {value.__name__}, which does more than compute")
+        elif isinstance(value, Tensor):
+            self._watch_tensor(value, where)
+        elif isinstance(value, FunctionType):
             self._watch_function(value, where)
         elif isinstance(value, type):
             self._watch_class(value)
         elif isinstance(value, MethodType):
             self._watch(value.__self__, where)
             self._watch(value.__func__, where)
-        elif isinstance(value, functools.partial):
+        elif type(value) is functools.partial:
+            if getattr(value.func, "__name__", "") in _READING_BY_NAME:
+                raise Unwatchable(f"{where} reads attributes by their names")
             for part in (value.func, value.args, value.keywords):
                 self._watch(part, where)
         elif isinstance(value, property):
@@ -235,10 +258,13 @@ class Guards:
             self._lengths.append((value, len(value)))
             self._watch_entries(value, enumerate(value), where)
         elif type(value) in _TABLES:
-            self._lengths.append((value, len(value)))
+            if value:
+                self._orders.append((value, list(value)))
+            else:
+                self._lengths.append((value, 0))
             self._watch_entries(value, value.items(), where)
         elif type(value) in (set, frozenset):
-            if not all(isinstance(v, _VALUES) for v in value):
+            if not all(type(v) in _VALUES for v in value):
                 raise Unwatchable(f"{where} is a set of more than numbers and names")
             if isinstance(value, set):
                 self._sets.append((value, frozenset(value)))
@@ -248,47 +274,57 @@ class Guards:
         else:
             self._watch_object(value, where)
 
+    def _watch_tensor(self, tensor: Tensor, where: str) -> None:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise Unwatchable(f"{where} is a tensor of a step")
+        self.tensors.append((tensor, _lies(tensor)))  # what it holds is read anew
+        self._watch(tensor.__dict__, where)
+
     def _watch_entries(self, container: Any, entries: Any, where: str) -> None:
         for key, value in entries:
-            if not isinstance(key, _VALUES):
-                self._watch(key, where)
+            self._watch(key, where)
             self._entries.append((container, key, value))
             self._watch(value, f"{where}[{key!r}]")
 
     def _watch_object(self, value: Any, where: str) -> None:
         attributes = getattr(value, "__dict__", None)
-        if type(attributes) is not dict or not (type(value) is SimpleNamespace or _is_of_attributes(type(value))):
+        of_attributes = isinstance(value, enum.Enum) or type(value) is SimpleNamespace or _is_of_attributes(type(value))
+        if type(attributes) is not dict or not of_attributes:
             raise Unwatchable(f"{where} is a {type(value).__name__}, which cannot be compared with what it was")
+        self._objects.append((value, type(value), attributes))
         self._watch(type(value), where)
         self._lengths.append((attributes, len(attributes)))
         for name, attribute in attributes.items():
             self._entries.append((attributes, name, attribute))
-            try:
-                self._watch(attribute, f"{where}.{name}")
-            except Unwatchable:
-                if not isinstance(value, nn.Module) or self._reads_by_name or name in self._read:
-                    raise
-                if callable(attribute) or (_is_torchs(type(value)) and name != "_flat_weight_refs"):
-                    raise  # it may be torch that calls or reads it
+            self._watch(attribute, f"{where}.{name}")
 
     def _watch_class(self, cls: type) -> None:
+        if not _is_trusted_class(type(cls)):
+            raise Unwatchable(f"{cls.__name__} is made by {type(cls).__name__}, and not as classes are")
         for base in cls.__mro__:
-            if _is_torchs(base) or base.__module__.split(".")[0] in _MODULES | {"builtins", "abc", "enum"}:
+            if _is_trusted_class(base):
+                self._note(vars(base), {"forward", "__call__"} & vars(base).keys())
                 continue
+            self._lengths.append((vars(base), len(vars(base))))
             for name, value in list(vars(base).items()):
                 runs = isinstance(value, FunctionType | property | staticmethod | classmethod)
-                if not runs and (name.startswith("__") or not (name in self._read or self._reads_by_name)):
-                    continue
-                self._entries.append((vars(base), name, value))
-                self._watch(value, f"{base.__name__}.{name}")
+                is_read = name in self._read or (self._reads_by_name and not name.startswith("__"))
+                if runs or is_read:
+                    self._entries.append((vars(base), name, value))
+                    self._watch(value, f"{base.__name__}.{name}")
 
     def _watch_function(self, function: FunctionType, where: str) -> None:
         code = function.__code__
-        is_called = code in self._calls.codes
-        if is_called or hasattr(function, "__wrapped__"):
-            self._watch_cells(function, where)
+        is_called = code in self._codes
+        if not is_called and _is_trusted(code.co_filename, function.__globals__):
+            if hasattr(function, "__wrapped__"):
+                self._watch_cells(function, where)
+            return
+        self._functions.append((function, code, function.__defaults__, function.__kwdefaults__))
+        self._watch(function.__dict__, where)
         if not is_called:
             return
+        self._watch_cells(function, where)
         for nested in _with_nested(code):
             self._found.add(nested)
         for defaults in (function.__defaults__, function.__kwdefaults__):
@@ -303,6 +339,15 @@ class Guards:
                 raise Unwatchable(f"{where} has a variable {name} without a value") from None
             self._cells.append((cell, value))
             self._watch(value, name)
+
+    def _watch_globals(self, read: set[str], names: Mapping[str, Any]) -> None:
+        """Watch what is not among the globals: builtins, where nothing may come before them."""
+        for name in read - names.keys():
+            if name not in vars(builtins):
+                raise Unwatchable(f"it reads {name}, which is not there")
+            self._absent.append((names, name))
+            self._note(vars(builtins), [name])
+            self._watch(vars(builtins)[name], name)
 
     def _watch_names(self, code: CodeType, names: Mapping[str, Any], above: set[int]) -> None:
         for name in code.co_names:
@@ -320,11 +365,19 @@ class Guards:
 
 def _equal(value: Any, other: Any) -> bool:
     """Whether two simple values cannot be told apart."""
-    return type(value) is type(other) and isinstance(value, _VALUES) and repr(value) == repr(other)
+    return type(value) is type(other) and type(value) in _VALUES and repr(value) == repr(other)
 
 
-def _is_torchs(cls: type) -> bool:
-    return cls.__module__.split(".")[0] == "torch"
+def _lies(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where and how a tensor lies in memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is_trusted_class(cls: type) -> bool:
+    """Whether it is torch's, Python's or one of vsim, and not one that only says so."""
+    module = sys.modules.get(cls.__module__)
+    is_library = cls.__module__.split(".")[0] in _MODULES | {"builtins", "abc", "enum"}
+    return is_library and getattr(module, cls.__name__, None) is cls
 
 
 def _is_of_attributes(cls: type) -> bool:
@@ -355,7 +408,9 @@ def _is_trusted(file: str, names: Mapping[str, Any]) -> bool:
     if file == "<string>":  # what dataclasses and named tuples write, but also what a user gives to `python -c`
         home = str(names.get("__name__", ""))
         return home.split(".")[0] in _MODULES or home.startswith("namedtuple_")
-    return file.startswith(_TRUSTED_FOLDERS) or "/einops/" in file or file in _TRUSTED_FILES
+    einops = getattr(sys.modules.get("einops"), "__file__", None)
+    is_einops = einops is not None and file.startswith(str(Path(einops).parent) + os.sep)
+    return file.startswith(_TRUSTED_FOLDERS) or is_einops or file in _TRUSTED_FILES
 
 
 def _is_pure(function: Any, name: str) -> bool:
@@ -365,13 +420,13 @@ def _is_pure(function: Any, name: str) -> bool:
         home = str(getattr(function, "__module__", ""))
         if home == "builtins":
             return name in _BUILTINS
-        of_torch = home.split(".")[0] == "torch" and name not in _REVEALING | _OF_RANDOM_STATE
+        of_torch = home.split(".")[0] == "torch" and name not in _ODD_IN_TORCH
         return of_torch or home in ("math", "operator", "_operator", "itertools", "functools", "_functools")
     if isinstance(owner, type):  # a constructor, such as dict.fromkeys
         return owner.__module__.split(".")[0] in ("builtins", "torch")
     of_torch = type(owner).__module__.split(".")[0] == "torch" and not isinstance(owner, torch.Generator)
     if of_torch or isinstance(owner, Tensor):
-        return name not in _REVEALING | _OF_RANDOM_STATE
+        return name not in _ODD_IN_TORCH
     return isinstance(owner, (*_VALUES[1:], *_SEQUENCES, *_TABLES, set, frozenset))
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _MOST_CALLS = 5_000  # more take seconds to compile, and have long kernels or many nodes to spread their cost over
+_ROOM = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -29,8 +30,9 @@ class _Kind(NamedTuple):
         refusal: why it can never be recorded; empty if it can.
         depends_on_data: what it returns has a shape or is a number that depends on the values of its arguments.
         draws: from a generator. place_of_dropout: of the argument that says whether it does.
-        written: (place, name) of the arguments that it writes to. returns: how many results; one list counts as one.
-        is_sequence: whether they come in a list.
+        written: (place, name) of the arguments that it writes to.
+        is_idle: it does nothing but return a view of what it is given, or room for something.
+        is_sequence: whether its results come in a list.
     """
 
     name: str
@@ -39,7 +41,7 @@ class _Kind(NamedTuple):
     draws: bool
     place_of_dropout: int | None
     written: list[tuple[int, str]]
-    returns: int
+    is_idle: bool
     is_sequence: bool
 
 
@@ -54,8 +56,8 @@ class _Call(NamedTuple):
 
     @property
     def must_stay(self) -> bool:
-        """Whether it does more than to return something."""
-        return bool(self.kind.written) or self.kind.draws or self.kind.returns == 0
+        """Whether it does more than to return a view or room: it computes, and what it is given may be wrong."""
+        return not self.kind.is_idle
 
 
 class Recorder(TorchDispatchMode):
@@ -63,21 +65,30 @@ class Recorder(TorchDispatchMode):
 
     Args:
         batch: the tensors that are others at every step.
-        written: tensors that stay where they are and that the step may write to, as gradients and buffers. All others
-            that it finds, such as weights, stay and are only read.
+        written: tensors that stay where they are and that the step may write to, as gradients and buffers.
+        staying: tensors that stay and are only read, such as weights.
         streams: the generators that it may draw from.
 
     Attributes:
+        makes_constants: it reads tensors that are none of these, such as one that is made of numbers.
         calls: what was noted.
         reason: why that is not the whole of the step, or not of another one; empty if it is.
     """
 
-    def __init__(self, batch: Sequence[Tensor], written: Iterable[Tensor], streams: Iterable[torch.Generator]) -> None:
+    def __init__(
+        self,
+        batch: Sequence[Tensor],
+        written: Iterable[Tensor],
+        staying: Iterable[Tensor],
+        streams: Iterable[torch.Generator],
+    ) -> None:
         super().__init__()
         self.calls: list[_Call] = []
         self.reason = ""
         self._streams = {_identity(stream) for stream in streams}
         self._written = {_storage(t) for t in written}
+        self._known_to_stay = self._written | {_storage(t) for t in staying if _is_plain(t)}
+        self.makes_constants = False
         self._constants: dict[str, Any] = {}
         self._names = WeakTensorKeyDictionary()  # tensor → name
         self._used: set[str] = set()  # names in the arguments that are being written down
@@ -95,10 +106,17 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        call = None if self.reason else self._begin(func, args, kwargs)
+        call = None
+        try:
+            call = None if self.reason else self._begin(func, args, kwargs)
+        except Exception as error:  # a kind of tensor that knows no better
+            self.reason = f"noting {func}: {error!r}"
         outcome = func(*args, **kwargs)
-        if call is not None:
-            self._end(call, outcome)
+        try:
+            if call is not None:
+                self._end(call, outcome)
+        except Exception as error:
+            self.reason = f"noting {func}: {error!r}"
         return outcome
 
     def step(self, outcome: Tensor) -> Callable[..., Tensor] | None:
@@ -190,6 +208,7 @@ class Recorder(TorchDispatchMode):
             if self._is_of_step(tensor):
                 self.reason = "the model reaches a tensor in a way that PyTorch does not see, such as .data"
                 return ""
+            self.makes_constants = self.makes_constants or _storage(tensor) not in self._known_to_stay
             self._staying.setdefault(_storage(tensor), StorageWeakRef(tensor.untyped_storage()))
             name = self._names[tensor] = self._constant(tensor.detach())
         self._used.add(name)
@@ -265,13 +284,14 @@ def _view(tensor: Tensor) -> Any:
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is numbers in memory, as they are: no subclass, not sparse, not to be conjugated."""
     is_of_torch = type(tensor) in (Tensor, torch.nn.Parameter)
-    return is_of_torch and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    in_memory = is_of_torch and tensor.layout is torch.strided and not tensor.is_nested
+    return in_memory and not (tensor.is_conj() or tensor.is_neg())
 
 
 @functools.cache
 def _kind_of(func: Any) -> _Kind:
     if not isinstance(func, OpOverload):
-        return _Kind(str(func), f"{func} is not a single operation", False, False, None, [], 1, False)
+        return _Kind(str(func), f"{func} is not a single operation", False, False, None, [], False, False)
     name = func.overloadpacket.__name__
     arguments, returns = func._schema.arguments, func._schema.returns
     return _Kind(
@@ -281,9 +301,13 @@ def _kind_of(func: Any) -> _Kind:
         torch.Tag.nondeterministic_seeded in func.tags,
         next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None),
         [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write],
-        len(returns),
+        not func._schema.is_mutable and (_is_of_views(returns) or name in _ROOM),
         len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType)),
     )
+
+
+def _is_of_views(returns: Sequence[Any]) -> bool:
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _selects_by_numbers(name: str, args: Any) -> bool:

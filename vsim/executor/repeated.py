@@ -119,7 +119,7 @@ class Repeated:
     def _record(self, kind: _Kind, batch: Any, share: float, first: bool) -> Tensor:
         r = self.executor.replicas
         written = [r.grads, *r.buffers.values()]
-        recorder = Recorder(tree_flatten(batch)[0], written, self.executor.generators)
+        recorder = Recorder(tree_flatten(batch)[0], written, self._staying(kind), self.executor.generators)
         started = time.perf_counter()
         with recorder:
             losses = self.compute(batch, share, first)
@@ -128,6 +128,8 @@ class Repeated:
         kind.call = recorder.step(losses)
         if kind.call is None:
             self._give_up(kind, recorder.reason)
+        elif recorder.makes_constants and self._has_own_tensors(kind):
+            self._give_up(kind, "it makes tensors of numbers, and has tensors that are no parameters or buffers")
         elif saved < seconds:
             self._give_up(kind, "that would save less than it costs to try", forever=True)
         self._look_at(kind)
@@ -146,14 +148,29 @@ class Repeated:
         before.restore()
         if sums is not None:
             grads.copy_(sums)
-        losses = self.compute(batch, share, first)
+        with Calls() as calls:
+            losses = self.compute(batch, share, first)
         if repeated != self._bits(losses):
             self._give_up(kind, "it would not have the same bits", forever=True)
+        elif kind.guards is not None and not kind.guards.cover(calls):
+            self._give_up(kind, "the model calls other functions than before")
         self._look_at(kind)
         if kind.call is not None:
             kind.is_proven = True
             self.reason = "steps are repeated from a recording of their operations"
         return losses
+
+    def _staying(self, kind: _Kind) -> list[Tensor]:
+        """Return the tensors that are known to stay where they are, to be read anew at every step."""
+        r, objective = self.executor.replicas, self.executor.objective
+        own = [tensor for tensor, _ in kind.guards.tensors] if kind.guards is not None else []
+        copies = [copy for copy, _ in self.executor._moved]
+        return [r.weights, r.grads, *r.buffers.values(), *objective.parameters(), *objective.buffers(), *copies, *own]
+
+    def _has_own_tensors(self, kind: _Kind) -> bool:
+        objective = self.executor.objective
+        registered = {id(t) for t in (*objective.parameters(), *objective.buffers())}
+        return kind.guards is not None and any(id(tensor) not in registered for tensor, _ in kind.guards.tensors)
 
     def _look_at(self, kind: _Kind) -> None:
         """Give up if the model has changed what it reads."""
@@ -173,13 +190,17 @@ def _key(batch: Any, share: float, first: bool) -> Any:
     leaves, structure = tree_flatten(batch)
     shapes = []
     for leaf in leaves:
-        if type(leaf) is not Tensor:
+        if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_nested:
             return None
         shapes.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.data_ptr() % ALIGNMENT))
     if len({id(leaf) for leaf in leaves}) < len(leaves):
         return None
-    numbers = torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
-    return tuple(shapes), structure, share, first, numbers
+    switches = (
+        *(torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()),
+        *(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        *(torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+    )
+    return tuple(shapes), structure, share, first, switches
 
 
 def _somebody_watches() -> bool:
@@ -189,5 +210,7 @@ def _somebody_watches() -> bool:
         or sys.getprofile() is not None
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
+        or torch.is_anomaly_enabled()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or _has_any_global_hook()
     )
