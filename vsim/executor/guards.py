@@ -14,6 +14,7 @@ import copy
 import dis
 import enum
 import functools
+import gc
 import operator
 import os
 import sys
@@ -109,11 +110,15 @@ class Calls:
         self._of_python: set[CodeType] = set()  # trusted as long as only trusted code calls it
 
     def __enter__(self) -> Calls:
+        self._collects_garbage = gc.isenabled()
+        gc.disable()  # what finalizers call, of whatever became garbage before, is not of this step
         sys.setprofile(self._event)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        if self._collects_garbage:
+            gc.enable()
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
