@@ -61,8 +61,8 @@ _TRUSTED_FILES = frozenset(
 )
 _OF_PYTHON = (_PYTHON, "<frozen ")
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
-# Compiled code passes the dispatcher by, and what other processes send is not of this step.
-# Nor is what stands in files.
+# Parts of torch that do what a recording does not see: compiled code passes the dispatcher by, others write files or
+# talk to other processes.
 _NOT_TRUSTED = tuple(
     _TORCH + part
     for part in ("_inductor", f"_functorch{os.sep}_aot_autograd", "distributed", "serialization.py", "hub.py")
@@ -108,9 +108,9 @@ class Calls:
         self.odd = ""
         self._trusted: dict[CodeType, bool] = {}
         self._of_python: set[CodeType] = set()  # trusted as long as only trusted code calls it
+        self._collects_garbage = gc.isenabled()
 
     def __enter__(self) -> Calls:
-        self._collects_garbage = gc.isenabled()
         gc.disable()  # what finalizers call, of whatever became garbage before, is not of this step
         sys.setprofile(self._event)
         return self

@@ -54,11 +54,6 @@ class _Call(NamedTuple):
     inputs: frozenset[str]
     outputs: list[str | None]
 
-    @property
-    def must_stay(self) -> bool:
-        """Whether it does more than to return a view or room: it computes, and what it is given may be wrong."""
-        return not self.kind.is_idle
-
 
 class Recorder(TorchDispatchMode):
     """Notes the operations of a step that is computed within this context.
@@ -135,8 +130,8 @@ class Recorder(TorchDispatchMode):
         for number in range(len(self.calls) - 1, -1, -1):
             call = self.calls[number]
             wanted = [name if name in alive else None for name in call.outputs]
-            if not call.must_stay and not any(wanted):
-                continue
+            if call.kind.is_idle and not any(wanted):
+                continue  # all others stay: what they are given may be wrong, which they would tell
             last_used = sorted(name for name in call.inputs - alive if name[0] != "c")
             if last_used:
                 lines.append(" = ".join(last_used) + " = None")
@@ -248,7 +243,7 @@ class Recorder(TorchDispatchMode):
                 else:
                     self._names[result] = known
             call.outputs.append(name)
-        if call.must_stay or any(call.outputs):
+        if any(call.outputs) or not call.kind.is_idle:
             self.calls.append(call)
 
     def _seen_so(self, result: Tensor) -> str | None:
