@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import Ranks
 
-from vsim.executor import repeated
+from vsim.engine import repeated
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from vsim import Ledger
 from vsim.cluster import Cluster
-from vsim.collectives import Collectives, Groups, StackedCollectives, reduce_rows
-from vsim.replicas import Replicas
+from vsim.cluster.collectives import Collectives, Groups, StackedCollectives, reduce_rows
+from vsim.cluster.replicas import Replicas
 from vsim.strategy import Strategy
 
 

@@ -14,10 +14,10 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from vsim.config import RunConfig
-from vsim.distributed import ProcessOptions
-from vsim.distributed.node import Outcome, run_node
-from vsim.loop import Reporter, StepReport
+from vsim.process import ProcessOptions
+from vsim.process.node import Outcome, run_node
+from vsim.training.config import RunConfig
+from vsim.training.loop import Reporter, StepReport
 
 
 class Ranks:

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
+from vsim.cluster.randomness import NODE, generator
 from vsim.models import CNN, GPT, MLP
-from vsim.randomness import NODE, generator
 
 
 class Communication:

@@ -13,13 +13,13 @@ from torch.utils.data import TensorDataset
 
 from vsim import Trainer
 from vsim.bench import SmallResNet
+from vsim.cluster.randomness import NODE, generator
+from vsim.cluster.replicas import Replicas
 from vsim.data import digits
-from vsim.executor import AutoExecutor, CompileError, LoopExecutor, Settings, auto
-from vsim.executor.auto import _Candidate
+from vsim.engine import AutoExecutor, CompileError, LoopExecutor, Settings, auto
+from vsim.engine.auto import _Candidate
+from vsim.engine.objective import Objective
 from vsim.models import CNN
-from vsim.objective import Objective
-from vsim.randomness import NODE, generator
-from vsim.replicas import Replicas
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
 
 

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from vsim import Trainer, load_checkpoint
 from vsim.arguments import real_number
 from vsim.data import text_file
-from vsim.executor import VmapError
-from vsim.logger import CSVLogger
+from vsim.engine import VmapError
+from vsim.records.loggers import CSVLogger
 from vsim.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,

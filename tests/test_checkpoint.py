@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 import vsim
 from vsim import Checkpoint, CheckpointError, Trainer, load_checkpoint
-from vsim.checkpoint import checkpoints_in
+from vsim.checkpoint.files import checkpoints_in
 from vsim.cluster import Cluster
 from vsim.data import epoch_indices
 from vsim.models import MLP
@@ -438,7 +438,7 @@ def test_a_fork_goes_on_with_the_nodes_and_their_optimizers() -> None:
     strategy = Strategy(optim_spec=ADAMW, warmup_steps=9)
     straight = fit(strategy)
     half = fit(strategy, trainer_of(), max_steps=8)
-    forked = fit(strategy, resume=vsim.resume.captured(half._last).fork())  # type: ignore[arg-type]
+    forked = fit(strategy, resume=vsim.checkpoint.resume.captured(half._last).fork())  # type: ignore[arg-type]
     assert torch.equal(weights(forked), weights(straight))
     assert forked.history["step"].tolist() == list(range(8, 21))
     for column in ("lr", "train_loss", "examples"):
@@ -446,7 +446,7 @@ def test_a_fork_goes_on_with_the_nodes_and_their_optimizers() -> None:
     assert forked.history["examples"][0] == straight.history["examples"][8]
     for column in ("local_loss", "global_loss", "node_loss_std"):  # a curve of the fork begins where the other ended
         assert forked.history[column][0] == half.history.last(column) > 0
-    anew = fit(strategy, resume=vsim.resume.captured(half._last).fork(optimizer=False))  # type: ignore[arg-type]
+    anew = fit(strategy, resume=vsim.checkpoint.resume.captured(half._last).fork(optimizer=False))  # type: ignore[arg-type]
     assert not torch.equal(weights(anew), weights(straight))
 
 
@@ -497,7 +497,7 @@ def test_a_fork_goes_on_in_its_own_order_of_the_data(at_seven: Checkpoint) -> No
 
     trainer = Trainer(Keeping(), images())
     fit(Strategy(), trainer, num_nodes=5, batch_size=2, minibatch_size=None, max_steps=2, seed=3, executor="loop")
-    forked = vsim.resume.captured(trainer._last).fork()  # type: ignore[arg-type]
+    forked = vsim.checkpoint.resume.captured(trainer._last).fork()  # type: ignore[arg-type]
     forked.step = 7
     orders.clear()
     fit(

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from vsim import CheckpointError, load_checkpoint
-from vsim.checkpoint import checkpoints_in
+from vsim.checkpoint.files import checkpoints_in
 from vsim.strategy import DiLoCoStrategy
 
 NAME = "step-00000007.safetensors"
@@ -89,7 +89,7 @@ def senseless(path: Path) -> None:
 
 def rewritten(path: Path, change: Callable[[str], str], valid: bool) -> None:
     """Change the text; with the checksum that it then needs, or without."""
-    from vsim.checkpoint import _checksum
+    from vsim.checkpoint.files import _checksum
 
     with safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -215,8 +215,8 @@ def test_a_write_that_fails_leaves_the_old_file(run: Path, tmp_path: Path, monke
 
 
 def test_equal_rows_of_one_memory_are_saved_once(run: Path) -> None:
-    from vsim.restore import Restorer, write_rows
-    from vsim.state import Snapshot
+    from vsim.checkpoint.restore import Restorer, write_rows
+    from vsim.cluster.state import Snapshot
 
     row = torch.arange(1000.0)
     shared = row.expand(50, -1)

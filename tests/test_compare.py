@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 
 import vsim
 from vsim.data import digits
-from vsim.history import COLUMNS, History
 from vsim.models import MLP
-from vsim.plot import X_AXES, bands, overview
+from vsim.records.history import COLUMNS, History
+from vsim.records.plots import X_AXES, bands, overview
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 K, STEPS = 3, 20

@@ -11,13 +11,13 @@ from torch import Tensor
 from vsim_kernels import COMPILING_PAYS, compiled, scatter_mean
 
 from vsim import Trainer
+from vsim.cluster.randomness import NODE, generator
+from vsim.cluster.replicas import Replicas
 from vsim.data import digits
-from vsim.executor import CompiledExecutor, CompileError, Executor, LoopExecutor, Settings, VmapExecutor
-from vsim.executor.activations import activation_bytes
+from vsim.engine import CompiledExecutor, CompileError, Executor, LoopExecutor, Settings, VmapExecutor
+from vsim.engine.activations import activation_bytes
+from vsim.engine.objective import Objective
 from vsim.models import MLP
-from vsim.objective import Objective
-from vsim.randomness import NODE, generator
-from vsim.replicas import Replicas
 from vsim.strategy import (
     QSGD,
     CommunicateOptimizeStrategy,
@@ -99,7 +99,7 @@ def test_pieces_follow_from_what_a_batch_keeps(task: Task, monkeypatch: pytest.M
     assert isinstance(ours, CompiledExecutor) and len(ours.pieces) == 1
     kept = {size: activation_bytes(ours, [t[0] for t in batch_of(task, 6, size)]) for size in (4, 2)}
     assert kept[4] > 1.5 * kept[2]
-    monkeypatch.setattr("vsim.executor.compiled.ACTIVATIONS_AT_ONCE", int(2.5 * kept[4]))
+    monkeypatch.setattr("vsim.engine.compiled.ACTIVATIONS_AT_ONCE", int(2.5 * kept[4]))
     for size, pieces in ((4, 3), (2, 2), (4, 3)):  # of 2 nodes, and of 3: 4 would fit, and 6 is no multiple of it
         batch = batch_of(task, 6, size)
         torch.testing.assert_close(ours.losses_and_grads(batch), theirs.losses_and_grads(batch))

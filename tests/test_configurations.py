@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR,
 from torch.utils.data import Subset
 
 from vsim import Trainer
-from vsim.history import COLUMNS, OF_THE_MACHINE
+from vsim.records.history import COLUMNS, OF_THE_MACHINE
 from vsim.strategy import (
     QSGD,
     STRATEGIES,
@@ -294,7 +294,7 @@ class Outcome:
         self.trainer = Trainer(c.model(), c.data(), None if c.val is None else c.val(), loss_fn=c.loss_fn)
         options = {**c.options, "strategy": strategy, "progress": False}
         if "run_name" in options:
-            from vsim.logger import CSVLogger
+            from vsim.records.loggers import CSVLogger
 
             options["logger"] = CSVLogger(folder / "logs")
         if c.cut is not None:

@@ -16,7 +16,7 @@ from torch.nn.utils import parameters_to_vector
 
 import vsim
 from vsim import DilocoSimulator, Trainer
-from vsim.diloco_sim import EvalStats, TrainStats
+from vsim.compat.diloco_sim import EvalStats, TrainStats
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SPARTADiLoCoStrategy
 
 

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from vsim import Trainer, allocator, bench
-from vsim.allocator import keeping_freed_memory
 from vsim.bench.measure import in_turn, memory_ratio, run_of
 from vsim.bench.workloads import BATCH_SIZE, model_and_examples
 from vsim.cli import main
+from vsim.cluster.randomness import NODE, generator
+from vsim.cluster.replicas import Replicas
 from vsim.data import digits
 from vsim.doctor import Explanation, machine, peak_flops
-from vsim.executor import Settings, VmapExecutor
-from vsim.memory import step_moments
+from vsim.engine import Settings, VmapExecutor
+from vsim.engine.allocator import keeping_freed_memory
+from vsim.engine.memory import step_moments
+from vsim.engine.objective import Objective
 from vsim.models import CNN, MLP
-from vsim.objective import Objective
-from vsim.randomness import NODE, generator
-from vsim.replicas import Replicas
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, Strategy
 
 

@@ -13,7 +13,7 @@ from separate import small_mlp, vectors
 from torch import Tensor
 
 from vsim import Event, Ledger, Trainer
-from vsim.collectives import Collectives, StackedCollectives, check_partition
+from vsim.cluster.collectives import Collectives, StackedCollectives, check_partition
 from vsim.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,

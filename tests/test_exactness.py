@@ -22,7 +22,7 @@ from separate import (
 )
 
 from vsim import Trainer
-from vsim.optim import OptimSpec
+from vsim.cluster.optim import OptimSpec
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 STEPS = 8  # two epochs and more for every K below: 29 examples, batch 6

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vsim import Trainer
-from vsim.executor import (
+from vsim.cluster.randomness import NODE, generator
+from vsim.cluster.replicas import Replicas
+from vsim.engine import (
     AutoExecutor,
     CompiledExecutor,
     Executor,
@@ -27,9 +29,7 @@ from vsim.executor import (
     minibatches,
     vmap,
 )
-from vsim.objective import Objective
-from vsim.randomness import NODE, generator
-from vsim.replicas import Replicas
+from vsim.engine.objective import Objective
 from vsim.strategy import SimpleReduceStrategy, Strategy
 
 CPU = torch.device("cpu")

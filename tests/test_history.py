@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from separate import small_mlp, vectors
 
 from vsim import History, Ledger, Trainer
-from vsim.history import COLUMNS, write_csv
+from vsim.records.history import COLUMNS, write_csv
 from vsim.strategy import DiLoCoStrategy
 
 

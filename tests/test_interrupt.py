@@ -17,9 +17,9 @@ import torch
 from resumed import ADAMW, PROCESSES, assert_same_run, fit, trainer_of, weights
 
 from vsim import CheckpointError, load_checkpoint
-from vsim.interrupt import Interrupt, Interrupted
-from vsim.loop import Run
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
+from vsim.training.interrupt import Interrupt, Interrupted
+from vsim.training.loop import Run
 
 
 def strategy() -> Strategy:
@@ -237,7 +237,7 @@ def test_killed_at_thirty_random_moments(tmp_path: Path) -> None:
 
 
 def _progress(folder: Path) -> int:
-    from vsim.checkpoint import checkpoints_in, step_of
+    from vsim.checkpoint.files import checkpoints_in, step_of
 
     found = checkpoints_in(folder)
     return step_of(found[-1]) if found else 0

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from vsim import History
-from vsim import live as live_module
-from vsim.live import LivePlot
+from vsim.records import live as live_module
+from vsim.records.live import LivePlot
 
 CELL = """
 import time

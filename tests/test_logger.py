@@ -29,11 +29,11 @@ from torch import nn
 
 import vsim
 from vsim import CSVLogger, TensorBoardLogger, Trainer, WandbLogger
-from vsim.description import describe
-from vsim.history import History
-from vsim.logger import Logger, RunLog, check_run_name, folder_name, train_row
-from vsim.loop import StepReport, tokens_in
+from vsim.records.description import describe
+from vsim.records.history import History
+from vsim.records.loggers import Logger, RunLog, check_run_name, folder_name, train_row
 from vsim.strategy import DeMoStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
+from vsim.training.loop import StepReport, tokens_in
 
 STEPS = 6
 TRAIN = ["step", "examples_trained", "train_loss", "train_perplexity", "lr", "payload_bytes", "wire_bytes"]
@@ -597,7 +597,7 @@ def test_a_comparison_without_a_name_is_named_by_the_time() -> None:
     ("options", "error", "message"),
     [
         ({"logger": "csv"}, TypeError, r"logger must be a CSVLogger\(\), .* got 'csv'"),
-        ({"logger": CSVLogger}, TypeError, "logger must be a CSVLogger.*got <class 'vsim.logger.CSVLogger'>"),
+        ({"logger": CSVLogger}, TypeError, "logger must be a CSVLogger.*got <class 'vsim.records.loggers.CSVLogger'>"),
         ({"logger": [CSVLogger(), 3]}, TypeError, "or a list of them; got 3"),
         ({"run_name": 3}, TypeError, "run_name must be a string, got 3 of type int"),
         ({"run_name": "../up"}, ValueError, r"must name a folder within the log folder.*got '\.\./up'"),

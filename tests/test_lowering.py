@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from vsim import batched
-from vsim.executor import Executor, LoopExecutor, Settings, VmapError, VmapExecutor
-from vsim.lowering import InexactError
+from vsim.cluster.randomness import NODE, generator
+from vsim.cluster.replicas import Replicas
+from vsim.engine import Executor, LoopExecutor, Settings, VmapError, VmapExecutor, batched
+from vsim.engine.lowering import InexactError
+from vsim.engine.objective import Objective
 from vsim.models import CNN, GPT, MLP
-from vsim.objective import Objective
-from vsim.randomness import NODE, generator
-from vsim.replicas import Replicas
 
 CPU = torch.device("cpu")
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from vsim import Trainer, assembly, memory
-from vsim.executor import AutoExecutor, Executor, LoopExecutor, VmapExecutor
-from vsim.executor.activations import activation_bytes
-from vsim.memory import divisors, fitting_minibatch, optimizer_bytes, step_bytes, step_moments
-from vsim.objective import Objective
-from vsim.optim import OptimSpec
-from vsim.randomness import generator
-from vsim.replicas import Replicas
+from vsim.cluster.optim import OptimSpec
+from vsim.cluster.randomness import generator
+from vsim.cluster.replicas import Replicas
+from vsim.engine import AutoExecutor, Executor, LoopExecutor, VmapExecutor
+from vsim.engine.activations import activation_bytes
+from vsim.engine.memory import divisors, fitting_minibatch, optimizer_bytes, step_bytes, step_moments
+from vsim.engine.objective import Objective
 from vsim.strategy import DiLoCoStrategy, SPARTAStrategy, Strategy
 
 CPU = torch.device("cpu")
@@ -289,7 +289,7 @@ PEAK = """
 import torch
 from vsim import Trainer
 from vsim.data import docs_text
-from vsim.memory import held_bytes, total_bytes
+from vsim.engine.memory import held_bytes, total_bytes
 from vsim.models import GPT
 from vsim.strategy import SimpleReduceStrategy
 

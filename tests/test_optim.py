@@ -24,8 +24,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from vsim import Trainer
-from vsim.models import MLP
-from vsim.optim import (
+from vsim.cluster.optim import (
     ELEMENTWISE,
     OPTIMIZERS,
     NodeOptimizers,
@@ -36,7 +35,8 @@ from vsim.optim import (
     torch_optimizers,
     warmup_cosine,
 )
-from vsim.replicas import Replicas
+from vsim.cluster.replicas import Replicas
+from vsim.models import MLP
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 CPU = torch.device("cpu")

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from vsim import Trainer
-from vsim.history import COLUMNS, OF_THE_MACHINE
-from vsim.loop import Run
-from vsim.objective import LossFunction
+from vsim.engine.objective import LossFunction
+from vsim.records.history import COLUMNS, OF_THE_MACHINE
 from vsim.strategy import FedAvgStrategy, OptimSpec, PartitionedIndexSelector, SPARTAStrategy, Strategy
 from vsim.strategy.communicate import all_gather, all_reduce, broadcast
+from vsim.training.loop import Run
 
 STEPS = 30
 
@@ -335,7 +335,7 @@ CLOSE = [
 def test_without_the_flag_the_difference_is_rounding(
     row: str, task: Task, ranks_of: Callable[[int], Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bound in the documentation of vsim.distributed: 1e-5 after 30 steps; 1.5e-6 was measured at most."""
+    """The bound in the documentation of vsim.process: 1e-5 after 30 steps; 1.5e-6 was measured at most."""
     monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(3).train)
     for i, spec in enumerate([OptimSpec("sgd", momentum=0.9), OptimSpec("adamw", eps=1e-3), OptimSpec("adamw")]):
         strategy = BY_NAME[row].make(optim_spec=spec, lr_scheduler="cosine", warmup_steps=4, max_norm=0.3)

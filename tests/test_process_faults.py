@@ -23,7 +23,7 @@ from separate import small_mlp, vectors
 from torch import nn
 
 from vsim import Trainer
-from vsim.distributed import CollectiveFailure, NodeFailure
+from vsim.process import CollectiveFailure, NodeFailure
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 NO_HANG_SECONDS = 15.0

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vsim import Trainer
 from vsim.data import digits
-from vsim.distributed import settings
 from vsim.models import MLP
+from vsim.process import settings
 from vsim.strategy import SimpleReduceStrategy
 
 

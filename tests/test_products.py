@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from vsim_kernels.alignment import empty_rows
 
-from vsim import products
+from vsim.engine import products
 
 SIZES = st.sampled_from([1, 2, 3, 5, 8, 10, 16, 17, 24, 33, 48, 64, 97, 100, 128, 200, 256, 384])
 of_any_kind = given(num_nodes=st.integers(1, 17), examples=SIZES, inner=SIZES, outer=SIZES, with_bias=st.booleans())

@@ -16,10 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from vsim import Trainer
-from vsim.data.batches import Batches
-from vsim.executor import VmapExecutor, evaluating
-from vsim.objective import Objective
-from vsim.randomness import (
+from vsim.cluster.randomness import (
     NODE,
     SHARED,
     default_generator,
@@ -28,7 +25,10 @@ from vsim.randomness import (
     generator,
     isolated,
 )
-from vsim.replicas import Replicas
+from vsim.cluster.replicas import Replicas
+from vsim.data.batches import Batches
+from vsim.engine import VmapExecutor, evaluating
+from vsim.engine.objective import Objective
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 EXECUTORS = ["vmap", "loop"]

@@ -28,12 +28,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from vsim import Trainer
-from vsim.executor import Before, Settings, VmapError, VmapExecutor, repeated
-from vsim.executor.guards import Calls, Guards, Unwatchable
+from vsim.cluster.randomness import NODE, generator
+from vsim.cluster.replicas import Replicas
+from vsim.engine import Before, Settings, VmapError, VmapExecutor, repeated
+from vsim.engine.guards import Calls, Guards, Unwatchable
+from vsim.engine.objective import Objective
 from vsim.models import CNN, GPT
-from vsim.objective import Objective
-from vsim.randomness import NODE, generator
-from vsim.replicas import Replicas
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
 
 STEPS = 14

@@ -13,8 +13,8 @@ from torch import nn
 
 from vsim import Ledger
 from vsim.cluster import Cluster
-from vsim.collectives import StackedCollectives
-from vsim.replicas import Columns, Replicas
+from vsim.cluster.collectives import StackedCollectives
+from vsim.cluster.replicas import Columns, Replicas
 
 CPU = torch.device("cpu")
 

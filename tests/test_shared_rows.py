@@ -10,7 +10,7 @@ from separate import TASKS, Task, small_cnn, small_mlp, vectors
 from torch import Tensor, nn
 
 from vsim import Trainer
-from vsim.optim import OptimSpec, torch_optimizers
+from vsim.cluster.optim import OptimSpec, torch_optimizers
 from vsim.strategy import DeMoStrategy, DiLoCoStrategy, SimpleReduceStrategy, Strategy
 from vsim.strategy.communicate import all_reduce
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from vsim import CheckpointError
-from vsim.restore import Restorer
-from vsim.state import Shard, Snapshot, Stateful
+from vsim.checkpoint.restore import Restorer
+from vsim.cluster.state import Shard, Snapshot, Stateful
 
 
 def saved(**roots: Any) -> Shard:

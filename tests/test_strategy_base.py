@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from vsim import Trainer
 from vsim.cluster import Cluster
-from vsim.optim import OptimSpec
+from vsim.cluster.optim import OptimSpec
 from vsim.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,

@@ -19,9 +19,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import vsim
 from vsim import LocalTrainer, Trainer, evaluate
-from vsim.evaluate import replica_spread
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 from vsim.trainer import pick_device
+from vsim.training.evaluate import replica_spread
 
 both_executors = pytest.mark.parametrize("executor", ["vmap", "loop"])
 

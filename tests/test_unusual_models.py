@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vsim
 from vsim import Trainer
-from vsim.executor.vmap import VmapError
+from vsim.engine.vmap import VmapError
 from vsim.strategy import FedAvgStrategy, OptimSpec, SimpleReduceStrategy
 
 STEPS, H = 8, 3

@@ -18,14 +18,14 @@ import vsim
 from vsim import Difference, VerifyReport
 from vsim.cli import main
 from vsim.cluster import Cluster
-from vsim.difference import ROUNDING_ULPS, difference, ulps
-from vsim.distributed import NodeFailure
-from vsim.executor import EXECUTORS, Settings, VmapExecutor
-from vsim.lowering import Lowering
+from vsim.cluster.optim import torch_optimizers
+from vsim.cluster.randomness import NODE, generator
+from vsim.cluster.replicas import Replicas
+from vsim.engine import EXECUTORS, Settings, VmapExecutor
+from vsim.engine.lowering import Lowering
 from vsim.models import CNN, GPT, MLP
-from vsim.optim import torch_optimizers
-from vsim.randomness import NODE, generator
-from vsim.replicas import Replicas
+from vsim.process import NodeFailure
+from vsim.process.difference import ROUNDING_ULPS, difference, ulps
 from vsim.strategy import (
     STRATEGIES,
     CommunicateOptimizeStrategy,
@@ -281,7 +281,7 @@ def test_a_shared_dropout_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     def of_node_0(seed: int, *key: int, **options: Any) -> torch.Generator:
         return generator(seed, *((NODE, 0) if key[0] == NODE else key), **options)
 
-    monkeypatch.setattr("vsim.assembly.generator", of_node_0)  # the processes import it anew
+    monkeypatch.setattr("vsim.training.assemble.generator", of_node_0)  # the processes import it anew
     report = verified(FedAvgStrategy(H=3, optim_spec=SGD))
 
     first = report.first_difference

@@ -1,12 +1,12 @@
 """vsim: what would this training run have done on K machines, and how many bytes would it have sent?"""
 
-from vsim.checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
+from vsim.checkpoint.files import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
+from vsim.cluster.ledger import Event, Ledger
 from vsim.compare import ComparedRun, Comparison, compare
-from vsim.difference import Difference
-from vsim.diloco_sim import DilocoSimulator
-from vsim.history import History
-from vsim.ledger import Event, Ledger
-from vsim.logger import CSVLogger, TensorBoardLogger, WandbLogger
+from vsim.compat.diloco_sim import DilocoSimulator
+from vsim.process.difference import Difference
+from vsim.records.history import History
+from vsim.records.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from vsim.trainer import LocalTrainer, Trainer
 from vsim.verify import VerifyReport, verify
 

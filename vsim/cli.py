@@ -19,12 +19,12 @@ from vsim import bench
 from vsim.arguments import one_of, whole_number
 from vsim.compare import Comparison, compare
 from vsim.data import TextDataset, digits, docs_text, mnist, text_file
-from vsim.distributed import NodeFailure
 from vsim.doctor import machine
-from vsim.executor import EXECUTORS
-from vsim.logger import CSVLogger, Logger, TensorBoardLogger
+from vsim.engine import EXECUTORS
 from vsim.models import CNN, GPT, MLP
-from vsim.plot import save
+from vsim.process import NodeFailure
+from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
+from vsim.records.plots import save
 from vsim.strategy import STRATEGIES, Strategy
 from vsim.trainer import Trainer
 from vsim.verify import verify

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from vsim.arguments import whole_number
+from vsim.cluster.ledger import Event, Ledger
 from vsim.data.batches import Data
-from vsim.history import COLUMNS, History, holding_a_record, import_pandas, read_json, write_csv, write_json
-from vsim.ledger import Event, Ledger
-from vsim.logger import Logger, check_run_name, date_and_time, folder_name
-from vsim.objective import LossFunction
-from vsim.plot import bands, overview
+from vsim.engine.objective import LossFunction
+from vsim.records.history import COLUMNS, History, holding_a_record, import_pandas, read_json, write_csv, write_json
+from vsim.records.loggers import Logger, check_run_name, date_and_time, folder_name
+from vsim.records.plots import bands, overview
 from vsim.strategy.base import Strategy
 from vsim.trainer import Trainer
 
@@ -83,7 +83,7 @@ class Comparison(Mapping[str, ComparedRun]):
 
     @property
     def histories(self) -> dict[str, list[History]]:
-        """Name → histories, one for each seed: what `vsim.plot.bands` draws."""
+        """Name → histories, one for each seed: what `vsim.records.plots.bands` draws."""
         return {name: [run.history for run in runs] for name, runs in self._runs.items()}
 
     def rows(self) -> list[dict[str, Any]]:

@@ -16,10 +16,10 @@ from tabulate import tabulate
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from vsim.executor import AutoExecutor, VmapExecutor
-from vsim.executor.activations import activation_bytes
-from vsim.loop import Run, steps
-from vsim.memory import optimizer_bytes
+from vsim.engine import AutoExecutor, VmapExecutor
+from vsim.engine.activations import activation_bytes
+from vsim.engine.memory import optimizer_bytes
+from vsim.training.loop import Run, steps
 
 # Side of the matrices whose product is taken for the machine's peak: large enough for it, small enough for a moment.
 _PEAK_SIDE = 1024

@@ -14,25 +14,25 @@ import torch
 from torch import nn
 
 from vsim.arguments import a_function, known_keywords, one_of, real_number, true_or_false, whole_number
-from vsim.assembly import assemble
-from vsim.checkpoint import Checkpoint
-from vsim.collectives import StackedCollectives
-from vsim.config import RunConfig
+from vsim.checkpoint.files import Checkpoint
+from vsim.checkpoint.resume import Saving, kept_in_memory, saving_of, start_of
+from vsim.cluster.collectives import StackedCollectives
+from vsim.cluster.ledger import Ledger
+from vsim.cluster.randomness import isolated
+from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Batches, Data, loader_options, resolve
-from vsim.description import describe_run
-from vsim.distributed import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
 from vsim.doctor import Explanation, explain
-from vsim.executor import EXECUTORS, CompiledExecutor
-from vsim.history import History
-from vsim.interrupt import Interrupted
-from vsim.ledger import Ledger
-from vsim.logger import Logger, RunLog, run_loggers
-from vsim.loop import Hook, Recorder, Run, StepReport, train
-from vsim.objective import LossFunction
-from vsim.randomness import isolated
-from vsim.replicas import Replicas
-from vsim.resume import Saving, kept_in_memory, saving_of, start_of
+from vsim.engine import EXECUTORS, CompiledExecutor
+from vsim.engine.objective import LossFunction
+from vsim.process import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
+from vsim.records.description import describe_run
+from vsim.records.history import History
+from vsim.records.loggers import Logger, RunLog, run_loggers
 from vsim.strategy.base import Strategy
+from vsim.training.assemble import assemble
+from vsim.training.config import RunConfig
+from vsim.training.interrupt import Interrupted
+from vsim.training.loop import Hook, Recorder, Run, StepReport, train
 
 
 class Trainer:
@@ -109,7 +109,8 @@ class Trainer:
         self.set_up(**options)
 
     def set_up(self, **options: Any) -> Run | None:
-        """Return the run of `fit(**options)` before its first step; `vsim.loop.steps` takes its steps one by one.
+        """Return the run of `fit(**options)` before its first step; `vsim.training.loop.steps` takes its steps one by
+        one.
 
         None with backend="process".
         """
@@ -189,7 +190,7 @@ class Trainer:
             device: as of Trainer, which it overrides.
             autocast: compute in bfloat16 where torch.autocast does; weights stay as they are.
             executor: "vmap" (all nodes at once), "loop" (one by one) or "auto": whichever is fastest on the first steps
-                of this run; `history.executor_reason` has the times. See `vsim.executor.AutoExecutor`.
+                of this run; `history.executor_reason` has the times. See `vsim.engine.AutoExecutor`.
             deterministic: the bits of separate processes in eager PyTorch, on CPU in float32. The first step is then
                 computed in both ways and compared.
             compile: True: torch.compile the loss and its gradient, and the strategy's kernels for which it was measured
@@ -215,8 +216,8 @@ class Trainer:
             max_memory_usage: the share, 0 < f ≤ 1, of the device's memory that this process may hold (with
                 backend="process" all nodes' processes on a device together): takes the largest minibatch that fits, by
                 an estimate from small probes, which are not compiled, and leaves it in `history.minibatch_size`.
-            logger: a `CSVLogger`, `WandbLogger`, `TensorBoardLogger` or an object of your own (see `vsim.logger`), or a
-                list of them. Under torchrun, rank 0 logs.
+            logger: a `CSVLogger`, `WandbLogger`, `TensorBoardLogger` or an object of your own (see
+                `vsim.records.loggers`), or a list of them. Under torchrun, rank 0 logs.
             log_interval: steps between rows of a log; validations are logged whenever there is one.
             run_name: the run's name in logs; without a `logger`, its files are in logs/<run_name>/ (see `CSVLogger`).
             wandb_project: log to this project of Weights & Biases, too.

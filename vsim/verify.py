@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
 
 from vsim.arguments import reject_unknown, whole_number
+from vsim.cluster.optim import NodeOptimizers, StackedOptimizer, torch_optimizers
+from vsim.cluster.replicas import Columns, Replicas
 from vsim.data.batches import Data
-from vsim.difference import Difference, difference, largest_magnitude, unlike
-from vsim.distributed import default_threads, under_torchrun
-from vsim.history import COLUMNS, OF_THE_MACHINE
-from vsim.loop import Run
-from vsim.objective import LossFunction
-from vsim.optim import NodeOptimizers, StackedOptimizer, torch_optimizers
-from vsim.replicas import Columns, Replicas
+from vsim.engine.objective import LossFunction
+from vsim.process import default_threads, under_torchrun
+from vsim.process.difference import Difference, difference, largest_magnitude, unlike
+from vsim.records.history import COLUMNS, OF_THE_MACHINE
 from vsim.strategy.base import Strategy
 from vsim.trainer import Trainer
+from vsim.training.loop import Run
 
 # What is compared of a step, in this order.
 KINDS = ("losses", "weights", "buffers", "optimizer state", "global weights", "ledger", "history")

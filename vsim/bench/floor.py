@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from vsim.loop import Run
+from vsim.training.loop import Run
 
 # What a step cannot do without. What only moves data, adds or allocates is not counted.
 _FLOOR = frozenset(

@@ -20,14 +20,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vsim.bench.floor import Floor
 from vsim.bench.workloads import BATCH_SIZE, MODELS, NODES, Workload, model_and_examples
+from vsim.cluster.optim import OptimSpec
 from vsim.doctor import peak_flops
-from vsim.executor import VmapExecutor
-from vsim.executor.activations import activation_bytes
-from vsim.loop import Run, steps
-from vsim.memory import optimizer_bytes, step_moments
-from vsim.optim import OptimSpec
+from vsim.engine import VmapExecutor
+from vsim.engine.activations import activation_bytes
+from vsim.engine.memory import optimizer_bytes, step_moments
 from vsim.strategy import Strategy
 from vsim.trainer import Trainer
+from vsim.training.loop import Run, steps
 
 _MOST_STEPS_TO_SETTLE = 40  # executor="auto" makes its trials, and steps are recorded
 _STEPS_A_TURN = 10  # of a strategy, so that a sync every 10 steps takes part once

@@ -22,8 +22,8 @@ from torch.utils.data import (
 )
 
 from vsim.arguments import a_function, reject_unknown, true_or_false, whole_number
+from vsim.cluster.randomness import LOADER, generator
 from vsim.data.order import Order
-from vsim.randomness import LOADER, generator
 
 DatasetFactory = Callable[[int, int, bool], Dataset[Any]]
 Data = Dataset[Any] | DatasetFactory

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vsim.optim import OptimSpec
+from vsim.cluster.optim import OptimSpec
 from vsim.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Strategy
 from vsim.strategy.compression import CompressedAverage, Compressor, RandomK, TopK
 from vsim.strategy.demo import DCTTopK, DeMoStrategy

@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 
 from vsim.arguments import real_number, reject_unknown
 from vsim.cluster import Cluster
-from vsim.optim import (
+from vsim.cluster.optim import (
     ELEMENTWISE,
     OptimSpec,
     Schedule,
@@ -31,7 +31,7 @@ from vsim.optim import (
     stepped_tensors,
     torch_optimizers,
 )
-from vsim.state import Stateful
+from vsim.cluster.state import Stateful
 from vsim.strategy.communicate import communicating_through
 from vsim.strategy.node import ByNode, StackedModel
 
@@ -212,7 +212,7 @@ class Strategy(Stateful):
         self.local_step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return name → state of a run: all attributes, modules and optimizers included; see `vsim.state.Stateful`."""
+        """Return name → state of a run: all attributes, modules and optimizers included."""
         derived = ("_stepped", "settings")
         return {name: value for name, value in vars(self).items() if name not in derived}
 

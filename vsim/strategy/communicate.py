@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from vsim.collectives import Collectives
+from vsim.cluster.collectives import Collectives
 
 _REDUCTIONS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"}
 _current: ContextVar[Collectives] = ContextVar("collectives")

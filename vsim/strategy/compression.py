@@ -21,7 +21,7 @@ from vsim_kernels.alignment import rows_apart
 
 from vsim.arguments import one_of, real_number
 from vsim.cluster import Cluster
-from vsim.state import Stateful
+from vsim.cluster.state import Stateful
 from vsim.strategy.base import CommunicationModule
 
 INDEX_BYTES = ("int64", "packed")

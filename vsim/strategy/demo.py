@@ -13,8 +13,8 @@ from vsim_kernels import dct_tiles, idct_tiles, scatter_mean, tile_shape, topk_e
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.optim import OptimSpec
-from vsim.replicas import Columns
+from vsim.cluster.optim import OptimSpec
+from vsim.cluster.replicas import Columns
 from vsim.strategy.base import Strategy, StrategyOptions
 from vsim.strategy.compression import (
     INDEX_BYTES,

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
-from vsim.optim import OptimSpec, resolve_optim
+from vsim.cluster.optim import OptimSpec, resolve_optim
 from vsim.strategy.base import CommunicationModule, Strategy, StrategyOptions
 from vsim.strategy.compression import CompressedAverage, Compressor
 

@@ -7,7 +7,7 @@ from typing_extensions import Unpack
 
 from vsim.arguments import one_of, whole_number
 from vsim.cluster import Cluster
-from vsim.collectives import Groups
+from vsim.cluster.collectives import Groups
 from vsim.strategy.base import CommunicationModule, Strategy, StrategyOptions
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vsim.replicas import Replicas
+from vsim.cluster.replicas import Replicas
 
 
 class StackedModel(nn.Module):

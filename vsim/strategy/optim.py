@@ -1,8 +1,8 @@
-"""Under the name that EXO Gym has it: optimizer specifications, which live in `vsim.optim`."""
+"""Under the name that EXO Gym has it: optimizer specifications, which live in `vsim.cluster.optim`."""
 
 from typing import Any
 
-from vsim.optim import OptimSpec
+from vsim.cluster.optim import OptimSpec
 
 __all__ = ["OptimSpec", "ensure_optim_spec"]
 

@@ -11,7 +11,7 @@ from vsim_kernels import left_factor, low_rank, orthogonalize, right_factor
 
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
-from vsim.replicas import Columns
+from vsim.cluster.replicas import Columns
 from vsim.strategy.compression import Compressor, by_node, matrix_shape
 
 

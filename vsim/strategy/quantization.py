@@ -8,7 +8,7 @@ from vsim_kernels import dequantize, majority_vote, quantize, stochastic_codes
 
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
-from vsim.collectives import reduce_rows
+from vsim.cluster.collectives import reduce_rows
 from vsim.strategy.compression import Compressor, bits_to_bytes, by_node, gather_message
 
 

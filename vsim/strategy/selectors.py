@@ -11,8 +11,8 @@ from vsim_kernels import bernoulli_indices, chunk_sizes
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
-from vsim.replicas import Columns
-from vsim.state import Stateful
+from vsim.cluster.replicas import Columns
+from vsim.cluster.state import Stateful
 
 
 class IndexSelector(Stateful):

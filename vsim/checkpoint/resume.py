@@ -1,0 +1,458 @@
+"""Between a run and its checkpoints: taking one, going on from one, and what two runs must share for that."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vsim.checkpoint.files import (
+    Checkpoint,
+    CheckpointError,
+    checkpoint_path,
+    checkpoints_in,
+    copy_record,
+    differences,
+    layout_of,
+    load_checkpoint,
+    prepare_folder,
+    prune,
+    step_of,
+)
+from vsim.checkpoint.restore import Restorer, write_rows
+from vsim.cluster.ledger import Ledger
+from vsim.cluster.optim import NodeOptimizers, torch_optimizers
+from vsim.cluster.randomness import global_states, set_global_states
+from vsim.cluster.replicas import Replicas
+from vsim.cluster.state import Shard, Snapshot
+from vsim.records.history import History
+from vsim.training.loop import Run, check_weights
+
+# In a fingerprint, what may differ in a run that goes on: its own rule is in `_check_same`.
+HORIZON = "steps of the learning-rate schedule"
+
+
+# What a user asks for ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on: a checkpoint, or the file of one, which every process reads for itself."""
+
+    checkpoint: Checkpoint | Path
+    forks: bool = False
+    keeps_optimizer: bool = True
+
+    def open(self) -> Checkpoint:
+        """Return the checkpoint."""
+        if isinstance(self.checkpoint, Checkpoint):
+            return self.checkpoint
+        checkpoint = load_checkpoint(self.checkpoint)
+        checkpoint.forks, checkpoint.keeps_optimizer = self.forks, self.keeps_optimizer
+        return checkpoint
+
+    def fill(self, history: History | None = None, ledger: Ledger | None = None) -> None:
+        """Fill an empty history or ledger with what was done before, unless this is a fork."""
+        checkpoint = self.open()
+        if not checkpoint.forks:
+            copy_record(checkpoint, history, ledger)
+
+    def shipped(self, folder: Path) -> Start:
+        """Return it as a file, which is written to `folder` if there is none."""
+        checkpoint = self.open()
+        path = checkpoint.path
+        if path is None:
+            path = folder / "start.safetensors"
+            checkpoint.save(path)
+        return Start(path, checkpoint.forks, checkpoint.keeps_optimizer)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where a run is saved, and when.
+
+    Attributes:
+        folder: gets a file a checkpoint.
+        interval: steps between checkpoints; None: only at the end, and when the run is interrupted.
+        wanted: whether the user asked for it. If not, only an interrupted run is saved, to go on with in this process.
+    """
+
+    folder: Path
+    interval: int | None
+    wanted: bool = True
+
+
+def start_of(resume: Any, save_dir: str | Path | None, last: Run | Checkpoint | None) -> Start | None:
+    """Return where a run goes on that is given `resume`; None: at the beginning.
+
+    Args:
+        resume: True (from `save_dir`, or without one from the `last` run of this trainer), a file, a folder, or a
+            Checkpoint; False or None for a new run.
+    """
+    if resume is None or resume is False:
+        return None
+    if isinstance(resume, Checkpoint):
+        return Start(resume)
+    if resume is True and save_dir is None:
+        if last is None:
+            raise CheckpointError(
+                "resume=True without save_dir goes on with this trainer's last run, and there is none in memory; give "
+                "save_dir, or the path of a checkpoint"
+            )
+        return Start(last if isinstance(last, Checkpoint) else captured(last))
+    if resume is not True and not isinstance(resume, str | Path):
+        raise TypeError(f"resume must be True, a path or a Checkpoint, got {resume!r}")
+    return Start(load_checkpoint(save_dir if resume is True else resume))  # type: ignore[arg-type]
+
+
+def saving_of(checkpoint_interval: int | None, save_dir: str | Path | None, start: Start | None) -> Saving | None:
+    """Return where a run is saved; None: nowhere.
+
+    Raises:
+        CheckpointError: the folder cannot be written to, or what is in it is of another run, or of later steps.
+        TypeError, ValueError: checkpoint_interval without save_dir, or save_dir is no path.
+    """
+    if save_dir is None:
+        if checkpoint_interval is not None:
+            raise ValueError("checkpoint_interval has no effect without save_dir, the folder to save to")
+        return None
+    if not isinstance(save_dir, str | Path):
+        raise TypeError(f"save_dir must be the path of a folder, got {save_dir!r}")
+    folder = Path(save_dir).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"save_dir {str(save_dir)!r} is not a folder")
+    found = checkpoints_in(folder)
+    if found and not _goes_on_in(found, start):
+        raise CheckpointError(
+            f"save_dir {str(save_dir)!r} holds the checkpoints of a run, up to {found[-1].name}; give resume=True to "
+            "go on with it, or another save_dir"
+        )
+    prepare_folder(folder)
+    return Saving(folder, checkpoint_interval)
+
+
+def _goes_on_in(found: list[Path], start: Start | None) -> bool:
+    """Whether a run that begins at `start` goes on with the one whose checkpoints were found."""
+    if start is None or start.open().forks:
+        return False
+    checkpoint = start.open()
+    return checkpoint.path in found or step_of(found[-1]) <= checkpoint.step
+
+
+def kept_in_memory(saving: Saving) -> Checkpoint | None:
+    """Return what processes saved of an interrupted run, to go on with when their folder may be gone."""
+    if not checkpoints_in(saving.folder):
+        return None
+    checkpoint = load_checkpoint(saving.folder)
+    if not saving.wanted:
+        checkpoint.path = None
+    return checkpoint
+
+
+# Taking a checkpoint -------------------------------------------------------------------------------------------------
+
+
+class Checkpointer:
+    """Saves a run while it trains. Every process calls it; that of node 0 writes.
+
+    Args:
+        history: of the run so far; None in the processes that do not write.
+    """
+
+    def __init__(self, saving: Saving, history: History | None) -> None:
+        self.saving, self.history = saving, history
+        self._fixed: dict[str, str] = {}
+
+    def begin(self, run: Run) -> None:
+        """Look at everything once, so that what cannot be saved is said before training."""
+        if self.saving.wanted:
+            self._fixed = _snapshot(run, None).fixed
+
+    def after_step(self, run: Run) -> None:
+        """Save, if it is time to."""
+        interval = self.saving.interval
+        if self.saving.wanted and (run.done == run.max_steps or (interval and run.done % interval == 0)):
+            self._save(run)
+
+    def on_interrupt(self, run: Run) -> None:
+        """Save a run that stops here."""
+        if not self.saving.wanted:
+            try:
+                self._save(run)
+            except CheckpointError as error:
+                warnings.warn(f"the interrupted run cannot be resumed: {error}", UserWarning, stacklevel=2)
+        elif not checkpoint_path(self.saving.folder, run.done).exists() or self.history is None:
+            self._save(run)
+
+    def _save(self, run: Run) -> None:
+        check_weights(run)
+        snapshot = _snapshot(run, None)
+        made = {path: what for path, what in snapshot.fixed.items() if self._fixed.get(path, what) != what}
+        made |= {path: what for path, what in snapshot.fixed.items() if self._fixed and path not in self._fixed}
+        if made:
+            path, what = next(iter(made.items()))
+            raise CheckpointError(
+                f"{path} is a {what} that was made after the setup, and could not be filled in a run that resumes; "
+                "make it in the setup, or hold tensors, numbers, lists and dicts instead"
+            )
+        shards = _gathered(run, snapshot.shard())
+        if shards is not None and self.history is not None:
+            checkpoint = _checkpoint(run, shards, self.history)
+            checkpoint.save(checkpoint_path(self.saving.folder, run.done))
+            prune(self.saving.folder, run.done)
+        if not run.is_alone:  # nobody goes on, to look into the folder perhaps, before the file is there
+            with run.cluster.collectives.unbilled():
+                run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
+
+
+def captured(run: Run) -> Checkpoint:
+    """Return the checkpoint of a run in the simulator that was interrupted or has ended.
+
+    Its tensors share the memory of the run.
+
+    Raises:
+        CheckpointError: the run stopped in the middle of a step, or has a state that cannot be saved.
+    """
+    history = run.history
+    if run.cluster.step != run.done or history is None or not len(history) or history["step"][-1] != run.done:
+        raise CheckpointError(
+            f"the last run stopped in the middle of step {run.cluster.step}, so that nothing whole is left of it in "
+            "memory; resume from a checkpoint that it saved, or start anew"
+        )
+    return _checkpoint(run, [_snapshot(run, run.random_states).shard()], history)
+
+
+def _checkpoint(run: Run, shards: list[Shard], history: History) -> Checkpoint:
+    return Checkpoint(
+        run.done,
+        run.cluster.num_nodes,
+        history,
+        run.ledger,
+        run.examples,
+        run.seconds,
+        run.fingerprint,
+        shards,
+    )
+
+
+def _roots(run: Run) -> dict[str, Any]:
+    """Name → what is saved and restored, in the order in which it must be."""
+    replicas = run.cluster.replicas
+    loss = run.executor.objective.loss_fn
+    return {
+        "weights": replicas.weights,
+        "buffers": replicas.buffers,
+        "generator": run.cluster.generator,
+        "nodes": list(run.executor.generators),
+        "loss": dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {},
+        "strategy": run.strategy,
+        "model": {name: _own_attributes(module) for name, module in replicas.module.named_modules()},
+    }
+
+
+def _known(run: Run) -> dict[str, Any]:
+    cluster, replicas = run.cluster, run.cluster.replicas
+    return {
+        "cluster": cluster,
+        "collectives": cluster.collectives,
+        "ledger": run.ledger,
+        "replicas": replicas,
+        "module": replicas.module,
+        "frozen": replicas.frozen,
+        "model": run.strategy.model,
+        "layout": replicas.layout,
+        **{f"layout[{i}]": columns for i, columns in enumerate(replicas.layout)},
+    }
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module of the user's model keeps beside parameters and buffers: numbers, tensors, random generators."""
+    kinds = (bool, int, float, str, type(None), Tensor, torch.Generator)
+    common = vars(nn.Module()).keys()
+    return {name: value for name, value in vars(module).items() if name not in common and isinstance(value, kinds)}
+
+
+def _snapshot(run: Run, random_states: dict[str, Any] | None) -> Snapshot:
+    random = global_states(run.cluster.weights.device) if random_states is None else random_states
+    roots = {**_roots(run), "process": random}
+    return Snapshot(roots, _known(run), {"gradients": run.cluster.grads})
+
+
+def _gathered(run: Run, own: Shard) -> list[Shard] | None:
+    """Return the shards of all processes, at node 0; None at the others."""
+    cluster = run.cluster
+    if run.is_alone:
+        return [own]
+    device = cluster.weights.device
+    sizes: list[Any] = [[str(t.dtype).removeprefix("torch."), t.numel()] for t in own.storages]
+    with cluster.collectives.unbilled():
+
+        def gather(contents: Tensor, counts: list[int] | None = None) -> list[Tensor]:
+            """All processes' bytes (n,), which need not be equally many."""
+            if counts is None:
+                there = cluster.collectives.all_gather(torch.tensor([[len(contents)]]), label="checkpoint")
+                counts = there.flatten().tolist()
+            padded = torch.zeros(1, max(counts), dtype=torch.uint8, device=device)
+            padded[0, : len(contents)] = contents
+            rows = cluster.collectives.all_gather(padded, label="checkpoint").cpu()
+            return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+        text = json.dumps([own.tree, own.starts, sizes]).encode()
+        described_all = [
+            json.loads(row.numpy().tobytes()) for row in gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        ]
+        writes = cluster.replicas.first_node == 0
+        storages: list[list[Tensor]] = [[] for _ in described_all]
+        for number in range(max(len(sizes) for _, _, sizes in described_all)):
+            held: list[Any] = [sizes[number] if number < len(sizes) else ["uint8", 0] for _, _, sizes in described_all]
+            counts = [count * getattr(torch, dtype).itemsize for dtype, count in held]
+            contents = own.storages[number].view(torch.uint8) if number < len(own.storages) else torch.empty(0)
+            rows = gather(contents, counts)
+            if writes:
+                for into, row, (dtype, _) in zip(storages, rows, held, strict=True):
+                    into.append(row.clone().view(getattr(torch, dtype)))
+    if not writes:
+        return None
+    return [
+        Shard(tree, starts, own[: len(sizes)])
+        for (tree, starts, sizes), own in zip(described_all, storages, strict=True)
+    ]
+
+
+# Going on ------------------------------------------------------------------------------------------------------------
+
+
+def resume(run: Run, checkpoint: Checkpoint) -> None:
+    """Bring a run that was set up anew to where the checkpoint's was.
+
+    Raises:
+        CheckpointError: it was another run, or has gone further than this one shall; what differs is named.
+    """
+    if not checkpoint.forks:
+        _check_same(run, checkpoint)
+    if checkpoint.step > run.max_steps or (checkpoint.forks and checkpoint.step == run.max_steps):
+        raise CheckpointError(
+            f"the checkpoint is at step {checkpoint.step}, and max_steps={run.max_steps} is not beyond it; give a "
+            "larger max_steps"
+        )
+    run.done = run.cluster.step = run.cluster.collectives.step = checkpoint.step
+    run.examples = checkpoint.examples
+    run.tokens = int(tokens) if (tokens := checkpoint.history.last("tokens")) == tokens else 0  # NaN: no tokens
+    if checkpoint.forks:
+        _go_on_as_fork(run, checkpoint)
+        return
+    run.seconds = checkpoint.seconds
+    try:
+        _restore(run, checkpoint)
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the state in the checkpoint at step {checkpoint.step} cannot be put back: {error!r}"
+        ) from error
+    copy_record(checkpoint, None, run.ledger)
+
+
+def _restore(run: Run, checkpoint: Checkpoint) -> None:
+    restorer = _restorer(run, checkpoint, checkpoint.shards)
+    for name, live in _roots(run).items():
+        restored = restorer.restore(name, live)
+        if name == "model":
+            for path, module in run.cluster.replicas.module.named_modules():
+                vars(module).update(restored[path])
+    if restorer.node is None and not restorer.joins:
+        set_global_states(restorer.restore("process", {}), run.cluster.weights.device)
+
+
+def _restorer(run: Run, checkpoint: Checkpoint, shards: list[Shard]) -> Restorer:
+    nodes, num_nodes = run.cluster.replicas.nodes, run.cluster.num_nodes
+    together_here = len(nodes) == num_nodes
+    if not checkpoint.together and not together_here:
+        shards = [shards[nodes.start]]
+    cut = nodes.start if checkpoint.together and not together_here else None
+    memory = {"gradients": run.cluster.grads}
+    return Restorer(shards, cut, num_nodes, _known(run), memory, run.cluster.weights.device)
+
+
+def _check_same(run: Run, checkpoint: Checkpoint) -> None:
+    saved, given = dict(checkpoint.fingerprint), dict(run.fingerprint)
+    horizons = saved.pop(HORIZON, None), given.pop(HORIZON, None)
+    changes = list(differences(saved, given))
+    if horizons[0] != horizons[1]:
+        changes.append(
+            f"the learning-rate schedule was over {horizons[0]} steps and is over {horizons[1]} (max_steps of the run, "
+            f"or the strategy's; with max_steps={horizons[0]} given to the strategy it stays as it was)"
+        )
+    if changes:
+        where = f"load_checkpoint({str(checkpoint.path)!r})" if checkpoint.path else "the checkpoint"
+        raise CheckpointError(
+            f"the checkpoint at step {checkpoint.step} is of another run: {'; '.join(changes)}. To go on from its "
+            f"weights all the same, fork: resume={where}.fork()"
+        )
+
+
+def begin_fork(checkpoint: Checkpoint, replicas: Replicas) -> None:
+    """Let all nodes start from the mean of the checkpoint's, which is what a strategy is set up with."""
+    checkpoint.check_layout(layout_of(replicas))
+    write_rows(replicas.weights, checkpoint.mean_weights().to(replicas.weights).expand_as(replicas.weights))
+    for name, mean in checkpoint.mean_buffers().items():
+        buffer = replicas.buffers[name]
+        write_rows(buffer, mean.to(buffer).expand_as(buffer)) if buffer.dim() > 1 else buffer.copy_(mean)
+
+
+def _go_on_as_fork(run: Run, checkpoint: Checkpoint) -> None:
+    cluster, strategy = run.cluster, run.strategy
+    replicas = cluster.replicas
+    strategy.local_step = checkpoint.step
+    for optimizer in torch_optimizers(strategy.optim):
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # or the schedulers warn that it has not stepped yet
+    for _ in range(checkpoint.step):
+        for scheduler in strategy.schedulers:
+            scheduler.step()
+    streams = _node_streams(checkpoint)
+    same_device = checkpoint.fingerprint["device"] == run.fingerprint["device"]
+    for node, stream in zip(replicas.nodes, run.executor.generators, strict=True):
+        if node < len(streams) and same_device:
+            stream.set_state(streams[node])
+    if checkpoint.num_nodes != cluster.num_nodes:
+        return
+    own = slice(replicas.nodes.start, replicas.nodes.stop)
+    weights, buffers = checkpoint.weights, checkpoint.buffers
+    one_row_for_all = len(replicas.weights) < len(replicas.nodes)
+    if not one_row_for_all:
+        write_rows(replicas.weights, weights[own].to(replicas.weights))
+    for name, b in buffers.items():
+        replicas.buffers[name].copy_(b[own])
+    alike = ("strategy.optim_spec.cls", "deterministic", "device")
+    fits = all(checkpoint.fingerprint.get(key) == run.fingerprint.get(key) for key in alike)
+    if checkpoint.keeps_optimizer and fits and not one_row_for_all:
+        shards = []
+        for shard in checkpoint.shards:
+            items = shard.tree["strategy"]["items"]
+            shards.append(Shard({"optimizer": items["optim"]}, shard.starts, shard.storages))
+        restorer = _restorer(run, checkpoint, shards)
+        restorer.only_state = True
+        # A list, for it is filled with as many as the checkpoint has: one, if all nodes had the same.
+        of_nodes = list(strategy.optim.optimizers) if isinstance(strategy.optim, NodeOptimizers) else None
+        try:
+            restorer.restore("optimizer", strategy.optim)
+            states = [state for optimizer in torch_optimizers(strategy.optim) for state in optimizer.state.values()]
+            names = strategy.optim_spec.state_names()  # by its options
+            fits = all(state.keys() >= names for state in states)
+        except CheckpointError:  # such as one row of state for all nodes, where each has its own now
+            fits = False
+        if isinstance(strategy.optim, NodeOptimizers) and of_nodes is not None:
+            fits = fits and len(strategy.optim.optimizers) == len(of_nodes)
+            strategy.optim.optimizers[:] = of_nodes
+        if not fits:
+            for optimizer in torch_optimizers(strategy.optim):
+                optimizer.state.clear()
+
+
+def _node_streams(checkpoint: Checkpoint) -> list[Tensor]:
+    return [shard.tensor(node["state"]) for shard in checkpoint.shards for node in shard.tree["nodes"]["items"]]

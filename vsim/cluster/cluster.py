@@ -1,0 +1,79 @@
+"""What a strategy works on: the nodes held here, how they communicate, and what they decide together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from vsim_kernels import compiled
+
+from vsim.cluster.collectives import Collectives
+from vsim.cluster.replicas import Replicas, Views
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+
+@dataclass
+class Cluster:
+    """K nodes in the middle of a run.
+
+    Attributes:
+        replicas: the weights, gradients and buffers of the nodes held here.
+        collectives: the only way from one node to another.
+        generator: what all nodes decide together (masks, islands, cohorts) is drawn from here. It lives on the
+            CPU, so that the decisions do not depend on the device.
+        shard_sizes: (K,) the number of examples that each node has.
+        max_steps: the number of steps of the whole run.
+        deterministic: whether results must have the bits of the multi-process run.
+        compile: whether to use compiled kernels where that pays.
+        step: t, the number of optimizer steps completed; during a step, that step is counted already.
+    """
+
+    replicas: Replicas
+    collectives: Collectives
+    generator: torch.Generator
+    shard_sizes: Tensor
+    max_steps: int
+    deterministic: bool = False
+    compile: bool = False
+    step: int = 0
+
+    @property
+    def num_nodes(self) -> int:
+        """K."""
+        return self.collectives.num_nodes
+
+    @property
+    def weights(self) -> Tensor:
+        """Stacked (R, P), a row for each node held here; rows are contiguous, with gaps between them if need be.
+
+        Where all nodes share one row it can be read only.
+        """
+        return self.replicas.weights.expand(self.replicas.num_nodes, -1)
+
+    @property
+    def grads(self) -> Tensor:
+        """Stacked (R, P), likewise."""
+        return self.replicas.grads.expand(self.replicas.num_nodes, -1)
+
+    def kernel(self, function: Kernel) -> Kernel:
+        """Return the form of one of the kernels that this run uses: as it is, or compiled where that pays."""
+        return compiled(function) if self.compile else function
+
+    def mean_weights(self) -> Tensor:
+        """Return the mean replica, shared (P,), for evaluation: nothing is billed."""
+        with self.collectives.unbilled():
+            return self.collectives.all_reduce(self.replicas.weights)
+
+    def mean_buffers(self) -> Views:
+        """Return name → shared buffer, for evaluation: the mean over nodes where it is floating, else node 0's."""
+        with self.collectives.unbilled():
+            return {
+                name: self.collectives.all_reduce(b)
+                if b.is_floating_point() or b.is_complex()
+                else self.collectives.broadcast(b).clone()
+                for name, b in self.replicas.buffers.items()
+            }

@@ -1,0 +1,1 @@
+"""The predecessors' names: what scripts for EXO Gym and diloco-sim import."""

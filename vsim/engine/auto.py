@@ -1,0 +1,291 @@
+"""Whichever is fastest for this model, found on the run's own first steps."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from vsim.cluster.replicas import Views
+from vsim.engine.base import Before, Executor, cloned, minibatches
+from vsim.engine.compiled import CompiledExecutor, CompileError
+from vsim.engine.loop import LoopExecutor
+from vsim.engine.lowering import InexactError
+from vsim.engine.products import batches_agree
+from vsim.engine.vmap import VmapError, VmapExecutor
+
+# What trying other executors may cost, beside the best: seconds, and a share of the run.
+BUDGET_SECONDS, BUDGET_SHARE = 1.0, 0.03
+_TIMED_STEPS = 3  # of each, after the first and those in which it prepares
+# Seconds that compiling is expected to take until one has been measured in this process, and the share of the remaining
+# run that it may take. If the compiled steps turn out to be no faster, that is what is lost.
+_FIRST_GUESS_OF_COMPILING, _COMPILING_SHARE = 60.0, 0.1
+
+_remembered: dict[Any, tuple[str, str]] = {}  # what was computed → (the choice, why)
+_seconds_of_compiling: list[float] = []
+
+
+@dataclass
+class _Candidate:
+    """An executor on trial: how to make it, and the seconds of its steps; those in which it prepares are not timed."""
+
+    label: str
+    make: Callable[[], Executor]
+    executor: Executor | None = None
+    seconds: list[float] = field(default_factory=list)
+    first: float | None = None  # seconds of its very first step
+
+    @property
+    def best(self) -> float:
+        """Its fastest step; infinite before there is one."""
+        return min(self.seconds, default=float("inf"))
+
+
+class AutoExecutor(Executor):
+    """Tries vmap, with all nodes at once and with fewer, and the loop on the first steps, and goes on with the fastest.
+
+    The same seed gives the same bits, however the trial ends: it is made where all candidates have the same bits (see
+    `vsim.engine.lowering`; with deterministic=True that is every model). For other models the choice is by rule: vmap,
+    whose fast forms of convolution, reductions and the like differ from the loop's in the last bits, or the loop where the
+    convolutions are so large that they have no faster form. Where vmap would take one node at a time it is the loop.
+
+    Every step that is tried counts as training. A trial that is expected to cost more than BUDGET_SECONDS, or more than
+    BUDGET_SHARE of the run, is not begun, and one that does is broken off. What was chosen is remembered in this
+    process for the same model, shapes and settings. A model that cannot be vmapped goes on with the loop, with a
+    warning that says why. `compile="auto"` then compiles, if the remaining steps are expected to repay it, and keeps
+    what is faster, which the last bits may depend on; compile=True has no other candidate.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        parts = (self.replicas, self.objective, self.generators)
+        settings = self.settings
+
+        def vmap_of(chunk_size: int | None) -> Callable[[], Executor]:
+            return lambda: VmapExecutor(*parts, replace(settings, chunk_size=chunk_size))
+
+        self.at_once = at_once = VmapExecutor.nodes_at_once(self.replicas, settings)
+        self.candidates = [_Candidate("vmap", vmap_of(settings.chunk_size))]
+        if settings.compile is True:
+            self.candidates = [_Candidate("compiled", lambda: CompiledExecutor(*parts, settings))]
+        else:
+            if settings.chunk_size is None and at_once >= 4 and not self.replicas.shares_grads:
+                fewer = -(-at_once // 4)
+                self.candidates.append(_Candidate(f"vmap, {fewer} nodes at a time", vmap_of(fewer)))
+            self.candidates.append(_Candidate("loop", lambda: LoopExecutor(*parts, settings)))
+        self.on_trial = 0
+        self.spent = 0.0
+        self.by_rule = ""
+        self.why = ""
+        self.step = 0
+        self.key: Any = None
+        self.proven: set[Any] = set()  # what has been managed once: by an executor, a kind of work, of these shapes
+        self.chosen = self._executor(self.candidates[0])
+        self.settled = len(self.candidates) == 1
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.chosen.name
+
+    @property
+    def is_ready(self) -> bool:  # type: ignore[override]
+        return self.settled and self.chosen.is_ready
+
+    @property
+    def reason(self) -> str:  # type: ignore[override]
+        return "; ".join(filter(None, (self.why, self.chosen.reason)))
+
+    def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
+        self.step += 1
+        if self.key is None:
+            self._recall(batch, minibatch_size)
+            if not self.settled and self.at_once == 1 and not self.settings.compile:
+                self._settle_on(self.candidates[-1], "by rule: nodes would be computed one at a time anyway")
+            elif not self.settled and self._convolves_alone(batch, minibatch_size):
+                self._settle_on(
+                    self.candidates[-1], "by rule: convolutions of this size are computed node by node anyway"
+                )
+        if self.settled:
+            return self._attempt("losses_and_grads", batch, minibatch_size)
+        candidate = self.candidates[self.on_trial]
+        self.chosen = self._executor(candidate)
+        self._synchronize()
+        started = time.perf_counter()
+        losses = self._attempt("losses_and_grads", batch, minibatch_size)
+        self._synchronize()
+        seconds = time.perf_counter() - started
+        if candidate.first is None:
+            candidate.first = seconds
+        elif self.chosen.is_ready:
+            candidate.seconds.append(seconds)
+        if self.step == 1 and isinstance(self.chosen, VmapExecutor) and not self.settled:
+            self._leave_out_what_differs(self.chosen)
+        if not self.settled:
+            self._go_on(seconds)
+        return losses
+
+    def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        return self._attempt("_backward", batch, share, first)
+
+    def _evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._attempt("_evaluate", weights, buffers, batch, stream)
+
+    def _executor(self, candidate: _Candidate) -> Executor:
+        if candidate.executor is None:
+            candidate.executor = candidate.make()
+        return candidate.executor
+
+    def _go_on(self, seconds: float) -> None:
+        """Decide what the next step is computed with, after one of so many seconds by the candidate on trial."""
+        candidate, best = self.candidates[self.on_trial], min(c.best for c in self.candidates)
+        if best == float("inf"):
+            return
+        self.spent += max(0.0, seconds - best) if candidate is not self.candidates[0] else 0.0
+        # What compiling may cost was decided before it began.
+        over = candidate.label != "compiled" and self.spent > self._budget(best)
+        hopeless = bool(candidate.seconds) and candidate.best > 1.2 * best
+        if len(candidate.seconds) < _TIMED_STEPS and not over and not hopeless:
+            return
+        self.on_trial += 1
+        if over or self.on_trial == len(self.candidates) or best > self._budget(best):
+            self._settle()
+
+    def _convolves_alone(self, batch: Any, minibatch_size: int | None) -> bool:
+        """Whether vmap would compute most convolutions node by node, where it costs more than the loop.
+
+        That is a property of the model and its shapes, told by a forward pass: whenever it is asked the answer is the
+        same, so that a resumed run takes the same executor.
+        """
+        vmap = self.chosen
+        has_kernels = any(len(c.shape) > 2 for c in self.replicas.layout)
+        if not (has_kernels and isinstance(vmap, VmapExecutor)) or isinstance(vmap, CompiledExecutor):
+            return False
+        if self.settings.exact or self.settings.compile or self.replicas.shares_grads:
+            return False
+        before = Before(self)
+        try:
+            forms = vmap.forms(next(minibatches(batch, minibatch_size))[0])
+        except VmapError:  # which the first step is going to meet, too
+            return False
+        finally:
+            before.restore()
+        alone, together = (
+            sum(count for (name, how), count in forms.items() if name.startswith("conv") and how == way)
+            for way in ("node by node", "batched")
+        )
+        return alone > together
+
+    def _leave_out_what_differs(self, vmap: VmapExecutor) -> None:
+        """Drop the candidates whose bits depend on the choice."""
+        if not self.settings.exact and not batches_agree():
+            self.candidates = self.candidates[:1]
+            self.by_rule = "; others not tried: with these threads products may have other last bits in batches"
+            return
+        why = ""
+        if self.replicas.shares_grads:
+            why = "one product for all nodes' mean gradient"
+        elif vmap.differing and not self.settings.exact:
+            why = f"{', '.join(sorted(vmap.differing))} have fast forms with other last bits"
+        if why:
+            self.candidates = [c for c in self.candidates if c.label != "loop"]
+            self.by_rule = f"; loop not tried: {why}"
+
+    def _budget(self, best: float) -> float:
+        steps = self.settings.num_steps
+        return BUDGET_SECONDS if steps is None else min(BUDGET_SECONDS, BUDGET_SHARE * steps * best)
+
+    def _settle(self) -> None:
+        tried = [c for c in self.candidates if c.seconds]
+        best = min(tried, key=lambda c: c.best)
+        self.chosen = self._executor(best)
+        times = "; ".join(f"{c.label} {1e3 * c.best:.3g} ms" for c in sorted(tried, key=lambda c: c.best))
+        untried = [c.label for c in self.candidates if c.first is None]
+        not_tried = f"; not tried, as it might cost too much: {', '.join(untried)}" if untried else ""
+        self.why = f"measured a step: {times}{not_tried}{self.by_rule}"
+        if self.settings.compile == "auto" and best.label != "compiled" and self._compiling_pays(best.best):
+            self.on_trial = len(self.candidates)
+            parts = (self.replicas, self.objective, self.generators, self.settings)
+            self.candidates.append(_Candidate("compiled", lambda: CompiledExecutor(*parts)))
+            return
+        compiled = self.candidates[-1]
+        if compiled.label == "compiled" and compiled.first is not None:
+            _seconds_of_compiling.append(compiled.first)
+        self._settle_on(best, self.why)
+
+    def _settle_on(self, best: _Candidate, why: str) -> None:
+        for candidate in self.candidates:
+            if candidate is not best:
+                candidate.executor = None
+        self.proven.clear()  # an executor that is made from now on may have the id of one that is gone
+        self.chosen, self.settled, self.why = self._executor(best), True, why
+        _remembered[self.key] = best.label, why
+
+    def _compiling_pays(self, seconds_a_step: float) -> bool:
+        if self.settings.num_steps is None or any(c.label == "compiled" for c in self.candidates):
+            return False
+        expected = max(_seconds_of_compiling, default=_FIRST_GUESS_OF_COMPILING)
+        remaining = (self.settings.num_steps - self.step) * seconds_a_step
+        if expected <= _COMPILING_SHARE * remaining:
+            return True
+        self.why += f"; not compiled: about {expected:.0f} s, when {remaining:.0f} s of the run remain"
+        return False
+
+    def _recall(self, batch: Any, minibatch_size: int | None) -> None:
+        """Take what was chosen before for the same work."""
+        r = self.replicas
+        self.key = (
+            type(self.objective.model),
+            tuple((c.name, c.shape) for c in r.layout),
+            (r.num_nodes, r.shares_weights, r.shares_grads, r.weights.dtype, r.weights.device),
+            tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor)),
+            (minibatch_size, torch.get_num_threads(), replace(self.settings, num_steps=None)),
+        )
+        label, reason = _remembered.get(self.key, (None, ""))
+        for candidate in self.candidates:
+            if candidate.label == label:
+                self.chosen, self.settled = self._executor(candidate), True
+                self.why = f"as before; {reason.removeprefix('as before; ')}"
+
+    def _synchronize(self) -> None:
+        if self.replicas.weights.device.type == "cuda":
+            torch.cuda.synchronize(self.replicas.weights.device)
+
+    def _attempt(self, work: str, *arguments: Any) -> Any:
+        known = (id(self.chosen), work, tuple(t.shape for t in tree_leaves(arguments) if isinstance(t, Tensor)))
+        if known in self.proven:
+            return getattr(self.chosen, work)(*arguments)
+        with _disable_current_modes():  # of somebody who counts what a step takes
+            # Of the weights in the very first step only: later there is the optimizer's state beside them.
+            first = self.step == 1 and work == "losses_and_grads"
+            before = Before(self, [a for a in arguments if isinstance(a, torch.Generator)], weights=first)
+        try:
+            # The batch may be needed again, and the model may change it in place.
+            given = cloned(arguments) if work == "losses_and_grads" else arguments
+            outcome = getattr(self.chosen, work)(*given)
+        except (VmapError, InexactError, CompileError) as error:
+            before.restore()
+            self._give_up(error)
+            outcome = self._attempt(work, *arguments)
+        self.proven.add(known)
+        return outcome
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on with the next simpler executor, after one that cannot run this model."""
+        parts = (self.replicas, self.objective, self.generators)
+        if isinstance(error, CompileError):
+            self.chosen = VmapExecutor(*parts, replace(self.settings, compile=False))
+        else:
+            self.chosen = LoopExecutor(*parts, self.settings)
+        self.settled = True
+        self.why = str(error)
+        if not isinstance(error, InexactError):  # that the loop is taken changes no bit of an exact run
+            warnings.warn(f"executor='auto' goes on with {self.chosen.name!r}: {error}", UserWarning, stacklevel=2)

@@ -1,0 +1,311 @@
+"""What an executor is: it computes the losses and gradients of all nodes, in training and in evaluation."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from vsim_kernels.alignment import aligned, empty_rows, is_aligned, rows_apart
+
+from vsim.cluster.randomness import default_generator, drawing_from
+from vsim.cluster.replicas import Replicas, Views
+from vsim.engine.objective import Objective
+from vsim.engine.own_state import OwnState, numbers_of, put_numbers
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run wants to be computed.
+
+    Attributes:
+        autocast: compute in bfloat16 where torch.autocast does.
+        exact: every node has the bits of eager PyTorch on that node alone.
+        chunk_size: nodes computed at once, where that is a choice; None: as many as is best.
+        compile: compile the loss and its gradient; "auto": if the steps that remain repay it.
+        num_steps: the steps of the run, for choices that have to be repaid; None: unknown.
+    """
+
+    autocast: bool = False
+    exact: bool = False
+    chunk_size: int | None = None
+    compile: bool | str = False
+    num_steps: int | None = None
+
+
+class Executor(ABC):
+    """Computes the loss and gradient of every node on its own batch.
+
+    Args:
+        replicas: the nodes. Gradients are written to `replicas.grads`, buffers are updated in place. Where the nodes
+            share one row of weights, it is everyone's; where they share one row of gradients, that gets their mean.
+        objective: the user's model (that of `replicas.module`) and loss.
+        generators: one for each node, for what is random inside its model.
+        settings: how to compute.
+
+    Attributes:
+        name: what it is, for the history.
+        reason: why it was chosen, if somebody chose.
+        is_ready: whether the last step took the time that the next ones of its kind are going to take.
+    """
+
+    name: str
+    reason: str = ""
+    is_ready: bool = True
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        objective: Objective,
+        generators: Sequence[torch.Generator],
+        settings: Settings | None = None,
+    ) -> None:
+        self.replicas = replicas
+        self.objective = objective
+        self.generators = generators
+        self.settings = settings or Settings()
+        self._moved: list[tuple[Tensor, Tensor]] = []
+        self._places = Places(objective.model)
+        self._own_state = OwnState(replicas, objective)
+
+    def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
+        """Return stacked losses (K,) of a stacked batch (K, B, …) and leave the gradients in `replicas.grads`.
+
+        With a `minibatch_size` the batch is cut into pieces of so many examples a node, whose gradients are summed,
+        each weighted by its part of the batch.
+        """
+        total: Tensor | None = None
+        for piece, share in minibatches(tree_map(rows_apart, batch), minibatch_size):
+            losses = self._backward(piece, share, first=total is None)
+            total = losses if total is None else total + losses
+        assert total is not None
+        self._own_state.check()
+        return total
+
+    def _leaf(self, rows: Tensor) -> Tensor:
+        """Return a parameter or buffer (R, *shape) for the model: itself, or a copy if it begins at an odd place.
+
+        The copy is brought up to date within `_moved_up_to_date`, and what the model writes to it is brought back. For
+        what an odd place does, see `vsim_kernels.alignment`.
+
+        Args:
+            rows: a part of the replicas' tensors.
+        """
+        if is_aligned(rows):
+            # Not detach(), by which all parameters would have one version: a model that changes one of them in place
+            # would be told that it has changed another, which a backward pass needs.
+            return rows.data
+        copy = empty_rows(len(rows), rows.shape[1:], rows.dtype, rows.device)
+        self._moved.append((copy, rows))
+        return copy
+
+    @contextmanager
+    def _moved_up_to_date(self) -> Iterator[None]:
+        if not self._moved:
+            yield
+            return
+        copies, places = zip(*self._moved, strict=True)
+        torch._foreach_copy_(copies, places)
+        yield
+        # Always: what is written through `.data`, or by BatchNorm, leaves no trace in a tensor's version.
+        torch._foreach_copy_(places, copies)
+
+    @torch.no_grad()
+    def evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return stacked (losses, accuracies), both (R,), of weights (R, P) on one shared batch (B, …).
+
+        The model is in evaluation mode meanwhile, and what it draws comes from `stream`, the same for every row.
+        Nothing of the training state changes. `accuracies` is None where the objective knows none.
+        """
+        with evaluating(self.objective):
+            return self._evaluate(weights, buffers, batch, stream)
+
+    @abstractmethod
+    def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        """Return share · losses (K,); write (if first) or add share · gradients to `replicas.grads`."""
+
+    def _evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute what `evaluate` returns; here row by row, in ordinary eager PyTorch."""
+        outcomes = []
+        state = stream.get_state()
+        for row, own_weights in enumerate(weights):
+            own_buffers = {n: b[row].clone() for n, b in buffers.items()}
+            stream.set_state(state)
+            with drawing_from(stream), self._precision():
+                # Parameters, also to an operation that asks whether they need a gradient, as recurrent ones do.
+                parameters = {
+                    name: aligned(w).detach().requires_grad_() for name, w in self.replicas.views(own_weights).items()
+                }
+                outcomes.append(self._outcome(parameters, own_buffers, cloned(batch), True))
+        accuracies = [a for _, a in outcomes if a is not None]
+        return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None
+
+    def _outcome(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, with_accuracy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss and accuracy of one node, from its own tensors."""
+        with self._placed(parameters, buffers):
+            outcome: tuple[Tensor, Tensor | None] = self.objective(batch, with_accuracy)
+        return outcome
+
+    @contextmanager
+    def _placed(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model compute with the tensors of one node."""
+        before = self._places.put({**parameters, **buffers})
+        try:
+            yield
+        finally:
+            after = self._places.put(before)
+        for name, buffer in buffers.items():
+            if after[name] is not buffer:
+                keep_assigned(name, buffer, after[name])
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if not self.settings.autocast:
+            return nullcontext()
+        # No cache: casts of one node's weights must not be kept for the next node's.
+        return torch.autocast(self.replicas.weights.device.type, torch.bfloat16, cache_enabled=False)
+
+
+class Places:
+    """Where the tensors of a module hang in its tree, under which others can take their place.
+
+    That is torch.func.functional_call, which searches the tree at every call, where here it is searched once.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
+        where: dict[int, list[tuple[Any, str]]] = {}
+        for table in tables:
+            for key, tensor in table.items():
+                where.setdefault(id(tensor), []).append((table, key))
+        named = itertools.chain(module.named_parameters(), module.named_buffers())
+        self._of = {name: where[id(tensor)] for name, tensor in named}  # of tied tensors, several
+
+    def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Put tensors where those of these names are, and return what was there."""
+        before = {}
+        for name, tensor in tensors.items():
+            for table, key in self._of[name]:
+                before[name], table[key] = table[key], tensor
+        return before
+
+
+def cloned(batch: Any) -> Any:
+    """Return a copy of a batch, for a call after which it is needed again: a model may change it in place."""
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, batch)
+
+
+def minibatches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
+    """Yield (piece, its share of the batch) of a stacked batch (K, B, …), each of at most `size` examples a node."""
+    num_examples = next((t.shape[1] for t in tree_leaves(batch) if t.dim() > 1), None)
+    if size is None or num_examples is None or size >= num_examples:
+        yield batch, 1.0
+        return
+    for start in range(0, num_examples, size):
+        stop = min(start + size, num_examples)
+        piece = tree_map(lambda t, a=start, b=stop: t[:, a:b] if t.dim() > 1 else t, batch)
+        yield piece, (stop - start) / num_examples
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put `module` in evaluation mode for a block; every submodule gets back the mode that it had."""
+    modes = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, training in modes.items():
+            m.training = training
+
+
+class Before:
+    """What a step changes beside gradients, as it was before: buffers, random streams, what a model changes of itself.
+
+    Args:
+        executor: whose step.
+        streams: other generators that are drawn from.
+        weights: keep the weights as well, which takes a matrix of memory.
+    """
+
+    def __init__(self, executor: Executor, streams: Sequence[torch.Generator] = (), weights: bool = True) -> None:
+        replicas = executor.replicas
+        default = default_generator(replicas.weights.device)
+        self.streams = [(g, g.get_state()) for g in [*executor.generators, default, *streams]]
+        self.objective = executor.objective
+        self.numbers = (numbers_of(self.objective), dict(self.objective.numbers))
+        changed = [*([replicas.weights] if weights else []), *replicas.buffers.values()]
+        self.tensors = [(t, t.clone()) for t in changed]
+
+    def restore(self) -> None:
+        """Put it back."""
+        for stream, state in self.streams:
+            stream.set_state(state)
+        for tensor, value in self.tensors:
+            tensor.copy_(value)
+        put_numbers(self.objective, self.numbers[0])
+        self.objective.numbers.clear()
+        self.objective.numbers.update(self.numbers[1])
+
+
+def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:
+    """Write to a buffer what the model has assigned in its place.
+
+    Raises:
+        ValueError: that is of another shape or dtype, or no tensor.
+    """
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+        now = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"the model assigns buffer {name}, which is {buffer.dtype} {list(buffer.shape)}, anew as {now}: the nodes' "
+            "buffers are stacked, so register it with the dtype and shape that it is going to have"
+        )
+    buffer.copy_(value.detach())
+
+
+@contextmanager
+def undone(executor: Executor) -> Iterator[None]:
+    """Put back at the end of a block what computing losses changes: buffers and random streams."""
+    before = Before(executor, [torch.default_generator])
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def write_gradients(losses: Tensor, leaves: list[Tensor], grads: list[Tensor], share: float, first: bool) -> None:
+    """Write or add the gradients of share · sum(losses) to `grads`."""
+    check_depends(losses)
+    # The gradient of a sum over nodes is every node's own gradient: no node's loss reads another's weights. Where they
+    # share their weights it is the sum over the nodes.
+    shares = torch.full_like(losses, share)
+    pieces = torch.autograd.grad(losses, leaves, shares, allow_unused=True, materialize_grads=True)
+    write_or_add(grads, pieces, first)
+
+
+def check_depends(losses: Tensor) -> None:
+    """Raise a ValueError for losses that have no gradient."""
+    if not losses.requires_grad:
+        raise ValueError("the loss does not depend on any trainable parameter")
+
+
+def write_or_add(grads: list[Tensor], pieces: Sequence[Tensor], first: bool) -> None:
+    """Write (if first) or add tensors to those of `grads`, where they may lie already."""
+    pieces = [p.to_dense() if p.is_sparse else p for p in pieces]  # sparse ones are of Embedding(sparse=True)
+    if not first:
+        torch._foreach_add_(grads, pieces)
+        return
+    elsewhere = [(g, p) for g, p in zip(grads, pieces, strict=True) if g.data_ptr() != p.data_ptr()]
+    if elsewhere:
+        torch._foreach_copy_([g for g, _ in elsewhere], [p for _, p in elsewhere])

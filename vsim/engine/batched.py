@@ -1,0 +1,441 @@
+"""The operations of K models at once, on stacked tensors (K, …); matrix products are in `vsim.engine.products`.
+
+Products, attention and dropout masks are batched over the nodes. What is cheap beside them (norms, losses, activations)
+and what has a fast kernel for one node (convolution) runs node by node: one node's activations fit in the caches, and
+every operation here then has the bits of the eager operation on that node alone, forward and backward. Each is an
+ordinary function of plain tensors; `vsim.engine.lowering` puts them in the place of functorch's rules.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from vsim_kernels.alignment import ALIGNMENT, are_apart, empty_rows_like, rows_apart
+
+from vsim.cluster.randomness import drawing_from
+
+aten = torch.ops.aten
+
+
+class Stacked:
+    """Marks a tensor (K, …) as one that holds a slice for every node."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def node_by_node(
+    function: Callable[..., Any],
+    num_nodes: int,
+    args: Any,
+    kwargs: Any,
+    streams: Sequence[torch.Generator] | None = None,
+) -> Any:
+    """Call `function` once for each node with its slice of every `Stacked` argument; stack the tensors it returns.
+
+    Differentiable, and exact for any function without side effects: it *is* the eager operation on one node.
+
+    Args:
+        args, kwargs: the arguments; a tensor that differs between the nodes is wrapped in `Stacked`. The same object
+            given twice is the same slice twice.
+        streams: K generators that `function` draws from in place of the default generator, or None.
+
+    Raises:
+        ValueError: what it returns is no tensor, and not the same on all nodes.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    slices = {id(leaf): _Slices.apply(leaf.tensor) for leaf in leaves if isinstance(leaf, Stacked)}
+    outcomes = []
+    for node in range(num_nodes):
+        own = [slices[id(leaf)][node] if isinstance(leaf, Stacked) else leaf for leaf in leaves]
+        own_args, own_kwargs = tree_unflatten(own, spec)
+        with nullcontext() if streams is None else drawing_from(streams[node]):
+            outcomes.append(function(*own_args, **own_kwargs))
+
+    def joined(*parts: Any) -> Any:
+        if isinstance(parts[0], Tensor):
+            return Stacked(_GradientApart.apply(_stack(parts)))
+        if any(part != parts[0] for part in parts):
+            raise ValueError(f"{getattr(function, '__name__', function)} is {parts[0]} on one node and not on another")
+        return parts[0]
+
+    return tree_map(joined, *outcomes)
+
+
+class _Slices(torch.autograd.Function):
+    """x (K, …) → its K slices; the gradient is laid out in memory as theirs are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+        return rows_apart(x).unbind(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _stack(grads)
+
+
+class _GradientApart(torch.autograd.Function):
+    """The identity, whose gradient comes with its rows apart, see `vsim_kernels.alignment`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.data  # no view, so that the model may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return rows_apart(grad)
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    """Stack tensors of one layout and keep it: kernels that reduce them later go through memory in its order."""
+    first = parts[0]
+    if first.is_contiguous():
+        return torch.stack(list(parts))
+    for dim in range(first.dim()):
+        if first.stride(dim) == 0 and first.shape[dim] > 1:  # expanded
+            return _stack([part.narrow(dim, 0, 1) for part in parts]).expand(len(parts), *first.shape)
+    order = sorted(range(first.dim()), key=first.stride, reverse=True)
+    if not first.permute(order).is_contiguous():
+        return torch.stack(list(parts))
+    back = [order.index(d) + 1 for d in range(first.dim())]
+    return torch.stack([part.permute(order) for part in parts]).permute(0, *back)
+
+
+def _collect(outcomes: Iterable[Sequence[Tensor | None]], num_nodes: int) -> list[Any]:
+    """Stack what a function returns for each node, part by part, each while it is in the caches; None stays None."""
+    stacked: list[Tensor | None] = []
+    for node, parts in enumerate(outcomes):
+        if not node:
+            stacked = [None if part is None else empty_rows_like(part, num_nodes) for part in parts]
+        for whole, part in zip(stacked, parts, strict=True):
+            if whole is not None and part is not None:
+                whole[node].copy_(part)
+    return stacked
+
+
+def each_node(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Return an iterator over the nodes, of each one's slices of stacked tensors (K, …); None stays None."""
+    columns = (itertools.repeat(None, first.shape[0]) if t is None else t.unbind(0) for t in others)
+    return zip(first.unbind(0), *columns, strict=True)
+
+
+def may_fold(*operands: Tensor | Sequence[int]) -> bool:
+    """Whether the nodes may become more of a batch of matrices: all these, or dense rows of such a shape, lie apart."""
+    dtype = next(t.dtype for t in operands if isinstance(t, Tensor))
+    sizes = [math.prod(t.shape[1:] if isinstance(t, Tensor) else t) for t in operands]
+    return all(size * dtype.itemsize % ALIGNMENT == 0 for size in sizes) and all(
+        are_apart(t) for t in operands if isinstance(t, Tensor)
+    )
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    """Scaled dot-product attention of (K, B, …, T, d): the nodes are more of the batch.
+
+    mask: (K, …) broadcast against (K, B, …, T, T), or None.
+    """
+    nodes, batch = query.shape[:2]
+    if not may_fold(query, key, value, (*query.shape[1:-1], value.shape[-1])):
+        stacked = (Stacked(query), Stacked(key), Stacked(value), None if mask is None else Stacked(mask))
+        out: Stacked = node_by_node(F.scaled_dot_product_attention, nodes, stacked, options)
+        return out.tensor
+    if mask is not None:
+        mask = mask.view(nodes, *[1] * (query.dim() - mask.dim()), *mask.shape[1:])
+        mask = mask.expand(nodes, batch, *mask.shape[2:]).flatten(0, 1)
+    q, k, v = (t.flatten(0, 1) for t in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options).unflatten(0, (nodes, batch))
+
+
+def dropout(x: Tensor, p: float, whole_features: bool, streams: Sequence[torch.Generator]) -> Tensor:
+    """x (K, …) · mask / (1 − p), every node's mask drawn as one eager call would, from that node's generator."""
+    features = (*x.shape[:3], *[1] * (x.dim() - 3))  # one draw for each example and channel
+    mask = x.new_empty(features) if whole_features else torch.empty_like(x)
+    if p == 1.0:
+        return x * mask.zero_()
+    for row, stream in zip(mask, streams, strict=True):
+        row.bernoulli_(1 - p, generator=stream)
+    return x * mask.div_(1 - p)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """x (K, …) → the same shape."""
+    out: Tensor = _Gelu.apply(x, approximate)
+    return out
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.approximate = approximate
+        y = torch.empty_like(x)
+        for own_x, own_y in each_node(x, y):
+            aten.gelu.out(own_x, approximate=approximate, out=own_y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        out = torch.empty_like(x)
+        for own_grad, own_x, own_out in each_node(grad, x, out):
+            aten.gelu_backward.grad_input(own_grad, own_x, approximate=ctx.approximate, grad_input=own_out)
+        return out, None
+
+
+def embedding(indices: Tensor, table: Tensor, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
+    """indices (K, …) into table (K, V, d) → (K, …, d); the row `padding_idx` of every table gets no gradient."""
+    out: Tensor = _Embedding.apply(indices, table, padding_idx, scale_grad_by_freq)
+    return out
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, table: Tensor, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
+        nodes, rows = table.shape[:2]
+        try:  # by an operation, so that no number has to come to Python
+            aten._assert_async(((indices >= 0) & (indices < rows)).all())
+        except RuntimeError:
+            raise IndexError(f"embedding: an index is out of range for a table of {rows} rows") from None
+        first_row = torch.arange(0, nodes * rows, rows, device=indices.device)
+        below = indices + first_row.view(-1, *[1] * (indices.dim() - 1))  # the tables one below the other
+        ctx.save_for_backward(below)
+        ctx.table_shape, ctx.padding_idx, ctx.scale_grad_by_freq = table.shape, padding_idx, scale_grad_by_freq
+        return aten.embedding(table.flatten(0, 1), below)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (below,) = ctx.saved_tensors
+        nodes, rows, width = ctx.table_shape
+        flat = aten.embedding_dense_backward(grad, below, nodes * rows, -1, ctx.scale_grad_by_freq)
+        table_grad = flat.view(nodes, rows, width)
+        if ctx.padding_idx is not None:
+            table_grad[:, ctx.padding_idx] = 0
+        return None, table_grad, None, None
+
+
+def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """x (K, …, *shape), weight and bias (K, *shape) → the shape of x."""
+    out: Tensor = _LayerNorm.apply(x, list(shape), weight, bias, eps)
+    return out
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        mean, rstd = x.new_empty(2, *x.shape[: x.dim() - len(shape)], *[1] * len(shape)).unbind(0)  # 1 / deviation
+        for own_x, own_y, own_mean, own_rstd, w, b in each_node(x, y, mean, rstd, weight, bias):
+            aten.native_layer_norm.out(own_x, shape, w, b, eps, out0=own_y, out1=own_mean, out2=own_rstd)
+        ctx.save_for_backward(x, mean, rstd, weight, bias)
+        ctx.shape = shape
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, weight, bias = ctx.saved_tensors
+        needed = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
+        grads = [torch.empty_like(t) if need else None for t, need in zip((x, weight, bias), needed, strict=True)]
+        grad = grad.contiguous()
+        for own_grad, own_x, own_mean, own_rstd, w, b, *own in each_node(grad, x, mean, rstd, weight, bias, *grads):
+            given = (own_grad, own_x, ctx.shape, own_mean, own_rstd, w, b, needed)
+            if all(needed):
+                aten.native_layer_norm_backward.out(*given, out0=own[0], out1=own[1], out2=own[2])
+                continue
+            for target, value in zip(own, aten.native_layer_norm_backward(*given), strict=True):
+                if target is not None:
+                    target.copy_(value)
+        return grads[0], None, grads[1], grads[2], None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """logits (K, N, C), targets (K, N) of class numbers → (K,): every node's mean over its N."""
+    out: Tensor = _CrossEntropy.apply(logits, targets, ignore_index)
+    return out
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+        logits = logits.contiguous()
+        log_probabilities = torch.log_softmax(logits, -1)
+        each = [
+            aten.nll_loss_forward(own, y, None, 1, ignore_index) for own, y in each_node(log_probabilities, targets)
+        ]
+        losses, counts = zip(*each, strict=True)
+        ctx.save_for_backward(log_probabilities, targets, torch.stack(counts))
+        ctx.ignore_index = ignore_index
+        return torch.stack(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        log_probabilities, targets, counts = ctx.saved_tensors
+        # −grad / count at every target: what nll_loss_backward writes, for all nodes in one call.
+        scale = torch.where(targets == ctx.ignore_index, 0.0, -(grad / counts)[:, None])
+        index = targets.clamp(min=0)[..., None]
+        sparse = torch.zeros_like(log_probabilities).scatter_(2, index, scale.to(log_probabilities)[..., None])
+        return aten._log_softmax_backward_data(sparse, log_probabilities, 2, log_probabilities.dtype), None, None
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """x (K, B, C, *size), weight (K, out, in, *kernel), bias (K, out) → (K, B, out, *size).
+
+    geometry: stride, padding, dilation as lists, transposed, output_padding, groups; as of aten's convolution.
+    """
+    out: Tensor = _Convolution.apply(x, weight, bias, *geometry)
+    return out
+
+
+def grouped_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any, weight_grad: Tensor | None = None
+) -> Tensor:
+    """The same as `convolution` in one call: the nodes are groups of channels, (B, K · C, *size).
+
+    weight_grad: where the gradient of the weights is written, if it is wanted in a place of its own.
+    """
+    out: Tensor = _GroupedConvolution.apply(x, weight, bias, weight_grad, *geometry)
+    return out
+
+
+class _GroupedConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weight_grad: Tensor | None, *geometry: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)  # not the dense copy of the weights, which would be in memory for long
+        ctx.bias_sizes = None if bias is None else [bias.numel()]
+        ctx.weight_grad, ctx.geometry = weight_grad, (*geometry[:-1], len(x) * geometry[-1])
+        flat_bias = None if bias is None else bias.flatten()
+        out: Tensor = aten.convolution(_channels(x), weight.flatten(0, 1), flat_bias, *ctx.geometry)
+        return _nodes(out, len(x)).data  # no view, so that the model may change it in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        given = (_channels(grad), _channels(x), weight.flatten(0, 1), ctx.bias_sizes, *ctx.geometry)
+        x_grad = weight_grad = bias_grad = None
+        # In two calls, which is what the library makes of one: the gradient of the weights is in its place before the
+        # other is computed.
+        if for_weight or for_bias:
+            _, weights, biases = aten.convolution_backward(*given, [False, for_weight, for_bias])
+            if for_weight:
+                weight_grad = weights.view(weight.shape)
+                weight_grad = weight_grad if ctx.weight_grad is None else ctx.weight_grad.copy_(weight_grad)
+            if for_bias:
+                bias_grad = biases.view(len(x), -1)
+            del weights, biases
+        if for_x:
+            x_grad = _nodes(aten.convolution_backward(*given, [True, False, False])[0], len(x))
+        return x_grad, weight_grad, bias_grad, *[None] * (1 + len(ctx.geometry))
+
+
+def _channels(x: Tensor) -> Tensor:
+    """(K, B, C, …) → (B, K · C, …)"""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _nodes(x: Tensor, nodes: int) -> Tensor:
+    """(B, K · C, …) → (K, B, C, …)"""
+    return x.unflatten(1, (nodes, -1)).transpose(0, 1)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+        x, weight = rows_apart(x), rows_apart(weight)
+        ctx.save_for_backward(x, weight)
+        ctx.geometry = geometry
+        ctx.bias_sizes = None if bias is None else [bias.shape[1]]
+        each = ([aten.convolution(*own, *geometry)] for own in each_node(x, weight, bias))
+        (out,) = _collect(each, len(x))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[:3])
+        outcomes = (
+            aten.convolution_backward(*own, ctx.bias_sizes, *ctx.geometry, needed)
+            for own in each_node(rows_apart(grad), x, weight)
+        )
+        grads = _collect((_wanted(parts, needed) for parts in outcomes), len(x))
+        return *grads, *[None] * len(ctx.geometry)
+
+
+def of_examples(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of a batch of examples (N, …), each by itself, to those of all nodes (K, B, …) in one call.
+
+    They are taken in the order in which they lie in memory (`grouped_convolution` leaves the nodes inside the batch),
+    so that nothing is copied, and what follows finds the same order.
+    """
+    inside = x.stride(0) < x.stride(1)
+    nodes_and_examples = x.transpose(0, 1) if inside else x
+    y = function(nodes_and_examples.flatten(0, 1)).unflatten(0, nodes_and_examples.shape[:2])
+    return y.transpose(0, 1) if inside else y
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """x (K, B, C, …), everything else (K, C) → the shape of x; the running statistics are updated in place."""
+    out: Tensor = _BatchNorm.apply(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    return out
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        each = each_node(x, weight, bias, running_mean, running_var)
+        y, mean, rstd = _collect((aten.native_batch_norm(*own, training, momentum, eps) for own in each), len(x))
+        ctx.save_for_backward(x, weight, running_mean, running_var, mean, rstd)
+        ctx.training, ctx.eps = training, eps
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *rest = ctx.saved_tensors
+        needed = [ctx.needs_input_grad[i] for i in (0, 3, 4)]
+        each = each_node(grad, x, *rest)
+        outcomes = (aten.native_batch_norm_backward(*own, ctx.training, ctx.eps, needed) for own in each)
+        for_x, for_weight, for_bias = _collect((_wanted(parts, needed) for parts in outcomes), len(x))
+        return for_x, None, None, for_weight, for_bias, None, None, None
+
+
+def _wanted(parts: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Return the gradients that are needed, and None for the others."""
+    return [part if need else None for part, need in zip(parts, needed, strict=True)]

@@ -1,0 +1,90 @@
+"""What a model keeps beside its trainable parameters and the buffers that it began with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from vsim.cluster.replicas import Replicas
+from vsim.engine.objective import Numbers, Objective
+
+
+class OwnState:
+    """Gives every node numbers of its own, and refuses what the nodes would share without being asked.
+
+    Numbers among the attributes of modules are for models that count in Python. Whether one does is seen in the first
+    step; if it does not, nothing more is done about them.
+
+    Args:
+        replicas: the nodes. objective: whose modules these are; it holds the numbers of all nodes, so that several
+            executors of a run may take turns.
+    """
+
+    def __init__(self, replicas: Replicas, objective: Objective) -> None:
+        self.replicas, self.objective = replicas, objective
+        self._frozen = {name: (t, t._version) for name, t in replicas.frozen.items()}
+        self._may_count = True
+        self._at_first: Numbers | None = None
+        self._made: dict[str, tuple[int, int]] | None = None  # buffers that forward has made, after the first step
+        self._may_make = True
+
+    @contextmanager
+    def of(self, nodes: range) -> Iterator[None]:
+        """Within this context the numbers are those of some nodes, for which the model is called at once."""
+        if not self._may_count:
+            yield
+            return
+        if self._at_first is None:  # not before: a run that is resumed goes on with the checkpoint's
+            self._at_first = numbers_of(self.objective)
+        put_numbers(self.objective, self.objective.numbers.get(nodes[0], self._at_first))
+        yield
+        self.objective.numbers.update(dict.fromkeys(nodes, numbers_of(self.objective)))
+
+    def check(self) -> None:
+        """Look at what a step has left.
+
+        Raises:
+            ValueError: a frozen parameter has changed; or forward has made a buffer that is not the same for all nodes
+                and steps. The first two steps tell: one that stays as it is made, such as a mask, does no harm.
+        """
+        self._may_count = self._may_count and any(n != self._at_first for n in self.objective.numbers.values())
+        for name, (tensor, version) in self._frozen.items():
+            if tensor._version != version:
+                raise ValueError(
+                    f"the model changes {name} in forward, a parameter that requires no gradient and that the nodes "
+                    "share: make it a buffer (register_buffer), of which every node has its own"
+                )
+        if not self._may_make:
+            return
+        made = {n: b for n, b in self.objective.model.named_buffers() if n not in self.replicas.buffers}
+        now = {name: (id(b), b._version) for name, b in made.items()}
+        own = [name for name, b in made.items() if torch._C._functorch.is_functorch_wrapped_tensor(b)]
+        if self._made is not None:
+            own += [name for name in now if now[name] != self._made.get(name)]
+        if own:
+            raise ValueError(
+                f"the model makes buffers in forward: {', '.join(own)}; register them with a tensor of their shape, so "
+                "that every node has its own"
+            )
+        self._may_make, self._made = bool(made) and self._made is None, now
+
+
+def numbers_of(model: nn.Module) -> Numbers:
+    """Return (path of a module, name) → number, of all attributes of modules that are numbers."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
+
+
+def put_numbers(model: nn.Module, numbers: Numbers) -> None:
+    """Let attributes be as `numbers_of` has found them."""
+    for path, module in model.named_modules():
+        for name in [name for name, value in vars(module).items() if type(value) in (int, float)]:
+            if (path, name) in numbers:
+                vars(module)[name] = numbers[path, name]

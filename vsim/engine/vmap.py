@@ -1,0 +1,302 @@
+"""All nodes together."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vsim.cluster.randomness import drawing_from
+from vsim.cluster.replicas import Replicas, Views
+from vsim.engine.base import Before, Executor, Settings, check_depends, cloned, write_gradients
+from vsim.engine.loop import LoopExecutor
+from vsim.engine.lowering import InexactError, Lowering
+from vsim.engine.repeated import Repeated
+
+# A vmapped call takes as many nodes at once as have this many weights together. Larger pieces gain nothing (their
+# arithmetic is already in large kernels) and their temporaries fall out of the caches.
+WEIGHTS_AT_ONCE = 2**22
+
+
+_HERE = Path(__file__).parent
+
+
+class VmapError(RuntimeError):
+    """The model works on one node but not under torch.func.vmap."""
+
+
+class Piece(NamedTuple):
+    """Nodes that are computed at once: their rows, weights by name, gradients, buffers by name, and their numbers."""
+
+    rows: slice
+    leaves: Views
+    grads: list[Tensor]
+    buffers: Views
+    numbers: Tensor
+
+
+class VmapExecutor(Executor):
+    """All nodes together: `torch.func.vmap` over a call with a node's tensors, in pieces that stay in the caches.
+
+    With `settings.exact` the first step with a batch of every shape is computed by the loop as well, and an
+    InexactError says if a bit differs.
+
+    Attributes:
+        calls: how often the first step called each operation in which way, see `Lowering`.
+        differing: its operations that may have other bits than in the loop.
+    """
+
+    name = "vmap"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.at_once = self.nodes_at_once(self.replicas, self.settings)
+        self.proven: set[Any] = set()  # shapes of batches for which the bits were compared
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.differing: set[str] = set()
+        self.pieces: list[Piece] = []
+        self._repeated = Repeated(self, self._computed)
+        self._cut(even_pieces(self.replicas.num_nodes, self.at_once))
+
+    def _cut(self, pieces: list[slice]) -> None:
+        """Have the nodes computed in these pieces from now on."""
+        r = self.replicas
+        self.pieces.clear()
+        self._moved.clear()
+        self._repeated.forget()
+        # A shared row of weights is one leaf for all where only the sum of the gradients is wanted. For a gradient of
+        # each node's own it is seen K times.
+        in_common = None
+        if r.shares_grads:
+            in_common = {name: self._leaf(w)[0].detach().requires_grad_() for name, w in r.views(r.weights).items()}
+        for rows in pieces:
+            part = r.rows(rows.start, rows.stop)
+            leaves = in_common or {
+                name: self._leaf(w).detach().expand(part.num_nodes, *w.shape[1:]).requires_grad_()
+                for name, w in part.views(part.weights).items()
+            }
+            grads = part.views(part.grads[0] if r.shares_grads else part.grads)
+            numbers = torch.arange(rows.stop - rows.start)
+            self.pieces.append(Piece(rows, leaves, list(grads.values()), part.buffers, numbers))
+
+    @staticmethod
+    def nodes_at_once(replicas: Replicas, settings: Settings) -> int:
+        """Return how many nodes a vmapped call takes at most."""
+        return min(replicas.num_nodes, settings.chunk_size or max(1, WEIGHTS_AT_ONCE // replicas.num_parameters))
+
+    def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
+        shapes = (minibatch_size, *(t.shape for t in tree_leaves(batch)))
+        if not self.settings.exact or shapes in self.proven:
+            return super().losses_and_grads(batch, minibatch_size)
+        before = Before(self)
+        reference = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
+        expected_losses = reference.losses_and_grads(cloned(batch), minibatch_size)
+        expected = {
+            "gradient": self.replicas.views(self.replicas.grads.clone()),
+            "buffer": {name: b.clone() for name, b in self.replicas.buffers.items()},
+        }
+        before.restore()
+        losses = super().losses_and_grads(batch, minibatch_size)
+        ours = {"gradient": self.replicas.views(self.replicas.grads), "buffer": self.replicas.buffers}
+        odd = [
+            f"the {kind} of {name}"
+            for kind in expected
+            for name, value in expected[kind].items()
+            if not torch.equal(ours[kind][name], value)
+        ]
+        if not torch.equal(losses, expected_losses) or odd:
+            before.restore()
+            first = odd[0] if odd else "the loss"
+            raise InexactError(
+                f"the vectorized form of this model does not have the bits of its nodes alone: {first} differs; with "
+                "deterministic=True use executor='loop'"
+            )
+        self.proven.add(shapes)
+        return losses
+
+    def lowering(self, piece: int = 0, first: bool = False) -> Lowering:
+        """Return the context in which the nodes of a piece are computed."""
+        rows, leaves, grads, *_ = self.pieces[piece]
+        # A gradient may be written where it belongs if it is the whole of it.
+        places = zip(leaves.values(), grads, strict=True) if first and not self.replicas.shares_grads else ()
+        lowering = Lowering(self.generators[rows], self.settings.exact, {id(leaf): place for leaf, place in places})
+        lowering.watch = not self.calls
+        return lowering
+
+    @torch.no_grad()
+    def forms(self, batch: Any) -> Counter[tuple[str, str]]:
+        """Return how the loss of a stacked batch calls each operation, see `Lowering`. Buffers and streams move on."""
+        piece = self.pieces[0]
+        with self._moved_up_to_date(), self.lowering() as lowering, self._precision():
+            lowering.watch = True
+            self._losses(piece, cloned(self._own_batch(batch, piece)), lowering)
+        return lowering.calls
+
+    def _note(self, lowering: Lowering) -> None:
+        if lowering.watch:
+            self.calls, self.differing = lowering.calls, lowering.differing
+
+    @property
+    def reason(self) -> str:  # type: ignore[override]
+        """Whether steps are repeated from a recording."""
+        return self._repeated.reason
+
+    @property
+    def is_ready(self) -> bool:  # type: ignore[override]
+        return self._repeated.is_ready
+
+    def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        with self._moved_up_to_date():
+            return self._repeated(batch, share, first)
+
+    def _computed(self, batch: Any, share: float, first: bool) -> Tensor:
+        losses = []
+        for number, piece in enumerate(self.pieces):
+            lowering = self.lowering(number, first=first and share == 1.0)
+            with self._own_state.of(range(piece.rows.start, piece.rows.stop)), lowering, self._precision():
+                stacked = self._losses(piece, self._own_batch(batch, piece), lowering)
+            self._note(lowering)
+            self._write_gradients(stacked, piece, batch, share, first, number)
+            losses.append(stacked.detach())
+        stacked = losses[0] if len(losses) == 1 else torch.cat(losses)
+        return stacked * share if share != 1.0 else stacked
+
+    def _write_gradients(
+        self, losses: Tensor, piece: Piece, batch: Any, share: float, first: bool, number: int
+    ) -> None:
+        leaves = list(piece.leaves.values())
+        check_depends(losses)
+        try:
+            if self.replicas.shares_grads:
+                write_gradients(losses, leaves, piece.grads, share / self.replicas.num_nodes, first and number == 0)
+            else:
+                write_gradients(losses, leaves, piece.grads, share, first)
+        except Exception as error:  # such as of a part that is computed again for the backward pass: outside of vmap
+            LoopExecutor(self.replicas, self.objective, self.generators, self.settings)._backward(batch, share, True)
+            raise VmapError(_explain_vmap_failure(error)) from error
+
+    def _own_batch(self, batch: Any, piece: Piece) -> Any:
+        return batch if len(self.pieces) == 1 else tree_map(lambda t: t[piece.rows], batch)
+
+    def _losses(self, piece: Piece, batch: Any, lowering: Lowering) -> Tensor:
+        """Return the losses of the nodes of a piece, with their graph."""
+
+        def loss_of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
+            return self._outcome(own, buffers, batch, False)[0]
+
+        parts = (piece.leaves, piece.buffers, batch)
+        of_all = self.replicas.shares_grads  # one leaf for all nodes
+        losses: Tensor = self._vmapped(loss_of_node, lowering, piece.numbers, *parts, weights_of_all=of_all)
+        return losses
+
+    def _evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.settings.exact:
+            return super()._evaluate(weights, buffers, batch, stream)
+
+        def outcome_of_node(own: Views, buffers: Views, batch: Any) -> tuple[Tensor, ...]:
+            return tuple(x for x in self._outcome(own, buffers, batch, True) if x is not None)
+
+        outcomes = []
+        state = stream.get_state()
+        for rows in even_pieces(len(weights), self.at_once):
+            own_buffers = {name: b[rows].clone() for name, b in buffers.items()}
+            numbers = torch.arange(rows.stop - rows.start)
+            parts = (self.replicas.views(weights[rows]), own_buffers, cloned(batch))
+            stream.set_state(state)
+            with drawing_from(stream), Lowering(None) as lowering, self._precision():
+                outcomes.append(self._vmapped(outcome_of_node, lowering, numbers, *parts, batch_of_all=True))
+        columns = [torch.cat(column) for column in zip(*outcomes, strict=True)]
+        return columns[0], columns[1] if len(columns) > 1 else None
+
+    def _vmapped(
+        self,
+        of_node: Callable[..., Any],
+        lowering: Lowering,
+        numbers: Tensor,
+        weights: Views,
+        buffers: Views,
+        batch: Any,
+        weights_of_all: bool = False,
+        batch_of_all: bool = False,
+    ) -> Any:
+        """Return the stacked results of of_node(weights, buffers, batch) for all nodes: one call, within vmap.
+
+        Args:
+            numbers: those of the nodes, (K,).
+            weights, buffers, batch: stacked, but those of all nodes alike, which is said of `weights` and `batch`. A
+                batch of all is for evaluation, where nodes also draw the same random numbers.
+        """
+
+        def of_number(node: Tensor) -> Any:
+            lowering.node = node
+            # Here and not as arguments of vmap, which would look at every tensor several times.
+            own_weights = weights if weights_of_all else {n: lowering.batch(w) for n, w in weights.items()}
+            own_buffers = {n: lowering.batch(b) for n, b in buffers.items()}
+            return of_node(own_weights, own_buffers, batch if batch_of_all else tree_map(lowering.batch, batch))
+
+        try:
+            with without_performance_warnings():
+                return vmap(of_number, randomness="same" if batch_of_all else "different")(numbers)
+        except InexactError:
+            raise
+        except Exception as error:
+            own_weights = weights if weights_of_all else _of_first(weights)
+            own_batch = batch if batch_of_all else _of_first(batch)
+            if self._works_alone(own_weights, _of_first(buffers), own_batch):
+                raise VmapError(_explain_vmap_failure(error)) from error
+            raise
+
+    def _works_alone(self, weights: Views, buffers: Views, batch: Any) -> bool:
+        """Whether a node's own model runs on its own batch: then vmap is what failed."""
+        try:
+            with torch.enable_grad(), torch._C.DisableTorchFunction():  # it may differentiate something itself
+                self._outcome(weights, buffers, batch, with_accuracy=False)
+        except Exception:
+            return False
+        return True
+
+
+def even_pieces(num_nodes: int, at_once: int) -> list[slice]:
+    """Cut nodes into pieces of at most `at_once`, as even as possible.
+
+    A last piece of one node would run at a fraction of the speed.
+    """
+    count = -(-num_nodes // at_once)
+    bounds = [num_nodes * i // count for i in range(count + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+def _of_first(stacked: Any) -> Any:
+    """Return the first node's slices of a tree of stacked tensors (K, …), copied."""
+    return tree_map(lambda t: t[0].detach().clone(), stacked)
+
+
+@contextmanager
+def without_performance_warnings() -> Iterator[None]:
+    """Let functorch be silent about operations that it computes node by node."""
+    # By functorch's own switch (there is no way to read it; it is on unless somebody turned it off): a warnings
+    # filter that comes and goes every step would make Python forget which of the user's warnings it has shown.
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
+
+
+def _explain_vmap_failure(error: Exception) -> str:
+    where = [f for f in traceback.extract_tb(error.__traceback__) if "torch" not in f.filename.split("/")]
+    where = [f for f in where if Path(f.filename).parent not in (_HERE, _HERE.parent)]
+    at = f" at {where[-1].filename}:{where[-1].lineno}, `{where[-1].line}`" if where else ""
+    reason = str(error).strip().split("\n")[0]
+    return f"the model cannot be vectorised over nodes{at}: {reason} — executor='loop' runs it node by node"

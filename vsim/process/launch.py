@@ -1,0 +1,286 @@
+"""Starting a process a node on this machine, listening to them, and leaving none behind."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cloudpickle
+
+from vsim.process import settings
+from vsim.process.collectives import CollectiveFailure
+from vsim.process.node import Outcome, ProcessOptions, backend_for
+from vsim.training.config import RunConfig
+from vsim.training.interrupt import Interrupt, Interrupted
+from vsim.training.loop import Reporter
+
+# A failure ends the run after so long: the others notice it and end by themselves, with their last words.
+_GRACE_SECONDS = 2.0
+# A node that is done may take so long to end (what its user's code does at exit).
+_EXIT_SECONDS = 10.0
+# A process's end is looked for so often. Its pipe does not tell where worker processes of a DataLoader hold it too.
+_POLL_SECONDS = 0.5
+
+# What a child interpreter runs. It finds modules as its parent does, whatever the current folder holds.
+_BOOTSTRAP = "import sys; sys.path[:] = sys.argv[2:]; from vsim.process.child import main; main(int(sys.argv[1]))"
+
+
+class NodeFailure(RuntimeError):
+    """A node's process ended before its run did.
+
+    Attributes:
+        rank: the node.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass
+class _Node:
+    """One child process as its parent sees it."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    messages: Connection
+    done: bool = False
+    ended: bool = False  # nothing more will be heard
+    failure: _Failure | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.failure is not None or (self.ended and not self.done)
+
+
+@dataclass
+class _Failure:
+    """What a node said when it failed.
+
+    Attributes:
+        pickled: the exception, None where it cannot be pickled.
+        text: its traceback.
+        lost: whether it follows from the failure of another node.
+    """
+
+    pickled: bytes | None
+    text: str
+    lost: bool
+
+
+def train_in_processes(config: RunConfig, options: ProcessOptions, report: Reporter, folder: Path) -> Outcome:
+    """Train every node in a process of its own on this machine; return what node 0 has at the end.
+
+    The processes are fresh interpreters: nothing of the caller's main module runs again in them, and what it defines
+    (models, datasets, strategies) is shipped by value. Their warnings are issued here. However this call ends, they and
+    what they have started are gone then; if this process is killed, they end by themselves and remove `folder`.
+
+    Args:
+        config: the run.
+        options: devices, threads and patience.
+        report: hears of every step of node 0.
+        folder: temporary and of this run alone; its processes meet in it.
+
+    Raises:
+        TypeError: something in `config` cannot be shipped; it is named.
+        Exception: what a node raised, caused by a `NodeFailure` with its rank and traceback.
+        NodeFailure: a process was killed, or ended without a word.
+        Interrupted: after a Ctrl-C, when the nodes have completed their step. A second one ends them at once.
+    """
+    if os.name != "posix":
+        raise RuntimeError(f"backend='process' runs on Linux and macOS; this is {sys.platform}")
+    _ship(config, folder / "config")
+    run = _Listener(config.num_nodes, report)
+    try:
+        with run.interrupt:
+            for rank in range(config.num_nodes):
+                run.nodes.append(_start(rank, folder, config, options))
+            return run.listen()
+    finally:
+        run.end()
+
+
+def _ship(config: RunConfig, path: Path) -> None:
+    try:
+        with path.open("wb") as file:
+            cloudpickle.dump(config, file)
+    except OSError:
+        raise
+    except Exception as whole:
+        for field in fields(config):
+            try:
+                cloudpickle.dumps(getattr(config, field.name))
+            except Exception as error:
+                raise TypeError(
+                    f"backend='process' cannot ship {field.name} to the nodes' processes: {error}"
+                ) from error
+        raise TypeError(f"backend='process' cannot ship the run to the nodes' processes: {whole}") from whole
+
+
+def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions) -> _Node:
+    setup = {
+        "argv": sys.argv,
+        "folder": str(folder),
+        "rank": rank,
+        "num_nodes": config.num_nodes,
+        "device": str(options.devices[rank % len(options.devices)]),
+        "backend": backend_for(options.devices, config.num_nodes),
+        "threads": options.threads,
+        "torch": settings.current(),
+        "timeout_seconds": options.timeout_seconds,
+    }
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
+    # The nodes of one machine talk over its loopback interface only.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    receive, send = Pipe(duplex=False)
+    with send:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOTSTRAP, str(send.fileno()), *(p for p in sys.path if isinstance(p, str))],
+            stdin=subprocess.PIPE,
+            pass_fds=[send.fileno()],
+            env=environment,
+            start_new_session=True,  # a Ctrl-C reaches the parent, which then ends its children
+        )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # a child that has died already is heard of through its silence
+        process.stdin.write(pickle.dumps(setup))  # small: it fits into the pipe before anybody reads
+        process.stdin.flush()
+    return _Node(rank, process, receive)
+
+
+class _Listener:
+    """The parent of K nodes: hears them, and ends them."""
+
+    def __init__(self, num_nodes: int, report: Reporter) -> None:
+        self.num_nodes = num_nodes
+        self.report = report
+        self.nodes: list[_Node] = []
+        self.failures: list[_Node] = []  # in the order in which they were noticed
+        self.outcome: Outcome | None = None
+        self.last_step = 0
+        self.warned: set[Any] = set()
+        self.interrupt = Interrupt()
+
+    def listen(self) -> Outcome:
+        """Pass node 0's reports on until all nodes are done, or a while after one has failed."""
+        deadline: float | None = None
+        while running := [node for node in self.nodes if not node.ended]:
+            ready = wait([node.messages for node in running], _POLL_SECONDS)
+            if self.interrupt.requested:
+                self._tell_interrupt()
+            for node in running:
+                if node.messages in ready:
+                    self._hear(node)
+                elif node.process.poll() is not None and not node.messages.poll():
+                    node.ended = True
+                if node.failed and node not in self.failures:
+                    self.failures.append(node)
+            if self.failures and deadline is None:
+                deadline = time.monotonic() + _GRACE_SECONDS
+            if deadline is not None and time.monotonic() > deadline and not ready:
+                break
+        if self.failures:
+            self._raise()
+        self._wait_for_exits()
+        if self.interrupt.requested:
+            raise Interrupted
+        assert self.outcome is not None
+        return self.outcome
+
+    def end(self) -> None:
+        """Leave no process behind, whatever happened."""
+        for node in self.nodes:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(node.process.pid, signal.SIGKILL)
+        for node in self.nodes:
+            node.process.wait()
+            node.messages.close()
+            assert node.process.stdin is not None
+            with suppress(BrokenPipeError):
+                node.process.stdin.close()
+
+    def _tell_interrupt(self) -> None:
+        """Let node 0 stop after a step, and with it all. Said again and again: one that starts may not hear yet."""
+        stdin = self.nodes[0].process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):
+            stdin.write(b"!")
+            stdin.flush()
+
+    def _hear(self, node: _Node) -> None:
+        try:
+            kind, content = pickle.loads(node.messages.recv_bytes())
+        except (EOFError, OSError):
+            node.ended = True
+            return
+        if kind == "report":
+            self.last_step = int(content.row["step"])
+            self.report(content)
+        elif kind == "warning":
+            self._warn(*content)
+        elif kind == "interrupted":
+            node.done = node.ended = True
+        elif kind == "done":
+            node.done = node.ended = True
+            self.outcome = content if node.rank == 0 else self.outcome
+        else:
+            pickled, text = content
+            node.failure = _Failure(pickled, text, lost=kind == "lost")
+
+    def _warn(self, message: str, category: str, filename: str, lineno: int) -> None:
+        """Issue a node's warning, once for all nodes."""
+        if (message, category, filename, lineno) not in self.warned:
+            self.warned.add((message, category, filename, lineno))
+            warnings.warn_explicit(message, getattr(builtins, category), filename, lineno)
+
+    def _wait_for_exits(self) -> None:
+        deadline = time.monotonic() + _EXIT_SECONDS
+        for node in self.nodes:
+            with suppress(subprocess.TimeoutExpired):
+                node.process.wait(max(0.0, deadline - time.monotonic()))
+
+    def _raise(self) -> NoReturn:
+        """Raise the first failure that does not follow from another's, if there is one."""
+        causes = [node for node in self.failures if node.failure is None or not node.failure.lost]
+        node = (causes or self.failures)[0]
+        where = f"after step {self.last_step} of the run"
+        if node.failure is None:
+            raise NodeFailure(f"node {node.rank}'s process {_how_it_ended(node.process)}, {where}", node.rank)
+        failure = NodeFailure(f"node {node.rank} failed {where}:\n\n{node.failure.text}", node.rank)
+        error = None
+        if node.failure.pickled is not None:
+            with suppress(Exception):
+                error = cloudpickle.loads(node.failure.pickled)
+        if not isinstance(error, Exception):  # a SystemExit or KeyboardInterrupt there is none here
+            raise failure
+        late = [n.rank for n in self.nodes if not n.ended and not n.failed]
+        if isinstance(error, CollectiveFailure) and late:
+            error = CollectiveFailure(f"{error}; nodes {late} did not get there")
+        raise error from failure
+
+
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    try:
+        status = process.wait(_EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "closed its connection"
+    if status >= 0:
+        return f"exited with {status}"
+    name = next((f" ({s.name})" for s in signal.Signals if s == -status), "")
+    hint = ": by hand, or for want of memory" if -status == signal.SIGKILL else ""
+    return f"was ended by signal {-status}{name}{hint}"

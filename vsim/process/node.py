@@ -1,0 +1,307 @@
+"""What runs in the process of one node: its own model, optimizer, sampler and loader, as in any PyTorch script."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+from torch.utils._pytree import tree_map
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from vsim_kernels.alignment import aligned
+
+from vsim.cluster.ledger import Ledger
+from vsim.cluster.randomness import LOADER, drawing_from, generator, isolated
+from vsim.cluster.replicas import Views
+from vsim.data.batches import check_tensors, is_factory, loader_options, resolve
+from vsim.data.order import Order
+from vsim.engine import Executor
+from vsim.engine.base import check_depends, cloned, keep_assigned, write_or_add
+from vsim.process.collectives import ProcessCollectives
+from vsim.records.history import History
+from vsim.training.assemble import assemble
+from vsim.training.config import RunConfig
+from vsim.training.interrupt import Interrupt
+from vsim.training.loop import Recorder, Reporter, StepReport, train
+
+
+@dataclass
+class Outcome:
+    """What every node's process has at the end: the mean model's weights (P,) and buffers."""
+
+    weights: Tensor
+    buffers: Views
+
+
+def run_node(config: RunConfig, device: torch.device, report: Reporter, interrupt: Interrupt | None = None) -> Outcome:
+    """Train this process's node within the default process group, whose rank it is."""
+    rank = dist.get_rank()
+    history = None
+    if rank == 0 and config.saving is not None:  # which is written by this process
+        history = History(type(config.strategy).__name__, config.num_nodes)
+        if config.start is not None:
+            config.start.fill(history)
+        report = _recording(report, history)
+    with isolated(config.seed, device):
+        collectives = ProcessCollectives(Ledger(), config.deterministic)
+        batches = NodeBatches(config, rank, collectives)
+        nodes = range(rank, rank + 1)
+        run = assemble(config, nodes, collectives, batches, EagerExecutor, device, report, history, interrupt)
+        train(run)
+        cluster = run.cluster
+        buffers = {name: b.cpu() for name, b in cluster.mean_buffers().items()}
+        return Outcome(cluster.mean_weights().cpu(), buffers)
+
+
+def _recording(send: Reporter, history: History) -> Reporter:
+    """Return a reporter that fills `history` first."""
+    record = Recorder(history)
+
+    def both(report: StepReport) -> None:
+        record(report)
+        send(report)
+
+    return both
+
+
+class EagerExecutor(Executor):
+    """One node as an ordinary module: forward, `loss.backward()`. Its parameters are those of the row."""
+
+    name = "eager"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        r = self.replicas
+        self.grads = list(r.views(r.grads[0]).values())
+        self.buffers = {name: b[0] for name, b in r.buffers.items()}
+        own = dict(r.module.named_parameters())
+        self.parameters = [own[c.name] for c in r.layout]
+        self.leaves = {name: self._leaf(w)[0] for name, w in r.views(r.weights).items()}
+        names = {id(b): name for name, b in r.module.named_buffers()}
+        self.places = [  # where in the module every buffer is held, tied ones more than once
+            (r.module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], names[id(b)])
+            for path, b in r.module.named_buffers(remove_duplicate=False)
+        ]
+        self._use(self.leaves, self.buffers)
+
+    def _use(self, weights: Views, buffers: Views) -> None:
+        """Let the module compute with these parameters and buffers."""
+        for p, own in zip(self.parameters, weights.values(), strict=True):
+            p.data = own
+        for module, attribute, name in self.places:
+            setattr(module, attribute, buffers[name])
+
+    def _keep_assigned(self) -> None:
+        """Put buffers and weights where they belong that the model has assigned anew."""
+        for module, attribute, name in self.places:
+            now = getattr(module, attribute)
+            if now is not self.buffers[name]:
+                keep_assigned(name, self.buffers[name], now)
+                setattr(module, attribute, self.buffers[name])
+        for p, own in zip(self.parameters, self.leaves.values(), strict=True):
+            if p.data_ptr() != own.data_ptr():
+                own.copy_(p.detach())
+                p.data = own
+
+    def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        for p in self.parameters:
+            p.grad = None
+        with self._moved_up_to_date(), drawing_from(self.generators[0]):
+            with self._precision():
+                loss, _ = self.objective(tree_map(lambda t: t[0], batch))
+            if share != 1.0:
+                loss = loss * share
+            check_depends(loss)
+            loss.backward()
+            self._keep_assigned()
+        new = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        write_or_add(self.grads, new, first)
+        return loss.detach()[None]
+
+    def _evaluate(
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
+        outcomes = []
+        state = stream.get_state()
+        try:
+            for i, row in enumerate(weights):
+                own = {name: aligned(w) for name, w in self.replicas.views(row).items()}
+                self._use(own, {name: b[i].clone() for name, b in buffers.items()})
+                stream.set_state(state)
+                with drawing_from(stream), self._precision():
+                    outcomes.append(self.objective(cloned(batch), with_accuracy=True))
+        finally:
+            self._use(self.leaves, self.buffers)
+        accuracies = [a for _, a in outcomes if a is not None]
+        return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None
+
+
+class NodeBatches:
+    """The batches of one node: DistributedSampler and DataLoader, epoch after epoch.
+
+    Nodes whose own datasets differ in length go through them without a break, by the simulator's `Order`.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, collectives: ProcessCollectives) -> None:
+        self._config = config
+        self._options, drop_last = loader_options(config.dataloader_kwargs)
+        (self._dataset,) = resolve(config.train_dataset, config.num_nodes, range(rank, rank + 1), True, "train_dataset")
+        own = is_factory(config.train_dataset)
+        with collectives.unbilled():
+            lengths = collectives.all_gather(torch.tensor([len(self._dataset)])).tolist()  # type: ignore[arg-type]
+        order = Order(
+            lengths if own else lengths[:1], config.num_nodes, config.batch_size, config.shuffle, config.seed, drop_last
+        )
+        order.check()
+        self.steps_per_epoch, self.shard_sizes = order.steps_per_epoch, order.shard_sizes
+        self.lengths = order.lengths
+        self._order, self._rank, self._own, self._drop_last = order, rank, own, drop_last
+
+    def from_step(self, start_step: int = 0) -> Iterator[Any]:
+        """Yield (1, B, …) for every step from the 0-based `start_step` on, without end."""
+        batches = self._in_epochs(start_step) if self._order.even else self._in_stream(start_step)
+        for batch in batches:
+            check_tensors(batch)
+            yield tree_map(lambda t: t[None], batch)
+
+    def _in_epochs(self, step: int) -> Iterator[Any]:
+        config = self._config
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            self._dataset,
+            num_replicas=1 if self._own else config.num_nodes,
+            rank=0 if self._own else self._rank,
+            shuffle=config.shuffle,
+            seed=config.seed,
+        )
+        batches = _From(BatchSampler(sampler, config.batch_size, self._drop_last))
+        loader = self._loader(batch_sampler=batches)
+        epoch, batches.start = divmod(step, self.steps_per_epoch)
+        while True:
+            sampler.set_epoch(epoch)
+            yield from loader
+            epoch, batches.start = epoch + 1, 0
+
+    def _in_stream(self, step: int) -> Iterator[Any]:
+        offset = self._order.offsets[self._rank]
+        positions = (p[self._rank] - offset for p in self._order.batches(step))
+        yield from self._loader(batch_sampler=_Lists(positions))
+
+    def _loader(self, **kwargs: Any) -> DataLoader[Any]:
+        stream = generator(self._config.seed, LOADER)
+        return DataLoader(self._dataset, generator=stream, **kwargs, **self._options)
+
+
+class _From:
+    """A batch sampler without its first `start` batches, whose examples are not fetched."""
+
+    def __init__(self, batches: BatchSampler) -> None:
+        self.batches, self.start = batches, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(iter(self.batches), self.start, None)
+
+
+class _Lists:
+    """A batch sampler from an iterator of index tensors."""
+
+    def __init__(self, positions: Iterator[Tensor]) -> None:
+        self.positions = positions
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for p in self.positions:
+            yield p.tolist()
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """How the processes of a run compute and wait for each other.
+
+    Attributes:
+        devices: node k of this machine computes on devices[k mod len(devices)].
+        threads: CPU threads of every process.
+        timeout_seconds: how long a collective waits for the other nodes.
+    """
+
+    devices: Sequence[torch.device]
+    threads: int
+    timeout_seconds: float
+
+
+def default_threads(nodes_here: int) -> int:
+    """Return the CPU threads of a process where so many nodes share this machine: its cores divided, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // nodes_here)
+
+
+def backend_for(devices: Sequence[torch.device], nodes_here: int) -> str:
+    """Return the backend of torch.distributed: "nccl" where each node of this machine has a GPU, else "gloo"."""
+    own_gpus = {device for device in devices[:nodes_here] if device.type == "cuda"}
+    return "nccl" if len(own_gpus) == nodes_here else "gloo"
+
+
+# torchrun ------------------------------------------------------------------------------------------------------------
+
+# Where the ranks of this process's world meet, and how many runs have met there: torch.distributed gives every process
+# group the same name, and a second one would find what the first has left.
+_meeting: list[dist.Store] = []
+_runs = itertools.count()
+
+
+def under_torchrun() -> bool:
+    """Whether this process was started as a rank, by torchrun or another launcher that sets its variables."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def local_ranks() -> tuple[int, int]:
+    """Return (this process's number on its machine, the number of ranks there), as torchrun says them."""
+    rank = os.environ.get("LOCAL_RANK", os.environ["RANK"])
+    return int(rank), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+
+def join(config: RunConfig, options: ProcessOptions, report: Reporter) -> Outcome:
+    """Train as the rank that this process was started as. A process group that there is already is used.
+
+    Raises:
+        ValueError: there is not a rank for every node.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    if num_ranks != config.num_nodes:
+        raise ValueError(
+            f"num_nodes is {config.num_nodes}, but torchrun has started {num_ranks} processes, a node each: give "
+            f"num_nodes={num_ranks}, or a torchrun --nnodes and --nproc_per_node that make {config.num_nodes} together"
+        )
+    local_rank, ranks_here = local_ranks()
+    device = options.devices[local_rank % len(options.devices)]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    threads_before = torch.get_num_threads()
+    made = not dist.is_initialized()
+    if made:
+        _init_process_group(backend_for(options.devices, ranks_here), timedelta(seconds=options.timeout_seconds))
+    try:
+        torch.set_num_threads(options.threads)
+        return run_node(config, device, report)
+    finally:
+        torch.set_num_threads(threads_before)
+        if made:
+            dist.destroy_process_group()
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    if not _meeting:
+        store, _, _ = next(rendezvous("env://"))
+        _meeting.append(store)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"vsim run {next(_runs)}", _meeting[0]),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+    )

@@ -1,0 +1,244 @@
+"""The record of a run: columns with one value a step."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = (
+    "step",
+    "examples",
+    "tokens",
+    "train_loss",
+    "lr",
+    "payload_bytes",
+    "wire_bytes",
+    "seconds",
+    "memory_bytes",
+    "local_loss",
+    "global_loss",
+    "average_loss",
+    "node_loss_min",
+    "node_loss_max",
+    "node_loss_std",
+    "local_accuracy",
+    "global_accuracy",
+    "divergence",
+    "correlation",
+)
+# What a column says of the machine, not of the training: it differs from run to run.
+OF_THE_MACHINE = ("seconds", "memory_bytes")
+
+
+class History:
+    """One row a step, the first for step 0, before training. What was not measured at a step is NaN.
+
+    Columns:
+        step: completed optimizer steps. examples: examples that all nodes have trained on so far.
+        tokens: token ids that they have trained on so far, where batches hold token ids; see
+            `vsim.training.loop.tokens_in`.
+        train_loss: mean over the nodes of the loss of their batches at this step. lr: the inner learning rate used.
+        payload_bytes, wire_bytes: communicated so far, per node.
+        seconds: wall-clock time of training so far, evaluation left out. memory_bytes: what the training process (that
+            of node 0, with one for each) holds of its device's memory, the resident set on the CPU.
+        local_loss: validation loss of node 0. global_loss: of the global model: the strategy's own (DiLoCo's outer
+            weights), or the mean replica. average_loss: of the mean replica.
+        node_loss_min, node_loss_max, node_loss_std: over the validation losses of all nodes.
+        local_accuracy, global_accuracy: validation accuracy of node 0 and of the global model, where known.
+        divergence: root mean square distance of the replicas from their mean, relative to the mean's length.
+        correlation: mean Pearson correlation of the weights over pairs of nodes.
+
+    Attributes:
+        executor: what computed the gradients of the last step. executor_reason: why that.
+        minibatch_size: examples a node at once; None: the whole batch.
+
+    `history["train_loss"]` is a column as a numpy array of float64. `node_losses` is (T, K), row t − 1 for step t.
+    """
+
+    def __init__(self, strategy: str = "", num_nodes: int = 1) -> None:
+        self.strategy = strategy
+        self.num_nodes = num_nodes
+        self.executor = ""
+        self.executor_reason = ""
+        self.minibatch_size: int | None = None
+        self._columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
+        self._node_losses: list[NDArray[np.float64]] = []
+
+    def append(self, row: Mapping[str, float], node_losses: Iterable[float] | None = None) -> None:
+        """Add the row of a step; `node_losses` (K,) are its training losses, absent for step 0."""
+        for name, column in self._columns.items():
+            column.append(float(row.get(name, math.nan)))
+        if node_losses is not None:
+            self._node_losses.append(np.asarray(node_losses, dtype=np.float64))
+
+    def update_last(self, row: Mapping[str, float]) -> None:
+        """Fill in measurements of the last row."""
+        for name, value in row.items():
+            self._columns[name][-1] = float(value)
+
+    @property
+    def node_losses(self) -> NDArray[np.float64]:
+        """(T, K): the training loss of every node at every step."""
+        return np.stack(self._node_losses) if self._node_losses else np.empty((0, self.num_nodes))
+
+    def __getitem__(self, column: str) -> NDArray[np.float64]:
+        if column not in self._columns:
+            raise KeyError(f"no column {column!r}; there are {', '.join(COLUMNS)}")
+        return np.asarray(self._columns[column])
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def measured(self, *columns: str) -> tuple[NDArray[np.float64], ...]:
+        """Return these columns at the steps at which all of them were measured.
+
+        >>> history = History()
+        >>> history.append({"step": 0, "global_loss": 2.0}); history.append({"step": 1})
+        >>> history.measured("step", "global_loss")
+        (array([0.]), array([2.]))
+        """
+        values = [self[name] for name in columns]
+        known = ~np.isnan(np.stack(values)).any(0)
+        return tuple(v[known] for v in values)
+
+    def last(self, column: str) -> float:
+        """Return the last value measured in a column, NaN if there is none."""
+        (values,) = self.measured(column)
+        return float(values[-1]) if len(values) else math.nan
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a DataFrame with one row a step. Needs pandas."""
+        frame = import_pandas().DataFrame(self._columns)
+        return frame.astype({"step": int, "examples": int})
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write one line a step; what was not measured is an empty field."""
+        write_csv(path, COLUMNS, zip(*self._columns.values(), strict=True))
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the whole record, `node_losses` included, to a file that `from_json` reads back to the bit."""
+        write_json(path, self.as_plain())
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> History:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        content = read_json(path, "History", ("columns", "node_losses"))
+        with holding_a_record(path, "History"):
+            return cls.from_plain(content)
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return the record as dicts, lists, numbers and text, which JSON can hold."""
+        return {
+            "strategy": self.strategy,
+            "num_nodes": self.num_nodes,
+            "executor": self.executor,
+            "executor_reason": self.executor_reason,
+            "minibatch_size": self.minibatch_size,
+            "columns": {name: [_plain(v) for v in column] for name, column in self._columns.items()},
+            "node_losses": [[_plain(v) for v in row.tolist()] for row in self._node_losses],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> History:
+        """Make the history that `as_plain` was of. A column that is missing there is NaN."""
+        history = cls(plain["strategy"], plain["num_nodes"])
+        history.executor, history.executor_reason = plain["executor"], plain.get("executor_reason", "")
+        history.minibatch_size = plain.get("minibatch_size")
+        rows = len(plain["columns"]["step"])
+        for name in COLUMNS:
+            history._columns[name] = [_number(v) for v in plain["columns"].get(name, [None] * rows)]
+            if len(history._columns[name]) != rows:
+                raise ValueError(f"column {name!r} has {len(history._columns[name])} values, and 'step' {rows}")
+        history._node_losses = [np.array([_number(v) for v in row]) for row in plain["node_losses"]]
+        if any(len(row) != history.num_nodes for row in history._node_losses):
+            raise ValueError(f"node_losses does not have {history.num_nodes} values a step, one a node")
+        return history
+
+    def __repr__(self) -> str:
+        done = int(self._columns["step"][-1]) if len(self) else 0
+        return (
+            f"History({self.strategy or 'run'}: {self.num_nodes} nodes, {done} steps, "
+            f"train loss {self.last('train_loss'):.4f}, global loss {self.last('global_loss'):.4f})"
+        )
+
+
+def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write rows of values; NaN becomes an empty field and whole numbers lose their point."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows([csv_field(value) for value in row] for row in rows)
+
+
+def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Write a dict as JSON that every reader takes: no NaN, no infinity."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, allow_nan=False)
+
+
+def read_json(path: str | Path, what: str, keys: Iterable[str]) -> dict[str, Any]:
+    """Read a dict that has these keys; raise a ValueError that says what was expected otherwise."""
+    with open(path, encoding="utf-8") as file:
+        try:
+            content = json.load(file)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict) or any(key not in content for key in keys):
+        raise ValueError(f"{path} was not written by {what}.to_json: it lacks {' or '.join(map(repr, keys))}")
+    return content
+
+
+@contextmanager
+def holding_a_record(path: str | Path, what: str) -> Iterator[None]:
+    """Turn what goes wrong where the contents of a file are of another form into a ValueError that names the file."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path} does not hold what {what}.to_json writes: {reason}") from error
+
+
+def _plain(value: float) -> float | str | None:
+    """NaN as null; the infinities, which JSON has no number for, as text."""
+    if math.isnan(value):
+        return None
+    if math.isinf(value):
+        return str(value)
+    return int(value) if value.is_integer() and abs(value) < 2**53 and math.copysign(1, value) > 0 else value
+
+
+def _number(value: float | str | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def csv_field(value: Any) -> Any:
+    """Return a value as CSV files have it: NaN is an empty field, and whole numbers lose their point."""
+    if not isinstance(value, float):
+        return value
+    if math.isnan(value):
+        return ""
+    return int(value) if (value.is_integer() and abs(value) >= 1) or value == 0 else value
+
+
+def import_pandas() -> Any:
+    """Return pandas, or raise an ImportError that says how to get it."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError('to_pandas() needs pandas: pip install "vsim[notebook]"') from error
+    return pandas

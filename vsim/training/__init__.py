@@ -1,0 +1,1 @@
+"""A run: its configuration, how it is assembled, the training loop, and evaluation."""

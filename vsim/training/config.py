@@ -1,0 +1,45 @@
+"""What a run is, in checked arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from vsim.checkpoint.resume import Saving, Start
+from vsim.data.batches import Data
+from vsim.engine.objective import LossFunction
+from vsim.strategy.base import Strategy
+from vsim.training.loop import Run
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run is, for any backend: the arguments of `Trainer` and `fit`, checked. See there."""
+
+    model: nn.Module
+    train_dataset: Data
+    val_dataset: Data | None
+    loss_fn: LossFunction | None
+    strategy: Strategy
+    num_nodes: int
+    num_epochs: int
+    max_steps: int | None
+    batch_size: int
+    minibatch_size: int | None
+    shuffle: bool
+    val_size: int
+    val_interval: int | None
+    seed: int
+    autocast: bool
+    deterministic: bool
+    compile: bool | str
+    chunk_size: int | None
+    correlation_interval: int | None
+    dataloader_kwargs: Mapping[str, Any]
+    after_step: Callable[[Run], None] | None = None  # called in every process when a step is done
+    memory_share: float | None = None  # of the device's memory, for a process: chooses the minibatch size
+    start: Start | None = None
+    saving: Saving | None = None
