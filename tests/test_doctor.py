@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from vsim import Trainer, allocator, bench
+from vsim import Trainer, bench
 from vsim.bench.measure import in_turn, memory_ratio, run_of
 from vsim.bench.workloads import BATCH_SIZE, model_and_examples
 from vsim.cli import main
@@ -19,7 +19,7 @@ from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.data import digits
 from vsim.doctor import Explanation, machine, peak_flops
-from vsim.engine import Settings, VmapExecutor
+from vsim.engine import Settings, VmapExecutor, allocator
 from vsim.engine.allocator import keeping_freed_memory
 from vsim.engine.memory import step_moments
 from vsim.engine.objective import Objective

@@ -19,15 +19,16 @@ from separate import TASKS, Task, small_cnn, small_mlp, vectors
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from vsim import Trainer, assembly, memory
+from vsim import Trainer
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.randomness import generator
 from vsim.cluster.replicas import Replicas
-from vsim.engine import AutoExecutor, Executor, LoopExecutor, VmapExecutor
+from vsim.engine import AutoExecutor, Executor, LoopExecutor, VmapExecutor, memory
 from vsim.engine.activations import activation_bytes
 from vsim.engine.memory import divisors, fitting_minibatch, optimizer_bytes, step_bytes, step_moments
 from vsim.engine.objective import Objective
 from vsim.strategy import DiLoCoStrategy, SPARTAStrategy, Strategy
+from vsim.training import assemble as assembly
 
 CPU = torch.device("cpu")
 K = 3

@@ -18,9 +18,10 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import Dataset, TensorDataset
 
 import vsim
-from vsim import LocalTrainer, Trainer, evaluate
+from vsim import LocalTrainer, Trainer
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 from vsim.trainer import pick_device
+from vsim.training import evaluate
 from vsim.training.evaluate import replica_spread
 
 both_executors = pytest.mark.parametrize("executor", ["vmap", "loop"])

@@ -53,8 +53,8 @@ class AutoExecutor(Executor):
 
     The same seed gives the same bits, however the trial ends: it is made where all candidates have the same bits (see
     `vsim.engine.lowering`; with deterministic=True that is every model). For other models the choice is by rule: vmap,
-    whose fast forms of convolution, reductions and the like differ from the loop's in the last bits, or the loop where the
-    convolutions are so large that they have no faster form. Where vmap would take one node at a time it is the loop.
+    whose fast forms of convolution, reductions and the like differ from the loop's in the last bits, or the loop where
+    the convolutions are so large that they have no faster form. Likewise where vmap would take one node at a time.
 
     Every step that is tried counts as training. A trial that is expected to cost more than BUDGET_SECONDS, or more than
     BUDGET_SHARE of the run, is not begun, and one that does is broken off. What was chosen is remembered in this
