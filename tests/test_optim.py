@@ -63,7 +63,7 @@ def gradients(replicas: Replicas, step: int) -> Tensor:
 def separately(replicas: Replicas, spec: OptimSpec, steps: int) -> Tensor:
     """The rows after `steps` steps of an optimizer for each node, over tensors of its own."""
     rows = []
-    for row in range(replicas.num_nodes):
+    for row in range(replicas.num_held):
         own = [v.clone().requires_grad_() for v in replicas.views(replicas.weights[row]).values()]
         optimizer = spec.cls(own, **spec.kwargs)
         for step in range(steps):

@@ -37,8 +37,8 @@ def test_views_are_the_matrix(shapes: list[tuple[int, ...]], num_nodes: int) -> 
     replicas = Replicas.of(model, num_nodes, CPU)
     for row in (*replicas.weights, *replicas.grads):
         assert row.is_contiguous() and row.data_ptr() % 64 == 0
-    assert replicas.weights.shape == replicas.grads.shape == (replicas.num_nodes, replicas.num_parameters)
-    assert replicas.num_nodes == num_nodes
+    assert replicas.weights.shape == replicas.grads.shape == (replicas.num_held, replicas.num_parameters)
+    assert replicas.num_held == num_nodes
     assert replicas.num_parameters == sum(p.numel() for p in model.parameters())
     views = replicas.views(replicas.weights)
     assert list(views) == [name for name, _ in model.named_parameters()]
@@ -119,7 +119,7 @@ def test_a_row_slice_shares_memory() -> None:
     replicas = Replicas.of(small_cnn(), 5, CPU, first_node=10)
     assert replicas.nodes == range(10, 15)
     part = replicas.rows(1, 3)
-    assert part.nodes == range(11, 13) and part.num_nodes == 2
+    assert part.nodes == range(11, 13) and part.num_held == 2
     assert part.frozen is replicas.frozen and part.module is replicas.module
     part.weights.fill_(7)
     part.grads.fill_(8)

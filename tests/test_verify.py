@@ -89,7 +89,7 @@ def verified(strategy: Strategy, num_nodes: int = 2, max_steps: int = 4, **optio
 
 def in_simulator(cluster: Cluster) -> bool:
     """Where the planted faults are."""
-    return cluster.replicas.num_nodes > 1
+    return cluster.replicas.num_held > 1
 
 
 SGD = OptimSpec("sgd", lr=0.1, momentum=0.9)

@@ -110,7 +110,7 @@ def explain(run: Run, num_steps: int = 12) -> Explanation:
         Operation(name, count, form, form == "node by node" or name not in differing)
         for (name, form), count in calls.most_common()
     ]
-    nodes = replicas.num_nodes
+    nodes = replicas.num_held
     memory = {
         "weights": replicas.weights.nbytes / nodes,
         "gradients": replicas.grads.nbytes / nodes,

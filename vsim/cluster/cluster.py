@@ -52,12 +52,12 @@ class Cluster:
 
         Where all nodes share one row it can be read only.
         """
-        return self.replicas.weights.expand(self.replicas.num_nodes, -1)
+        return self.replicas.weights.expand(self.replicas.num_held, -1)
 
     @property
     def grads(self) -> Tensor:
         """Stacked (R, P), likewise."""
-        return self.replicas.grads.expand(self.replicas.num_nodes, -1)
+        return self.replicas.grads.expand(self.replicas.num_held, -1)
 
     def kernel(self, function: Kernel) -> Kernel:
         """Return the form of one of the kernels that this run uses: as it is, or compiled where that pays."""

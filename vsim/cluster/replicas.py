@@ -36,7 +36,7 @@ class Replicas:
             one row.
         grads: stacked (K, P), likewise; (1, P) where only the mean over the nodes is wanted. Entries of parameters that
             the loss does not reach are zero.
-        num_nodes: the nodes held here: K in the simulator.
+        num_held: the nodes held here: K in the simulator.
         buffers: name → stacked (K, *shape), dense: BatchNorm statistics and the like, a copy for every node.
         frozen: name → shared tensor of the parameters that do not require a gradient.
         first_node: the number of the node that row 0 holds.
@@ -50,7 +50,7 @@ class Replicas:
     grads: Tensor
     buffers: Views
     frozen: Views
-    num_nodes: int
+    num_held: int
     first_node: int = 0
 
     @classmethod
@@ -91,12 +91,12 @@ class Replicas:
     @property
     def shares_weights(self) -> bool:
         """Whether one row of weights is that of several nodes."""
-        return len(self.weights) < self.num_nodes
+        return len(self.weights) < self.num_held
 
     @property
     def shares_grads(self) -> bool:
         """Whether one row of gradients is the mean of several nodes'."""
-        return len(self.grads) < self.num_nodes
+        return len(self.grads) < self.num_held
 
     @property
     def num_parameters(self) -> int:
@@ -106,7 +106,7 @@ class Replicas:
     @property
     def nodes(self) -> range:
         """The numbers of the nodes held here, row by row."""
-        return range(self.first_node, self.first_node + self.num_nodes)
+        return range(self.first_node, self.first_node + self.num_held)
 
     def views(self, matrix: Tensor) -> Views:
         """Return name → view of a stacked (R, P) matrix as (R, *shape), or of a shared (P,) row as (*shape)."""

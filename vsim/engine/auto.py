@@ -245,7 +245,7 @@ class AutoExecutor(Executor):
         self.key = (
             type(self.objective.model),
             tuple((c.name, c.shape) for c in r.layout),
-            (r.num_nodes, r.shares_weights, r.shares_grads, r.weights.dtype, r.weights.device),
+            (r.num_held, r.shares_weights, r.shares_grads, r.weights.dtype, r.weights.device),
             tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor)),
             (minibatch_size, torch.get_num_threads(), replace(self.settings, num_steps=None)),
         )

@@ -94,8 +94,8 @@ class CompiledExecutor(VmapExecutor):
                 of_node = activation_bytes(self, tree_map(lambda t: t[0], batch))
             at_once = min(self.at_once, max(1, ACTIVATIONS_AT_ONCE // max(1, of_node)))
             # Pieces of one size are one graph.
-            equal = max(n for n in range(1, at_once + 1) if self.replicas.num_nodes % n == 0)
-            self._pieces_of[shapes] = even_pieces(self.replicas.num_nodes, equal if 2 * equal >= at_once else at_once)
+            equal = max(n for n in range(1, at_once + 1) if self.replicas.num_held % n == 0)
+            self._pieces_of[shapes] = even_pieces(self.replicas.num_held, equal if 2 * equal >= at_once else at_once)
         if self._pieces_of[shapes] != [piece.rows for piece in self.pieces]:
             self._cut(self._pieces_of[shapes])
 
@@ -112,7 +112,7 @@ class CompiledExecutor(VmapExecutor):
                     with self._own_state.of(range(piece.rows.start, piece.rows.stop)):
                         grads, of_piece = self._grads_and_losses(piece, own_batch)
                     if self.replicas.shares_grads:
-                        _accumulate(piece.grads, grads, share / self.replicas.num_nodes, first and number == 0)
+                        _accumulate(piece.grads, grads, share / self.replicas.num_held, first and number == 0)
                     else:
                         _accumulate(piece.grads, grads, share, first)
                     losses.append(of_piece)

@@ -33,7 +33,7 @@ class LoopExecutor(Executor):
                 grads[min(k, len(grads) - 1)],
                 {name: self._leaf(b[k : k + 1])[0] for name, b in r.buffers.items()},
             )
-            for k in range(r.num_nodes)
+            for k in range(r.num_held)
         ]
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:

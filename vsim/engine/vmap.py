@@ -65,7 +65,7 @@ class VmapExecutor(Executor):
         self.differing: set[str] = set()
         self.pieces: list[Piece] = []
         self._repeated = Repeated(self, self._computed)
-        self._cut(even_pieces(self.replicas.num_nodes, self.at_once))
+        self._cut(even_pieces(self.replicas.num_held, self.at_once))
 
     def _cut(self, pieces: list[slice]) -> None:
         """Have the nodes computed in these pieces from now on."""
@@ -81,7 +81,7 @@ class VmapExecutor(Executor):
         for rows in pieces:
             part = r.rows(rows.start, rows.stop)
             leaves = in_common or {
-                name: self._leaf(w).detach().expand(part.num_nodes, *w.shape[1:]).requires_grad_()
+                name: self._leaf(w).detach().expand(part.num_held, *w.shape[1:]).requires_grad_()
                 for name, w in part.views(part.weights).items()
             }
             grads = part.views(part.grads[0] if r.shares_grads else part.grads)
@@ -91,7 +91,7 @@ class VmapExecutor(Executor):
     @staticmethod
     def nodes_at_once(replicas: Replicas, settings: Settings) -> int:
         """Return how many nodes a vmapped call takes at most."""
-        return min(replicas.num_nodes, settings.chunk_size or max(1, WEIGHTS_AT_ONCE // replicas.num_parameters))
+        return min(replicas.num_held, settings.chunk_size or max(1, WEIGHTS_AT_ONCE // replicas.num_parameters))
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         shapes = (minibatch_size, *(t.shape for t in tree_leaves(batch)))
@@ -177,7 +177,7 @@ class VmapExecutor(Executor):
         check_depends(losses)
         try:
             if self.replicas.shares_grads:
-                write_gradients(losses, leaves, piece.grads, share / self.replicas.num_nodes, first and number == 0)
+                write_gradients(losses, leaves, piece.grads, share / self.replicas.num_held, first and number == 0)
             else:
                 write_gradients(losses, leaves, piece.grads, share, first)
         except Exception as error:  # such as of a part that is computed again for the backward pass: outside of vmap

@@ -44,7 +44,7 @@ class StackedModel(nn.Module):
                 replicas.grads.clone(),
                 copy.deepcopy(replicas.buffers),
                 replicas.frozen,
-                replicas.num_nodes,
+                replicas.num_held,
                 replicas.first_node,
             )
         )

@@ -115,7 +115,7 @@ class SparseCommunicator(CommunicationModule):
         if cluster.step % self.every:
             return
         index = self.index_selector.select(cluster, cluster.step // self.every - 1)  # (m,)
-        everywhere = index.expand(cluster.replicas.num_nodes, -1)
+        everywhere = index.expand(cluster.replicas.num_held, -1)
         if self.mask == "broadcast":
             size = cluster.replicas.num_parameters
             index = cluster.collectives.broadcast(everywhere, label="mask", payload_bytes=size)

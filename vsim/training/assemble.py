@@ -142,7 +142,7 @@ def _fitting_minibatch(
     batch = tree_map(lambda t: t.to(device), batch)
     size = fitting_minibatch(engine, strategy.optim, batch, config.batch_size, config.memory_share * total)
     with cluster.collectives.unbilled():
-        rows = torch.full((cluster.replicas.num_nodes,), size, device=device)
+        rows = torch.full((cluster.replicas.num_held,), size, device=device)
         size = int(cluster.collectives.all_gather(rows, label="minibatch sizes").min())
     if size == 0:
         raise ValueError(

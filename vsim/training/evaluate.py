@@ -69,10 +69,10 @@ class Evaluator:
         """Return (losses, accuracies) of all nodes, stacked (K,); equal replicas are measured once."""
         own = {"": replicas.weights, **replicas.buffers}
         if not all(torch.equal(t, t[:1].expand_as(t)) for t in own.values()):
-            return self._measure(replicas.weights.expand(replicas.num_nodes, -1), replicas.buffers)
+            return self._measure(replicas.weights.expand(replicas.num_held, -1), replicas.buffers)
         first = replicas.rows(0, 1)
         loss, accuracy = self._measure(first.weights, first.buffers)
-        return loss.expand(replicas.num_nodes), None if accuracy is None else accuracy.expand(replicas.num_nodes)
+        return loss.expand(replicas.num_held), None if accuracy is None else accuracy.expand(replicas.num_held)
 
     def _measure(self, weights: Tensor, buffers: Views) -> tuple[Tensor, Tensor | None]:
         """Return (losses, accuracies), stacked (R,), over all validation examples."""
