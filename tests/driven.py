@@ -28,7 +28,6 @@ class Driven:
     def step(self, gradients: Tensor) -> Tensor:
         """Take a step with stacked `gradients` (R, P); return the weights."""
         self.cluster.step += 1
-        self.cluster.collectives.step = self.cluster.step
         self.cluster.grads.copy_(gradients)
         self.strategy.take_step()
         return self.cluster.weights.clone()

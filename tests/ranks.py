@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from vsim.process import ProcessOptions
 from vsim.process.node import Outcome, run_node
+from vsim.records.report import Reporter, StepReport
 from vsim.training.config import RunConfig
-from vsim.training.loop import Reporter, StepReport
 
 
 class Ranks:

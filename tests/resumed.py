@@ -15,7 +15,7 @@ from vsim import Trainer
 from vsim.checkpoint.files import checkpoint_path
 from vsim.records.history import COLUMNS, OF_THE_MACHINE
 from vsim.strategy import OptimSpec, Strategy
-from vsim.training.loop import Run
+from vsim.training.member import Run
 
 # 29 examples for K = 3 in batches of 4 are 3 steps an epoch, the last of 2: most steps are in the middle of one.
 OPTIONS: dict[str, Any] = {

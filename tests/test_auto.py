@@ -21,6 +21,7 @@ from vsim.engine.auto import _Candidate
 from vsim.engine.objective import Objective
 from vsim.models import CNN
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
+from vsim.training.loop import steps
 
 
 @pytest.fixture(autouse=True)
@@ -259,9 +260,11 @@ def test_large_convolutions_take_the_loop_from_the_first_step_on() -> None:
 def test_small_convolutions_stay_together() -> None:
     train, _ = digits()
     trainer = Trainer(CNN(seed=0), train)
-    trainer.fit(strategy=DiLoCoStrategy(H=2), num_nodes=2, max_steps=2)
-    assert trainer.history.executor == "vmap"
-    assert "conv2d" in trainer._last.executor.chosen.differing  # type: ignore[union-attr]
+    run = trainer.prepare(strategy=DiLoCoStrategy(H=2), num_nodes=2, max_steps=2)
+    assert list(steps(run)) == [1, 2]
+    engine = run.groups[0].executor
+    assert isinstance(engine, AutoExecutor) and engine.name == "vmap"
+    assert "conv2d" in engine.chosen.differing  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("num_nodes", "chunk_size"), [(1, None), (3, 1)])

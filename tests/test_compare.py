@@ -238,17 +238,18 @@ def test_what_is_refused_is_refused_before_the_first_run() -> None:
     assert steps == []
 
 
-def test_check_raises_what_fit_would_and_trains_nothing() -> None:
+def test_prepare_raises_what_fit_would_and_trains_nothing() -> None:
     trainer = vsim.Trainer(MLP(seed=0), digits()[0])
-    trainer.check(strategy=FedAvgStrategy(island_size=2), num_nodes=2)
+    trainer.prepare(strategy=FedAvgStrategy(island_size=2), num_nodes=2)
     assert len(trainer.history) == 0 and len(trainer.ledger) == 0
     with pytest.raises(ValueError, match="island_size"):
-        trainer.check(strategy=FedAvgStrategy(island_size=3), num_nodes=2)
+        trainer.prepare(strategy=FedAvgStrategy(island_size=3), num_nodes=2)
     with pytest.raises(TypeError, match="did you mean 'num_nodes'"):
-        trainer.check(strategy=Strategy(), num_node=2)
-    trainer.check(strategy=Strategy(), num_nodes=2, backend="process", progress=False)
+        trainer.prepare(strategy=Strategy(), num_node=2)
+    with pytest.raises(ValueError, match="only the simulator"):
+        trainer.prepare(strategy=Strategy(), num_nodes=2, backend="process", progress=False)
     with pytest.raises(ValueError, match="executor='loop' has no effect"):
-        trainer.check(strategy=Strategy(), num_nodes=2, backend="process", executor="loop")
+        trainer.prepare(strategy=Strategy(), num_nodes=2, backend="process", executor="loop")
     trainer.fit(strategy=Strategy(), num_nodes=2, max_steps=2, progress=False)
     assert len(trainer.history) == 3
 

@@ -19,7 +19,7 @@ from resumed import ADAMW, PROCESSES, assert_same_run, fit, trainer_of, weights
 from vsim import CheckpointError, load_checkpoint
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
 from vsim.training.interrupt import Interrupt, Interrupted
-from vsim.training.loop import Run
+from vsim.training.member import Run
 
 
 def strategy() -> Strategy:

@@ -29,13 +29,12 @@ from vsim.cluster.optim import (
     OPTIMIZERS,
     NodeOptimizers,
     OptimSpec,
-    Schedule,
     clip_by_node,
     resolve_optim,
     torch_optimizers,
-    warmup_cosine,
 )
 from vsim.cluster.replicas import Replicas
+from vsim.cluster.schedule import Schedule, warmup_cosine
 from vsim.models import MLP
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
 

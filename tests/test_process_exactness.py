@@ -23,7 +23,7 @@ from vsim.engine.objective import LossFunction
 from vsim.records.history import COLUMNS, OF_THE_MACHINE
 from vsim.strategy import FedAvgStrategy, OptimSpec, PartitionedIndexSelector, SPARTAStrategy, Strategy
 from vsim.strategy.communicate import all_gather, all_reduce, broadcast
-from vsim.training.loop import Run
+from vsim.training.member import Run
 
 STEPS = 30
 

@@ -76,7 +76,6 @@ def play(module: SparseCommunicator, cluster: Cluster, moves: list[Any]) -> Iter
     module.setup(cluster)
     for move in moves:
         cluster.step += 1
-        cluster.collectives.step = cluster.step
         cluster.weights.add_(torch.tensor(move))
         module.communicate(cluster)
         yield cluster.weights.clone()

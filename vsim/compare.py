@@ -324,7 +324,7 @@ def compare(
             trainable = [p for p in start.parameters() if p.requires_grad]
             comparison = Comparison(num_nodes, sum(p.numel() * p.element_size() for p in trainable))
             for name in list(strategies)[1:]:  # the first is about to say for itself
-                trainers[name].check(strategy=strategies[name], num_nodes=num_nodes, seed=seed, **fit_options)
+                trainers[name].prepare(strategy=strategies[name], num_nodes=num_nodes, seed=seed, **fit_options)
         for name, trainer in trainers.items():
             label = name if len(seeds) == 1 else f"{name}, seed {seed}"
             trainer.run_label = label

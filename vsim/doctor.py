@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from vsim.engine import AutoExecutor, VmapExecutor
 from vsim.engine.activations import activation_bytes
 from vsim.engine.memory import optimizer_bytes
-from vsim.training.loop import Run, steps
+from vsim.training.loop import steps
+from vsim.training.member import Run
 
 # Side of the matrices whose product is taken for the machine's peak: large enough for it, small enough for a moment.
 _PEAK_SIDE = 1024
@@ -94,17 +95,18 @@ class Explanation:
 
 def explain(run: Run, num_steps: int = 12) -> Explanation:
     """Take `num_steps` steps of a run, at most what it has, and explain it."""
-    replicas, batches = run.cluster.replicas, run.batches
+    member, group = run.only
+    replicas, batches = member.cluster.replicas, group.batches
     moments, batch = [], None
     stepping = steps(run)
-    for _ in range(min(num_steps, run.max_steps - run.done)):
+    for _ in range(min(num_steps, run.max_steps - member.done)):
         batch = next(batches)
-        run.batches = itertools.chain([batch], batches)
+        group.batches = itertools.chain([batch], batches)
         moments.append(time.perf_counter())
         next(stepping)
         moments.append(time.perf_counter())
     batch = tree_map(lambda t: t.to(replicas.weights.device), batch)
-    engine = run.executor.chosen if isinstance(run.executor, AutoExecutor) else run.executor
+    engine = group.executor.chosen if isinstance(group.executor, AutoExecutor) else group.executor
     calls, differing = (engine.calls, engine.differing) if isinstance(engine, VmapExecutor) else (Counter(), set())
     operations = [
         Operation(name, count, form, form == "node by node" or name not in differing)
@@ -114,14 +116,14 @@ def explain(run: Run, num_steps: int = 12) -> Explanation:
     memory = {
         "weights": replicas.weights.nbytes / nodes,
         "gradients": replicas.grads.nbytes / nodes,
-        "optimizer": optimizer_bytes(run.strategy.optim) / nodes,
+        "optimizer": optimizer_bytes(member.strategy.optim) / nodes,
         "activations": activation_bytes(engine, tree_map(lambda t: t[0], batch)),
     }
     with FlopCounterMode(display=False) as flops:
-        run.executor.losses_and_grads(batch, run.minibatch_size)
+        group.executor.losses_and_grads(batch, group.minibatch_size)
     return Explanation(
-        run.executor.name,
-        run.executor.reason,
+        group.executor.name,
+        group.executor.reason,
         operations,
         memory,
         nodes,

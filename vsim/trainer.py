@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from collections import Counter
@@ -13,26 +14,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from vsim.arguments import a_function, known_keywords, one_of, real_number, true_or_false, whole_number
+from vsim.arguments import known_keywords, reject_unknown
 from vsim.checkpoint.files import Checkpoint
-from vsim.checkpoint.resume import Saving, kept_in_memory, saving_of, start_of
-from vsim.cluster.collectives import StackedCollectives
+from vsim.checkpoint.resume import captured
+from vsim.checkpoint.start import Saving, kept_in_memory, saving_of, start_of
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import Replicas
-from vsim.data.batches import Batches, Data, loader_options, resolve
+from vsim.data.batches import Data
 from vsim.doctor import Explanation, explain
-from vsim.engine import EXECUTORS, CompiledExecutor
 from vsim.engine.objective import LossFunction
 from vsim.process import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
 from vsim.records.description import describe_run
 from vsim.records.history import History
-from vsim.records.loggers import Logger, RunLog, run_loggers
+from vsim.records.loggers import Logger, RunLog
+from vsim.records.progress import Recorder
+from vsim.records.report import Hook, StepReport
 from vsim.strategy.base import Strategy
-from vsim.training.assemble import assemble
+from vsim.training.assemble import prepare
 from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupted
-from vsim.training.loop import Hook, Recorder, Run, StepReport, train
+from vsim.training.loop import train
+from vsim.training.member import Member, Run
+from vsim.training.options import FitOptions
 
 
 class Trainer:
@@ -52,8 +56,8 @@ class Trainer:
         history: the `History` of the last run. ledger: its `Ledger`. strategy: its own copy of the strategy.
         loggers: those of the last run.
         run_label: what progress bar and history call the next runs; None: by their strategy.
-        after_step: called as f(run) in every process when a step is done, before it is reported; with
-            backend="process" it must be picklable. None: nothing.
+        after_step: called as f(member) in every process when a step is done, before it is reported (see
+            `vsim.training.member.Member`); with backend="process" it must be picklable. None: nothing.
 
     Example:
         >>> from vsim import Trainer
@@ -96,32 +100,53 @@ class Trainer:
         self.strategy: Strategy | None = None
         self.loggers: list[Logger] = []
         self.run_label: str | None = None
-        self.after_step: Callable[[Run], None] | None = None
-        self._last: Run | Checkpoint | None = None  # what resume=True goes on with where there is no save_dir
-        self._only_set_up = False
-        self._prepared: Run | None = None
+        self.after_step: Callable[[Member], None] | None = None
+        self._last: Member | Checkpoint | None = None  # what resume=True goes on with where there is no save_dir
 
-    def check(self, **options: Any) -> None:
-        """Raise what `fit(**options)` would raise before its first step: everything is set up, and nothing trained.
+    def options(self, **options: Any) -> FitOptions:
+        """Return the arguments of `fit`, checked, with their defaults."""
+        signature = inspect.signature(inspect.unwrap(type(self).fit))
+        reject_unknown(options, [name for name in signature.parameters if name != "self"], "Trainer.fit()")
+        bound = signature.bind(self, **options)
+        bound.apply_defaults()
+        chosen = {name: value for name, value in bound.arguments.items() if name != "self"}
+        if chosen["devices"] is None and chosen["device"] is None and chosen["backend"] == "process":
+            chosen["devices"] = self.devices
+        return FitOptions(**chosen)
 
-        With backend="process" only the arguments are checked, as a run is set up in its processes.
+    def config(self, options: FitOptions, label: str = "") -> RunConfig:
+        """Return the configuration of a run of this trainer."""
+        if options.eval_loss_hook is not None and self.val_dataset is None:
+            raise ValueError("eval_loss_hook has no effect without a val_dataset")
+        if options.resume is True and options.save_dir is None and under_torchrun():
+            raise ValueError("under torchrun resume=True needs save_dir: no process has the state of all nodes")
+        last = self._last
+        if options.resume is True and options.save_dir is None and isinstance(last, Member):
+            last = captured(last)
+        start = start_of(options.resume, options.save_dir, last)
+        return options.config(
+            label,
+            start,
+            saving_of(options.checkpoint_interval, options.save_dir, start),
+            model=self.model,
+            train_dataset=self.train_dataset,
+            val_dataset=self.val_dataset,
+            loss_fn=self.loss_fn,
+            after_step=self.after_step,
+        )
+
+    def prepare(self, **options: Any) -> Run:
+        """Return the run of `fit(**options)` in the simulator before its first step; nothing is trained or logged.
+
+        `vsim.training.loop.steps` takes its steps one by one.
         """
-        self.set_up(**options)
-
-    def set_up(self, **options: Any) -> Run | None:
-        """Return the run of `fit(**options)` before its first step; `vsim.training.loop.steps` takes its steps one by
-        one.
-
-        None with backend="process".
-        """
-        kept = self.history, self.ledger, self.strategy, self._last
-        self._only_set_up, self._prepared = True, None
-        try:
-            self.fit(**options)
-            return self._prepared
-        finally:
-            self._only_set_up = False
-            self.history, self.ledger, self.strategy, self._last = kept
+        chosen = self.options(**options)
+        if chosen.backend != "stacked":
+            raise ValueError("only the simulator prepares a run in this process; backend='process' runs eager PyTorch")
+        device = self._device(chosen)
+        with isolated(chosen.seed, device):
+            history = History(type(chosen.strategy).__name__, chosen.num_nodes)
+            return prepare([self.config(chosen)], [Recorder(history)], [history], device)
 
     def explain(self, **options: Any) -> Explanation:
         """Take the first steps of `fit(**options)` and tell how they are computed; nothing is kept of them.
@@ -130,10 +155,9 @@ class Trainer:
             An `Explanation`, which shows itself: the form that every operation takes and whether it has the bits of one
             node, the memory of a node, the executor and why, and the share of the machine's peak that a step achieves.
         """
-        run = self.set_up(**{"progress": False, **options})
-        if run is None:
+        if options.get("backend", "stacked") != "stacked":
             raise ValueError("explain() is about the simulator; backend='process' runs eager PyTorch")
-        return explain(run)
+        return explain(self.prepare(**{"progress": False, **options}))
 
     @known_keywords
     def fit(
@@ -236,159 +260,67 @@ class Trainer:
             NodeFailure: with backend="process", a node's process died; what a node raises is raised here, caused by a
                 NodeFailure that has its rank and traceback.
         """
-        arguments = {name: value for name, value in locals().items() if name != "self"}
-        if not isinstance(strategy, Strategy):
-            raise TypeError(f"strategy must be a vsim Strategy object, got {strategy!r}")
-        # Whole numbers of other libraries become Python's, for files and processes.
-        num_nodes, batch_size = whole_number("num_nodes", num_nodes), whole_number("batch_size", batch_size)
-        num_epochs, val_size = whole_number("num_epochs", num_epochs), whole_number("val_size", val_size)
-        seed = whole_number("seed", seed, at_least=0, at_most=2**63 - 1)
-        log_interval = whole_number("log_interval", log_interval)
-        max_steps, val_interval = _at_least_one("max_steps", max_steps), _at_least_one("val_interval", val_interval)
-        checkpoint_interval = _at_least_one("checkpoint_interval", checkpoint_interval)
-        correlation_interval = _at_least_one("correlation_interval", correlation_interval)
-        chunk_size = _at_least_one("chunk_size", chunk_size)
-        threads_per_process = _at_least_one("threads_per_process", threads_per_process)
-        shuffle, autocast = true_or_false("shuffle", shuffle), true_or_false("autocast", autocast)
-        deterministic = true_or_false("deterministic", deterministic)
-        a_function("train_loss_hook", train_loss_hook, "step, loss")
-        a_function("eval_loss_hook", eval_loss_hook, "step, loss")
-        if dataloader_kwargs is not None and not isinstance(dataloader_kwargs, Mapping):
-            raise TypeError(f"dataloader_kwargs must be a dict of arguments of DataLoader, got {dataloader_kwargs!r}")
-        loader_options(dataloader_kwargs)
-        if max_memory_usage is not None:
-            real_number("max_memory_usage", max_memory_usage, above=0, at_most=1)
-            by_hand = [n for n in ("minibatch_size", "gradient_accumulation") if arguments[n] is not None]
-            if by_hand:
-                raise TypeError(f"max_memory_usage chooses the minibatch; leave out {' and '.join(by_hand)}")
-        minibatch_size = _minibatch_size(batch_size, minibatch_size, gradient_accumulation)
-        one_of("executor", executor, EXECUTORS)
-        if not isinstance(compile, bool) and compile != "auto":
-            raise ValueError(f"compile must be True, False or 'auto', got {compile!r}")
-        inexact = {"autocast=True": autocast, f"compile={compile!r}": compile}
-        if deterministic and any(inexact.values()):
-            given = next(name for name, chosen in inexact.items() if chosen)
-            raise ValueError(f"deterministic=True promises the bits of eager float32; {given} does not have them")
-        if eval_loss_hook is not None and self.val_dataset is None:
-            raise ValueError("eval_loss_hook has no effect without a val_dataset")
-        loggers = run_loggers(logger, run_name, wandb_project, log_x_axis)
-        if log_interval != 1 and not loggers:
-            raise ValueError("log_interval has no effect without a logger, run_name or wandb_project")
-        if progress not in (True, False, "plot"):
-            raise ValueError(f"progress must be True, False or 'plot', got {progress!r}")
-        one_of("backend", backend, ("stacked", "process"))
-        if devices is None and device is None:
-            devices = self.devices
-        options = {"devices": devices, "threads_per_process": threads_per_process, "timeout_seconds": timeout_seconds}
-        if executor == "vmap" and compile == "auto":
-            raise ValueError("compile='auto' is a choice that executor='auto' makes; give True or False with 'vmap'")
-        if executor == "loop" and (compile or chunk_size is not None):
-            given = f"compile={compile!r}" if compile else f"chunk_size={chunk_size}"
-            raise ValueError(f"{given} has no effect with executor='loop', which is eager and takes one node at a time")
-        chosen_device = device if device is not None else self.device
-        if backend == "stacked":
-            idle = [name for name, value in options.items() if value is not None]
-            if idle:
-                raise ValueError(f"{', '.join(idle)} has no effect with backend='stacked'")
-        elif executor != "auto" or chunk_size is not None:
-            given = f"executor={executor!r}" if executor != "auto" else f"chunk_size={chunk_size}"
-            raise ValueError(f"{given} has no effect with backend='process', which runs eager PyTorch")
-        elif device is not None and devices is not None:
-            raise TypeError("device and devices say the same thing; give one of them")
+        return self._fit(self.options(**{name: value for name, value in locals().items() if name != "self"}))
 
-        if resume is True and save_dir is None and under_torchrun():
-            raise ValueError("under torchrun resume=True needs save_dir: no process has the state of all nodes")
-        start = start_of(resume, save_dir, self._last)
-        saving = saving_of(checkpoint_interval, save_dir, start)
-        config = RunConfig(
-            model=self.model,
-            train_dataset=self.train_dataset,
-            val_dataset=self.val_dataset,
-            loss_fn=self.loss_fn,
-            strategy=strategy,
-            num_nodes=num_nodes,
-            num_epochs=num_epochs,
-            max_steps=max_steps,
-            batch_size=batch_size,
-            minibatch_size=minibatch_size,
-            shuffle=shuffle,
-            val_size=val_size,
-            val_interval=val_interval,
-            seed=seed,
-            autocast=autocast,
-            deterministic=deterministic,
-            compile=compile,
-            chunk_size=chunk_size,
-            correlation_interval=correlation_interval,
-            dataloader_kwargs=dict(dataloader_kwargs or {}),
-            after_step=self.after_step,
-            memory_share=max_memory_usage,
-            start=start,
-            saving=saving,
-        )
-        name = self.run_label or type(strategy).__name__
+    def _fit(self, options: FitOptions) -> nn.Module:
+        strategy, num_nodes = type(options.strategy).__name__, options.num_nodes
+        name = self.run_label or strategy
+        label = self.run_label or f"{strategy.removesuffix('Strategy')} × {num_nodes}"
+        config = self.config(options, label)
+        device = self._device(options)
         self.history, self.ledger, self.strategy = History(name, num_nodes), Ledger(), None
-        if start is not None:
-            start.fill(self.history)
-        label = self.run_label or f"{name.removesuffix('Strategy')} × {num_nodes}"
-        if backend == "process" and under_torchrun() and int(os.environ["RANK"]):
-            loggers = []  # rank 0's are enough
-        self.loggers = loggers
+        if config.start is not None:
+            config.start.fill(self.history)
+        self.loggers = options.loggers
+        if options.backend == "process" and under_torchrun() and int(os.environ["RANK"]):
+            self.loggers = []  # rank 0's are enough
         log = None
-        if loggers:
-            arguments["logger"] = [type(one).__name__ for one in loggers]
-            about = describe_run(arguments, self.model, self.train_dataset, self.val_dataset, self.loss_fn)
-            log = RunLog(loggers, about, log_interval)
-        with Recorder(self.history, progress, label, train_loss_hook, eval_loss_hook, log) as recorder:
-            if backend == "stacked":
-                return self._simulate(config, executor, pick_device(chosen_device), recorder)
-            if self._only_set_up:
-                return self.model
-            nodes_here = local_ranks()[1] if under_torchrun() else num_nodes
-            process_options = ProcessOptions(
-                _process_devices(devices, chosen_device, nodes_here),
-                default_threads(nodes_here) if threads_per_process is None else threads_per_process,
-                real_number("timeout_seconds", 600 if timeout_seconds is None else timeout_seconds, above=0),
-            )
-            if max_memory_usage is not None:
-                config = replace(config, memory_share=max_memory_usage / _most_on_a_device(process_options, nodes_here))
-            return self._train_in_processes(config, process_options, recorder)
+        if self.loggers:
+            given = {**options.given, "logger": [type(one).__name__ for one in self.loggers]}
+            about = describe_run(given, self.model, self.train_dataset, self.val_dataset, self.loss_fn)
+            log = RunLog(self.loggers, about, options.log_interval)
+        hooks = options.train_loss_hook, options.eval_loss_hook
+        with Recorder(self.history, options.progress, label, *hooks, log) as recorder:
+            if options.backend == "stacked":
+                return self._simulate(config, device, recorder)
+            return self._train_in_processes(config, options, recorder)
 
-    def _simulate(self, config: RunConfig, executor: str, device: torch.device, recorder: Recorder) -> nn.Module:
+    def _device(self, options: FitOptions) -> torch.device:
+        return pick_device(self.device if options.device is None else options.device)
+
+    def _simulate(self, config: RunConfig, device: torch.device, recorder: Recorder) -> nn.Module:
         """Train all nodes as rows of one matrix in this process."""
-        kind = CompiledExecutor if executor == "vmap" and config.compile else EXECUTORS[executor]
-        nodes = range(config.num_nodes)
         with isolated(config.seed, device):
-            datasets = resolve(self.train_dataset, config.num_nodes, nodes, True, "train_dataset")
-            batches = Batches(
-                datasets, config.num_nodes, config.batch_size, config.shuffle, config.seed, config.dataloader_kwargs
-            )
-            collectives = StackedCollectives(config.num_nodes, self.ledger)
-            run = assemble(config, nodes, collectives, batches, kind, device, recorder, self.history)
-            if self._only_set_up:
-                self._prepared = run
-                return self.model
-            self.strategy, self._last = run.strategy, run
+            run = prepare([config], [recorder], [self.history], device, [self.ledger])
+            (member,) = run.members
+            self.strategy, self._last = member.strategy, member
             train(run)
-            cluster = run.cluster
-            return cluster.replicas.as_module(cluster.mean_weights(), cluster.mean_buffers(), like=self.model)
+            return member.mean_model()
 
-    def _train_in_processes(self, config: RunConfig, options: ProcessOptions, recorder: Recorder) -> nn.Module:
+    def _train_in_processes(self, config: RunConfig, options: FitOptions, recorder: Recorder) -> nn.Module:
         """Train every node in a process of its own, or as the rank that this process is."""
+        nodes_here = local_ranks()[1] if under_torchrun() else config.num_nodes
+        threads = options.threads_per_process
+        process_options = ProcessOptions(
+            _process_devices(options.devices, self.device if options.device is None else options.device, nodes_here),
+            default_threads(nodes_here) if threads is None else threads,
+            600.0 if options.timeout_seconds is None else options.timeout_seconds,
+        )
+        if config.memory_share is not None:
+            config = replace(config, memory_share=config.memory_share / _most_on_a_device(process_options, nodes_here))
 
         def record(report: StepReport) -> None:
             for event in report.events:
                 self.ledger.record(event)
             recorder(report)
 
+        self._last = None
         if config.start is not None:
             config.start.fill(ledger=self.ledger)
-        if config.start is None:
-            self._last = None
         if under_torchrun():
             if int(os.environ["RANK"]) != 0:
                 recorder.progress = False
-            outcome = join(config, options, record)
+            outcome = join(config, process_options, record)
         else:
             with tempfile.TemporaryDirectory(prefix="vsim-") as name:
                 folder = Path(name)
@@ -397,11 +329,10 @@ class Trainer:
                 saving = config.saving or Saving(folder, None, wanted=False)
                 config = replace(config, saving=saving)
                 try:
-                    outcome = train_in_processes(config, options, record, folder)
+                    outcome = train_in_processes(config, process_options, record, folder)
                 except Interrupted:
                     self._last = kept_in_memory(saving)
                     raise
-            self._last = None
         skeleton = Replicas.of(self.model, 1, torch.device("cpu"))
         return skeleton.as_module(outcome.weights, outcome.buffers, like=self.model)
 
@@ -451,24 +382,3 @@ def _most_on_a_device(options: ProcessOptions, nodes_here: int) -> int:
     """Return how many processes of this machine share the memory of a device, at most."""
     places = [options.devices[node % len(options.devices)] for node in range(nodes_here)]
     return max(Counter(str(place) if place.type == "cuda" else place.type for place in places).values())
-
-
-def _at_least_one(name: str, value: int | None) -> int | None:
-    return None if value is None else whole_number(name, value)
-
-
-def _minibatch_size(batch_size: int, minibatch_size: int | None, pieces: int | None) -> int | None:
-    """Return the size of the pieces that gradients are accumulated over, None for one piece."""
-    if minibatch_size is not None and pieces is not None:
-        raise TypeError("minibatch_size and gradient_accumulation say the same thing; give one of them")
-    name, value = ("gradient_accumulation", pieces) if minibatch_size is None else ("minibatch_size", minibatch_size)
-    if value is None:
-        return None
-    value = whole_number(name, value, at_most=batch_size)
-    if batch_size % value:
-        divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
-        raise ValueError(
-            f"batch_size {batch_size} cannot be divided by {name} {value}; {name} may be one of {divisors}"
-        )
-    size = value if minibatch_size is not None else batch_size // value
-    return None if size == batch_size else size

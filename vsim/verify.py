@@ -26,7 +26,7 @@ from vsim.process.difference import Difference, difference, largest_magnitude, u
 from vsim.records.history import COLUMNS, OF_THE_MACHINE
 from vsim.strategy.base import Strategy
 from vsim.trainer import Trainer
-from vsim.training.loop import Run
+from vsim.training.member import Member
 
 # What is compared of a step, in this order.
 KINDS = ("losses", "weights", "buffers", "optimizer state", "global weights", "ledger", "history")
@@ -227,7 +227,7 @@ class StateWriter:
 
     folder: Path
 
-    def __call__(self, run: Run) -> None:
+    def __call__(self, run: Member) -> None:
         cluster, strategy = run.cluster, run.strategy
         step, replicas = cluster.step, cluster.replicas
         matrices, tensors = _optimizer_state(strategy)
@@ -268,8 +268,8 @@ def _optimizer_state(strategy: Strategy) -> tuple[dict[str, Tensor], dict[str, T
                 of = f" of {replicas.layout[j].name if len(by_parameter) == len(replicas.layout) else f'parameter {j}'}"
             for key, first in states[0].items():
                 value = torch.stack([state[key] for state in states]) if each else first
-                if first.dim() and first.shape[-1] == replicas.num_parameters:
-                    matrices[prefix + key] = value
+                if first.dim() and first.shape[-1] in (replicas.num_parameters, replicas.weights.stride(0)):
+                    matrices[prefix + key] = value[..., : replicas.num_parameters]  # without the gaps between rows
                 else:
                     tensors[prefix + key + of] = value
     return matrices, tensors

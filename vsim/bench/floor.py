@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from vsim.training.loop import Run
+from vsim.training.member import Run
 
 # What a step cannot do without. What only moves data, adds or allocates is not counted.
 _FLOOR = frozenset(
@@ -51,9 +51,10 @@ class Floor:
     """What a step cannot do without, to be timed: every operation by itself, as often as the step calls it."""
 
     def __init__(self, run: Run) -> None:
+        member, group = run.only
         with _Calls() as calls:
-            run.executor.losses_and_grads(next(run.batches))
-            run.strategy.take_step()
+            group.executor.losses_and_grads(next(group.batches))
+            member.strategy.take_step()
         self.calls = [(calls.samples[kind], count) for kind, count in calls.counts.items()]
 
     @torch.no_grad()

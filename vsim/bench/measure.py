@@ -27,7 +27,8 @@ from vsim.engine.activations import activation_bytes
 from vsim.engine.memory import optimizer_bytes, step_moments
 from vsim.strategy import Strategy
 from vsim.trainer import Trainer
-from vsim.training.loop import Run, steps
+from vsim.training.loop import steps
+from vsim.training.member import Run
 
 _MOST_STEPS_TO_SETTLE = 40  # executor="auto" makes its trials, and steps are recorded
 _STEPS_A_TURN = 10  # of a strategy, so that a sync every 10 steps takes part once
@@ -135,9 +136,10 @@ def bench_strategies(
             line.seconds = {label: statistics.median(t) / _STEPS_A_TURN for label, t in times.items()}
             line.ratios = _ratios(times, next(iter(times)))
             for label, run in runs.items():
-                replicas = run.cluster.replicas
+                member, _ = run.only
+                replicas = member.cluster.replicas
                 held = replicas.weights.nbytes + replicas.grads.nbytes
-                line.held_bytes[label] = held + optimizer_bytes(run.strategy.optim)
+                line.held_bytes[label] = held + optimizer_bytes(member.strategy.optim)
             lines.append(line)
             if progress is not None:
                 progress(line)
@@ -153,7 +155,8 @@ def _settle(turn: Callable[[], object], run: Run) -> None:
     """Take turns until the next ones are going to be computed in the same way."""
     for _ in range(_MOST_STEPS_TO_SETTLE):
         turn()
-        if run.done > 1 and run.executor.is_ready:
+        member, group = run.only
+        if member.done > 1 and group.executor.is_ready:
             return
 
 
@@ -203,9 +206,9 @@ def _measure(name: str, workload: Workload, num_nodes: int, compile: bool, round
     line.floor_seconds = statistics.median(times.pop("floor"))
     line.seconds = {label: statistics.median(values) for label, values in times.items()}
     line.ratios = _ratios(times, "separate")
-    line.chosen = runs["auto"].executor.name
+    line.chosen = runs["auto"].groups[0].executor.name
     with FlopCounterMode(display=False) as counter:  # of the loop: convolutions in groups are counted wrongly
-        runs["loop"].executor.losses_and_grads(batch)
+        runs["loop"].groups[0].executor.losses_and_grads(batch)
     flops = counter.get_total_flops()
     line.share_of_peak = flops / line.seconds["vmap"] / peak_flops(batch[0].device)
     line.memory_ratio = memory_ratio(runs["vmap"], batch)
@@ -217,9 +220,10 @@ def memory_ratio(run: Run, batch: list[Tensor]) -> float:
 
     Activations are what eager PyTorch keeps for a backward pass of the nodes that are computed at once.
     """
-    executor, replicas = run.executor, run.cluster.replicas
+    member, group = run.only
+    executor, replicas = group.executor, member.cluster.replicas
     assert isinstance(executor, VmapExecutor)
-    matrices = replicas.weights.nbytes + replicas.grads.nbytes + optimizer_bytes(run.strategy.optim)
+    matrices = replicas.weights.nbytes + replicas.grads.nbytes + optimizer_bytes(member.strategy.optim)
     at_once = max(piece.rows.stop - piece.rows.start for piece in executor.pieces)
     activations = at_once * activation_bytes(executor, [t[0] for t in batch])
     return (matrices + max(step_moments(executor, batch))) / (matrices + activations)
@@ -246,7 +250,7 @@ def run_of(
 ) -> Run:
     """A run whose every epoch is one step on the same batch."""
     trainer = Trainer(model, TensorDataset(*examples))
-    run = trainer.set_up(
+    run = trainer.prepare(
         strategy=strategy,
         num_nodes=num_nodes,
         max_steps=10_000,  # so long that "auto" may try everything
@@ -255,7 +259,7 @@ def run_of(
         progress=False,
         **options,
     )
-    assert run is not None
-    (batch,) = itertools.islice(run.batches, 1)
-    run.batches = itertools.repeat(batch)
+    _, group = run.only
+    (batch,) = itertools.islice(group.batches, 1)
+    group.batches = itertools.repeat(batch)
     return run

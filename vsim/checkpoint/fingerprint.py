@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,15 @@ from vsim.checkpoint.files import layout_of
 from vsim.checkpoint.resume import HORIZON
 from vsim.cluster.state import described
 from vsim.strategy.base import Strategy
-from vsim.training.config import RunConfig
-from vsim.training.loop import Run
+
+if TYPE_CHECKING:
+    from vsim.training.config import RunConfig
+    from vsim.training.member import Member
 
 _LONG = 256  # entries of a list above which it is compared as a whole
 
 
-def fingerprint(config: RunConfig, run: Run, lengths: list[int]) -> dict[str, Any]:
+def fingerprint(config: RunConfig, run: Member, lengths: list[int]) -> dict[str, Any]:
     """Return argument → value, of everything that the course of a run depends on but its number of steps.
 
     Args:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,143 +13,24 @@ from vsim.checkpoint.files import (
     Checkpoint,
     CheckpointError,
     checkpoint_path,
-    checkpoints_in,
     copy_record,
     differences,
     layout_of,
-    load_checkpoint,
-    prepare_folder,
     prune,
-    step_of,
 )
 from vsim.checkpoint.restore import Restorer, write_rows
-from vsim.cluster.ledger import Ledger
+from vsim.checkpoint.start import Saving
 from vsim.cluster.optim import NodeOptimizers, torch_optimizers
 from vsim.cluster.randomness import global_states, set_global_states
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import Shard, Snapshot
 from vsim.records.history import History
-from vsim.training.loop import Run, check_weights
+
+if TYPE_CHECKING:
+    from vsim.training.member import Member
 
 # In a fingerprint, what may differ in a run that goes on: its own rule is in `_check_same`.
 HORIZON = "steps of the learning-rate schedule"
-
-
-# What a user asks for ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run goes on: a checkpoint, or the file of one, which every process reads for itself."""
-
-    checkpoint: Checkpoint | Path
-    forks: bool = False
-    keeps_optimizer: bool = True
-
-    def open(self) -> Checkpoint:
-        """Return the checkpoint."""
-        if isinstance(self.checkpoint, Checkpoint):
-            return self.checkpoint
-        checkpoint = load_checkpoint(self.checkpoint)
-        checkpoint.forks, checkpoint.keeps_optimizer = self.forks, self.keeps_optimizer
-        return checkpoint
-
-    def fill(self, history: History | None = None, ledger: Ledger | None = None) -> None:
-        """Fill an empty history or ledger with what was done before, unless this is a fork."""
-        checkpoint = self.open()
-        if not checkpoint.forks:
-            copy_record(checkpoint, history, ledger)
-
-    def shipped(self, folder: Path) -> Start:
-        """Return it as a file, which is written to `folder` if there is none."""
-        checkpoint = self.open()
-        path = checkpoint.path
-        if path is None:
-            path = folder / "start.safetensors"
-            checkpoint.save(path)
-        return Start(path, checkpoint.forks, checkpoint.keeps_optimizer)
-
-
-@dataclass(frozen=True)
-class Saving:
-    """Where a run is saved, and when.
-
-    Attributes:
-        folder: gets a file a checkpoint.
-        interval: steps between checkpoints; None: only at the end, and when the run is interrupted.
-        wanted: whether the user asked for it. If not, only an interrupted run is saved, to go on with in this process.
-    """
-
-    folder: Path
-    interval: int | None
-    wanted: bool = True
-
-
-def start_of(resume: Any, save_dir: str | Path | None, last: Run | Checkpoint | None) -> Start | None:
-    """Return where a run goes on that is given `resume`; None: at the beginning.
-
-    Args:
-        resume: True (from `save_dir`, or without one from the `last` run of this trainer), a file, a folder, or a
-            Checkpoint; False or None for a new run.
-    """
-    if resume is None or resume is False:
-        return None
-    if isinstance(resume, Checkpoint):
-        return Start(resume)
-    if resume is True and save_dir is None:
-        if last is None:
-            raise CheckpointError(
-                "resume=True without save_dir goes on with this trainer's last run, and there is none in memory; give "
-                "save_dir, or the path of a checkpoint"
-            )
-        return Start(last if isinstance(last, Checkpoint) else captured(last))
-    if resume is not True and not isinstance(resume, str | Path):
-        raise TypeError(f"resume must be True, a path or a Checkpoint, got {resume!r}")
-    return Start(load_checkpoint(save_dir if resume is True else resume))  # type: ignore[arg-type]
-
-
-def saving_of(checkpoint_interval: int | None, save_dir: str | Path | None, start: Start | None) -> Saving | None:
-    """Return where a run is saved; None: nowhere.
-
-    Raises:
-        CheckpointError: the folder cannot be written to, or what is in it is of another run, or of later steps.
-        TypeError, ValueError: checkpoint_interval without save_dir, or save_dir is no path.
-    """
-    if save_dir is None:
-        if checkpoint_interval is not None:
-            raise ValueError("checkpoint_interval has no effect without save_dir, the folder to save to")
-        return None
-    if not isinstance(save_dir, str | Path):
-        raise TypeError(f"save_dir must be the path of a folder, got {save_dir!r}")
-    folder = Path(save_dir).absolute()
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"save_dir {str(save_dir)!r} is not a folder")
-    found = checkpoints_in(folder)
-    if found and not _goes_on_in(found, start):
-        raise CheckpointError(
-            f"save_dir {str(save_dir)!r} holds the checkpoints of a run, up to {found[-1].name}; give resume=True to "
-            "go on with it, or another save_dir"
-        )
-    prepare_folder(folder)
-    return Saving(folder, checkpoint_interval)
-
-
-def _goes_on_in(found: list[Path], start: Start | None) -> bool:
-    """Whether a run that begins at `start` goes on with the one whose checkpoints were found."""
-    if start is None or start.open().forks:
-        return False
-    checkpoint = start.open()
-    return checkpoint.path in found or step_of(found[-1]) <= checkpoint.step
-
-
-def kept_in_memory(saving: Saving) -> Checkpoint | None:
-    """Return what processes saved of an interrupted run, to go on with when their folder may be gone."""
-    if not checkpoints_in(saving.folder):
-        return None
-    checkpoint = load_checkpoint(saving.folder)
-    if not saving.wanted:
-        checkpoint.path = None
-    return checkpoint
 
 
 # Taking a checkpoint -------------------------------------------------------------------------------------------------
@@ -168,18 +47,18 @@ class Checkpointer:
         self.saving, self.history = saving, history
         self._fixed: dict[str, str] = {}
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: Member) -> None:
         """Look at everything once, so that what cannot be saved is said before training."""
         if self.saving.wanted:
             self._fixed = _snapshot(run, None).fixed
 
-    def after_step(self, run: Run) -> None:
+    def after_step(self, run: Member) -> None:
         """Save, if it is time to."""
         interval = self.saving.interval
         if self.saving.wanted and (run.done == run.max_steps or (interval and run.done % interval == 0)):
             self._save(run)
 
-    def on_interrupt(self, run: Run) -> None:
+    def on_interrupt(self, run: Member) -> None:
         """Save a run that stops here."""
         if not self.saving.wanted:
             try:
@@ -189,8 +68,8 @@ class Checkpointer:
         elif not checkpoint_path(self.saving.folder, run.done).exists() or self.history is None:
             self._save(run)
 
-    def _save(self, run: Run) -> None:
-        check_weights(run)
+    def _save(self, run: Member) -> None:
+        run.check_weights()
         snapshot = _snapshot(run, None)
         made = {path: what for path, what in snapshot.fixed.items() if self._fixed.get(path, what) != what}
         made |= {path: what for path, what in snapshot.fixed.items() if self._fixed and path not in self._fixed}
@@ -210,7 +89,7 @@ class Checkpointer:
                 run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
 
 
-def captured(run: Run) -> Checkpoint:
+def captured(run: Member) -> Checkpoint:
     """Return the checkpoint of a run in the simulator that was interrupted or has ended.
 
     Its tensors share the memory of the run.
@@ -224,10 +103,10 @@ def captured(run: Run) -> Checkpoint:
             f"the last run stopped in the middle of step {run.cluster.step}, so that nothing whole is left of it in "
             "memory; resume from a checkpoint that it saved, or start anew"
         )
-    return _checkpoint(run, [_snapshot(run, run.random_states).shard()], history)
+    return _checkpoint(run, [_snapshot(run, run.left_states).shard()], history)
 
 
-def _checkpoint(run: Run, shards: list[Shard], history: History) -> Checkpoint:
+def _checkpoint(run: Member, shards: list[Shard], history: History) -> Checkpoint:
     return Checkpoint(
         run.done,
         run.cluster.num_nodes,
@@ -240,22 +119,22 @@ def _checkpoint(run: Run, shards: list[Shard], history: History) -> Checkpoint:
     )
 
 
-def _roots(run: Run) -> dict[str, Any]:
+def _roots(run: Member) -> dict[str, Any]:
     """Name → what is saved and restored, in the order in which it must be."""
     replicas = run.cluster.replicas
-    loss = run.executor.objective.loss_fn
+    loss = run.objective.loss_fn
     return {
         "weights": replicas.weights,
         "buffers": replicas.buffers,
         "generator": run.cluster.generator,
-        "nodes": list(run.executor.generators),
+        "nodes": list(run.streams),
         "loss": dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {},
         "strategy": run.strategy,
         "model": {name: _own_attributes(module) for name, module in replicas.module.named_modules()},
     }
 
 
-def _known(run: Run) -> dict[str, Any]:
+def _known(run: Member) -> dict[str, Any]:
     cluster, replicas = run.cluster, run.cluster.replicas
     return {
         "cluster": cluster,
@@ -277,13 +156,13 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in common and isinstance(value, kinds)}
 
 
-def _snapshot(run: Run, random_states: dict[str, Any] | None) -> Snapshot:
+def _snapshot(run: Member, random_states: dict[str, Any] | None) -> Snapshot:
     random = global_states(run.cluster.weights.device) if random_states is None else random_states
     roots = {**_roots(run), "process": random}
     return Snapshot(roots, _known(run), {"gradients": run.cluster.grads})
 
 
-def _gathered(run: Run, own: Shard) -> list[Shard] | None:
+def _gathered(run: Member, own: Shard) -> list[Shard] | None:
     """Return the shards of all processes, at node 0; None at the others."""
     cluster = run.cluster
     if run.is_alone:
@@ -327,7 +206,7 @@ def _gathered(run: Run, own: Shard) -> list[Shard] | None:
 # Going on ------------------------------------------------------------------------------------------------------------
 
 
-def resume(run: Run, checkpoint: Checkpoint) -> None:
+def resume(run: Member, checkpoint: Checkpoint) -> None:
     """Bring a run that was set up anew to where the checkpoint's was.
 
     Raises:
@@ -340,7 +219,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
             f"the checkpoint is at step {checkpoint.step}, and max_steps={run.max_steps} is not beyond it; give a "
             "larger max_steps"
         )
-    run.done = run.cluster.step = run.cluster.collectives.step = checkpoint.step
+    run.cluster.completed = run.cluster.step = checkpoint.step
     run.examples = checkpoint.examples
     run.tokens = int(tokens) if (tokens := checkpoint.history.last("tokens")) == tokens else 0  # NaN: no tokens
     if checkpoint.forks:
@@ -358,7 +237,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     copy_record(checkpoint, None, run.ledger)
 
 
-def _restore(run: Run, checkpoint: Checkpoint) -> None:
+def _restore(run: Member, checkpoint: Checkpoint) -> None:
     restorer = _restorer(run, checkpoint, checkpoint.shards)
     for name, live in _roots(run).items():
         restored = restorer.restore(name, live)
@@ -369,7 +248,7 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
         set_global_states(restorer.restore("process", {}), run.cluster.weights.device)
 
 
-def _restorer(run: Run, checkpoint: Checkpoint, shards: list[Shard]) -> Restorer:
+def _restorer(run: Member, checkpoint: Checkpoint, shards: list[Shard]) -> Restorer:
     nodes, num_nodes = run.cluster.replicas.nodes, run.cluster.num_nodes
     together_here = len(nodes) == num_nodes
     if not checkpoint.together and not together_here:
@@ -379,7 +258,7 @@ def _restorer(run: Run, checkpoint: Checkpoint, shards: list[Shard]) -> Restorer
     return Restorer(shards, cut, num_nodes, _known(run), memory, run.cluster.weights.device)
 
 
-def _check_same(run: Run, checkpoint: Checkpoint) -> None:
+def _check_same(run: Member, checkpoint: Checkpoint) -> None:
     saved, given = dict(checkpoint.fingerprint), dict(run.fingerprint)
     horizons = saved.pop(HORIZON, None), given.pop(HORIZON, None)
     changes = list(differences(saved, given))
@@ -405,10 +284,9 @@ def begin_fork(checkpoint: Checkpoint, replicas: Replicas) -> None:
         write_rows(buffer, mean.to(buffer).expand_as(buffer)) if buffer.dim() > 1 else buffer.copy_(mean)
 
 
-def _go_on_as_fork(run: Run, checkpoint: Checkpoint) -> None:
+def _go_on_as_fork(run: Member, checkpoint: Checkpoint) -> None:
     cluster, strategy = run.cluster, run.strategy
     replicas = cluster.replicas
-    strategy.local_step = checkpoint.step
     for optimizer in torch_optimizers(strategy.optim):
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or the schedulers warn that it has not stepped yet
     for _ in range(checkpoint.step):
@@ -416,7 +294,7 @@ def _go_on_as_fork(run: Run, checkpoint: Checkpoint) -> None:
             scheduler.step()
     streams = _node_streams(checkpoint)
     same_device = checkpoint.fingerprint["device"] == run.fingerprint["device"]
-    for node, stream in zip(replicas.nodes, run.executor.generators, strict=True):
+    for node, stream in zip(replicas.nodes, run.streams, strict=True):
         if node < len(streams) and same_device:
             stream.set_state(streams[node])
     if checkpoint.num_nodes != cluster.num_nodes:

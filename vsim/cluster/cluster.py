@@ -29,7 +29,7 @@ class Cluster:
         max_steps: the number of steps of the whole run.
         deterministic: whether results must have the bits of the multi-process run.
         compile: whether to use compiled kernels where that pays.
-        step: t, the number of optimizer steps completed; during a step, that step is counted already.
+        completed: t, the optimizer steps completed.
     """
 
     replicas: Replicas
@@ -39,7 +39,16 @@ class Cluster:
     max_steps: int
     deterministic: bool = False
     compile: bool = False
-    step: int = 0
+    completed: int = 0
+
+    @property
+    def step(self) -> int:
+        """The step that is being taken, the first being 1; between two steps, the number of those completed."""
+        return self.collectives.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.collectives.step = step
 
     @property
     def num_nodes(self) -> int:

@@ -1,20 +1,17 @@
-"""torch.optim on stacked rows: optimizers by specification, learning-rate schedules, clipping by node."""
+"""torch.optim on stacked rows: optimizers by specification, clipping by node."""
 
 from __future__ import annotations
 
-import copy
 import inspect
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-from vsim.arguments import one_of, only_one, real_number, reject_unknown, true_or_false, whole_number
-from vsim.cluster.replicas import Replicas
+from vsim.arguments import one_of, only_one, real_number, reject_unknown
+from vsim.cluster.replicas import Replicas, with_gaps
 from vsim.cluster.state import Stateful
 
 # Every element of the update depends on that element alone, so that one optimizer over the (K, P) matrix is K
@@ -36,9 +33,6 @@ ELEMENTWISE = frozenset(
 )
 # One pass over memory instead of one for each operation; the last bits differ from the separate operations'.
 _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
-# Rows of so many elements are worth calls of their own: they stay in the caches from one operation to the next, and
-# temporaries have the size of one.
-_LONG_ROW = 2**16
 _CHOICE_OF_KERNEL = {"fused", "foreach", "differentiable", "capturable"}
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -46,7 +40,6 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     for name, cls in vars(torch.optim).items()
     if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
 }
-SCHEDULES = ("cosine", "lambda_cosine")
 
 
 class OptimSpec:
@@ -137,15 +130,19 @@ class OptimSpec:
         return self.build_over(replicas.weights, replicas.grads[: len(replicas.weights)], deterministic)
 
     def build_over(self, weights: Tensor, grads: Tensor, deterministic: bool) -> Optimizer:
-        """Build one optimizer that updates stacked `weights` (R, P), or a shared row (P,), in place from `grads`."""
+        """Build one optimizer that updates stacked `weights` (R, P), or a shared row (P,), in place from `grads`.
+
+        A matrix is stepped with the gaps between its rows, as one dense parameter (R, pitch): fused kernels go over
+        memory in whole vectors then, so that equal rows are rounded alike wherever a thread's part ends.
+        """
         kwargs = dict(self.kwargs)
-        if self.cls in _FUSED and not deterministic and not _CHOICE_OF_KERNEL & kwargs.keys():
-            kwargs["fused"] = True
-        # Fused with a tensor for every row: what is rounded in another way (see `_fills_lines`) are the same entries on
-        # all nodes, and nodes that are equal stay equal.
-        by_row = weights.dim() == 2 and (kwargs.get("fused") or weights.shape[1] >= _LONG_ROW)
-        rows = zip(weights, grads, strict=True) if by_row else [(weights, grads)]
-        return self.cls([_with_grad(w, g) for w, g in rows], **kwargs)
+        if not deterministic:
+            if self.cls in _FUSED and not _CHOICE_OF_KERNEL & kwargs.keys():
+                kwargs["fused"] = True
+        elif kwargs.get("fused") and weights.dim() == 2:
+            # The last entries of a node's own parameters are no whole vector, and are rounded in another way.
+            return self.cls([_with_grad(w, g) for w, g in zip(weights, grads, strict=True)], **kwargs)
+        return self.cls([_with_grad(with_gaps(weights), with_gaps(grads))], **kwargs)
 
     def __repr__(self) -> str:
         return f"OptimSpec({', '.join([self.cls.__name__, *(f'{k}={v!r}' for k, v in self.kwargs.items())])})"
@@ -242,133 +239,6 @@ def resolve_optim(
         return spec
     name = next(name for name, value in rates.items() if value is not None)
     return OptimSpec(spec.cls, **{**spec.kwargs, "lr": real_number(name, rate, at_least=0)})
-
-
-def warmup_cosine(warmup_steps: int, cosine_anneal: bool, max_steps: int) -> Callable[[int], float]:
-    """Return the factor on the peak learning rate at 0-based step s.
-
-    s / w while s < w; afterwards 1, or with `cosine_anneal` 0.1 + 0.45 · (1 + cos(π · (s − w) / (T − w))), held at
-    its last value from step T on.
-    """
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return step / warmup_steps
-        if not cosine_anneal:
-            return 1.0
-        progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
-
-    return factor
-
-
-class Schedule:
-    """A learning-rate schedule that is not built yet.
-
-    Args:
-        scheduler: a torch.optim.lr_scheduler class; "cosine" (warm-up, then cosine annealing) or "lambda_cosine" (the
-            same, annealing only if asked); or None.
-        kwargs: its arguments; for the named ones `warmup_steps`, `cosine_anneal`, `max_steps`.
-        warmup_steps, cosine_anneal, max_steps: the same for the named ones, outside of `kwargs`. Giving a warm-up or
-            annealing is enough to have the named schedule. `max_steps` None is the run's number of steps.
-
-    Raises:
-        TypeError, ValueError: an argument would have no effect, is given twice or is out of range.
-    """
-
-    def __init__(
-        self,
-        scheduler: type[LRScheduler] | str | None,
-        kwargs: Mapping[str, Any] | None,
-        warmup_steps: int | None,
-        cosine_anneal: bool | None,
-        max_steps: int | None,
-    ) -> None:
-        named = {"warmup_steps": warmup_steps, "cosine_anneal": cosine_anneal, "max_steps": max_steps}
-        given = {name: value for name, value in named.items() if value is not None}
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise TypeError(f"lr_scheduler_kwargs must be a dict of the scheduler's arguments, got {kwargs!r}")
-        self.kwargs = dict(kwargs or {})
-        self.cls: type[LRScheduler] | None = None
-        self.named = isinstance(scheduler, str) or (
-            scheduler is None and bool(given.get("warmup_steps") or given.get("cosine_anneal"))
-        )
-        if self.named:
-            self._check_named(scheduler, given)
-        elif scheduler is None:
-            idle = {"lr_scheduler_kwargs": self.kwargs, "max_steps": max_steps}
-            names = [name for name, value in idle.items() if value]
-            if names:
-                raise TypeError(f"{' and '.join(names)} has no effect without lr_scheduler=")
-        else:
-            self._check_class(scheduler, [name for name, value in given.items() if value])
-
-    def _check_named(self, scheduler: Any, given: dict[str, Any]) -> None:
-        name = one_of("lr_scheduler", scheduler or "lambda_cosine", SCHEDULES)
-        reject_unknown(self.kwargs, ["warmup_steps", "cosine_anneal", "max_steps"], "lr_scheduler_kwargs")
-        twice = self.kwargs.keys() & given.keys()
-        if twice:
-            raise TypeError(f"{', '.join(sorted(twice))} is given twice: in lr_scheduler_kwargs and beside it")
-        self.kwargs = {"warmup_steps": 0, "cosine_anneal": name == "cosine", **self.kwargs, **given}
-        whole_number("warmup_steps", self.kwargs["warmup_steps"], at_least=0)
-        true_or_false("cosine_anneal", self.kwargs["cosine_anneal"])
-        if self.kwargs.get("max_steps") is not None:
-            whole_number("max_steps", self.kwargs["max_steps"])
-
-    def _check_class(self, scheduler: Any, given: list[str]) -> None:
-        if not (isinstance(scheduler, type) and issubclass(scheduler, LRScheduler)):
-            raise TypeError(
-                f"lr_scheduler must be a torch.optim.lr_scheduler class or one of {', '.join(SCHEDULES)}, "
-                f"got {scheduler!r}"
-            )
-        if issubclass(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ValueError("ReduceLROnPlateau needs a metric at every step, which a strategy does not have")
-        if given:
-            raise TypeError(
-                f"{', '.join(given)} belongs to the named schedules {SCHEDULES}; give {scheduler.__name__} its "
-                "arguments as lr_scheduler_kwargs"
-            )
-        parameters = inspect.signature(scheduler).parameters.values()
-        valid = [p.name for p in parameters if p.name != "optimizer"]
-        reject_unknown(self.kwargs, valid, f"lr_scheduler_kwargs of {scheduler.__name__}")
-        self.cls = scheduler
-        if scheduler.__module__ == LRScheduler.__module__:
-            self._check_torchs(scheduler)
-
-    def _check_torchs(self, scheduler: type[LRScheduler]) -> None:
-        """Take one step with one of torch's, so that its arguments are checked now."""
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
-        try:
-            own = scheduler(optimizer, **copy.deepcopy(self.kwargs))
-            optimizer.step()
-            own.step()
-        except Exception as error:
-            given = ", ".join(f"{name}={value!r}" for name, value in self.kwargs.items())
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"lr_scheduler {scheduler.__name__}({given}) is not possible: {error}") from error
-
-    def horizon(self, max_steps: int) -> int | None:
-        """Return the steps that the schedule anneals over in a run of `max_steps` steps; None: it does not."""
-        return (self.kwargs.get("max_steps") or max_steps) if self.named and self.kwargs["cosine_anneal"] else None
-
-    def build(self, optimizer: StackedOptimizer, max_steps: int) -> list[LRScheduler]:
-        """Return the schedulers to step after every optimizer step of a run of `max_steps` steps.
-
-        Raises:
-            ValueError: the schedule is shorter than the run.
-        """
-        if self.named:
-            kwargs = {**self.kwargs, "max_steps": self.kwargs.get("max_steps") or max_steps}
-            return [LambdaLR(o, warmup_cosine(**kwargs)) for o in torch_optimizers(optimizer)]
-        cls = self.cls
-        schedulers = [] if cls is None else [cls(o, **self.kwargs) for o in torch_optimizers(optimizer)]
-        for scheduler in schedulers:
-            if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < max_steps:
-                raise ValueError(
-                    f"OneCycleLR is over after {scheduler.total_steps} steps, and the run has {max_steps}: give it "
-                    f"total_steps={max_steps} in lr_scheduler_kwargs"
-                )
-        return schedulers
 
 
 def clip_by_node(replicas: Replicas, max_norm: float, exact: bool) -> None:

@@ -80,6 +80,30 @@ def set_global_states(states: dict[str, Any], device: torch.device) -> None:
     random.setstate(states["python"])
 
 
+class OwnGlobals:
+    """The global random generators as one member of a run would find them alone.
+
+    Args:
+        seed: theirs follow from it, as in `isolated`. device: whose generators belong to them.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        with isolated(seed, device):
+            self.states = global_states(device)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Within this context the process's generators are this member's, which move on by what is drawn."""
+        before = global_states(self.device)
+        set_global_states(self.states, self.device)
+        try:
+            yield
+        finally:
+            self.states = global_states(self.device)
+            set_global_states(before, self.device)
+
+
 @contextmanager
 def preserved() -> Iterator[None]:
     """Put the global generators of torch (on the CPU), numpy and Python back at the end of a block."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vsim_kernels.alignment import empty_rows
+from vsim_kernels.alignment import ALIGNMENT
 
 Views = dict[str, Tensor]
 
@@ -31,9 +31,9 @@ class Replicas:
         module: a private copy of the user's model: the code and the module tree. Its own tensors are not used.
         layout: the column range of every trainable parameter, in the order of `model.named_parameters()`.
             Tied parameters are one range, under the first of their names.
-        weights: stacked (K, P), one row a node; rows are contiguous and begin at multiples of 64 bytes, with gaps
-            between them if need be (see `vsim_kernels.alignment`). (1, P) where the nodes are equal and share
-            one row.
+        weights: stacked (K, P), one row a node; rows are contiguous and begin at multiples of 64 bytes, with gaps of
+            zeros behind them if need be (see `vsim_kernels.alignment`, and `with_gaps`). (1, P) where the nodes are
+            equal and share one row.
         grads: stacked (K, P), likewise; (1, P) where only the mean over the nodes is wanted. Entries of parameters that
             the loss does not reach are zero.
         num_held: the nodes held here: K in the simulator.
@@ -71,22 +71,48 @@ class Replicas:
             ValueError: nothing is trainable, a parameter is not initialised yet or has gradient hooks, or the trainable
                 parameters do not share one floating-point dtype and one device; the odd ones are named.
         """
-        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        _check_trainable(trainable)
-        _check_present(model)
-        module = _copied(model).to(device)
+        replicas = cls.of_several([model], [num_nodes], device, share_weights, share_grads)
+        replicas.first_node = first_node
+        return replicas
 
+    @classmethod
+    def of_several(
+        cls,
+        models: Sequence[nn.Module],
+        counts: Sequence[int],
+        device: torch.device,
+        share_weights: bool = False,
+        share_grads: bool = False,
+    ) -> Replicas:
+        """Put so many copies of each of several models below each other; see `of`.
+
+        Args:
+            models: alike but for the values of their weights and buffers; the code is that of the first.
+            counts: the nodes of each. With `share_weights` there is one model.
+        """
+        trainable = {name: p for name, p in models[0].named_parameters() if p.requires_grad}
+        _check_trainable(trainable)
+        _check_present(models[0])
+        module = _copied(models[0]).to(device)
         layout, start = [], 0
         for name, p in trainable.items():
             layout.append(Columns(name, p.shape, start, start + p.numel()))
             start += p.numel()
+        num_held, dtype = sum(counts), next(iter(trainable.values())).dtype
+        weights = matrix(1 if share_weights else num_held, start, dtype, device)
+        grads = matrix(1 if share_grads else num_held, start, dtype, device)
+        buffers = {n: b.new_empty(num_held, *b.shape) for n, b in module.named_buffers()}
+        first = 0
         with torch.no_grad():
-            row = torch.cat([p.detach().reshape(-1).to(device) for p in trainable.values()])  # (P,)
-            weights = empty_rows(1 if share_weights else num_nodes, [start], row.dtype, device).copy_(row)
-            grads = empty_rows(1 if share_grads else num_nodes, [start], row.dtype, device).zero_()
-            buffers = {n: b.expand(num_nodes, *b.shape).clone() for n, b in module.named_buffers()}
+            for model, count in zip(models, counts, strict=True):
+                rows = slice(first, first + count)
+                own = dict(model.named_parameters())
+                weights[rows] = torch.cat([own[c.name].detach().reshape(-1).to(device) for c in layout])
+                for name, buffer in model.named_buffers():
+                    buffers[name][rows] = buffer.to(device)
+                first += count
         frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
-        return cls(module, layout, weights, grads, buffers, frozen, num_nodes, first_node)
+        return cls(module, layout, weights, grads, buffers, frozen, num_held)
 
     @property
     def shares_weights(self) -> bool:
@@ -113,17 +139,15 @@ class Replicas:
         lead = matrix.shape[:-1]
         return {c.name: matrix[..., c.start : c.stop].view((*lead, *c.shape)) for c in self.layout}
 
-    def rows(self, start: int, stop: int) -> Replicas:
-        """Return the nodes start … stop − 1 of those held here, sharing memory with this one."""
-        return Replicas(
-            self.module,
-            self.layout,
-            self.weights if self.shares_weights else self.weights[start:stop],
-            self.grads if self.shares_grads else self.grads[start:stop],
-            {name: buffer[start:stop] for name, buffer in self.buffers.items()},
-            self.frozen,
-            stop - start,
-            self.first_node + start,
+    def rows(self, start: int, stop: int, first_node: int | None = None) -> Replicas:
+        """Return rows start … stop − 1, sharing memory with this one; their nodes count from `first_node` if given."""
+        return replace(
+            self,
+            weights=self.weights if self.shares_weights else self.weights[start:stop],
+            grads=self.grads if self.shares_grads else self.grads[start:stop],
+            buffers={name: buffer[start:stop] for name, buffer in self.buffers.items()},
+            num_held=stop - start,
+            first_node=self.first_node + start if first_node is None else first_node,
         )
 
     def as_module(self, weights: Tensor, buffers: Mapping[str, Tensor], like: nn.Module) -> nn.Module:
@@ -136,6 +160,23 @@ class Replicas:
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
         return model
+
+
+def matrix(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a (num_rows, num_columns) matrix of zeros whose rows begin at multiples of 64 bytes, as do those after it.
+
+    The gaps are zeros too: they reach files, and optimizers step them.
+    """
+    unit = ALIGNMENT // dtype.itemsize
+    pitch = -(-num_columns // unit) * unit
+    return torch.zeros(num_rows, pitch, dtype=dtype, device=device)[:, :num_columns]
+
+
+def with_gaps(rows: Tensor) -> Tensor:
+    """Return rows (R, P) of a `matrix` with the gaps behind them, dense (R, pitch); a single row (P,) as it is."""
+    if rows.dim() < 2:
+        return rows
+    return rows.as_strided((len(rows), rows.stride(0)), rows.stride())
 
 
 def _check_trainable(trainable: Mapping[str, nn.Parameter]) -> None:

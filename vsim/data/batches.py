@@ -79,6 +79,12 @@ class Batches:
         self._options = options
         self._seed = seed
 
+    @property
+    def shared_in_memory(self) -> Dataset[Any] | None:
+        """The dataset that the nodes share, if it is held in tensors; else None."""
+        alone = len(self._datasets) == 1 and self._in_memory is not None and self._in_memory[0] is not None
+        return self._datasets[0] if alone else None
+
     def from_step(self, start_step: int = 0) -> Iterator[Any]:
         """Yield the stacked batch of every step from the 0-based `start_step` on, without end, on the CPU."""
         if self._in_memory is not None and all(stored is not None for stored in self._in_memory):
@@ -213,7 +219,7 @@ def check_tensors(batch: Any) -> None:
         )
 
 
-def in_memory(dataset: Dataset[Any]) -> Callable[[Tensor], list[Tensor]] | None:
+def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] | None:
     """Return a function from an index tensor (…) to the dataset's fields (…, *shape), if it is held in tensors.
 
     That is: a TensorDataset whose __getitem__ is its own, or a Subset of one.

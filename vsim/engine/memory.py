@@ -171,12 +171,12 @@ def _first(batch: Any, count: int) -> Any:
 
 
 def fitting_minibatch(
-    executor: Executor, optimizer: StackedOptimizer, batch: Any, batch_size: int, budget_bytes: float
+    executor: Executor, optimizers: Sequence[StackedOptimizer], batch: Any, batch_size: int, budget_bytes: float
 ) -> int:
     """Return the largest divisor of `batch_size` whose gradients fit in what this process may hold, 0 if none does.
 
     Args:
-        executor: computes them. optimizer: whose state is still to come. batch: a stacked batch (K, B, …).
+        executor: computes them. optimizers: whose state is still to come. batch: a stacked batch (K, B, …).
         budget_bytes: what the process may hold of the device's memory, with what it holds already.
     """
     grads = executor.replicas.grads
@@ -184,8 +184,8 @@ def fitting_minibatch(
     grads.zero_()
     occupied = occupied_bytes(grads.device)  # now, with all that a first computation loads
     allowance = _ALLOWANCE_CPU if grads.device.type == "cpu" else _ALLOWANCE
-    stepped = any(o.state for o in torch_optimizers(optimizer))
-    room = budget_bytes - occupied - (0 if stepped else optimizer_bytes(optimizer))
+    stepped = any(o.state for optimizer in optimizers for o in torch_optimizers(optimizer))
+    room = budget_bytes - occupied - (0 if stepped else sum(map(optimizer_bytes, optimizers)))
     return max((size for size in divisors(batch_size) if allowance * needed(size) <= room), default=0)
 
 

@@ -24,9 +24,9 @@ from vsim.engine import first_calls
 from vsim.process import settings
 from vsim.process.collectives import CollectiveFailure, completing
 from vsim.process.node import run_node
+from vsim.records.report import StepReport
 from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt, Interrupted
-from vsim.training.loop import StepReport
 
 # How long a node waits for the others' interpreters to start and to read the data that was shipped. One that dies
 # meanwhile is noticed by the parent, so that this may be generous.

@@ -22,9 +22,9 @@ import cloudpickle
 from vsim.process import settings
 from vsim.process.collectives import CollectiveFailure
 from vsim.process.node import Outcome, ProcessOptions, backend_for
+from vsim.records.report import Reporter
 from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt, Interrupted
-from vsim.training.loop import Reporter
 
 # A failure ends the run after so long: the others notice it and end by themselves, with their last words.
 _GRACE_SECONDS = 2.0

@@ -26,10 +26,12 @@ from vsim.engine import Executor
 from vsim.engine.base import check_depends, cloned, keep_assigned, write_or_add
 from vsim.process.collectives import ProcessCollectives
 from vsim.records.history import History
-from vsim.training.assemble import assemble
+from vsim.records.progress import Recorder
+from vsim.records.report import Reporter, StepReport
+from vsim.training.assemble import Part, assemble
 from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt
-from vsim.training.loop import Recorder, Reporter, StepReport, train
+from vsim.training.loop import train
 
 
 @dataclass
@@ -52,10 +54,10 @@ def run_node(config: RunConfig, device: torch.device, report: Reporter, interrup
     with isolated(config.seed, device):
         collectives = ProcessCollectives(Ledger(), config.deterministic)
         batches = NodeBatches(config, rank, collectives)
-        nodes = range(rank, rank + 1)
-        run = assemble(config, nodes, collectives, batches, EagerExecutor, device, report, history, interrupt)
+        part = Part(config, report, history, range(rank, rank + 1), collectives, batches)
+        run = assemble([part], EagerExecutor, device, interrupt)
         train(run)
-        cluster = run.cluster
+        cluster = run.members[0].cluster
         buffers = {name: b.cpu() for name, b in cluster.mean_buffers().items()}
         return Outcome(cluster.mean_weights().cpu(), buffers)
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 from vsim.arguments import one_of, reject_unknown
 from vsim.cluster.randomness import preserved
 from vsim.records.history import csv_field
-from vsim.training.loop import StepReport
+from vsim.records.report import StepReport
 
 Row = Mapping[str, float]
 X_AXES = ("step", "examples")

@@ -1,6 +1,7 @@
 """What a strategy is: an inner optimizer, and what the nodes communicate before and after it.
 
     gradients ─► modules' communicate_gradients ─► clip ─► optimizer ─► modules' communicate ─► schedule ─► t + 1
+                └────────── before_optimizer ──────────┘              └───── after_optimizer ─────┘
 
 A strategy is configured when it is made and holds no state then: a run works on a copy of its own, so that one object
 can be used for many runs.
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, TypedDict
 
 import torch
@@ -24,16 +24,16 @@ from vsim.cluster import Cluster
 from vsim.cluster.optim import (
     ELEMENTWISE,
     OptimSpec,
-    Schedule,
     StackedOptimizer,
     clip_by_node,
     resolve_optim,
     stepped_tensors,
     torch_optimizers,
 )
+from vsim.cluster.schedule import Schedule
 from vsim.cluster.state import Stateful
 from vsim.strategy.communicate import communicating_through
-from vsim.strategy.node import ByNode, StackedModel
+from vsim.strategy.node import PerNodeStep, StackedModel
 
 
 class CommunicationModule(Stateful):
@@ -146,31 +146,29 @@ class Strategy(Stateful):
         """Start a run on `cluster`. Called once, on the run's own copy of the strategy."""
         self.cluster = cluster
         self.num_nodes = cluster.num_nodes
-        self.local_step = 0
         self.model = StackedModel(cluster.replicas)
         self._init_node(self.model, cluster.replicas.first_node, cluster.num_nodes)
-        self._optim_has_stepped = False
+        self._check_optimizer()
+        self._stepped = [(p, p.grad) for p in stepped_tensors(self.optim)]
+        self.schedulers = self.schedule.build(self.optim, cluster.max_steps)
+        for module in self.communication_modules:
+            module.setup(cluster)
+
+    def _check_optimizer(self) -> None:
+        """Raise a TypeError if `_init_node` made an optimizer that is not the nodes' own optimizers side by side."""
         for optimizer in torch_optimizers(self.optim):
+            name = type(optimizer).__name__
             if type(optimizer) not in ELEMENTWISE and not hasattr(self.optim, "optimizers"):
-                name = type(optimizer).__name__
                 raise TypeError(
                     f"{name} may mix the elements of a tensor, so over stacked parameters it would mix nodes; "
                     f"build it with OptimSpec(torch.optim.{name}, …).build(self.model), one for each node"
                 )
             for group in optimizer.param_groups:
                 if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
-                    name = type(optimizer).__name__
                     raise TypeError(
                         f"a fused {name} takes tensors for contiguous, and stacked parameters are not; build it with "
                         f"OptimSpec(torch.optim.{name}, fused=True, …).build(self.model), one for each node"
                     )
-        # Of several (one for each node) the first is the one whose step begins the optimizer's, the last completes it.
-        torch_optimizers(self.optim)[0].register_step_pre_hook(self._before_optimizer_step)
-        torch_optimizers(self.optim)[-1].register_step_post_hook(self._note_optimizer_step)
-        self._stepped = [(p, p.grad) for p in stepped_tensors(self.optim)]
-        self.schedulers = self.schedule.build(self.optim, cluster.max_steps)
-        for module in self.communication_modules:
-            module.setup(cluster)
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         """Prepare the nodes; a subclass may extend this, and may set `self.optim`.
@@ -185,35 +183,71 @@ class Strategy(Stateful):
     def _setup_scheduler(self) -> None:
         """Nothing: the schedule is built when `_init_node` is done. Strategies written for EXO Gym call this there."""
 
+    @property
+    def local_step(self) -> int:
+        """Completed steps: 0 during the first."""
+        return self.cluster.completed
+
+    @property
+    def is_per_node(self) -> bool:
+        """Whether a subclass defines `step`, which may call the optimizer itself."""
+        return type(self).step is not Strategy.step
+
     @torch.no_grad()
     def take_step(self) -> None:
-        """Do step number `cluster.step`, whose gradients are in `cluster.grads`. The training loop calls this."""
-        self._optim_has_stepped = False
+        """Do step number `cluster.step`, whose gradients are in `cluster.grads`."""
         for parameter, grad in self._stepped:
-            if parameter.grad is None:  # a subclass may have called self.optim.zero_grad()
+            if parameter.grad is None:  # after self.optim.zero_grad() in the last step
                 parameter.grad = grad
-        # The same code runs at every step: the first is watched, and the others lose no time.
-        watched = self.local_step == 0 and type(self).step is not Strategy.step and not self.cluster.compile
-        with communicating_through(self.cluster.collectives), ByNode(self.model) if watched else nullcontext():
+        # The same code runs at every step, so that the first is watched for all.
+        watched = self.is_per_node and self.cluster.completed == 0 and not self.cluster.compile
+        optimizers = torch_optimizers(self.optim) if self.is_per_node else []
+        with (
+            communicating_through(self.cluster.collectives),
+            PerNodeStep(self.model, optimizers, self.clip, watched) as self._per_node,
+        ):
             self.step()
+        self.model.write_back()
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Do what comes before the optimizer; for the training loop, which steps the optimizers of many together."""
+        with communicating_through(self.cluster.collectives):
+            self.before_optimizer()
+
+    @torch.no_grad()
+    def finish_step(self) -> None:
+        """Do what comes after the optimizer."""
+        with communicating_through(self.cluster.collectives):
+            self.after_optimizer()
         self.model.write_back()
 
     def step(self) -> None:
         """One step of all nodes: gradients → communicate → clip → optimizer → communicate → schedule."""
+        self.before_optimizer()
+        if not self._per_node.has_stepped:
+            self.optim.step()
+        self.after_optimizer()
+
+    def before_optimizer(self) -> None:
+        """Communicate the gradients, and clip them, which for per-node code happens where it steps its optimizer."""
         self.model.write_back()
         for module in self.communication_modules:
             module.communicate_gradients(self.cluster)
-        if not self._optim_has_stepped:  # a subclass may have called self.optim.step() itself
-            self.optim.step()
+        if not self.is_per_node:
+            self.clip()
+
+    def after_optimizer(self) -> None:
+        """Communicate the weights, move on in the schedule, and count the step."""
         for module in self.communication_modules:
             module.communicate(self.cluster)
         for scheduler in self.schedulers:
             scheduler.step()
-        self.local_step += 1
+        self.cluster.completed = self.cluster.step
 
     def state_dict(self) -> dict[str, Any]:
         """Return name → state of a run: all attributes, modules and optimizers included."""
-        derived = ("_stepped", "settings")
+        derived = ("_stepped", "_per_node", "settings")
         return {name: value for name, value in vars(self).items() if name not in derived}
 
     def clip(self) -> None:
@@ -233,14 +267,6 @@ class Strategy(Stateful):
             if weights is not None:
                 return weights
         return self.cluster.mean_weights()
-
-    def _before_optimizer_step(self, *_: Any) -> None:
-        # Here, so that the gradients are clipped whoever calls `self.optim.step()`.
-        self.model.write_back()
-        self.clip()
-
-    def _note_optimizer_step(self, *_: Any) -> None:
-        self._optim_has_stepped = True
 
 
 class CommunicateOptimizeStrategy(Strategy):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,15 +196,10 @@ class DeMoStrategy(Strategy):
         super().setup(cluster)
         self.momentum.setup(cluster)
 
-    def step(self) -> None:
+    def before_optimizer(self) -> None:
+        super().before_optimizer()  # clips: what the optimizer sees are signs
         cluster = self.cluster
-        super()._before_optimizer_step()  # clips: what the optimizer sees later are signs
         if self.weight_decay:
             cluster.replicas.weights.mul_(1 - self.lr * self.weight_decay)
         fast = self.momentum.average(cluster.grads.mul_(self.lr), cluster, "DCT coefficients")
         cluster.grads.copy_(fast.sign_())
-        self.optim.step()
-        super().step()
-
-    def _before_optimizer_step(self, *_: Any) -> None:
-        """Leave the signs as they are."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from vsim.cluster.replicas import Replicas
@@ -77,7 +79,43 @@ class StackedModel(nn.Module):
         return self._stacked
 
 
-class ByNode(TorchFunctionMode):
+class PerNodeStep(ExitStack):
+    """The context of a strategy's own `step`, which is written as if for one node and may call its optimizer itself.
+
+    What such code has assigned is then brought into the matrix, and the gradients are clipped, before the optimizer
+    sees them.
+
+    Args:
+        model: the stacked model. optimizers: in the order in which they are stepped, one or one per node; none if the
+            step is the common one.
+        clip: clips every node's gradient.
+        watched: raise a ValueError where the gradients of several nodes are given one norm.
+
+    Attributes:
+        has_stepped: whether the optimizer has stepped.
+    """
+
+    def __init__(
+        self, model: StackedModel, optimizers: Sequence[Optimizer], clip: Callable[[], None], watched: bool
+    ) -> None:
+        super().__init__()
+        self.has_stepped = False
+
+        def prepare(*_: Any) -> None:
+            model.write_back()
+            clip()
+
+        def note(*_: Any) -> None:
+            self.has_stepped = True
+
+        if optimizers:
+            self.callback(optimizers[0].register_step_pre_hook(prepare).remove)
+            self.callback(optimizers[-1].register_step_post_hook(note).remove)
+        if watched:
+            self.enter_context(_ByNode(model))
+
+
+class _ByNode(TorchFunctionMode):
     """Raises a ValueError, within its context, where the gradients of several nodes are given one norm.
 
     That is what torch.nn.utils.clip_grad_norm_ does with stacked gradients, which otherwise goes unnoticed.

@@ -1,146 +1,281 @@
-"""From checked arguments to a run: the same parts for all nodes in one process, or for one node in each."""
+"""From configurations to a run, for every backend: members that are alike in shape become rows of one matrix."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from vsim.checkpoint.fingerprint import fingerprint, settings_of
 from vsim.checkpoint.resume import Checkpointer, begin_fork, resume
 from vsim.cluster.cluster import Cluster
-from vsim.cluster.collectives import Collectives
-from vsim.cluster.randomness import NODE, SHARED, generator
+from vsim.cluster.collectives import Collectives, StackedCollectives
+from vsim.cluster.ledger import Ledger
+from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
 from vsim.cluster.replicas import Replicas
-from vsim.data.batches import first_examples, resolve
-from vsim.engine import Executor, Settings, first_calls
+from vsim.data.batches import Batches, first_examples, resolve
+from vsim.data.joint import BatchSource, Source, joint_batches, one_in_memory
+from vsim.engine import EXECUTORS, CompiledExecutor, Executor, Settings, VmapExecutor, first_calls
 from vsim.engine.memory import fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
 from vsim.records.history import History
-from vsim.strategy.base import Strategy
+from vsim.records.report import Reporter
+from vsim.training.alike import batch_shapes, is_vsims_own, same_model, settings_order
 from vsim.training.config import RunConfig
 from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
-from vsim.training.loop import Reporter, Run
+from vsim.training.member import Group, Member, Run
+from vsim.training.optimizers import Optimizers
 
 
-class BatchSource(Protocol):
-    """Where a run's batches come from: `vsim.data.Batches`, or one node's own loader."""
+@dataclass
+class Part:
+    """A member to be: its configuration, and what its backend gives it.
 
-    lengths: list[int]
-    steps_per_epoch: int
-    shard_sizes: Tensor
+    Attributes:
+        report: gets the outcome of every step. history: the record that these go to, where this process keeps one.
+        nodes: those held in this process. collectives: how they communicate with each other and with the others.
+        batches: stacked batches (R, B, …) for them.
+        globals: the global random generators that are its own, where other members need theirs.
+    """
 
-    def from_step(self, start_step: int = 0) -> Iterator[Any]: ...
+    config: RunConfig
+    report: Reporter
+    history: History | None
+    nodes: range
+    collectives: Collectives
+    batches: BatchSource
+    globals: OwnGlobals | None = None
+
+    @property
+    def steps(self) -> int:
+        """The steps of the run."""
+        config = self.config
+        return config.num_epochs * self.batches.steps_per_epoch if config.max_steps is None else config.max_steps
+
+    @property
+    def shares(self) -> tuple[bool, bool]:
+        """Whether its nodes share one row of weights, and one of gradients."""
+        # Separate processes have a row each; so has an exact run, whose sums have the order of theirs.
+        in_one = not self.config.deterministic and len(self.nodes) == self.config.num_nodes > 1
+        strategy = self.config.strategy
+        return in_one and strategy.shares_weights, in_one and strategy.shares_grads
+
+    def here(self) -> AbstractContextManager[None]:
+        """Make the context in which it draws from the global generators as if it were alone."""
+        return nullcontext() if self.globals is None else self.globals.here()
+
+
+def prepare(
+    configs: Sequence[RunConfig],
+    reports: Sequence[Reporter],
+    histories: Sequence[History],
+    device: torch.device,
+    ledgers: Sequence[Ledger] | None = None,
+) -> Run:
+    """Set up members that train together, all their nodes in this process.
+
+    Args:
+        configs: of the members. reports, histories, ledgers: where their outcomes go.
+
+    Raises:
+        CheckpointError: a member does not fit the checkpoint that it starts from.
+        TypeError, ValueError: something in a configuration is refused; with several members the one is named.
+    """
+    ledgers = [Ledger() for _ in configs] if ledgers is None else ledgers
+    parts = []
+    for config, report, history, ledger in zip(configs, reports, histories, ledgers, strict=True):
+        own = None if len(configs) == 1 else OwnGlobals(config.seed, device)
+        with nullcontext() if own is None else own.here():
+            datasets = resolve(config.train_dataset, config.num_nodes, range(config.num_nodes), True, "train_dataset")
+            batches = Batches(
+                datasets, config.num_nodes, config.batch_size, config.shuffle, config.seed, config.dataloader_kwargs
+            )
+        nodes, collectives = range(config.num_nodes), StackedCollectives(config.num_nodes, ledger)
+        parts.append(Part(config, report, history, nodes, collectives, batches, own))
+    return assemble(parts, _executor_kind(configs[0]), device)
+
+
+def _executor_kind(config: RunConfig) -> Callable[..., Executor]:
+    return CompiledExecutor if config.executor == "vmap" and config.compile else EXECUTORS[config.executor]
 
 
 def assemble(
-    config: RunConfig,
-    nodes: range,
-    collectives: Collectives,
-    batches: BatchSource,
-    executor: Callable[..., Executor],
-    device: torch.device,
-    report: Reporter,
-    history: History | None = None,
-    interrupt: Interrupt | None = None,
+    parts: Sequence[Part], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt | None = None
 ) -> Run:
-    """Set up the run of `nodes`, which are held in this process as rows on `device`.
+    """Set up the run of `parts`, whose nodes are rows on `device`.
 
     Args:
-        collectives: how they communicate with each other and with the others.
-        batches: stacked batches (R, B, …) for them.
         executor: called with (replicas, objective, generators, settings).
-        report: gets every step's outcome.
-        history: the record that these reports go to, where it is kept in this process.
         interrupt: asks the run to stop.
-
-    Raises:
-        CheckpointError: the run does not fit the checkpoint that it starts from.
     """
-    checkpoint = None if config.start is None else config.start.open()
     first_calls.settle()
-    steps = config.num_epochs * batches.steps_per_epoch if config.max_steps is None else config.max_steps
-    # Separate processes have a row each; so has an exact run, whose sums have the order of theirs.
-    in_one = not config.deterministic and len(nodes) == config.num_nodes > 1
-    share_weights, share_grads = (in_one and s for s in (config.strategy.shares_weights, config.strategy.shares_grads))
-    replicas = Replicas.of(config.model, len(nodes), device, nodes.start, share_weights, share_grads)
-    replicas.module.train()
-    if checkpoint is not None and checkpoint.forks:
-        begin_fork(checkpoint, replicas)
+    interrupt = interrupt or Interrupt()
+    members: dict[int, Member] = {}
+    groups = []
+    for own in _grouped(parts):
+        group, made = _assemble_group([parts[i] for i in own], executor, device, interrupt)
+        groups.append(group)
+        members.update(zip(own, made, strict=True))
+    config = parts[0].config
+    return Run(
+        [members[i] for i in range(len(parts))],
+        groups,
+        max(part.steps for part in parts),
+        config.val_interval,
+        correlation_interval=config.correlation_interval,
+        interrupt=interrupt,
+        tolerant=len(parts) > 1,
+    )
+
+
+def _grouped(parts: Sequence[Part]) -> list[list[int]]:
+    """Return the numbers of the parts that are computed together, those with equal optimizers next to each other."""
+    groups: list[list[int]] = []
+    for i, part in enumerate(parts):
+        for group in groups:
+            if not any(part.shares) and _are_alike(parts[group[0]], part):
+                group.append(i)
+                break
+        else:
+            groups.append([i])
+    return [sorted(group, key=lambda i: settings_order(parts[i].config.strategy)) for group in groups]
+
+
+def _are_alike(first: Part, other: Part) -> bool:
+    """Whether losses and gradients of two parts can be computed in one call."""
+    one, two = first.config, other.config
+    return (
+        first.shares == other.shares
+        and first.steps == other.steps
+        and one.minibatch_size == two.minibatch_size
+        and batch_shapes(first.batches, one, first.steps) == batch_shapes(other.batches, two, other.steps)
+        and same_model(one.model, two.model)
+    )
+
+
+def _assemble_group(
+    parts: Sequence[Part], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt
+) -> tuple[Group, list[Member]]:
+    config, steps = parts[0].config, parts[0].steps
+    share_weights, share_grads = parts[0].shares
+    models, counts = [part.config.model for part in parts], [len(part.nodes) for part in parts]
+    whole = Replicas.of_several(models, counts, device, share_weights, share_grads)
+    whole.module.train()
+    if len(parts) == 1:
+        whole.first_node = parts[0].nodes.start
+    objective = Objective(whole.module, copy.deepcopy(config.loss_fn)).to(device)
+    settings = Settings(config.autocast, config.deterministic, config.chunk_size, config.compile, steps)
+    members, start = [], 0
+    for part, count in zip(parts, counts, strict=True):
+        replicas = whole if len(parts) == 1 else whole.rows(start, start + count, part.nodes.start)
+        start += count
+        with part.here():
+            members.append(_member(part, replicas, objective, interrupt))
+    streams = [stream for member in members for stream in member.streams]
+    engine = executor(whole, objective, streams, settings)
+    examples = _validation_examples(parts, device)
+    evaluators: dict[int, Evaluator] = {}
+    for part, member in zip(parts, members, strict=True):
+        member.fingerprint = fingerprint(part.config, member, part.batches.lengths)
+        if part.config.start is not None:
+            with part.here():
+                checkpoint = part.config.start.open()
+                resume(member, checkpoint)
+                member.starts = checkpoint.forks
+    if len({member.done for member in members}) > 1:
+        raise ValueError(f"members that train together are at different steps: {[member.done for member in members]}")
+    batches = joint_batches([_source(part) for part in parts], members[0].done)
+    minibatch_size = config.minibatch_size
+    if config.memory_share is not None and members[0].done < steps:
+        first = next(batches)
+        batches = itertools.chain([first], batches)
+        minibatch_size = _fitting_minibatch(config, members, engine, first)
+    for member in members:
+        member.minibatch_size = minibatch_size
+    # Without gradients no activations are kept, so that more examples fit at once than in training.
+    batch_size = 4 * (minibatch_size or config.batch_size)
+    at_once = VmapExecutor.nodes_at_once(whole, settings)
+    for member, own in zip(members, examples, strict=True):
+        if own is not None:
+            member.evaluator = evaluators.setdefault(id(own), Evaluator(engine, own, batch_size, at_once))
+    optimizers = Optimizers([member.strategy for member in members])
+    return Group(members, engine, batches, minibatch_size, optimizers), members
+
+
+def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Interrupt) -> Member:
+    config = part.config
+    if config.start is not None and config.start.open().forks:
+        begin_fork(config.start.open(), replicas)
     cluster = Cluster(
         replicas,
-        collectives,
+        part.collectives,
         generator(config.seed, SHARED),
-        batches.shard_sizes,
-        steps,
+        part.batches.shard_sizes,
+        part.steps,
         config.deterministic,
         bool(config.compile),
     )
     strategy = copy.deepcopy(config.strategy)
     strategy.settings = settings_of(config.strategy)
     strategy.setup(cluster)
-    objective = Objective(replicas.module, copy.deepcopy(config.loss_fn)).to(device)
-    streams = [generator(config.seed, NODE, node, device=device) for node in nodes]
-    settings = Settings(config.autocast, config.deterministic, config.chunk_size, config.compile, steps)
-    engine = executor(replicas, objective, streams, settings)
-    examples = _validation_examples(config, device)
-    run = Run(
+    device = replicas.weights.device
+    return Member(
+        config,
         cluster,
         strategy,
-        engine,
-        iter(()),
-        collectives.ledger,
-        report,
-        steps,
-        config.minibatch_size,
-        None,
-        config.val_interval,
-        config.correlation_interval,
-        config.after_step,
-        None if config.saving is None else Checkpointer(config.saving, history),
-        interrupt or Interrupt(),
-        history=history,
+        [generator(config.seed, NODE, node, device=device) for node in part.nodes],
+        objective,
+        part.report,
+        part.steps,
+        saver=None if config.saving is None else Checkpointer(config.saving, part.history),
+        history=part.history,
+        globals=part.globals,
+        draws=not is_vsims_own(config.strategy),
+        interrupt=interrupt,
     )
-    run.fingerprint = fingerprint(config, run, batches.lengths)
-    if checkpoint is not None:
-        resume(run, checkpoint)
-        run.starts = checkpoint.forks
-    run.batches = batches.from_step(run.done)
-    if config.memory_share is not None and run.done < steps:
-        first = next(run.batches)
-        run.batches = itertools.chain([first], run.batches)
-        run.minibatch_size = _fitting_minibatch(config, cluster, strategy, engine, first)
-    if examples is not None:
-        # Without gradients no activations are kept, so that more examples fit at once than in training.
-        batch_size = 4 * (run.minibatch_size or config.batch_size)
-        run.evaluator = Evaluator(engine, examples, batch_size, config.seed)
-    return run
 
 
-def _validation_examples(config: RunConfig, device: torch.device) -> Any:
-    """Return one batch (N, …) of the validation examples on `device`, None without validation data."""
-    if config.val_dataset is None:
-        return None
-    (dataset,) = resolve(config.val_dataset, config.num_nodes, range(1), False, "val_dataset")
-    examples = first_examples(dataset, config.val_size, config.dataloader_kwargs.get("collate_fn"))
-    return tree_map(lambda t: t.to(device), examples)
+def _source(part: Part) -> Source:
+    config = part.config
+    shared = one_in_memory(part.batches) is not None or is_vsims_own(config.strategy)
+    key = (config.seed, config.num_nodes, config.batch_size, id(config.train_dataset)) if shared else (id(part),)
+    return Source(part.batches, key, part.here if one_in_memory(part.batches) is None else nullcontext)
 
 
-def _fitting_minibatch(
-    config: RunConfig, cluster: Cluster, strategy: Strategy, engine: Executor, batch: Any
-) -> int | None:
+def _validation_examples(parts: Sequence[Part], device: torch.device) -> list[Any]:
+    """Return each part's batch (N, …) of validation examples on `device`, None without validation data.
+
+    They are drawn anew only where they may be others: for other numbers of nodes.
+    """
+    known: dict[int, Any] = {}
+    found = []
+    for part in parts:
+        config = part.config
+        if config.val_dataset is not None and config.num_nodes not in known:
+            with part.here():
+                (dataset,) = resolve(config.val_dataset, config.num_nodes, range(1), False, "val_dataset")
+                examples = first_examples(dataset, config.val_size, config.dataloader_kwargs.get("collate_fn"))
+            known[config.num_nodes] = tree_map(lambda t: t.to(device), examples)
+        found.append(known.get(config.num_nodes))
+    return found
+
+
+def _fitting_minibatch(config: RunConfig, members: Sequence[Member], engine: Executor, batch: Any) -> int | None:
     """Return the largest minibatch that fits on all nodes into their share of memory, None for the whole batch."""
     assert config.memory_share is not None
+    cluster = members[0].cluster
     device = cluster.weights.device
     total = total_bytes(device)
     batch = tree_map(lambda t: t.to(device), batch)
-    size = fitting_minibatch(engine, strategy.optim, batch, config.batch_size, config.memory_share * total)
+    optimizers = [member.strategy.optim for member in members]
+    size = fitting_minibatch(engine, optimizers, batch, config.batch_size, config.memory_share * total)
     with cluster.collectives.unbilled():
         rows = torch.full((cluster.replicas.num_held,), size, device=device)
         size = int(cluster.collectives.all_gather(rows, label="minibatch sizes").min())

@@ -8,16 +8,23 @@ from typing import Any
 
 from torch import nn
 
-from vsim.checkpoint.resume import Saving, Start
+from vsim.checkpoint.start import Saving, Start
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
 from vsim.strategy.base import Strategy
-from vsim.training.loop import Run
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What a run is, for any backend: the arguments of `Trainer` and `fit`, checked. See there."""
+    """What one member of a run is, for any backend: the arguments of `Trainer` and `fit`, checked. See there.
+
+    Attributes:
+        label: what messages and progress call it.
+        executor: the name of one of EXECUTORS.
+        after_step: called as f(member) in every process when a step is done, before it is reported.
+        memory_share: of the device's memory, for a process: chooses the minibatch size.
+        start: the checkpoint that it resumes or forks from. saving: where it is saved.
+    """
 
     model: nn.Module
     train_dataset: Data
@@ -39,7 +46,9 @@ class RunConfig:
     chunk_size: int | None
     correlation_interval: int | None
     dataloader_kwargs: Mapping[str, Any]
-    after_step: Callable[[Run], None] | None = None  # called in every process when a step is done
-    memory_share: float | None = None  # of the device's memory, for a process: chooses the minibatch size
+    executor: str = "auto"
+    label: str = ""
+    after_step: Callable[[Any], None] | None = None
+    memory_share: float | None = None
     start: Start | None = None
     saving: Saving | None = None

@@ -3,82 +3,95 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vsim.cluster.cluster import Cluster
 from vsim.cluster.randomness import EVALUATION, generator
-from vsim.cluster.replicas import Replicas, Views
+from vsim.cluster.replicas import Views
 from vsim.engine import Executor
-from vsim.strategy.base import Strategy
+
+if TYPE_CHECKING:
+    from vsim.training.member import Member
 
 # Columns of the node matrix that are compared at once: bounds the memory that measuring needs.
 _COLUMNS_AT_ONCE = 2**18
 
 
+class _Rows(NamedTuple):
+    """Models to be measured: stacked weights (R, P), stacked buffers, and the seed of what they draw."""
+
+    weights: Tensor
+    buffers: Views
+    seed: int
+
+
+class _Measured(NamedTuple):
+    """Stacked losses (R,) and accuracies (R,), which are None where the objective knows none."""
+
+    losses: Tensor
+    accuracies: Tensor | None
+
+
 class Evaluator:
-    """Measures a run without changing anything in it.
+    """Measures the members of a group without changing anything in them.
 
     Args:
         executor: computes the losses.
         batch: the validation examples, one batch (N, …) on the run's device.
         batch_size: examples at a time.
-        seed: whatever the model draws in evaluation mode is the same at every evaluation.
+        rows_at_once: models of several members that are put together for one call; a member's own are never copied.
     """
 
-    def __init__(self, executor: Executor, batch: Any, batch_size: int, seed: int) -> None:
+    def __init__(self, executor: Executor, batch: Any, batch_size: int, rows_at_once: int) -> None:
         self.executor = executor
-        self.seed = seed
+        self.rows_at_once = rows_at_once
         self.num_examples = len(tree_leaves(batch)[0])
         self.pieces = [
             tree_map(lambda t, a=start: t[a : a + batch_size], batch)
             for start in range(0, self.num_examples, batch_size)
         ]
+        self._draws = False  # whether the model draws random numbers in evaluation mode
 
-    def __call__(self, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-        """Return the validation columns of `History`."""
-        replicas = cluster.replicas
-        own, own_accuracies = self._measure_nodes(replicas)
-        with cluster.collectives.unbilled():
-            local = cluster.collectives.all_gather(own)  # (K,)
-        global_weights, mean_weights = strategy.global_weights(), cluster.mean_weights()
-        candidates = torch.stack([global_weights, mean_weights])  # (2, P)
-        if torch.equal(global_weights, mean_weights):
-            candidates = candidates[:1]
-        buffers = {n: b.expand(len(candidates), *b.shape) for n, b in cluster.mean_buffers().items()}
-        overall, overall_accuracies = self._measure(candidates, buffers)
+    def __call__(self, members: Sequence[Member]) -> dict[Member, dict[str, float]]:
+        """Return member → its validation columns of `History`."""
+        with torch.no_grad():
+            to_measure = [rows for member in members for rows in (_of_nodes(member), _of_cluster(member))]
+            measured = iter(self._measure(to_measure))
+            return {member: _columns(member, next(measured), next(measured)) for member in members}
 
-        columns = {
-            "local_loss": local[0],
-            "global_loss": overall[0],
-            "average_loss": overall[-1],
-            "node_loss_min": local.min(),
-            "node_loss_max": local.max(),
-            "node_loss_std": local.std(correction=0),
-        }
-        if own_accuracies is not None and overall_accuracies is not None:
-            with cluster.collectives.unbilled():
-                columns["local_accuracy"] = cluster.collectives.broadcast(own_accuracies)
-            columns["global_accuracy"] = overall_accuracies[0]
-        return {name: float(value) for name, value in columns.items()}
+    def _measure(self, rows: Sequence[_Rows]) -> list[_Measured]:
+        """Measure all rows, those of several members in one call where they draw alike and are few."""
+        calls: list[list[_Rows]] = []
+        for own in rows:
+            room = self.rows_at_once - sum(len(r.weights) for r in calls[-1]) if calls else 0
+            alike = bool(calls) and (not self._draws or calls[-1][0].seed == own.seed)
+            if alike and len(own.weights) <= room:
+                calls[-1].append(own)
+            else:
+                calls.append([own])
+        found: list[_Measured] = []
+        for together in calls:
+            measured, drew = self._measure_together(together)
+            if drew and not self._draws and len({own.seed for own in together}) > 1:
+                self._draws = True  # every seed has numbers of its own
+                return self._measure(rows)
+            found += measured
+        return found
 
-    def _measure_nodes(self, replicas: Replicas) -> tuple[Tensor, Tensor | None]:
-        """Return (losses, accuracies) of all nodes, stacked (K,); equal replicas are measured once."""
-        own = {"": replicas.weights, **replicas.buffers}
-        if not all(torch.equal(t, t[:1].expand_as(t)) for t in own.values()):
-            return self._measure(replicas.weights.expand(replicas.num_held, -1), replicas.buffers)
-        first = replicas.rows(0, 1)
-        loss, accuracy = self._measure(first.weights, first.buffers)
-        return loss.expand(replicas.num_held), None if accuracy is None else accuracy.expand(replicas.num_held)
-
-    def _measure(self, weights: Tensor, buffers: Views) -> tuple[Tensor, Tensor | None]:
-        """Return (losses, accuracies), stacked (R,), over all validation examples."""
+    def _measure_together(self, rows: Sequence[_Rows]) -> tuple[list[_Measured], bool]:
+        """Measure rows in one call per piece of the data; tell as well whether the model drew random numbers."""
+        weights, buffers = rows[0].weights, rows[0].buffers
+        if len(rows) > 1:
+            weights = torch.cat([own.weights for own in rows])
+            buffers = {name: torch.cat([own.buffers[name] for own in rows]) for name in buffers}
         losses = torch.zeros(len(weights), dtype=torch.float64)
         accuracies: Tensor | None = torch.zeros_like(losses)
-        stream = generator(self.seed, EVALUATION, device=weights.device)
+        stream = generator(rows[0].seed, EVALUATION, device=weights.device)
+        before = stream.get_state()
         for piece in self.pieces:
             share = len(tree_leaves(piece)[0]) / self.num_examples
             loss, accuracy = self.executor.evaluate(weights, buffers, piece, stream)
@@ -87,7 +100,61 @@ class Evaluator:
                 accuracies = None
             else:
                 accuracies += share * accuracy.double().cpu()
-        return losses, accuracies
+        sizes = [len(own.weights) for own in rows]
+        own_accuracies = [None] * len(sizes) if accuracies is None else accuracies.split(sizes)
+        drew = not torch.equal(stream.get_state(), before)
+        return [_Measured(*pair) for pair in zip(losses.split(sizes), own_accuracies, strict=True)], drew
+
+
+def validate(members: Sequence[Member]) -> dict[Member, dict[str, float]]:
+    """Return member → its validation columns, of those with validation data; a group is measured together."""
+    by_evaluator: dict[Evaluator, list[Member]] = {}
+    for member in members:
+        if member.evaluator is not None:
+            by_evaluator.setdefault(member.evaluator, []).append(member)
+    found: dict[Member, dict[str, float]] = {}
+    for evaluator, own in by_evaluator.items():
+        found.update(evaluator(own))
+    return found
+
+
+def _of_nodes(member: Member) -> _Rows:
+    """The nodes' own models; equal replicas are measured once."""
+    replicas = member.cluster.replicas
+    own: Mapping[str, Tensor] = {"": replicas.weights, **replicas.buffers}
+    if not all(torch.equal(t, t[:1].expand_as(t)) for t in own.values()):
+        return _Rows(replicas.weights.expand(replicas.num_held, -1), replicas.buffers, member.config.seed)
+    first = replicas.rows(0, 1)
+    return _Rows(first.weights, first.buffers, member.config.seed)
+
+
+def _of_cluster(member: Member) -> _Rows:
+    """The global model and, where it is another one, the mean replica."""
+    global_weights, mean_weights = member.strategy.global_weights(), member.cluster.mean_weights()
+    candidates = torch.stack([global_weights, mean_weights])  # (2, P)
+    if torch.equal(global_weights, mean_weights):
+        candidates = candidates[:1]
+    buffers = {n: b.expand(len(candidates), *b.shape) for n, b in member.cluster.mean_buffers().items()}
+    return _Rows(candidates, buffers, member.config.seed)
+
+
+def _columns(member: Member, nodes: _Measured, overall: _Measured) -> dict[str, float]:
+    collectives, num_held = member.cluster.collectives, member.cluster.replicas.num_held
+    with collectives.unbilled():
+        local = collectives.all_gather(nodes.losses.expand(num_held))  # (K,)
+    columns = {
+        "local_loss": local[0],
+        "global_loss": overall.losses[0],
+        "average_loss": overall.losses[-1],
+        "node_loss_min": local.min(),
+        "node_loss_max": local.max(),
+        "node_loss_std": local.std(correction=0),
+    }
+    if nodes.accuracies is not None and overall.accuracies is not None:
+        with collectives.unbilled():
+            columns["local_accuracy"] = collectives.broadcast(nodes.accuracies.expand(num_held))
+        columns["global_accuracy"] = overall.accuracies[0]
+    return {name: float(value) for name, value in columns.items()}
 
 
 def replica_spread(weights: Tensor) -> dict[str, float]:

@@ -1,122 +1,25 @@
-"""The training loop, once, for every backend."""
+"""The training loop, once, for every backend and for any number of members."""
 
 from __future__ import annotations
 
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vsim.cluster.cluster import Cluster
-from vsim.cluster.ledger import Event, Ledger
+from vsim.cluster.optim import torch_optimizers
 from vsim.cluster.randomness import global_states
-from vsim.engine import Executor
 from vsim.engine.allocator import keeping_freed_memory
 from vsim.engine.memory import held_bytes
-from vsim.records.history import History
-from vsim.records.live import LivePlot
-from vsim.strategy.base import Strategy
-from vsim.training.evaluate import Evaluator, replica_spread
-from vsim.training.interrupt import Interrupt, Interrupted
-
-Hook = Callable[[int, float], Any]
-
-
-@dataclass
-class StepReport:
-    """What became known at a step: the row of the history, the nodes' losses (K,), the events of the ledger.
-
-    `executor`, `max_steps` and `minibatch_size` (None: the whole batch) are the run's.
-    """
-
-    row: Mapping[str, float]
-    node_losses: Sequence[float] | None
-    events: Sequence[Event]
-    executor: str
-    max_steps: int
-    minibatch_size: int | None = None
-    executor_reason: str = ""
-
-
-class Log(Protocol):
-    """Takes the reports of a run for its loggers, and hears of its end; `failure` is empty if it got there."""
-
-    def __call__(self, report: StepReport) -> None: ...
-
-    def finish(self, failure: str) -> None: ...
-
-
-class Reporter(Protocol):
-    """Takes the report of every step, step 0 included."""
-
-    def __call__(self, report: StepReport) -> None: ...
-
-
-class Saver(Protocol):
-    """Saves a run while it trains."""
-
-    def begin(self, run: Run) -> None: ...
-
-    def after_step(self, run: Run) -> None: ...
-
-    def on_interrupt(self, run: Run) -> None: ...
-
-
-@dataclass
-class Run:
-    """A run that is set up: everything that the loop needs.
-
-    Attributes:
-        batches: stacked batches (R, B, …) on any device.
-        ledger: where the cluster's collectives write.
-        report: where every step's outcome goes.
-        max_steps: steps to train.
-        minibatch_size: examples a node whose gradients are computed at once; None for the whole batch.
-        evaluator, val_interval: measure at the start, every `val_interval` steps and at the end; None: never.
-        correlation_interval: steps between measurements of how far apart the replicas are; None: never.
-        after_step: called when a step is done, before it is reported.
-        checkpointer: saves the run; None: nobody does.
-        interrupt: asks the run to stop after a step.
-        done: completed steps. examples, tokens, seconds: that it has trained on, and for, before a resume as well.
-        starts: whether its first row is still to be reported: not if it goes on with what was reported.
-        history: the record of it, where this process keeps one.
-        fingerprint: what the run is; see `vsim.checkpoint.fingerprint`.
-        random_states: of the process's generators as training left them.
-    """
-
-    cluster: Cluster
-    strategy: Strategy
-    executor: Executor
-    batches: Iterator[Any]
-    ledger: Ledger
-    report: Reporter
-    max_steps: int
-    minibatch_size: int | None = None
-    evaluator: Evaluator | None = None
-    val_interval: int | None = None
-    correlation_interval: int | None = None
-    after_step: Callable[[Run], None] | None = None
-    checkpointer: Saver | None = None
-    interrupt: Interrupt = field(default_factory=Interrupt)
-    done: int = 0
-    examples: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    history: History | None = None
-    fingerprint: dict[str, Any] = field(default_factory=dict)
-    random_states: dict[str, Any] | None = None
-    starts: bool = True
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether all nodes are held in this process."""
-        return len(self.cluster.replicas.nodes) == self.cluster.num_nodes
+from vsim.records.report import StepReport
+from vsim.training.evaluate import replica_spread, validate
+from vsim.training.interrupt import Interrupted
+from vsim.training.member import Group, Member, Run
 
 
 def train(run: Run) -> None:
@@ -127,15 +30,25 @@ def train(run: Run) -> None:
     """
     try:
         with run.interrupt:
-            if run.checkpointer is not None:
-                run.checkpointer.begin(run)
+            for member in run.training:
+                if member.saver is not None:
+                    member.saver.begin(member)
             for _ in steps(run):
                 pass
             if run.is_alone and run.interrupt.requested:
                 raise Interrupted
     finally:
-        run.random_states = global_states(run.cluster.weights.device)
-        run.batches = iter(())  # ends the worker processes of a DataLoader; what is kept of the run has no use for them
+        end(run)
+
+
+def end(run: Run) -> None:
+    """Let go of what only training needs, and note how it has left the random generators of the process."""
+    for member in run.members:
+        device = member.cluster.weights.device
+        if member.globals is None:
+            member.left_states = global_states(device)
+    for group in run.groups:
+        group.batches = iter(())  # ends the worker processes of a DataLoader
 
 
 def steps(run: Run) -> Iterator[int]:
@@ -145,200 +58,212 @@ def steps(run: Run) -> Iterator[int]:
 
 
 def _steps(run: Run) -> Iterator[int]:
-    cluster, ledger = run.cluster, run.ledger
-    device = cluster.weights.device
-    if run.starts:
-        row: dict[str, float] = {"step": run.done, "examples": run.examples}
-        row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
-        row.update(_measurements(run, first=True))
-        run.report(StepReport(row, None, [], run.executor.name, run.max_steps, run.minibatch_size))
-    for step in range(run.done + 1, run.max_steps + 1):
-        started = time.perf_counter()
-        batch = tree_map(lambda t: t.to(device, non_blocking=True), next(run.batches))
-        cluster.step = cluster.collectives.step = step
-        known_events, lr = len(ledger), run.strategy.lr
-        losses, stops = _of_all_nodes(run.executor.losses_and_grads(batch, run.minibatch_size), run)
-        node_losses = _finite(losses, step)
-        run.strategy.take_step()
-        if run.after_step is not None:
-            run.after_step(run)
-        run.done = step
-        run.seconds += time.perf_counter() - started
-        run.examples += _examples_per_node(batch) * cluster.num_nodes
-        run.tokens += tokens_in(batch) * cluster.num_nodes
-        row = {
-            "step": step,
-            "examples": run.examples,
-            "tokens": run.tokens or math.nan,
-            "train_loss": sum(node_losses) / len(node_losses),
-            "lr": lr,
-            "payload_bytes": ledger.payload_bytes,
-            "wire_bytes": ledger.wire_bytes,
-            "seconds": run.seconds,
-            "memory_bytes": held_bytes(device),
-        }
-        events = ledger[known_events:]
-        row.update(_measurements(run))
-        engine = run.executor
-        report = StepReport(row, node_losses, events, engine.name, run.max_steps, run.minibatch_size, engine.reason)
-        run.report(report)
-        if step == run.max_steps:
-            check_weights(run)
-        if run.checkpointer is not None:
-            run.checkpointer.after_step(run)
-        if stops or (run.is_alone and run.interrupt.requested):
-            if run.checkpointer is not None:
-                run.checkpointer.on_interrupt(run)
+    _report_start(run)
+    first = min((member.done for member in run.training), default=run.max_steps)
+    for step in range(first + 1, run.max_steps + 1):
+        stops = False
+        for group in run.groups:
+            stops |= _take_step(run, group, step)
+        _report(run, step)
+        stops |= run.is_alone and run.interrupt.requested
+        for member in run.training:
+            if member.done == step:
+                _save(run, member, stops)
+        if run.watch is not None:
+            run.watch(run)
+        if stops:
             raise Interrupted
+        if run.stopping is not None:
+            for member in run.stopping(run):
+                member.stopped = True
         yield step
+        if not run.training:
+            return
 
 
-class Recorder:
-    """Keeps what is reported: history, logs, hooks, progress. What was done stays on an interrupt.
+def _take_step(run: Run, group: Group, step: int) -> bool:
+    """Take step number `step` with the members of a group; return whether another process wants the run to stop."""
+    members = [member for member in group.members if member.trains and member.done < member.max_steps]
+    if not members:
+        return False
+    started = time.perf_counter()
+    device = members[0].cluster.weights.device
+    batch = tree_map(lambda t: t.to(device, non_blocking=True), next(group.batches))
+    for member in members:
+        member.cluster.step = step
+        member.known_events, member.lr = len(member.ledger), member.strategy.lr
+    try:
+        losses = group.executor.losses_and_grads(batch, group.minibatch_size)
+    except Exception as error:  # of the model or the data: nobody's own
+        for member in members:
+            _leave(run, member, error)
+        return False
+    stops = _keep_losses(run, group, losses, step)
+    _take_own_steps(run, group)
+    members = [member for member in members if member.trains]
+    seconds = time.perf_counter() - started
+    num_nodes = sum(member.cluster.num_nodes for member in members)
+    examples, tokens = _examples_per_node(batch), tokens_in(batch)
+    for member in members:
+        nodes = member.cluster.num_nodes
+        member.seconds += seconds * nodes / num_nodes
+        member.examples += examples * nodes
+        member.tokens += tokens * nodes
+    return stops
 
-    Args:
-        history: gets a row a step.
-        progress: show a progress bar, or with "plot" a figure in the notebook; description: what it says.
-        train_loss_hook: called as f(step, mean train loss) after every step; eval_loss_hook as f(step, global loss).
-        log: gets every report, before the hooks.
+
+def _keep_losses(run: Run, group: Group, losses: Tensor, step: int) -> bool:
+    """Let every member know the losses of its nodes (K,); one with a loss that is not finite leaves.
+
+    Returns whether a process of the run has been asked to stop after this step.
     """
-
-    def __init__(
-        self,
-        history: History,
-        progress: bool | str = False,
-        description: str = "",
-        train_loss_hook: Hook | None = None,
-        eval_loss_hook: Hook | None = None,
-        log: Log | None = None,
-    ) -> None:
-        self.history = history
-        self.progress = progress
-        self.description = description
-        self.train_loss_hook = train_loss_hook
-        self.eval_loss_hook = eval_loss_hook
-        self.log = log
-        self.odd_validation: int | None = None  # the first step whose validation loss was not finite
-        self.has_warned = False
-        self.bar: Any = None
-        self.live = LivePlot(history, description) if progress == "plot" else None
-
-    def __call__(self, report: StepReport) -> None:
-        row = report.row
-        self._note_validation(row)
-        self.history.executor, self.history.executor_reason = report.executor, report.executor_reason
-        self.history.minibatch_size = report.minibatch_size
-        self.history.append(row, report.node_losses)
-        if self.log is not None:
-            self.log(report)
-        step = int(row["step"])
-        if self.train_loss_hook is not None and "train_loss" in row:
-            self.train_loss_hook(step, row["train_loss"])
-        if self.eval_loss_hook is not None and "global_loss" in row:
-            self.eval_loss_hook(step, row["global_loss"])
-        self._advance(step, report)
-
-    def _note_validation(self, row: Mapping[str, float]) -> None:
-        """Warn of a validation loss that is not finite, unless the training loss of the next step is not either."""
-        self._warn_of_validation()
-        losses = [row[name] for name in ("local_loss", "global_loss", "average_loss") if name in row]
-        if not all(map(math.isfinite, losses)) and self.odd_validation is None:
-            self.odd_validation = int(row["step"])
-
-    def _warn_of_validation(self) -> None:
-        if self.odd_validation is not None and not self.has_warned:
-            self.has_warned = True
-            warnings.warn(
-                f"non-finite validation loss at step {self.odd_validation}, where the training loss is finite: look at "
-                "the validation data, and at what the model does in evaluation mode",
-                UserWarning,
-                stacklevel=2,
+    stops = False
+    values = losses.tolist() if run.is_alone else []
+    for member, rows in group.rows:
+        if not member.trains or member.cluster.step != step:
+            continue
+        if run.is_alone:
+            member.node_losses = values[rows]
+        else:
+            member.node_losses, stops = _of_all_nodes(losses, run, member)
+        odd = {node: value for node, value in enumerate(member.node_losses) if value - value != 0}
+        if odd:
+            given = ", ".join(f"node {node}: {value}" for node, value in list(odd.items())[:8])
+            error = FloatingPointError(
+                f"non-finite loss at step {step} on nodes {list(odd)} ({given}); the history up to step {step - 1} is "
+                "kept. A lower learning rate, warmup_steps or max_norm usually helps"
             )
-
-    def _advance(self, step: int, report: StepReport) -> None:
-        if not self.progress:
-            return
-        if self.live is not None:
-            self.live.update(report.max_steps)
-            return
-        if self.bar is None:
-            from tqdm.auto import tqdm
-
-            self.bar = tqdm(
-                total=report.max_steps,
-                initial=step - ("train_loss" in report.row),
-                desc=self.description,
-                unit="step",
-                dynamic_ncols=True,
-                disable=None,  # not into files and pipes
-            )
-        if "train_loss" in report.row:
-            megabytes = report.row["payload_bytes"] / 1e6
-            self.bar.set_postfix_str(f"loss {report.row['train_loss']:.3f}, {megabytes:.2f} MB sent", refresh=False)
-            self.bar.update()
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        if self.live is not None:
-            self.live.close()
-        if kind is None:
-            self._warn_of_validation()
-        if self.log is not None:
-            self.log.finish("" if kind is None else f"{kind.__name__}: {error}")
+            _leave(run, member, error)
+    return stops
 
 
-def _measurements(run: Run, first: bool = False) -> dict[str, float]:
+def _take_own_steps(run: Run, group: Group) -> None:
+    """Let every member communicate and step. The optimizers of those that do so in the common order go together."""
+    stepping = [member for member in group.members if member.trains and member.cluster.step > member.done]
+    plain = [member for member in stepping if not member.strategy.is_per_node]
+    for member in plain:
+        with _own(run, member):
+            member.strategy.begin_step()
+    group.optimizers.step({member.strategy for member in plain if member.trains})
+    for member in stepping:
+        if member.trains:
+            with _own(run, member):
+                (member.strategy.take_step if member.strategy.is_per_node else member.strategy.finish_step)()
+                if member.done != member.cluster.step:
+                    raise TypeError(f"{type(member.strategy).__name__}.step() must end with super().step()")
+                if member.config.after_step is not None:
+                    member.config.after_step(member)
+
+
+class _own(AbstractContextManager[None]):
+    """The context of what a member does by itself: with its own random state, and whose errors are its own."""
+
+    def __init__(self, run: Run, member: Member) -> None:
+        self.run, self.member = run, member
+        self.globals = member.globals.here() if member.globals is not None and member.draws else nullcontext()
+
+    def __enter__(self) -> None:
+        self.globals.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self.globals.__exit__(kind, error, trace)
+        if not isinstance(error, Exception) or not self.run.tolerant:
+            return False
+        _leave(self.run, self.member, error)
+        return True
+
+
+def _leave(run: Run, member: Member, error: Exception) -> None:
+    """Let a member leave the run, whose others go on; raise the error where nobody would, or nothing would be lost."""
+    if not run.tolerant or (member.done == 0 and not isinstance(error, FloatingPointError)):
+        raise error
+    member.error = error
+    # Its rows are computed on until the others are put together anew: with numbers that do no harm.
+    replicas = member.cluster.replicas
+    for tensor in (replicas.weights, replicas.grads):
+        tensor.zero_()
+    for state in (s for o in torch_optimizers(member.strategy.optim) for s in o.state.values()):
+        for value in state.values():
+            if isinstance(value, Tensor) and value.dim():
+                value.zero_()
+
+
+def _report_start(run: Run) -> None:
+    starting = [member for member in run.training if member.starts]
+    found = _measurements(run, starting, first=True)
+    for group in run.groups:
+        for member in set(group.members).intersection(starting):
+            row: dict[str, float] = {"step": member.done, "examples": member.examples}
+            row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0} | found[member]
+            with _own(run, member):
+                member.report(StepReport(row, None, [], group.executor.name, member.max_steps, member.minibatch_size))
+            member.starts = False
+
+
+def _report(run: Run, step: int) -> None:
+    members = [member for member in run.training if member.done == step]
+    if not members:
+        return
+    found = _measurements(run, members)
+    memory = held_bytes(members[0].cluster.weights.device)
+    for group in run.groups:
+        name, reason = group.executor.name, group.executor.reason
+        for member in group.members:
+            if not member.trains or member.done != step:
+                continue
+            ledger, losses = member.ledger, member.node_losses
+            row = {
+                "step": step,
+                "examples": member.examples,
+                "tokens": member.tokens or math.nan,
+                "train_loss": sum(losses) / len(losses),
+                "lr": member.lr,
+                "payload_bytes": ledger.payload_bytes,
+                "wire_bytes": ledger.wire_bytes,
+                "seconds": member.seconds,
+                "memory_bytes": memory,
+                **found[member],
+            }
+            events = ledger[member.known_events :]
+            report = StepReport(row, losses, events, name, member.max_steps, member.minibatch_size, reason)
+            with _own(run, member):
+                member.report(report)
+                if step == member.max_steps:
+                    member.check_weights()
+
+
+def _save(run: Run, member: Member, stops: bool) -> None:
+    if member.saver is None:
+        return
+    with _own(run, member):
+        member.saver.after_step(member)
+        if stops:
+            member.saver.on_interrupt(member)
+
+
+def _measurements(run: Run, members: Sequence[Member], first: bool = False) -> Mapping[Member, dict[str, float]]:
     """Return the validation and divergence columns that are due at this step; at the first and last row they are."""
-    step, last = run.cluster.step, run.cluster.step == run.max_steps
-    columns: dict[str, float] = {}
-    if run.evaluator is not None and (first or last or (run.val_interval and step % run.val_interval == 0)):
-        columns.update(run.evaluator(run.cluster, run.strategy))
+    found: dict[Member, dict[str, float]] = {member: {} for member in members}
+    if not members:
+        return found
+    step = members[0].done
+    on_time = first or bool(run.val_interval and step % run.val_interval == 0) or step in run.extra_validations
+    found.update(validate([member for member in members if on_time or step == member.max_steps]))
     if run.correlation_interval is not None and step % run.correlation_interval == 0:
-        with run.cluster.collectives.unbilled():
-            weights = run.cluster.collectives.all_gather(run.cluster.weights)
-        columns.update(replica_spread(weights))
-    return columns
+        for member in members:
+            with member.cluster.collectives.unbilled():
+                weights = member.cluster.collectives.all_gather(member.cluster.weights)
+            found[member].update(replica_spread(weights))
+    return found
 
 
-def _of_all_nodes(losses: Tensor, run: Run) -> tuple[list[float], bool]:
+def _of_all_nodes(losses: Tensor, run: Run, member: Member) -> tuple[list[float], bool]:
     """Return the losses of all nodes (K,) as numbers, and whether all stop after this step: one has been asked to."""
-    if run.is_alone:
-        return losses.tolist(), False
     asked = torch.full((len(losses),), run.interrupt.requested, dtype=torch.float64)
     both = torch.stack([losses.cpu().double(), asked], dim=1)  # (R, 2): one message
-    with run.cluster.collectives.unbilled():
-        values, requests = run.cluster.collectives.all_gather(both, label="losses").T.tolist()
+    with member.cluster.collectives.unbilled():
+        values, requests = member.cluster.collectives.all_gather(both, label="losses").T.tolist()
     return values, any(requests)
-
-
-def _finite(losses: list[float], step: int) -> list[float]:
-    """Return the losses; raise if one is not finite."""
-    odd = {node: value for node, value in enumerate(losses) if value - value != 0}
-    if odd:
-        given = ", ".join(f"node {node}: {value}" for node, value in list(odd.items())[:8])
-        raise FloatingPointError(
-            f"non-finite loss at step {step} on nodes {list(odd)} ({given}); the history up to step {step - 1} is "
-            "kept. A lower learning rate, warmup_steps or max_norm usually helps"
-        )
-    return losses
-
-
-def check_weights(run: Run) -> None:
-    """Raise a FloatingPointError if weights are not finite: no loss of a later step is going to tell."""
-    cluster = run.cluster
-    if bool(cluster.mean_weights().isfinite().all()):
-        return
-    with cluster.collectives.unbilled():
-        finite = cluster.collectives.all_gather(cluster.weights.isfinite().all(1).long()[:, None], label="finite")
-    odd = [node for node, is_finite in enumerate(finite.flatten().tolist()) if not is_finite]
-    where = (
-        f"weights after step {run.done} on nodes {odd}" if odd else f"mean of the nodes' weights after step {run.done}"
-    )
-    raise FloatingPointError(f"non-finite {where}. A lower learning rate, warmup_steps or max_norm usually helps")
 
 
 def tokens_in(batch: Any) -> int:

@@ -1,0 +1,133 @@
+"""What a user asks for: where a run starts, and where and when it is saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vsim.checkpoint.files import (
+    Checkpoint,
+    CheckpointError,
+    checkpoints_in,
+    copy_record,
+    load_checkpoint,
+    prepare_folder,
+    step_of,
+)
+from vsim.cluster.ledger import Ledger
+from vsim.records.history import History
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on: a checkpoint, or the file of one, which every process reads for itself."""
+
+    checkpoint: Checkpoint | Path
+    forks: bool = False
+    keeps_optimizer: bool = True
+
+    def open(self) -> Checkpoint:
+        """Return the checkpoint."""
+        if isinstance(self.checkpoint, Checkpoint):
+            return self.checkpoint
+        checkpoint = load_checkpoint(self.checkpoint)
+        checkpoint.forks, checkpoint.keeps_optimizer = self.forks, self.keeps_optimizer
+        return checkpoint
+
+    def fill(self, history: History | None = None, ledger: Ledger | None = None) -> None:
+        """Fill an empty history or ledger with what was done before, unless this is a fork."""
+        checkpoint = self.open()
+        if not checkpoint.forks:
+            copy_record(checkpoint, history, ledger)
+
+    def shipped(self, folder: Path) -> Start:
+        """Return it as a file, which is written to `folder` if there is none."""
+        checkpoint = self.open()
+        path = checkpoint.path
+        if path is None:
+            path = folder / "start.safetensors"
+            checkpoint.save(path)
+        return Start(path, checkpoint.forks, checkpoint.keeps_optimizer)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where a run is saved, and when.
+
+    Attributes:
+        folder: gets a file a checkpoint.
+        interval: steps between checkpoints; None: only at the end, and when the run is interrupted.
+        wanted: whether the user asked for it. If not, only an interrupted run is saved, to go on with in this process.
+    """
+
+    folder: Path
+    interval: int | None
+    wanted: bool = True
+
+
+def start_of(resume: Any, save_dir: str | Path | None, last: Any) -> Start | None:
+    """Return where a run goes on that is given `resume`; None: at the beginning.
+
+    Args:
+        resume: True (from `save_dir`, or without one from the `last` run of this trainer), a file, a folder, or a
+            Checkpoint; False or None for a new run.
+    """
+    if resume is None or resume is False:
+        return None
+    if isinstance(resume, Checkpoint):
+        return Start(resume)
+    if resume is True and save_dir is None:
+        if last is None:
+            raise CheckpointError(
+                "resume=True without save_dir goes on with this trainer's last run, and there is none in memory; give "
+                "save_dir, or the path of a checkpoint"
+            )
+        return Start(last)
+    if resume is not True and not isinstance(resume, str | Path):
+        raise TypeError(f"resume must be True, a path or a Checkpoint, got {resume!r}")
+    return Start(load_checkpoint(save_dir if resume is True else resume))  # type: ignore[arg-type]
+
+
+def saving_of(checkpoint_interval: int | None, save_dir: str | Path | None, start: Start | None) -> Saving | None:
+    """Return where a run is saved; None: nowhere.
+
+    Raises:
+        CheckpointError: the folder cannot be written to, or what is in it is of another run, or of later steps.
+        TypeError, ValueError: checkpoint_interval without save_dir, or save_dir is no path.
+    """
+    if save_dir is None:
+        if checkpoint_interval is not None:
+            raise ValueError("checkpoint_interval has no effect without save_dir, the folder to save to")
+        return None
+    if not isinstance(save_dir, str | Path):
+        raise TypeError(f"save_dir must be the path of a folder, got {save_dir!r}")
+    folder = Path(save_dir).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"save_dir {str(save_dir)!r} is not a folder")
+    found = checkpoints_in(folder)
+    if found and not _goes_on_in(found, start):
+        raise CheckpointError(
+            f"save_dir {str(save_dir)!r} holds the checkpoints of a run, up to {found[-1].name}; give resume=True to "
+            "go on with it, or another save_dir"
+        )
+    prepare_folder(folder)
+    return Saving(folder, checkpoint_interval)
+
+
+def _goes_on_in(found: list[Path], start: Start | None) -> bool:
+    """Whether a run that begins at `start` goes on with the one whose checkpoints were found."""
+    if start is None or start.open().forks:
+        return False
+    checkpoint = start.open()
+    return checkpoint.path in found or step_of(found[-1]) <= checkpoint.step
+
+
+def kept_in_memory(saving: Saving) -> Checkpoint | None:
+    """Return what processes saved of an interrupted run, to go on with when their folder may be gone."""
+    if not checkpoints_in(saving.folder):
+        return None
+    checkpoint = load_checkpoint(saving.folder)
+    if not saving.wanted:
+        checkpoint.path = None
+    return checkpoint

@@ -1,0 +1,144 @@
+"""Learning-rate schedules: torch's own, and the named warm-up with cosine annealing."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+from vsim.arguments import one_of, reject_unknown, true_or_false, whole_number
+from vsim.cluster.optim import StackedOptimizer, torch_optimizers
+
+SCHEDULES = ("cosine", "lambda_cosine")
+
+
+def warmup_cosine(warmup_steps: int, cosine_anneal: bool, max_steps: int) -> Callable[[int], float]:
+    """Return the factor on the peak learning rate at 0-based step s.
+
+    s / w while s < w; afterwards 1, or with `cosine_anneal` 0.1 + 0.45 · (1 + cos(π · (s − w) / (T − w))), held at
+    its last value from step T on.
+    """
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return step / warmup_steps
+        if not cosine_anneal:
+            return 1.0
+        progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+    return factor
+
+
+class Schedule:
+    """A learning-rate schedule that is not built yet.
+
+    Args:
+        scheduler: a torch.optim.lr_scheduler class; "cosine" (warm-up, then cosine annealing) or "lambda_cosine" (the
+            same, annealing only if asked); or None.
+        kwargs: its arguments; for the named ones `warmup_steps`, `cosine_anneal`, `max_steps`.
+        warmup_steps, cosine_anneal, max_steps: the same for the named ones, outside of `kwargs`. Giving a warm-up or
+            annealing is enough to have the named schedule. `max_steps` None is the run's number of steps.
+
+    Raises:
+        TypeError, ValueError: an argument would have no effect, is given twice or is out of range.
+    """
+
+    def __init__(
+        self,
+        scheduler: type[LRScheduler] | str | None,
+        kwargs: Mapping[str, Any] | None,
+        warmup_steps: int | None,
+        cosine_anneal: bool | None,
+        max_steps: int | None,
+    ) -> None:
+        named = {"warmup_steps": warmup_steps, "cosine_anneal": cosine_anneal, "max_steps": max_steps}
+        given = {name: value for name, value in named.items() if value is not None}
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise TypeError(f"lr_scheduler_kwargs must be a dict of the scheduler's arguments, got {kwargs!r}")
+        self.kwargs = dict(kwargs or {})
+        self.cls: type[LRScheduler] | None = None
+        self.named = isinstance(scheduler, str) or (
+            scheduler is None and bool(given.get("warmup_steps") or given.get("cosine_anneal"))
+        )
+        if self.named:
+            self._check_named(scheduler, given)
+        elif scheduler is None:
+            idle = {"lr_scheduler_kwargs": self.kwargs, "max_steps": max_steps}
+            names = [name for name, value in idle.items() if value]
+            if names:
+                raise TypeError(f"{' and '.join(names)} has no effect without lr_scheduler=")
+        else:
+            self._check_class(scheduler, [name for name, value in given.items() if value])
+
+    def _check_named(self, scheduler: Any, given: dict[str, Any]) -> None:
+        name = one_of("lr_scheduler", scheduler or "lambda_cosine", SCHEDULES)
+        reject_unknown(self.kwargs, ["warmup_steps", "cosine_anneal", "max_steps"], "lr_scheduler_kwargs")
+        twice = self.kwargs.keys() & given.keys()
+        if twice:
+            raise TypeError(f"{', '.join(sorted(twice))} is given twice: in lr_scheduler_kwargs and beside it")
+        self.kwargs = {"warmup_steps": 0, "cosine_anneal": name == "cosine", **self.kwargs, **given}
+        whole_number("warmup_steps", self.kwargs["warmup_steps"], at_least=0)
+        true_or_false("cosine_anneal", self.kwargs["cosine_anneal"])
+        if self.kwargs.get("max_steps") is not None:
+            whole_number("max_steps", self.kwargs["max_steps"])
+
+    def _check_class(self, scheduler: Any, given: list[str]) -> None:
+        if not (isinstance(scheduler, type) and issubclass(scheduler, LRScheduler)):
+            raise TypeError(
+                f"lr_scheduler must be a torch.optim.lr_scheduler class or one of {', '.join(SCHEDULES)}, "
+                f"got {scheduler!r}"
+            )
+        if issubclass(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError("ReduceLROnPlateau needs a metric at every step, which a strategy does not have")
+        if given:
+            raise TypeError(
+                f"{', '.join(given)} belongs to the named schedules {SCHEDULES}; give {scheduler.__name__} its "
+                "arguments as lr_scheduler_kwargs"
+            )
+        parameters = inspect.signature(scheduler).parameters.values()
+        valid = [p.name for p in parameters if p.name != "optimizer"]
+        reject_unknown(self.kwargs, valid, f"lr_scheduler_kwargs of {scheduler.__name__}")
+        self.cls = scheduler
+        if scheduler.__module__ == LRScheduler.__module__:
+            self._check_torchs(scheduler)
+
+    def _check_torchs(self, scheduler: type[LRScheduler]) -> None:
+        """Take one step with one of torch's, so that its arguments are checked now."""
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
+        try:
+            own = scheduler(optimizer, **copy.deepcopy(self.kwargs))
+            optimizer.step()
+            own.step()
+        except Exception as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in self.kwargs.items())
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"lr_scheduler {scheduler.__name__}({given}) is not possible: {error}") from error
+
+    def horizon(self, max_steps: int) -> int | None:
+        """Return the steps that the schedule anneals over in a run of `max_steps` steps; None: it does not."""
+        return (self.kwargs.get("max_steps") or max_steps) if self.named and self.kwargs["cosine_anneal"] else None
+
+    def build(self, optimizer: StackedOptimizer, max_steps: int) -> list[LRScheduler]:
+        """Return the schedulers to step after every optimizer step of a run of `max_steps` steps.
+
+        Raises:
+            ValueError: the schedule is shorter than the run.
+        """
+        if self.named:
+            kwargs = {**self.kwargs, "max_steps": self.kwargs.get("max_steps") or max_steps}
+            return [LambdaLR(o, warmup_cosine(**kwargs)) for o in torch_optimizers(optimizer)]
+        cls = self.cls
+        schedulers = [] if cls is None else [cls(o, **self.kwargs) for o in torch_optimizers(optimizer)]
+        for scheduler in schedulers:
+            if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < max_steps:
+                raise ValueError(
+                    f"OneCycleLR is over after {scheduler.total_steps} steps, and the run has {max_steps}: give it "
+                    f"total_steps={max_steps} in lr_scheduler_kwargs"
+                )
+        return schedulers

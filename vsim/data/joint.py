@@ -1,0 +1,88 @@
+"""The batches of members that train together, below each other; what several see in one order is fetched once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from vsim.data.batches import Batches, in_memory
+
+
+class BatchSource(Protocol):
+    """Where a member's batches come from: `vsim.data.batches.Batches`, or one node's own loader."""
+
+    lengths: list[int]
+    steps_per_epoch: int
+    shard_sizes: Tensor
+
+    def from_step(self, start_step: int = 0) -> Iterator[Any]: ...
+
+
+@dataclass
+class Source:
+    """The batches of one member.
+
+    Attributes:
+        key: equal for members that see the same examples in the same order.
+        context: makes the context in which examples are fetched.
+    """
+
+    batches: BatchSource
+    key: Hashable
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def joint_batches(sources: Sequence[Source], start_step: int) -> Iterator[Any]:
+    """Yield stacked batches (R, B, …) of all members from the 0-based `start_step` on, without end.
+
+    Args:
+        sources: of the members, in the order of their rows.
+    """
+    if len(sources) == 1:
+        return _fetched(sources[0], start_step)
+    distinct = {source.key: source for source in reversed(sources)}
+    keys = [source.key for source in sources]
+    datasets = {id(one_in_memory(source.batches)): one_in_memory(source.batches) for source in distinct.values()}
+    fields = in_memory(next(iter(datasets.values()))) if len(datasets) == 1 else None
+    if fields is not None:
+        return _gathered(fields, {key: source.batches for key, source in distinct.items()}, keys, start_step)
+    return _concatenated(distinct, keys, start_step)
+
+
+def one_in_memory(batches: BatchSource) -> Any:
+    """Return the dataset that all nodes share, if it is held in tensors: fetching from it runs no user's code."""
+    return batches.shared_in_memory if isinstance(batches, Batches) else None
+
+
+def _fetched(source: Source, start_step: int) -> Iterator[Any]:
+    batches = source.batches.from_step(start_step)
+    while True:
+        with source.context():
+            batch = next(batches)
+        yield batch
+
+
+def _gathered(
+    fields: Callable[[Tensor], list[Tensor]],
+    sources: dict[Hashable, Any],
+    keys: Sequence[Hashable],
+    start_step: int,
+) -> Iterator[Any]:
+    """One dataset that is held in tensors: the batches of all members are one gather."""
+    orders = {key: batches.order.batches(start_step) for key, batches in sources.items()}
+    while True:
+        positions = {key: next(order) for key, order in orders.items()}
+        yield fields(torch.cat([positions[key] for key in keys]))
+
+
+def _concatenated(distinct: dict[Hashable, Source], keys: Sequence[Hashable], start_step: int) -> Iterator[Any]:
+    fetched = {key: _fetched(source, start_step) for key, source in distinct.items()}
+    while True:
+        batches = {key: next(own) for key, own in fetched.items()}
+        yield tree_map(lambda *parts: torch.cat(parts), *(batches[key] for key in keys))

@@ -1,0 +1,110 @@
+"""From reports to the record of a run: history, hooks, logs, and the progress that a user sees."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from vsim.records.history import History
+from vsim.records.live import LivePlot
+from vsim.records.report import Hook, Log, StepReport
+
+
+class Recorder:
+    """Keeps what is reported: history, logs, hooks, progress. What was done stays on an interrupt.
+
+    Args:
+        history: gets a row a step.
+        progress: show a progress bar, or with "plot" a figure in the notebook; description: what it says.
+        train_loss_hook: called as f(step, mean train loss) after every step; eval_loss_hook as f(step, global loss).
+        log: gets every report, before the hooks.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        progress: bool | str = False,
+        description: str = "",
+        train_loss_hook: Hook | None = None,
+        eval_loss_hook: Hook | None = None,
+        log: Log | None = None,
+    ) -> None:
+        self.history = history
+        self.progress = progress
+        self.description = description
+        self.train_loss_hook = train_loss_hook
+        self.eval_loss_hook = eval_loss_hook
+        self.log = log
+        self.odd_validation: int | None = None  # the first step whose validation loss was not finite
+        self.has_warned = False
+        self.bar: Any = None
+        self.live = LivePlot(history, description) if progress == "plot" else None
+
+    def __call__(self, report: StepReport) -> None:
+        row = report.row
+        self._note_validation(row)
+        self.history.executor, self.history.executor_reason = report.executor, report.executor_reason
+        self.history.minibatch_size = report.minibatch_size
+        self.history.append(row, report.node_losses)
+        if self.log is not None:
+            self.log(report)
+        step = int(row["step"])
+        if self.train_loss_hook is not None and "train_loss" in row:
+            self.train_loss_hook(step, row["train_loss"])
+        if self.eval_loss_hook is not None and "global_loss" in row:
+            self.eval_loss_hook(step, row["global_loss"])
+        self._advance(step, report)
+
+    def _note_validation(self, row: Mapping[str, float]) -> None:
+        """Warn of a validation loss that is not finite, unless the training loss of the next step is not either."""
+        self._warn_of_validation()
+        losses = [row[name] for name in ("local_loss", "global_loss", "average_loss") if name in row]
+        if not all(map(math.isfinite, losses)) and self.odd_validation is None:
+            self.odd_validation = int(row["step"])
+
+    def _warn_of_validation(self) -> None:
+        if self.odd_validation is not None and not self.has_warned:
+            self.has_warned = True
+            warnings.warn(
+                f"non-finite validation loss at step {self.odd_validation}, where the training loss is finite: look at "
+                "the validation data, and at what the model does in evaluation mode",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _advance(self, step: int, report: StepReport) -> None:
+        if not self.progress:
+            return
+        if self.live is not None:
+            self.live.update(report.max_steps)
+            return
+        if self.bar is None:
+            from tqdm.auto import tqdm
+
+            self.bar = tqdm(
+                total=report.max_steps,
+                initial=step - ("train_loss" in report.row),
+                desc=self.description,
+                unit="step",
+                dynamic_ncols=True,
+                disable=None,  # not into files and pipes
+            )
+        if "train_loss" in report.row:
+            megabytes = report.row["payload_bytes"] / 1e6
+            self.bar.set_postfix_str(f"loss {report.row['train_loss']:.3f}, {megabytes:.2f} MB sent", refresh=False)
+            self.bar.update()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if self.live is not None:
+            self.live.close()
+        if kind is None:
+            self._warn_of_validation()
+        if self.log is not None:
+            self.log.finish("" if kind is None else f"{kind.__name__}: {error}")

@@ -1,0 +1,99 @@
+"""Which members of a run are alike: in the shapes of their batches, in their model's code, in their optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vsim.data.joint import BatchSource
+from vsim.strategy.base import CommunicationModule, Strategy
+from vsim.training.config import RunConfig
+
+
+def batch_shapes(batches: BatchSource, config: RunConfig, num_steps: int) -> tuple[Any, ...]:
+    """Return what decides the shapes of all batches of a run: equal for members whose shapes always are."""
+    drop_last = bool(config.dataloader_kwargs.get("drop_last", False))
+    uneven = len(set(batches.lengths)) > 1  # the nodes go through their data without a break: all batches are full
+    last = int(batches.shard_sizes.max()) % config.batch_size
+    own_collation = config.dataloader_kwargs.get("collate_fn") is not None
+    if own_collation:  # such as padding to the longest of a node's examples: equal only for equal examples
+        return config.batch_size, config.num_nodes, config.seed, config.shuffle
+    if drop_last or uneven or not last or num_steps < batches.steps_per_epoch:
+        return (config.batch_size,)
+    return config.batch_size, batches.steps_per_epoch, last
+
+
+def same_model(first: nn.Module, other: nn.Module) -> bool:
+    """Whether two models have the same code and constants, so that they may differ in weights and buffers only."""
+    if first is other:
+        return True
+    modules, others = dict(first.named_modules()), dict(other.named_modules())
+    if list(modules) != list(others):
+        return False
+    return all(_same_module(modules[name], others[name]) for name in modules) and _same_tensors(first, other)
+
+
+def _same_module(first: nn.Module, other: nn.Module) -> bool:
+    if type(first) is not type(other) or vars(first).keys() != vars(other).keys():
+        return False
+    tables = ("_parameters", "_buffers", "_modules")
+    return all(_equal(value, vars(other)[name]) for name, value in vars(first).items() if name not in tables)
+
+
+def _same_tensors(first: nn.Module, other: nn.Module) -> bool:
+    """Whether shapes, dtypes and what is trained agree, and the values of what is not."""
+    for of in (nn.Module.named_parameters, nn.Module.named_buffers):
+        own, theirs = (dict(of(model)) for model in (first, other))
+        if list(own) != list(theirs):
+            return False
+        for name, tensor in own.items():
+            twin = theirs[name]
+            if (tensor.shape, tensor.dtype, tensor.requires_grad) != (twin.shape, twin.dtype, twin.requires_grad):
+                return False
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and not torch.equal(tensor, twin):
+                return False
+    return True
+
+
+def _equal(first: Any, other: Any) -> bool:
+    """Whether two attributes are equal, as far as that can be told; if not, they are not."""
+    if first is other:
+        return True
+    if type(first) is not type(other):
+        return False
+    if isinstance(first, Tensor):
+        return torch.equal(first, other)
+    if isinstance(first, list | tuple):
+        return len(first) == len(other) and all(map(_equal, first, other))
+    if isinstance(first, dict):
+        return first.keys() == other.keys() and all(_equal(value, other[key]) for key, value in first.items())
+    if isinstance(first, nn.Module):
+        return same_model(first, other)
+    try:
+        return bool(first == other)
+    except Exception:  # such as of arrays
+        return False
+
+
+def is_vsims_own(strategy: Strategy) -> bool:
+    """Whether all code of a strategy is vsim's, which draws from the run's own generators and no other."""
+    return _is_vsims(strategy, set())
+
+
+def _is_vsims(value: Any, seen: set[int]) -> bool:
+    if id(value) in seen or not hasattr(value, "__dict__") or isinstance(value, type | torch.dtype):
+        return True
+    seen.add(id(value))
+    home = type(value).__module__.partition(".")[0]
+    if isinstance(value, Strategy | CommunicationModule) or home not in ("torch", "builtins"):
+        inside = [v for own in vars(value).values() for v in (own if isinstance(own, list | tuple) else [own])]
+        return home == "vsim" and all(_is_vsims(item, seen) for item in inside)
+    return True
+
+
+def settings_order(strategy: Strategy) -> tuple[str, ...]:
+    """Return a key that puts strategies with equal inner optimizers and schedules next to each other."""
+    schedule = vars(strategy.schedule)
+    return repr(strategy.is_per_node), repr(strategy.optim_spec), repr(sorted(schedule.items(), key=repr))

@@ -1,0 +1,204 @@
+"""The parts of a run: its members, and the groups of members whose gradients are computed in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from vsim.cluster.cluster import Cluster
+from vsim.cluster.ledger import Ledger
+from vsim.cluster.randomness import OwnGlobals, global_states
+from vsim.engine import Executor
+from vsim.engine.objective import Objective
+from vsim.records.history import History
+from vsim.records.report import Reporter
+from vsim.strategy.base import Strategy
+from vsim.training.config import RunConfig
+from vsim.training.evaluate import Evaluator
+from vsim.training.interrupt import Interrupt
+from vsim.training.optimizers import Optimizers
+
+
+class Saver(Protocol):
+    """Saves a member while it trains."""
+
+    def begin(self, run: Member) -> None: ...
+
+    def after_step(self, run: Member) -> None: ...
+
+    def on_interrupt(self, run: Member) -> None: ...
+
+
+@dataclass(eq=False)
+class Member:
+    """One strategy with one seed and one setting on K nodes: all that is its own, whoever trains beside it.
+
+    Attributes:
+        cluster: its nodes, rows of the group's matrix. strategy: the run's own copy.
+        streams: a random generator per node, for what is random in its model.
+        objective: model and loss, shared with its group.
+        report: where the outcome of every step goes.
+        max_steps: steps to train.
+        minibatch_size: examples per node whose gradients are computed at once; None for the whole batch.
+        evaluator: measures it on the validation data; None: there is none.
+        saver: saves it; None: nobody does.
+        history: its record, where this process keeps one.
+        fingerprint: what it is; see `vsim.checkpoint.fingerprint`.
+        examples, tokens, seconds: trained on, and for, before a resume as well. Members that train together share the
+            seconds of a step by their nodes.
+        starts: whether its first row is still to be reported: not if it resumes.
+        globals: the global random generators as this member alone would find them; None: the process's are its own.
+        draws: whether code of its strategy may draw from them.
+        left_states: of the process's generators, as training left them.
+        error: why it left the run before the others.
+        stopped: whether it was asked to end before the others.
+    """
+
+    config: RunConfig
+    cluster: Cluster
+    strategy: Strategy
+    streams: list[torch.Generator]
+    objective: Objective
+    report: Reporter
+    max_steps: int
+    minibatch_size: int | None = None
+    evaluator: Evaluator | None = None
+    saver: Saver | None = None
+    history: History | None = None
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    examples: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    starts: bool = True
+    globals: OwnGlobals | None = None
+    draws: bool = False
+    left_states: dict[str, Any] | None = None
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    error: Exception | None = None
+    stopped: bool = False
+    # Of the step that is being taken: its losses per node, learning rate, and the events of the ledger before it.
+    node_losses: list[float] = field(default_factory=list)
+    lr: float = 0.0
+    known_events: int = 0
+
+    @property
+    def done(self) -> int:
+        """Completed steps."""
+        return self.cluster.completed
+
+    @property
+    def random_states(self) -> dict[str, Any]:
+        """The states of its global random generators."""
+        if self.globals is not None:
+            return self.globals.states
+        return global_states(self.cluster.weights.device) if self.left_states is None else self.left_states
+
+    @property
+    def ledger(self) -> Ledger:
+        """What it has communicated."""
+        return self.cluster.collectives.ledger
+
+    @property
+    def trains(self) -> bool:
+        """Whether it still takes steps."""
+        return self.error is None and not self.stopped
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether all its nodes are held in this process."""
+        return self.cluster.replicas.num_held == self.cluster.num_nodes
+
+    def mean_model(self) -> nn.Module:
+        """Return the mean of its nodes' models as an ordinary module."""
+        cluster = self.cluster
+        return cluster.replicas.as_module(cluster.mean_weights(), cluster.mean_buffers(), like=self.config.model)
+
+    def check_weights(self) -> None:
+        """Raise a FloatingPointError if weights are not finite: no loss of a later step is going to tell."""
+        cluster = self.cluster
+        if bool(cluster.mean_weights().isfinite().all()):
+            return
+        with cluster.collectives.unbilled():
+            finite = cluster.collectives.all_gather(cluster.weights.isfinite().all(1).long()[:, None], label="finite")
+        odd = [node for node, is_finite in enumerate(finite.flatten().tolist()) if not is_finite]
+        where = (
+            f"weights after step {self.done} on nodes {odd}"
+            if odd
+            else f"mean of the nodes' weights after step {self.done}"
+        )
+        raise FloatingPointError(f"non-finite {where}. A lower learning rate, warmup_steps or max_norm usually helps")
+
+
+@dataclass(eq=False)
+class Group:
+    """Members whose losses and gradients are computed together: their nodes are rows of one matrix, in this order.
+
+    Attributes:
+        executor: computes the losses and gradients of all rows.
+        batches: stacked batches (R, B, …) for all rows, on any device.
+        minibatch_size: examples per node at once; None: the whole batch.
+        optimizers: those of its members, stepped in few calls.
+    """
+
+    members: list[Member]
+    executor: Executor
+    batches: Iterator[Any]
+    minibatch_size: int | None
+    optimizers: Optimizers
+
+    @property
+    def rows(self) -> list[tuple[Member, slice]]:
+        """Every member with its rows."""
+        found, start = [], 0
+        for member in self.members:
+            stop = start + member.cluster.replicas.num_held
+            found.append((member, slice(start, stop)))
+            start = stop
+        return found
+
+
+@dataclass(eq=False)
+class Run:
+    """Members that are set up to train together: everything that the loop needs.
+
+    Attributes:
+        members: in the order in which they were given. groups: the same, as they are computed.
+        val_interval: steps between validations, beside the first and the last; None: only these.
+        extra_validations: steps that are validated, too.
+        correlation_interval: steps between measurements of how far apart the replicas are; None: never.
+        interrupt: asks the run to stop after a step.
+        tolerant: whether a member that fails leaves the others to go on; if not, its error ends the run.
+        watch: called as f(run) when a step is reported for all.
+        stopping: called as f(run) after a step; the members that it returns stop there.
+    """
+
+    members: list[Member]
+    groups: list[Group]
+    max_steps: int
+    val_interval: int | None = None
+    extra_validations: Collection[int] = ()
+    correlation_interval: int | None = None
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    tolerant: bool = False
+    watch: Callable[[Run], None] | None = None
+    stopping: Callable[[Run], Collection[Member]] | None = None
+
+    @property
+    def training(self) -> list[Member]:
+        """The members that still take steps."""
+        return [member for member in self.members if member.trains]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether all nodes are held in this process."""
+        return all(member.is_alone for member in self.members)
+
+    @property
+    def only(self) -> tuple[Member, Group]:
+        """The member, and its group, of a run that has one."""
+        ((member,), (group,)) = self.members, self.groups
+        return member, group

@@ -1,0 +1,158 @@
+"""The members' inner optimizers: each has its own, and those with equal settings are stepped in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from vsim.cluster.optim import ELEMENTWISE, StackedOptimizer
+from vsim.strategy.base import Strategy
+
+
+class Optimizers:
+    """Steps the optimizers of members whose rows lie below each other in one matrix.
+
+    A call of an optimizer takes longer than its arithmetic where the rows are few. So neighbours whose optimizers are
+    of one class with equal options are stepped as one, whose parameter is all their rows. Each keeps an optimizer of
+    its own all the same, whose state is its rows of the common one: schedules, checkpoints and a member that goes on
+    alone see nothing else.
+
+    Args:
+        strategies: in the order of their rows.
+    """
+
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        self._steps: list[_Call] = []
+        for _, same in groupby(_runs(strategies), key=lambda pair: pair[0]):
+            neighbours = [strategy for _, strategy in same]
+            if len(neighbours) > 1:
+                self._steps.append((neighbours, _Together(neighbours)))
+            else:
+                self._steps.append((neighbours, neighbours[0].optim))
+
+    def step(self, taking: set[Strategy]) -> None:
+        """Step the optimizers of the strategies in `taking`."""
+        remaining: list[_Call] = []
+        for strategies, optimizer in self._steps:
+            if isinstance(optimizer, _Together) and not (optimizer.agree() and taking.issuperset(strategies)):
+                optimizer.part()
+                remaining += [([s], s.optim) for s in strategies]
+            else:
+                remaining.append((strategies, optimizer))
+        self._steps = remaining
+        for strategies, optimizer in self._steps:
+            if taking.issuperset(strategies):
+                optimizer.step()
+
+
+class _Together:
+    """Elementwise optimizers of one class over neighbouring rows of a matrix, stepped as one over all of these."""
+
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        self.parts: list[Optimizer] = [s.optim for s in strategies]  # type: ignore[misc]
+        self.parameters = [_parameter(part) for part in self.parts]
+        upper = strategies[0]
+        weights, grads = upper.cluster.replicas.weights, upper.cluster.replicas.grads
+        size = (sum(map(len, self.parameters)), weights.shape[1])
+        self.whole = upper.optim_spec.build_over(
+            weights.as_strided(size, weights.stride()),
+            grads.as_strided(size, grads.stride()),
+            upper.cluster.deterministic,
+        )
+        self.parameter = _parameter(self.whole)
+
+    def agree(self) -> bool:
+        """Whether all parts have the same options now: a schedule or a hook may have changed those of one."""
+        first, *others = ({**part.param_groups[0], "params": None} for part in self.parts)
+        return all(other == first for other in others)
+
+    def step(self) -> None:
+        """Step all parts."""
+        options = self.parts[0].param_groups[0]
+        self.whole.param_groups[0].update({key: value for key, value in options.items() if key != "params"})
+        if not self.whole.state:
+            self._gather()
+        self.whole.step()
+        self._share()
+
+    def _gather(self) -> None:
+        """Begin with the state that the parts have, which may come from a checkpoint."""
+        states = [part.state[p] for part, p in zip(self.parts, self.parameters, strict=True) if part.state.get(p)]
+        if len(states) == len(self.parts):
+            rows = [len(p) for p in self.parameters]
+            self.whole.state[self.parameter] = {
+                key: torch.cat([s[key] for s in states]) if _is_stacked(value, rows[0]) else value
+                for key, value in states[0].items()
+            }
+
+    def _share(self) -> None:
+        """Let the state of every part be its rows of the whole."""
+        state, start = self.whole.state[self.parameter], 0
+        size = len(self.parameter)
+        for part, parameter in zip(self.parts, self.parameters, strict=True):
+            stop, own = start + len(parameter), part.state[parameter]
+            for key, value in state.items():
+                if not _is_stacked(value, size):
+                    own[key] = value
+                elif key not in own or own[key].data_ptr() != value[start].data_ptr():
+                    own[key] = value[start:stop]
+            start = stop
+
+    def part(self) -> None:
+        """Let every part go on alone, with the state that it has."""
+        for part, parameter in zip(self.parts, self.parameters, strict=True):
+            own = part.state[parameter]
+            for key, value in own.items():
+                if isinstance(value, Tensor) and not _is_stacked(value, len(parameter)):
+                    own[key] = value.clone()  # the number of steps, which the others count on
+
+
+_Call = tuple[list[Strategy], StackedOptimizer | _Together]  # the optimizers of some strategies, stepped as one
+
+
+def _runs(strategies: Sequence[Strategy]) -> list[tuple[int, Strategy]]:
+    """Number the strategies so that neighbours which can be stepped together have the same number."""
+    numbered, number = [(0, strategies[0])], 0
+    for before, strategy in pairwise(strategies):
+        number += not _can_join(before, strategy)
+        numbered.append((number, strategy))
+    return numbered
+
+
+def _can_join(upper: Strategy, lower: Strategy) -> bool:
+    if not (_is_plain(upper) and _is_plain(lower)) or type(upper.optim) is not type(lower.optim):
+        return False
+    above, below = _parameter(upper.optim), _parameter(lower.optim)  # type: ignore[arg-type]
+    for first, second in ((above, below), (above.grad, below.grad)):
+        assert first is not None
+        assert second is not None
+        follows = second.data_ptr() == first.data_ptr() + first.numel() * first.element_size()
+        if first.shape[1:] != second.shape[1:] or not follows or not first.is_contiguous():
+            return False
+    options = [{**s.optim.param_groups[0], "params": None} for s in (upper, lower)]
+    return options[0] == options[1]
+
+
+def _is_plain(strategy: Strategy) -> bool:
+    """Whether the strategy's optimizer is the one that its `OptimSpec` builds over the rows, and steps once a step."""
+    optimizer = strategy.optim
+    if strategy.is_per_node or not isinstance(optimizer, Optimizer) or type(optimizer) not in ELEMENTWISE:
+        return False
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    weights = strategy.cluster.replicas.weights
+    is_matrix = len(parameters) == 1 and parameters[0].dim() == 2 and parameters[0].data_ptr() == weights.data_ptr()
+    return is_matrix and type(optimizer) is strategy.optim_spec.cls
+
+
+def _parameter(optimizer: Optimizer) -> Tensor:
+    parameter: Tensor = optimizer.param_groups[0]["params"][0]
+    return parameter
+
+
+def _is_stacked(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and len(value) == rows

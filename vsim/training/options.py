@@ -1,0 +1,170 @@
+"""The arguments of `fit`, checked: each in one place, before anything is set up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vsim.arguments import a_function, one_of, real_number, true_or_false, whole_number
+from vsim.checkpoint.files import Checkpoint
+from vsim.checkpoint.start import Saving, Start
+from vsim.data.batches import loader_options
+from vsim.engine import EXECUTORS
+from vsim.records.loggers import Logger, run_loggers
+from vsim.records.report import Hook
+from vsim.strategy.base import Strategy
+from vsim.training.config import RunConfig
+
+_WHOLE = ("num_nodes", "batch_size", "num_epochs", "val_size", "log_interval")
+_AT_LEAST_ONE_OR_NONE = (
+    *("max_steps", "val_interval", "checkpoint_interval", "correlation_interval"),
+    *("chunk_size", "threads_per_process"),
+)
+_TRUE_OR_FALSE = ("shuffle", "autocast", "deterministic")
+COMPILING = (True, False, "auto")
+
+
+@dataclass
+class FitOptions:
+    """The arguments of `Trainer.fit`; see there.
+
+    Raises:
+        TypeError, ValueError: one is out of range, contradicts another, or would have no effect.
+    """
+
+    strategy: Strategy
+    num_nodes: int
+    num_epochs: int
+    max_steps: int | None
+    batch_size: int
+    minibatch_size: int | None
+    gradient_accumulation: int | None
+    shuffle: bool
+    val_size: int
+    val_interval: int | None
+    seed: int
+    device: str | torch.device | None
+    autocast: bool
+    executor: str
+    deterministic: bool
+    compile: bool | str
+    chunk_size: int | None
+    backend: str
+    devices: Sequence[str | torch.device] | None
+    threads_per_process: int | None
+    timeout_seconds: float | None
+    checkpoint_interval: int | None
+    save_dir: str | Path | None
+    resume: bool | str | Path | Checkpoint | None
+    correlation_interval: int | None
+    dataloader_kwargs: Mapping[str, Any] | None
+    max_memory_usage: float | None
+    logger: Logger | Sequence[Logger] | None
+    log_interval: int
+    run_name: str | None
+    wandb_project: str | None
+    log_x_axis: str
+    progress: bool | str
+    train_loss_hook: Hook | None
+    eval_loss_hook: Hook | None
+
+    def __post_init__(self) -> None:
+        # As given, for logs. Whole numbers of other libraries become Python's below, for files and processes.
+        self.given = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not isinstance(self.strategy, Strategy):
+            raise TypeError(f"strategy must be a vsim Strategy object, got {self.strategy!r}")
+        for name in _WHOLE:
+            setattr(self, name, whole_number(name, getattr(self, name)))
+        self.seed = whole_number("seed", self.seed, at_least=0, at_most=2**63 - 1)
+        for name in _AT_LEAST_ONE_OR_NONE:
+            value = getattr(self, name)
+            setattr(self, name, None if value is None else whole_number(name, value))
+        for name in _TRUE_OR_FALSE:
+            setattr(self, name, true_or_false(name, getattr(self, name)))
+        a_function("train_loss_hook", self.train_loss_hook, "step, loss")
+        a_function("eval_loss_hook", self.eval_loss_hook, "step, loss")
+        if self.progress not in (True, False, "plot"):
+            raise ValueError(f"progress must be True, False or 'plot', got {self.progress!r}")
+        self._check_data()
+        self._check_computing()
+        self._check_backend()
+        self.loggers = run_loggers(self.logger, self.run_name, self.wandb_project, self.log_x_axis)
+        if self.log_interval != 1 and not self.loggers:
+            raise ValueError("log_interval has no effect without a logger, run_name or wandb_project")
+
+    def _check_data(self) -> None:
+        if self.dataloader_kwargs is not None and not isinstance(self.dataloader_kwargs, Mapping):
+            raise TypeError(
+                f"dataloader_kwargs must be a dict of arguments of DataLoader, got {self.dataloader_kwargs!r}"
+            )
+        loader_options(self.dataloader_kwargs)
+        if self.max_memory_usage is not None:
+            real_number("max_memory_usage", self.max_memory_usage, above=0, at_most=1)
+            by_hand = [n for n in ("minibatch_size", "gradient_accumulation") if getattr(self, n) is not None]
+            if by_hand:
+                raise TypeError(f"max_memory_usage chooses the minibatch; leave out {' and '.join(by_hand)}")
+        self.minibatch_size = _minibatch_size(self.batch_size, self.minibatch_size, self.gradient_accumulation)
+
+    def _check_computing(self) -> None:
+        one_of("executor", self.executor, EXECUTORS)
+        if self.compile not in COMPILING or (isinstance(self.compile, int) and not isinstance(self.compile, bool)):
+            allowed = ", ".join(map(repr, COMPILING[:-1]))
+            raise ValueError(f"compile must be {allowed} or {COMPILING[-1]!r}, got {self.compile!r}")
+        inexact = {"autocast=True": self.autocast, f"compile={self.compile!r}": self.compile}
+        if self.deterministic and any(inexact.values()):
+            given = next(name for name, chosen in inexact.items() if chosen)
+            raise ValueError(f"deterministic=True promises the bits of eager float32; {given} does not have them")
+        if self.executor == "vmap" and self.compile == "auto":
+            raise ValueError("compile='auto' is a choice that executor='auto' makes; give True or False with 'vmap'")
+        if self.executor == "loop" and (self.compile or self.chunk_size is not None):
+            given = f"compile={self.compile!r}" if self.compile else f"chunk_size={self.chunk_size}"
+            raise ValueError(f"{given} has no effect with executor='loop', which is eager and takes one node at a time")
+
+    def _check_backend(self) -> None:
+        one_of("backend", self.backend, ("stacked", "process"))
+        of_processes = ("devices", "threads_per_process", "timeout_seconds")
+        if self.backend == "stacked":
+            idle = [name for name in of_processes if getattr(self, name) is not None]
+            if idle:
+                raise ValueError(f"{', '.join(idle)} has no effect with backend='stacked'")
+        elif self.executor != "auto" or self.chunk_size is not None:
+            given = f"executor={self.executor!r}" if self.executor != "auto" else f"chunk_size={self.chunk_size}"
+            raise ValueError(f"{given} has no effect with backend='process', which runs eager PyTorch")
+        elif self.device is not None and self.devices is not None:
+            raise TypeError("device and devices say the same thing; give one of them")
+        if self.timeout_seconds is not None:
+            self.timeout_seconds = real_number("timeout_seconds", self.timeout_seconds, above=0)
+
+    def config(self, label: str, start: Start | None, saving: Saving | None, **of_trainer: Any) -> RunConfig:
+        """Return the configuration of the run, for which the trainer adds model, data, loss and hook."""
+        own = {field.name for field in fields(RunConfig)}
+        arguments = {name: value for name, value in vars(self).items() if name in own}
+        arguments["dataloader_kwargs"] = dict(self.dataloader_kwargs or {})
+        return RunConfig(
+            **{**arguments, **of_trainer},
+            label=label,
+            memory_share=self.max_memory_usage,
+            start=start,
+            saving=saving,
+        )
+
+
+def _minibatch_size(batch_size: int, minibatch_size: int | None, pieces: int | None) -> int | None:
+    """Return the size of the pieces that gradients are accumulated over, None for one piece."""
+    if minibatch_size is not None and pieces is not None:
+        raise TypeError("minibatch_size and gradient_accumulation say the same thing; give one of them")
+    name, value = ("gradient_accumulation", pieces) if minibatch_size is None else ("minibatch_size", minibatch_size)
+    if value is None:
+        return None
+    value = whole_number(name, value, at_most=batch_size)
+    if batch_size % value:
+        divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
+        raise ValueError(
+            f"batch_size {batch_size} cannot be divided by {name} {value}; {name} may be one of {divisors}"
+        )
+    size = value if minibatch_size is not None else batch_size // value
+    return None if size == batch_size else size
