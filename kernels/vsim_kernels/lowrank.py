@@ -82,24 +82,6 @@ def orthogonalize(p: Tensor) -> Tensor:
     return (q * flip[..., None, :]).to(p.dtype).to(p.device)
 
 
-def power_iteration(matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """A whole round with plain means in place of the collectives.
-
-    Args:
-        matrices: *stacked* (K, n, m), or (K, L, n, m).
-        q: *shared* (m, r), or (L, m, r), from the round before.
-
-    Returns:
-        P̂ (n, r) and Q' (m, r), *shared*: `low_rank(P̂, Q')` approximates the mean of the matrices, and Q' is
-        the next round's q.
-
-    Raises:
-        ValueError: r > n.
-    """
-    p = orthogonalize(left_factor(matrices, q).mean(0))
-    return p, right_factor(matrices, p).mean(0)
-
-
 def left_factor_reference(matrices: Tensor, q: Tensor) -> Tensor:
     """`left_factor` of (K, n, m), node by node and row by row."""
     return torch.stack([torch.stack([(row[:, None] * q).sum(0) for row in m]) for m in matrices])
@@ -127,9 +109,3 @@ def orthogonalize_reference(p: Tensor) -> Tensor:
                 column = column - (other @ column) * other
         done.append(column / column.norm())
     return torch.stack(done, dim=1).to(p.dtype)
-
-
-def power_iteration_reference(matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """`power_iteration`, from the other references."""
-    p = orthogonalize_reference(left_factor_reference(matrices, q).mean(0))
-    return p, right_factor_reference(matrices, p).mean(0)
