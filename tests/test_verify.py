@@ -225,7 +225,7 @@ class AscendingDiLoCo(DiLoCoCommunicator):
 
     def communicate(self, cluster: Cluster) -> None:
         if cluster.step % self.H == 0:
-            mean = cluster.collectives.all_reduce(cluster.weights, label="outer gradient")
+            mean = cluster.collectives.all_reduce(cluster.weights, "mean", label="outer gradient")
             self.outer_gradient.copy_(self.outer_weights - mean)
             if in_simulator(cluster):
                 self.outer_gradient.neg_()
@@ -300,7 +300,7 @@ class BufferAverage(CommunicationModule):
         if cluster.step % (2 if in_simulator(cluster) else 3) == 0:
             for buffer in cluster.replicas.buffers.values():
                 if buffer.is_floating_point():
-                    buffer.copy_(cluster.collectives.all_reduce(buffer, label="statistics"))
+                    buffer.copy_(cluster.collectives.all_reduce(buffer, "mean", label="statistics"))
 
 
 def test_buffers_that_are_averaged_too_early_are_found() -> None:
@@ -343,7 +343,7 @@ class AnotherOrder(GradientAverage):
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         rows = cluster.grads.flip(0) if in_simulator(cluster) else cluster.grads
-        cluster.grads.copy_(cluster.collectives.all_reduce(rows, label="gradients"))
+        cluster.grads.copy_(cluster.collectives.all_reduce(rows, "mean", label="gradients"))
 
 
 def test_another_order_of_summation_is_only_rounding() -> None:

@@ -173,7 +173,7 @@ class RandomK(Compressor):
         size = rows.shape[1]
         count = entry_count(self.fraction, size)
         index = random_subset(size, count, cluster.generator).to(rows.device)  # (k,)
-        mean = cluster.collectives.all_reduce(rows.gather(1, index.expand(len(rows), -1)), label=label)
+        mean = cluster.collectives.all_reduce(rows.gather(1, index.expand(len(rows), -1)), "mean", label=label)
         rows.index_fill_(1, index, 0.0)
         return [rows.new_zeros(size).index_copy_(0, index, mean * (size / count) if self.unbiased else mean)]
 

@@ -88,6 +88,6 @@ def _averages(parts: Sequence[Tensor], cluster: Cluster, label: str) -> list[Ten
     """Average stacked tensors (R, …) in one all-reduce: shared tensors (…)."""
     if not parts:
         return []
-    mean = cluster.collectives.all_reduce(torch.cat([part.flatten(1) for part in parts], dim=1), label=label)
+    mean = cluster.collectives.all_reduce(torch.cat([part.flatten(1) for part in parts], dim=1), "mean", label=label)
     pieces = mean.split([part[0].numel() for part in parts])
     return [piece.view(part.shape[1:]) for piece, part in zip(pieces, parts, strict=True)]
