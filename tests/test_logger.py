@@ -597,7 +597,11 @@ def test_a_comparison_without_a_name_is_named_by_the_time() -> None:
     ("options", "error", "message"),
     [
         ({"logger": "csv"}, TypeError, r"logger must be a CSVLogger\(\), .* got 'csv'"),
-        ({"logger": CSVLogger}, TypeError, "logger must be a CSVLogger.*got <class 'vsim.records.loggers.CSVLogger'>"),
+        (
+            {"logger": CSVLogger},
+            TypeError,
+            r"logger must be a CSVLogger.*got <class 'vsim\..*\.CSVLogger'>",
+        ),
         ({"logger": [CSVLogger(), 3]}, TypeError, "or a list of them; got 3"),
         ({"run_name": 3}, TypeError, "run_name must be a string, got 3 of type int"),
         ({"run_name": "../up"}, ValueError, r"must name a folder within the log folder.*got '\.\./up'"),
