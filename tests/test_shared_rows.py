@@ -70,7 +70,7 @@ def test_weights_gradients_and_optimizer_are_there_once() -> None:
     size = ours.num_parameters
     assert (ours.weights.shape, ours.grads.shape) == ((1, size), (1, size))
     assert (theirs.weights.shape, theirs.grads.shape) == ((4, size), (4, size))
-    assert ours.num_nodes == theirs.num_nodes == 4
+    assert ours.num_held == theirs.num_held == 4
     assert state_bytes(exact) == 4 * state_bytes(shared) == 4 * 2 * 4 * size
     assert list(shared.ledger) == list(exact.ledger)
 
