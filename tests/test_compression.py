@@ -33,8 +33,8 @@ from vsim.strategy import (
     TopK,
     UniformQuantizer,
 )
-from vsim.strategy.compression import random_subset
-from vsim.strategy.quantization import BlockQuantizer
+from vsim.strategy.compression import BlockQuantizer
+from vsim.strategy.compression.randomk import random_subset
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 

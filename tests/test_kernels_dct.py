@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import fft
-from vsim_kernels import dct_matrix, dct_tiles, idct_tiles, largest_divisor, tile_shape
+from vsim_kernels import dct_matrix, dct_tiles, idct_tiles, largest_divisor, matrix_shape, tile_shape
 from vsim_kernels.dct import dct_tiles_reference, idct_tiles_reference
 
 seeds = st.integers(0, 2**31)
@@ -118,5 +118,6 @@ def test_matrix_of_no_size():
 
 @given(shape=st.lists(st.integers(1, 12), max_size=4), chunk=st.integers(1, 9))
 def test_the_sides_of_a_tile_divide_those_of_the_folded_parameter(shape, chunk):
-    rows, cols = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+    rows, cols = matrix_shape(shape)
+    assert rows * cols == math.prod(shape) and rows == (shape[0] if len(shape) > 1 else 1)
     assert tile_shape(shape, chunk) == (largest_divisor(rows, chunk), largest_divisor(cols, chunk))

@@ -9,7 +9,7 @@ is a plain `<kernel>_reference` that the tests compare it with.
 """
 
 from .compiled import COMPILING_PAYS, compiled
-from .dct import dct_matrix, dct_tiles, idct_tiles, largest_divisor, tile_shape
+from .dct import dct_matrix, dct_tiles, idct_tiles, largest_divisor, matrix_shape, tile_shape
 from .lowrank import left_factor, low_rank, orthogonalize, right_factor
 from .masking import write_entries_
 from .quantize import (
@@ -35,6 +35,7 @@ __all__ = [
     "left_factor",
     "low_rank",
     "majority_vote",
+    "matrix_shape",
     "orthogonalize",
     "quantize",
     "right_factor",

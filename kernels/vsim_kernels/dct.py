@@ -83,15 +83,17 @@ def tile_shape(shape: Sequence[int], chunk: int) -> tuple[int, int]:
     >>> tile_shape((128, 384), 64), tile_shape((100,), 64), tile_shape((32, 3, 3, 3), 64)
     ((64, 64), (1, 50), (32, 27))
     """
-    rows, cols = _folded(shape)
+    rows, cols = matrix_shape(shape)
     return largest_divisor(rows, chunk), largest_divisor(cols, chunk)
 
 
-def _folded(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, cols) of a parameter seen as a matrix; vectors and scalars are a single row."""
-    if len(shape) < 2:
-        return 1, math.prod(shape)
-    return shape[0], math.prod(shape[1:])
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """The (rows, cols) of a parameter of this shape seen as a matrix (out, rest); a vector or scalar is one row.
+
+    >>> matrix_shape((32, 3, 3, 3)), matrix_shape((100,)), matrix_shape(())
+    ((32, 27), (1, 100), (1, 1))
+    """
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
 
 
 def dct_tiles(tiles: Tensor) -> Tensor:

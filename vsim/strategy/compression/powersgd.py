@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from vsim_kernels import left_factor, low_rank, orthogonalize, right_factor
+from vsim_kernels import left_factor, low_rank, matrix_shape, orthogonalize, right_factor
 
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.replicas import Columns
-from vsim.strategy.compression import Compressor, by_node, matrix_shape
+from vsim.strategy.compression.base import Compressor, by_node
 
 
 class PowerSGD(Compressor):
