@@ -25,6 +25,7 @@ from vsim.engine import EXECUTORS, Settings, VmapExecutor
 from vsim.engine.lowering import Lowering
 from vsim.models import CNN, GPT, MLP
 from vsim.process import NodeFailure
+from vsim.process.comparison import KINDS
 from vsim.process.difference import ROUNDING_ULPS, difference, ulps
 from vsim.strategy import (
     STRATEGIES,
@@ -39,7 +40,6 @@ from vsim.strategy import (
     Strategy,
 )
 from vsim.strategy.communicate import all_reduce
-from vsim.verify import KINDS
 
 
 class Net(nn.Module):

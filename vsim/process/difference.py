@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ class Difference:
 
     Attributes:
         step: t; 0 is before training. node: whose.
-        what: the kind of thing, one of `vsim.verify.KINDS`.
+        what: the kind of thing, one of `vsim.process.comparison.KINDS`.
         name: the parameter, the buffer, the state ("exp_avg of head.weight"), the event's label, the history's column.
         entries: how many entries differ, of `size`.
         ulps: the largest distance of two entries in units in the last place, which is the number of steps from one to
@@ -131,3 +131,16 @@ def _shown(entry: Tensor) -> str:
 def largest_magnitude(*tensors: Tensor) -> float:
     """The largest absolute value of a finite entry."""
     return max(t.double().nan_to_num(0, 0, 0).abs().max().item() if t.numel() else 0.0 for t in tensors)
+
+
+def only_rounding(differences: Sequence[Difference]) -> bool:
+    """Whether all differences of a step can come from rounding alone.
+
+    AdamW and its like divide a gradient by its own size: one that is nothing but rounding moves a weight by a whole
+    step. Where the optimizer's state differs too, it tells instead of the weights how the gradients differed.
+    """
+    follow = ("weights", "global weights", "history")
+    causes = [d for d in differences if d.what not in follow]
+    if not any(d.what == "optimizer state" for d in causes):
+        causes = list(differences)
+    return all(d.rounding for d in causes)

@@ -53,7 +53,7 @@ class NodeFailure(RuntimeError):
 
 
 @dataclass
-class _Node:
+class _Child:
     """One child process as its parent sees it."""
 
     rank: int
@@ -132,7 +132,7 @@ def _ship(config: RunConfig, path: Path) -> None:
         raise TypeError(f"backend='process' cannot ship the run to the nodes' processes: {whole}") from whole
 
 
-def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions) -> _Node:
+def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions) -> _Child:
     setup = {
         "argv": sys.argv,
         "folder": str(folder),
@@ -160,7 +160,7 @@ def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions) 
     with suppress(BrokenPipeError):  # a child that has died already is heard of through its silence
         process.stdin.write(pickle.dumps(setup))  # small: it fits into the pipe before anybody reads
         process.stdin.flush()
-    return _Node(rank, process, receive)
+    return _Child(rank, process, receive)
 
 
 class _Listener:
@@ -169,8 +169,8 @@ class _Listener:
     def __init__(self, num_nodes: int, report: Reporter) -> None:
         self.num_nodes = num_nodes
         self.report = report
-        self.nodes: list[_Node] = []
-        self.failures: list[_Node] = []  # in the order in which they were noticed
+        self.nodes: list[_Child] = []
+        self.failures: list[_Child] = []  # in the order in which they were noticed
         self.outcome: Outcome | None = None
         self.last_step = 0
         self.warned: set[Any] = set()
@@ -222,7 +222,7 @@ class _Listener:
             stdin.write(b"!")
             stdin.flush()
 
-    def _hear(self, node: _Node) -> None:
+    def _hear(self, node: _Child) -> None:
         try:
             kind, content = pickle.loads(node.messages.recv_bytes())
         except (EOFError, OSError):
