@@ -10,8 +10,7 @@ from vsim.records.history import History
 from vsim.records.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from vsim.trainer import LocalTrainer, Trainer
 from vsim.verify import VerifyReport, verify
-
-__version__ = "0.1.0"
+from vsim.version import __version__
 
 exogym.register()
 del exogym

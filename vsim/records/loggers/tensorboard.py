@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vsim.extras import extra
 from vsim.records.loggers.folders import free_folders, log_folder
 from vsim.records.loggers.rows import Row, x_of
 
@@ -28,7 +29,7 @@ class TensorBoardLogger:
     """
 
     def __init__(self, log_dir: str | Path = "logs") -> None:
-        _import_summary_writer()
+        _tensorboard()
         self.log_dir = log_folder(log_dir)
         self.folder: Path | None = None
         self._writer: Any = None
@@ -37,7 +38,7 @@ class TensorBoardLogger:
         """Make the folder and the event file, with the configuration as a text."""
         self._x = config.get("log_x_axis") or "step"
         self.folder = next(free_folders(self.log_dir, config.get("run_name"), "events.out.tfevents.*"))
-        self._writer = _import_summary_writer()(str(self.folder), flush_secs=1)
+        self._writer = _tensorboard().SummaryWriter(str(self.folder), flush_secs=1)
         text = json.dumps(config, indent=2)
         self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), 0)
         self._writer.flush()
@@ -63,9 +64,5 @@ class TensorBoardLogger:
                 self._writer.add_scalar(tag, value, x_of(row, self._x))
 
 
-def _import_summary_writer() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError('TensorBoardLogger needs tensorboard: pip install "vsim[tensorboard]"') from error
-    return SummaryWriter
+def _tensorboard() -> Any:
+    return extra("torch.utils.tensorboard", "TensorBoardLogger", "tensorboard", "tensorboard")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vsim.arguments import reject_unknown
+from vsim.extras import extra
 from vsim.records.loggers.rows import Row, x_of
 
 
@@ -31,7 +32,7 @@ class WandbLogger:
     def __init__(self, project: str, experiment_name: str | None = None, **init: Any) -> None:
         if not isinstance(project, str) or not project:
             raise TypeError(f"WandbLogger: project must be the name of a project, got {project!r}")
-        wandb = _import_wandb()
+        wandb = extra("wandb", "WandbLogger", "wandb", "wandb")
         own = {"project", "name", "config", "reinit"}
         valid = [name for name in inspect.signature(wandb.init).parameters if name not in own]
         reject_unknown(init, ["project", "experiment_name", *valid], "WandbLogger()")
@@ -43,7 +44,7 @@ class WandbLogger:
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin a run of its own, beside any that the process has."""
-        wandb = _import_wandb()
+        wandb = extra("wandb", "WandbLogger", "wandb", "wandb")
         self._x = config.get("log_x_axis") or "step"
         self.run = wandb.init(
             project=self.project,
@@ -69,11 +70,3 @@ class WandbLogger:
 
     def _log(self, row: Row) -> None:
         self.run.log({name: v for name, v in row.items() if not math.isnan(v)}, step=x_of(row, self._x))
-
-
-def _import_wandb() -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ImportError('WandbLogger needs wandb: pip install "vsim[wandb]"') from error
-    return wandb
