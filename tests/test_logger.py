@@ -517,6 +517,7 @@ def test_tensorboard() -> None:
 # Where a run has several processes
 
 
+@pytest.mark.slow
 def test_with_a_process_for_every_node() -> None:
     options: dict[str, Any] = {"num_nodes": 2, "deterministic": True, "max_steps": 3}
     fit(run_name="processes", backend="process", threads_per_process=1, **options)
@@ -529,6 +530,7 @@ def test_with_a_process_for_every_node() -> None:
     assert len(read("logs/processes/validation.csv")) == 2
 
 
+@pytest.mark.slow
 def test_under_torchrun_one_rank_logs(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(

@@ -264,6 +264,7 @@ class HastyDiLoCo(DiLoCoCommunicator):
         cluster.step -= shift
 
 
+@pytest.mark.slow
 def test_a_sync_that_is_shifted_by_one_step_is_found() -> None:
     report = verified(CommunicateOptimizeStrategy([HastyDiLoCo(H=3)], optim_spec=SGD))
 
@@ -277,6 +278,7 @@ def test_a_sync_that_is_shifted_by_one_step_is_found() -> None:
     assert [d.name for d in report.differences if d.what == "history"] == ["payload_bytes", "wire_bytes"]
 
 
+@pytest.mark.slow
 def test_a_shared_dropout_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_node_0(seed: int, *key: int, **options: Any) -> torch.Generator:
         return generator(seed, *((NODE, 0) if key[0] == NODE else key), **options)
@@ -303,6 +305,7 @@ class BufferAverage(CommunicationModule):
                     buffer.copy_(cluster.collectives.all_reduce(buffer, "mean", label="statistics"))
 
 
+@pytest.mark.slow
 def test_buffers_that_are_averaged_too_early_are_found() -> None:
     report = verified(CommunicateOptimizeStrategy([GradientAverage(), BufferAverage()], optim_spec=SGD))
 
@@ -325,9 +328,8 @@ class Forgetful(Strategy):
             last[-3:].zero_()
 
 
-@pytest.mark.parametrize(
-    ("spec", "hidden"), [*HELD, pytest.param(OptimSpec("adamw"), 100, id="one matrix", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "hidden"), [*HELD, pytest.param(OptimSpec("adamw"), 100, id="one matrix")])
 def test_a_state_that_one_node_loses_is_found(spec: OptimSpec, hidden: int) -> None:
     model = MLP(6, (hidden,), 3, seed=0)
     report = verified(Forgetful(optim_spec=spec), num_nodes=3, model=model, loss_fn=F.cross_entropy)
@@ -346,6 +348,7 @@ class AnotherOrder(GradientAverage):
         cluster.grads.copy_(cluster.collectives.all_reduce(rows, "mean", label="gradients"))
 
 
+@pytest.mark.slow
 def test_another_order_of_summation_is_only_rounding() -> None:
     report = verified(CommunicateOptimizeStrategy([AnotherOrder()], optim_spec=OptimSpec("sgd", lr=0.1)), num_nodes=3)
 
