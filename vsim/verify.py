@@ -44,9 +44,9 @@ class VerifyReport:
 
     Attributes:
         num_nodes: K. num_parameters: P.
-        steps: those that were compared and found equal.
-        compared: what there was to compare, of KINDS.
-        differences: all that differs at the first step at which anything does: by kind, then node, then name.
+        steps: the number of steps that were compared and found equal.
+        compared: the kinds that were compared, of KINDS.
+        differences: all differences at the first step that has any: by kind, then node, then name.
     """
 
     num_nodes: int
@@ -109,18 +109,18 @@ def verify(
 ) -> VerifyReport:
     """Train in the simulator, then in one process a node, and compare the two after every step.
 
-    Both train on the CPU with `deterministic=True`, and should have the same bits: the simulator keeps all nodes in one
+    Both train on the CPU with `deterministic=True`, and should be bitwise equal: the simulator keeps all nodes in one
     matrix, the processes are ordinary PyTorch over torch.distributed. Compared are, in this order, the nodes' losses,
-    weights, buffers, optimizer state (also that of optimizers which are attributes of the strategy or its modules),
-    the global weights that the strategy evaluates, the ledger's events, and the measurements of the history. The
-    processes are ended at the first step at which something differs. Equal are entries that compare equal or are both
-    NaN: the sign of a zero is not looked at.
+    weights, buffers, optimizer state (also of optimizers that are attributes of the strategy or its modules), the
+    global weights that the strategy evaluates, the ledger's events, and the measurements of the history. The processes
+    are ended at the first step with a difference. Two entries are equal if they compare equal or are both NaN: the
+    sign of a zero is ignored.
 
     Args:
         model, train_dataset, val_dataset, loss_fn: as of `Trainer`.
-        strategy: yours or a built-in one. num_nodes: K, processes as well. max_steps: optimizer steps.
-        threads: CPU threads of the simulator and of every process; default the machine's divided by K, at least 1.
-        executor, chunk_size: of the simulator, as of `Trainer.fit`; "vmap" to have all nodes at once tested, say.
+        strategy: yours or a built-in one. num_nodes: K, also the number of processes. max_steps: optimizer steps.
+        threads: CPU threads of the simulator and of every process; default the machine's cores over K, at least 1.
+        executor, chunk_size: of the simulator, as of `Trainer.fit`; "vmap" tests the step of all nodes at once.
         fit_options: of `Trainer.fit`: batch_size, minibatch_size, gradient_accumulation, shuffle, val_size,
             val_interval, seed, correlation_interval, dataloader_kwargs, timeout_seconds, progress.
 
@@ -132,8 +132,8 @@ def verify(
 
     Raises:
         TypeError, ValueError, FloatingPointError: as `Trainer.fit`.
-        RuntimeError: called under torchrun; it starts processes of its own.
-        Exception: what fails in the processes only, caused by a NodeFailure with rank and traceback.
+        RuntimeError: called under torchrun; verify starts processes of its own.
+        Exception: a failure in the processes only, caused by a NodeFailure with rank and traceback.
 
     Example:
         >>> import vsim
@@ -175,7 +175,7 @@ def verify(
         )
 
         def compare_so_far(step: int, _: float) -> None:
-            comparison.advance(step - 1)  # the losses of `step` are known, so that every node has completed step − 1
+            comparison.advance(step - 1)  # the losses of `step` are known: every node has completed step − 1
             if comparison.differences:
                 raise _Different
 
@@ -201,7 +201,7 @@ def verify(
 
 
 class _Different(Exception):
-    """The processes need not go on."""
+    """Ends the processes: a difference has been found."""
 
 
 @contextmanager

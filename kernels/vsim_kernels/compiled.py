@@ -44,5 +44,5 @@ def compiled(kernel: Kernel) -> Kernel:
 
 @functools.cache
 def _compile(kernel: Kernel) -> Kernel:
-    # For every shape anew: top-k computes its grouping from the sizes. After torch's limit of shapes a kernel is eager.
+    # Once per shape: top-k computes its grouping from the sizes. Beyond torch's limit of shapes a kernel runs eagerly.
     return torch.compile(kernel, dynamic=False)  # type: ignore[return-value]

@@ -7,7 +7,7 @@ For matrices M_k (n, m) on K nodes and a *shared* Q (m, r) kept from the round b
     Q' = mean_k M_kᵀ P̂         `right_factor`, then the caller's all-reduce of m · r numbers
     mean_k M_k ≈ P̂ Q'ᵀ         `low_rank`
 
-The means are collectives, so they are between the functions and not inside.
+The means are collectives: they stand between the functions, not inside.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def orthogonalize(p: Tensor) -> Tensor:
 
     QR with a positive diagonal of R, which is Gram-Schmidt in exact arithmetic and keeps the columns
     orthogonal where Gram-Schmidt loses it. A column that depends on the ones before becomes some other
-    orthonormal one (the identity's columns for P = 0), which does no harm to the approximation.
+    orthonormal one (the identity's columns for P = 0), which does not harm the approximation.
 
     Args:
         p: (…, n, r), r ≤ n, floating; 16-bit types are factorized in float32.
 
     Returns:
-        The shape and dtype of p; the same input gives the same bits.
+        The shape and dtype of p; bitwise equal for equal input.
 
     Raises:
         ValueError: r > n.

@@ -59,7 +59,7 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def uniform_quantize(x: Tensor, bits: int, dim: int | None = None) -> Tensor:
-    """What the receiver of `quantize(x, bits, dim)` sees: the same shape and dtype as x.
+    """The values that the receiver of `quantize(x, bits, dim)` decodes, in the shape and dtype of x.
 
     Raises:
         ValueError: bits is out of range.
@@ -126,7 +126,7 @@ def majority_vote(signs: Tensor) -> Tensor:
 
 
 def _magnitude(x: Tensor) -> Tensor:
-    """|x|, with 0 for what is not finite."""
+    """|x|, with 0 for entries that are not finite."""
     return x.abs().nan_to_num_(0.0, 0.0, 0.0)
 
 

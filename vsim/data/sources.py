@@ -87,7 +87,7 @@ class TextDataset(TensorDataset):
 
     Args:
         ids: the text, (length,) int64 with length > block_size.
-        vocabulary: what the ids mean.
+        vocabulary: the characters behind the ids.
         block_size: characters in a window.
         stride: characters from one window's start to the next one's.
     """

@@ -30,7 +30,7 @@ class RunComparison:
 
     Attributes:
         differences: all that differs at the first step at which anything does: by kind, then node, then name.
-        compared: what there was to compare, of KINDS.
+        compared: the kinds that either side has, of KINDS.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RunComparison:
         self, step: int, node: int, what: str, name: str, simulator: float, process: float
     ) -> Iterator[Difference]:
         pair = torch.tensor([simulator, process], dtype=torch.float64)
-        # As what it was computed in, for its ULPs.
+        # In the dtype of the computation, for the ULPs.
         own = pair.to(self.dtype)
         if torch.equal(own.double(), pair):
             pair = own
@@ -112,7 +112,7 @@ class RunComparison:
                         yield from difference(*own, step, node, what, part, scale)
 
     def _rows(self, simulator: Tensor, process: Tensor, node: int) -> tuple[Tensor, Tensor]:
-        """Return a node's part of what the simulator has and of what its process has; shared tensors as they are."""
+        """Return a node's row of the simulator's tensor and of its process's; shared tensors unchanged."""
         if simulator.shape == (self.num_nodes, *process.shape[1:]) and process.shape[:1] == (1,):
             return simulator[node], process[0]
         return simulator, process

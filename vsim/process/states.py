@@ -41,7 +41,7 @@ class StateWriter:
             },
             "tensors": {"buffers": replicas.buffers, "optimizer state": tensors},
         }
-        # Copies, for of a view the whole of what it looks at would be written.
+        # Copies: torch.save writes the whole storage behind a view.
         stored: dict[str, Any] = {
             place: {kind: {n: t.detach().cpu().clone() for n, t in named.items()} for kind, named in kinds.items()}
             for place, kinds in state.items()

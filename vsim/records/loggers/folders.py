@@ -24,14 +24,14 @@ def check_run_name(run_name: str) -> str:
 
 
 def log_folder(log_dir: Any) -> Path:
-    """Return the folder of all runs; a TypeError says what is no path."""
+    """Return the folder of all runs; anything but a path is a TypeError."""
     if not isinstance(log_dir, str | Path):
         raise TypeError(f"log_dir must be the path of a folder, got {log_dir!r}")
     return Path(log_dir)
 
 
 def date_and_time() -> str:
-    """Return the name of a run that was given none."""
+    """Return the name of a run without one: date and time."""
     return datetime.now().strftime("%Y%m%d_%H%M%S")
 
 

@@ -1,4 +1,4 @@
-"""What is logged of a step: the columns that every logger gets, by name."""
+"""The rows that loggers get: column → number, of a training step and of a validation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ACCURACIES = ("local_accuracy", "global_accuracy")
 
 
 def train_row(row: Row, before: Row) -> dict[str, float]:
-    """Return what is logged of a training step.
+    """Return the row of a training step.
 
     Args:
         row: the history's row of the step. before: that of the step that was logged before it.
@@ -51,7 +51,7 @@ def train_row(row: Row, before: Row) -> dict[str, float]:
 
 
 def validation_row(row: Row) -> dict[str, float]:
-    """Return what is logged of a validation: see `History` for the columns.
+    """Return the row of a validation; see `History` for the columns.
 
     step, local_loss, local_perplexity, global_loss, global_perplexity, local_accuracy and global_accuracy where they
     are known, examples_trained, average_loss, node_loss_min, node_loss_max, node_loss_std, payload_bytes, wire_bytes.

@@ -1,4 +1,4 @@
-"""The loggers of a run: which they are, what they are told and when, and what happens when one of them fails."""
+"""The loggers of a run: which ones, what they get and when, and how the run survives one that fails."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class RunLog:
     def _start(self, report: StepReport) -> None:
         config = {**self.config, "total_steps": report.max_steps, "minibatch_size": report.minibatch_size}
         for logger in self.loggers:
-            self._started.append(logger)  # before: what it has opened when it fails is to be closed
+            self._started.append(logger)  # before it starts: a logger that fails may have opened files
             logger.start(config)
 
     def _is_due(self, row: Row, max_steps: int) -> bool:
