@@ -76,7 +76,7 @@ class Odd(nn.Module):
         return (self.scale * torch.tanh(batch @ self.first.T) @ self.second.T).square().mean()
 
 
-@pytest.mark.parametrize("backend", ["loop", "vmap", "process"])
+@pytest.mark.parametrize("backend", ["loop", "vmap", pytest.param("process", marks=pytest.mark.slow)])
 def test_parameters_and_batches_begin_aligned_and_can_be_written_to(backend: str) -> None:
     data = torch.randn(30, 5, generator=torch.Generator().manual_seed(1))
     model = Odd()

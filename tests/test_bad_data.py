@@ -21,7 +21,7 @@ import vsim
 from vsim import DilocoSimulator, Trainer
 from vsim.cli import main
 from vsim.data import mnist, text_file
-from vsim.records.loggers import CSVLogger, TensorBoardLogger
+from vsim.logger import CSVLogger, TensorBoardLogger
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 

@@ -21,7 +21,7 @@ from vsim import Trainer, load_checkpoint
 from vsim.arguments import real_number
 from vsim.data import text_file
 from vsim.engine import VmapError
-from vsim.records.loggers import CSVLogger
+from vsim.logger import CSVLogger
 from vsim.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,

@@ -43,7 +43,6 @@ from vsim.strategy import (
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 STEPS = 20
 QUICK = ["SPARTA, delayed, 4 bits", "sparse, islands, outer", "DeMo"]
-slow_rows = [row for row in ROWS if row.name not in QUICK]
 
 
 def scheduled(row: Row, **more: Any) -> Strategy:
@@ -59,14 +58,13 @@ def check_every_step(row: Row, folder: Path, steps: range, **options: Any) -> No
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", QUICK)
-def test_resume_at_every_step(name: str, deterministic: bool, tmp_path: Path) -> None:
-    steps = range(1, STEPS + 1) if deterministic else range(1, STEPS + 1, 4)
-    check_every_step(BY_NAME[name], tmp_path, steps, deterministic=deterministic)
+def test_resume_at_every_fourth_step(name: str, deterministic: bool, tmp_path: Path) -> None:
+    check_every_step(BY_NAME[name], tmp_path, range(1, STEPS + 1, 4), deterministic=deterministic)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("row", slow_rows, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_resume_at_every_step_with_every_strategy(row: Row, deterministic: bool, tmp_path: Path) -> None:
     check_every_step(row, tmp_path, range(1, STEPS + 1), deterministic=deterministic)
 
@@ -81,12 +79,17 @@ def test_the_table_is_covered() -> None:
     [
         {"optim_spec": "adam", "lr_scheduler": StepLR, "lr_scheduler_kwargs": {"step_size": 3}},
         {"optim_spec": "sgd", "lr_scheduler": OneCycleLR, "lr_scheduler_kwargs": {"max_lr": 0.1, "total_steps": 30}},
-        {"lr_scheduler": CosineAnnealingWarmRestarts, "lr_scheduler_kwargs": {"T_0": 3}},
         {"optim_spec": OptimSpec("adafactor", lr=0.01), "warmup_steps": 12},
-        {"optim_spec": OptimSpec("nadam", lr=0.01)},
-        {"optim_spec": OptimSpec("asgd", lr=0.01)},
-        {"optim_spec": OptimSpec("rprop", lr=0.01)},
         {"optim_spec": OptimSpec("adamw", amsgrad=True)},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"lr_scheduler": CosineAnnealingWarmRestarts, "lr_scheduler_kwargs": {"T_0": 3}},
+                {"optim_spec": OptimSpec("nadam", lr=0.01)},
+                {"optim_spec": OptimSpec("asgd", lr=0.01)},
+                {"optim_spec": OptimSpec("rprop", lr=0.01)},
+            )
+        ),
     ],
     ids=repr,
 )
@@ -571,7 +574,7 @@ def check_across(row: Row, folder: Path, pairs: list[tuple[bool, bool]], steps: 
 
 
 def test_processes_and_simulator_resume_each_other(tmp_path: Path) -> None:
-    check_across(BY_NAME["SPARTA, delayed, 4 bits"], tmp_path, [(True, False), (False, True)])
+    check_across(BY_NAME["SPARTA, delayed, 4 bits"], tmp_path, [(True, False)])  # the other way, and both, are slow
 
 
 @pytest.mark.slow
@@ -609,6 +612,7 @@ def test_however_the_state_of_an_optimizer_is_held(
         assert_same_run(train(resume=checkpoints_in(run)[0], **resumes), straight)
 
 
+@pytest.mark.slow
 def test_processes_say_what_differs(at_seven: Checkpoint) -> None:
     with pytest.raises(CheckpointError, match=r"deterministic was False and is True; strategy\.comm.*H was 3 and is 5"):
         fit(DiLoCoStrategy(H=5, optim_spec=ADAMW), resume=at_seven, **PROCESSES)

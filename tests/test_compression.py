@@ -33,8 +33,8 @@ from vsim.strategy import (
     TopK,
     UniformQuantizer,
 )
-from vsim.strategy.compression import random_subset
-from vsim.strategy.quantization import BlockQuantizer
+from vsim.strategy.compression import BlockQuantizer
+from vsim.strategy.compression.randomk import random_subset
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 
@@ -484,7 +484,7 @@ class HalfPrecision(Compressor):
         (rows,) = arranged
         sent = rows.bfloat16().float()
         rows.sub_(sent)
-        return [cluster.collectives.all_reduce(sent, label=label, payload_bytes=2 * rows.shape[1])]
+        return [cluster.collectives.all_reduce(sent, "mean", label=label, payload_bytes=2 * rows.shape[1])]
 
 
 def test_a_compressor_of_your_own() -> None:

@@ -294,7 +294,7 @@ class Outcome:
         self.trainer = Trainer(c.model(), c.data(), None if c.val is None else c.val(), loss_fn=c.loss_fn)
         options = {**c.options, "strategy": strategy, "progress": False}
         if "run_name" in options:
-            from vsim.records.loggers import CSVLogger
+            from vsim.logger import CSVLogger
 
             options["logger"] = CSVLogger(folder / "logs")
         if c.cut is not None:

@@ -196,10 +196,10 @@ def test_wire_formulas(num_nodes: int, numbers: int) -> None:
     collectives: Collectives = StackedCollectives(num_nodes, Ledger())
     collectives.step = 7
     stacked = torch.ones(num_nodes, numbers)
-    collectives.all_reduce(stacked)
+    collectives.all_reduce(stacked, "mean")
     collectives.all_gather(stacked)
     collectives.broadcast(stacked, num_nodes - 1)
-    collectives.all_reduce(stacked, payload_bytes=0.5, label="packed")
+    collectives.all_reduce(stacked, "mean", payload_bytes=0.5, label="packed")
     payload, n = 4 * numbers, num_nodes
     assert [(e.step, e.payload_bytes) for e in collectives.ledger] == [(7, payload)] * 3 + [(7, 0.5)]
     busiest = [e.wire_bytes for e in collectives.ledger]
@@ -211,13 +211,13 @@ def test_wire_formulas(num_nodes: int, numbers: int) -> None:
 def test_what_a_collective_returns() -> None:
     rows = torch.tensor([[1.0, 5.0], [2.0, 1.0], [6.0, 0.0]])
     collectives = StackedCollectives(3, Ledger())
-    assert collectives.all_reduce(rows).tolist() == [3.0, 2.0]
+    assert collectives.all_reduce(rows, "mean").tolist() == [3.0, 2.0]
     assert collectives.all_reduce(rows, "sum").tolist() == [9.0, 6.0]
     assert collectives.all_reduce(rows, "max").tolist() == [6.0, 5.0]
     assert collectives.all_reduce(rows, "min").tolist() == [1.0, 0.0]
     # Weights 1, 1 and 2: (1 + 2 + 12)/4 and (5 + 1 + 0)/4.
-    assert collectives.all_reduce(rows, weights=torch.tensor([1, 1, 2])).tolist() == [3.75, 1.5]
-    grouped = collectives.all_reduce(rows, groups=[[2, 0], [1]], weights=torch.tensor([1, 1, 2]))
+    assert collectives.all_reduce(rows, "mean", weights=torch.tensor([1, 1, 2])).tolist() == [3.75, 1.5]
+    grouped = collectives.all_reduce(rows, "mean", groups=[[2, 0], [1]], weights=torch.tensor([1, 1, 2]))
     assert grouped.tolist() == [pytest.approx([13 / 3, 5 / 3]), [2.0, 1.0], pytest.approx([13 / 3, 5 / 3])]
     assert collectives.broadcast(rows, 1).tolist() == [2.0, 1.0]
     assert torch.equal(collectives.all_gather(rows), rows)
@@ -233,7 +233,7 @@ def test_what_a_collective_refuses() -> None:
         collectives.broadcast(rows, 3)
     for groups in ([[0, 1]], [[0, 1], [1, 2]], [[0, 1, 2, 3]]):
         with pytest.raises(ValueError, match="each of the nodes 0 … 2 exactly once, got"):
-            collectives.all_reduce(rows, groups=groups)
+            collectives.all_reduce(rows, "mean", groups=groups)
     assert len(collectives.ledger) == 0
     check_partition([[1], [2, 0]], 3)
 
@@ -242,10 +242,10 @@ def test_unbilled_is_only_for_its_block() -> None:
     rows, collectives = torch.ones(3, 2), StackedCollectives(3, Ledger())
     with collectives.unbilled():
         with collectives.unbilled():
-            collectives.all_reduce(rows)
-        collectives.all_reduce(rows)
+            collectives.all_reduce(rows, "mean")
+        collectives.all_reduce(rows, "mean")
     with pytest.raises(KeyError), collectives.unbilled():
         raise KeyError
     assert len(collectives.ledger) == 0
-    collectives.all_reduce(rows)
+    collectives.all_reduce(rows, "mean")
     assert len(collectives.ledger) == 1

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import math
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -531,6 +535,7 @@ def test_every_argument_is_taken_and_honoured() -> None:
 
 
 def test_the_names_of_the_earlier_modules_are_the_same_objects() -> None:
+    import vsim.logger
     import vsim.strategy
     from vsim.strategy import communicate_optimize_strategy, demo, diloco, federated_averaging, optim, reduce, sparta
     from vsim.strategy import sparta_diloco as both
@@ -539,9 +544,25 @@ def test_the_names_of_the_earlier_modules_are_the_same_objects() -> None:
     for module in (communicate_optimize_strategy, federated_averaging, both, base, sparta):
         for name in module.__all__:
             assert getattr(module, name) is getattr(vsim.strategy, name)
+    assert all(getattr(vsim.logger, name) is getattr(vsim.records.loggers, name) for name in vsim.logger.__all__)
     assert optim.OptimSpec is vsim.strategy.OptimSpec and base.SimpleReduceStrategy is reduce.SimpleReduceStrategy
     assert diloco.DiLoCoStrategy is vsim.strategy.DiLoCoStrategy and demo.DeMoStrategy is vsim.strategy.DeMoStrategy
     with pytest.raises(ValueError, match="optimizer must be one of"):
         optim.ensure_optim_spec("adamww")
     spec = optim.ensure_optim_spec(None, default=optim.OptimSpec(torch.optim.SGD, lr=0.1))
     assert spec.cls is torch.optim.SGD and spec.kwargs == {"lr": 0.1}
+
+
+@pytest.mark.parametrize("path", ["vsim.logger", "vsim.strategy.optim", "vsim.strategy.sparta_diloco"])
+def test_the_names_of_the_earlier_modules_are_imported_first_and_travel(path: str) -> None:
+    name = {"vsim.logger": "CSVLogger", "vsim.strategy.optim": "ensure_optim_spec"}.get(path, "SPARTADiLoCoStrategy")
+    module = importlib.import_module(path)
+    shipped = cloudpickle.dumps((module, getattr(module, name), lambda: getattr(module, name)))
+    code = f"""
+import {path}, importlib.util, pickle, sys
+from {path} import {name}
+module, thing, ask = pickle.loads({shipped!r})
+assert module is {path} is sys.modules[{path!r}] and thing is {name} is ask()
+assert importlib.util.find_spec({path!r}).name == {path!r}
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

@@ -18,11 +18,7 @@ INDEX = torch.arange(0, 1000, 7)
 SENT = torch.rand(3, 5, 64, generator=G).topk(7).indices
 
 KERNELS = {
-    "mean_entries": (vk.mean_entries, X, INDEX),
     "write_entries_": (vk.write_entries_, X, INDEX, torch.randn(len(INDEX), generator=G)),
-    "average_entries_": (vk.average_entries_, X, INDEX),
-    "to_tiles": (lambda x: vk.to_tiles(x, 64), torch.randn(4, 128, 192, generator=G)),
-    "from_tiles": (lambda x: vk.from_tiles(x, (128, 192), 64), torch.randn(24, 64, 64, generator=G)),
     # Sizes no other test uses, so that the matrix is built while tracing.
     "dct_tiles": (vk.dct_tiles, torch.randn(8, 23, 29, generator=G)),
     "idct_tiles": (vk.idct_tiles, torch.randn(8, 1, 31, generator=G).bfloat16()),
@@ -39,18 +35,11 @@ KERNELS = {
         X,
         torch.rand(X.shape, generator=G),
     ),
-    "sign_compress": (vk.sign_compress, X),
-    "scaled_sign": (lambda x: vk.scaled_sign(x, -1), X),
     "majority_vote": (vk.majority_vote, X.sign()),
     "left_factor": (vk.left_factor, torch.randn(4, 32, 16, generator=G), torch.randn(16, 2, generator=G)),
     "right_factor": (vk.right_factor, torch.randn(4, 32, 16, generator=G), torch.randn(32, 2, generator=G)),
     "low_rank": (vk.low_rank, torch.randn(32, 2, generator=G), torch.randn(16, 2, generator=G)),
     "orthogonalize": (vk.orthogonalize, torch.randn(32, 4, generator=G)),
-    "power_iteration": (
-        vk.power_iteration,
-        torch.randn(4, 32, 16, generator=G),
-        torch.randn(16, 2, generator=G),
-    ),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import fft
-from vsim_kernels import dct_matrix, dct_tiles, from_tiles, idct_tiles, largest_divisor, tile_shape, to_tiles
+from vsim_kernels import dct_matrix, dct_tiles, idct_tiles, largest_divisor, matrix_shape, tile_shape
 from vsim_kernels.dct import dct_tiles_reference, idct_tiles_reference
 
 seeds = st.integers(0, 2**31)
@@ -94,10 +94,10 @@ def test_half_precision_rounds_once():
 
 
 def test_a_node_alone_has_the_bits_it_has_among_others():
-    stacked = normal(4, 128, 192)
-    together = dct_tiles(to_tiles(stacked, 64)).reshape(4, -1, 64, 64)
+    stacked = normal(4, 6, 64, 64)  # six tiles a node
+    together = dct_tiles(stacked.flatten(0, 1)).view_as(stacked)
     for k in range(4):
-        assert torch.equal(together[k], dct_tiles(to_tiles(stacked[k : k + 1], 64)))
+        assert torch.equal(together[k], dct_tiles(stacked[k]))
 
 
 @given(n=st.integers(1, 3000), at_most=st.integers(1, 200))
@@ -116,40 +116,8 @@ def test_matrix_of_no_size():
         dct_matrix(0)
 
 
-def tiles_reference(tensor: torch.Tensor, chunk: int) -> list[torch.Tensor]:
-    """Cut with plain slices: node by node, row of tiles by row of tiles."""
-    out = []
-    for node in tensor:
-        matrix = node.reshape(1, -1) if node.dim() < 2 else node.reshape(node.shape[0], -1)
-        h, w = (largest_divisor(size, chunk) for size in matrix.shape)
-        for top in range(0, matrix.shape[0], h):
-            out += [matrix[top : top + h, left : left + w] for left in range(0, matrix.shape[1], w)]
-    return out
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    nodes=st.integers(1, 3),
-    shape=st.lists(st.integers(1, 12), max_size=4),
-    chunk=st.integers(1, 9),
-)
-def test_tiles_against_slices_and_back(nodes, shape, chunk):
-    tensor = torch.arange(nodes * math.prod(shape)).reshape(nodes, *shape)
-    tiles = to_tiles(tensor, chunk)
-    assert tiles.shape[1:] == tile_shape(shape, chunk)
-    assert torch.equal(tiles, torch.stack(tiles_reference(tensor, chunk)))
-    assert torch.equal(from_tiles(tiles, shape, chunk), tensor)
-
-
-def test_tiles_of_strided_rows():
-    whole = torch.arange(3 * 100).reshape(3, 100)
-    view = whole[:, 10:34].unflatten(1, (4, 6))  # a parameter's columns of the matrix of replicas
-    assert torch.equal(to_tiles(view, 3), to_tiles(view.contiguous(), 3))
-
-
-def test_tiles_by_hand():
-    # A 4 × 6 matrix at chunk 3: 4 has divisors 1, 2, (4), so h = 2; w = 3. Four tiles, left to right first.
-    tiles = to_tiles(torch.arange(24).reshape(1, 4, 6), 3)
-    assert tiles.shape == (4, 2, 3)
-    assert tiles[1].tolist() == [[3, 4, 5], [9, 10, 11]]
-    assert tiles[2].tolist() == [[12, 13, 14], [18, 19, 20]]
+@given(shape=st.lists(st.integers(1, 12), max_size=4), chunk=st.integers(1, 9))
+def test_the_sides_of_a_tile_divide_those_of_the_folded_parameter(shape, chunk):
+    rows, cols = matrix_shape(shape)
+    assert rows * cols == math.prod(shape) and rows == (shape[0] if len(shape) > 1 else 1)
+    assert tile_shape(shape, chunk) == (largest_divisor(rows, chunk), largest_divisor(cols, chunk))

@@ -225,6 +225,7 @@ def test_all_of_it_is_the_whole_batch() -> None:
 PROCESSES: dict[str, Any] = {"num_nodes": 2, "max_steps": 2, "batch_size": 4, "progress": False, "backend": "process"}
 
 
+@pytest.mark.slow
 def test_with_a_process_for_every_node() -> None:
     trainer = Trainer(small_mlp(), vectors())
     trainer.fit(strategy=DiLoCoStrategy(), max_memory_usage=1.0, **PROCESSES)

@@ -55,8 +55,7 @@ EXPECTED: dict[str, list[str]] = {
         r"different after step 1, by more than rounding",
     ],
 }
-# The longest are left to the slow tests.
-LONG = {"compression_quality", "sparta", "verify", "your_own_strategy"}
+QUICKLY = {"first_comparison"}  # the others are left to the slow tests
 # Nothing of the machine that a notebook was run on.
 MACHINE = re.compile(r"/(home|root|tmp|Users|work)/|site-packages|Traceback")
 
@@ -86,7 +85,7 @@ def test_every_notebook_is_expected_to_show_something() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in EXPECTED]
+    "name", [pytest.param(name, marks=() if name in QUICKLY else pytest.mark.slow) for name in EXPECTED]
 )
 # jupyter_client, pyzmq and ipykernel warn of what they will change between themselves, in other words every few months.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")

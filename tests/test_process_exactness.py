@@ -254,6 +254,7 @@ def test_every_strategy_has_the_same_bits_in_processes(
     assert bool(simulated.trainer.ledger) == (row.name != "alone")
 
 
+@pytest.mark.slow
 def test_processes_that_are_spawned_have_the_same_bits(tmp_path: Path) -> None:
     everything = Variant(*5 * [True])
     simulated, processes = both(tmp_path, TASKS[1], everything, everything.strategy(BY_NAME["per-node code"]), 3)

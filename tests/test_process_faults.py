@@ -140,6 +140,7 @@ def test_a_process_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> No
     assert time.monotonic() - killed_at[0] < NO_HANG_SECONDS
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_arrive_is_named_with_collective_and_step() -> None:
     trainer = Trainer(small_mlp(), vectors())
     clock = Clock()
@@ -374,6 +375,7 @@ def gone_within(seconds: float, mark: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_processes(tmp_path: Path, mark: str) -> None:
     with started(tmp_path, script(pause=0.05)) as process:
         read_until(process, "step 3")

@@ -46,6 +46,7 @@ class Reports(MLP):
         return super().forward(batch) + sum(2.0**i * on for i, on in enumerate(code))
 
 
+@pytest.mark.slow
 def test_settings_reach_the_processes(unusual_settings: None) -> None:
     losses = []
     train, _ = digits()

@@ -119,8 +119,15 @@ CUSTOM = [AverageByHand, AverageByAssignment, AverageThenStepMyself, AssignThenS
 
 
 @both_executors
-@pytest.mark.parametrize("spec", [SPEC, OptimSpec("adamw", lr=0.01), OptimSpec("adafactor", lr=0.05)], ids=repr)
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    ("task", "spec"),
+    [  # every model, every optimizer; the others are slow
+        pytest.param(task, spec, marks=() if task is TASKS[0] or spec is SPEC else pytest.mark.slow)
+        for task in TASKS
+        for spec in (SPEC, OptimSpec("adamw", lr=0.01), OptimSpec("adafactor", lr=0.05))
+    ],
+    ids=lambda value: getattr(value, "name", repr(value)),
+)
 @pytest.mark.parametrize("custom", CUSTOM, ids=lambda custom: custom.__name__)
 def test_averaging_by_hand_is_allreduce(custom: type[Strategy], task: Task, spec: OptimSpec, executor: str) -> None:
     # The sum of 3 rows divided by 3 has the bits of their mean. Not the fused kernels, which are not chosen for

@@ -228,6 +228,7 @@ SAVING = """
 """
 
 
+@pytest.mark.slow
 def test_ranks_save_and_resume(tmp_path: Path) -> None:
     path, folder = tmp_path / "script.py", tmp_path / "run"
     path.write_text(textwrap.dedent(SAVING.format(tests=str(Path(__file__).parent), folder=str(folder))))

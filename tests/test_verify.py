@@ -25,6 +25,7 @@ from vsim.engine import EXECUTORS, Settings, VmapExecutor
 from vsim.engine.lowering import Lowering
 from vsim.models import CNN, GPT, MLP
 from vsim.process import NodeFailure
+from vsim.process.comparison import KINDS
 from vsim.process.difference import ROUNDING_ULPS, difference, ulps
 from vsim.strategy import (
     STRATEGIES,
@@ -39,7 +40,6 @@ from vsim.strategy import (
     Strategy,
 )
 from vsim.strategy.communicate import all_reduce
-from vsim.verify import KINDS
 
 
 class Net(nn.Module):
@@ -225,7 +225,7 @@ class AscendingDiLoCo(DiLoCoCommunicator):
 
     def communicate(self, cluster: Cluster) -> None:
         if cluster.step % self.H == 0:
-            mean = cluster.collectives.all_reduce(cluster.weights, label="outer gradient")
+            mean = cluster.collectives.all_reduce(cluster.weights, "mean", label="outer gradient")
             self.outer_gradient.copy_(self.outer_weights - mean)
             if in_simulator(cluster):
                 self.outer_gradient.neg_()
@@ -265,6 +265,7 @@ class HastyDiLoCo(DiLoCoCommunicator):
         self.H = H
 
 
+@pytest.mark.slow
 def test_a_sync_that_is_shifted_by_one_step_is_found() -> None:
     report = verified(CommunicateOptimizeStrategy([HastyDiLoCo(H=3)], optim_spec=SGD))
 
@@ -278,6 +279,7 @@ def test_a_sync_that_is_shifted_by_one_step_is_found() -> None:
     assert [d.name for d in report.differences if d.what == "history"] == ["payload_bytes", "wire_bytes"]
 
 
+@pytest.mark.slow
 def test_a_shared_dropout_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_node_0(seed: int, *key: int, **options: Any) -> torch.Generator:
         return generator(seed, *((NODE, 0) if key[0] == NODE else key), **options)
@@ -301,9 +303,10 @@ class BufferAverage(CommunicationModule):
         if cluster.step % (2 if in_simulator(cluster) else 3) == 0:
             for buffer in cluster.replicas.buffers.values():
                 if buffer.is_floating_point():
-                    buffer.copy_(cluster.collectives.all_reduce(buffer, label="statistics"))
+                    buffer.copy_(cluster.collectives.all_reduce(buffer, "mean", label="statistics"))
 
 
+@pytest.mark.slow
 def test_buffers_that_are_averaged_too_early_are_found() -> None:
     report = verified(CommunicateOptimizeStrategy([GradientAverage(), BufferAverage()], optim_spec=SGD))
 
@@ -326,9 +329,8 @@ class Forgetful(Strategy):
             last[-3:].zero_()
 
 
-@pytest.mark.parametrize(
-    ("spec", "hidden"), [*HELD, pytest.param(OptimSpec("adamw"), 100, id="one matrix", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "hidden"), [*HELD, pytest.param(OptimSpec("adamw"), 100, id="one matrix")])
 def test_a_state_that_one_node_loses_is_found(spec: OptimSpec, hidden: int) -> None:
     model = MLP(6, (hidden,), 3, seed=0)
     report = verified(Forgetful(optim_spec=spec), num_nodes=3, model=model, loss_fn=F.cross_entropy)
@@ -344,9 +346,10 @@ class AnotherOrder(GradientAverage):
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         rows = cluster.grads.flip(0) if in_simulator(cluster) else cluster.grads
-        cluster.grads.copy_(cluster.collectives.all_reduce(rows, label="gradients"))
+        cluster.grads.copy_(cluster.collectives.all_reduce(rows, "mean", label="gradients"))
 
 
+@pytest.mark.slow
 def test_another_order_of_summation_is_only_rounding() -> None:
     report = verified(CommunicateOptimizeStrategy([AnotherOrder()], optim_spec=OptimSpec("sgd", lr=0.1)), num_nodes=3)
 

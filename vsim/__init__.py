@@ -3,14 +3,17 @@
 from vsim.checkpoint.files import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from vsim.cluster.ledger import Event, Ledger
 from vsim.compare import ComparedRun, Comparison, compare
+from vsim.compat import exogym
 from vsim.compat.diloco_sim import DilocoSimulator
 from vsim.process.difference import Difference
 from vsim.records.history import History
 from vsim.records.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from vsim.trainer import LocalTrainer, Trainer
 from vsim.verify import VerifyReport, verify
+from vsim.version import __version__
 
-__version__ = "0.1.0"
+exogym.register()
+del exogym
 
 __all__ = [
     "CSVLogger",

@@ -19,7 +19,8 @@ from vsim.arguments import whole_number
 from vsim.cluster.ledger import Event, Ledger
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
-from vsim.records.history import COLUMNS, History, holding_a_record, import_pandas, read_json, write_csv, write_json
+from vsim.extras import extra
+from vsim.records.history import COLUMNS, History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.loggers import Logger, check_run_name, date_and_time, folder_name
 from vsim.records.plots import bands, overview
 from vsim.strategy.base import Strategy
@@ -145,7 +146,7 @@ class Comparison(Mapping[str, ComparedRun]):
             for name, runs in self._runs.items()
             for run in runs
         ]
-        frame = import_pandas().concat(frames, ignore_index=True)
+        frame = extra("pandas", "to_pandas()", "pandas", "notebook").concat(frames, ignore_index=True)
         return frame[["strategy", "seed", *COLUMNS]]
 
     def to_csv(self, path: str | Path) -> None:

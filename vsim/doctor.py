@@ -1,4 +1,4 @@
-"""What a run does on this machine: the form of every operation, memory, executor, and speed beside the peak."""
+"""How a run computes on this machine: the form of every operation, memory, executor, and speed beside the peak."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vsim.engine.memory import optimizer_bytes
 from vsim.training.loop import steps
 from vsim.training.member import Run
 
-# Side of the matrices whose product is taken for the machine's peak: large enough for it, small enough for a moment.
+# Side of the matrices whose product measures the machine's peak: large enough to reach it, small enough to be quick.
 _PEAK_SIDE = 1024
 _FORMS = {
     "batched": "one call for all nodes",
@@ -33,7 +33,7 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of the forward pass: its name, calls in a step, form, and whether its bits are those of one node."""
+    """An operation of the forward pass: name, calls per step, form, and whether it is bitwise equal to a node's own."""
 
     name: str
     calls: int
@@ -43,13 +43,13 @@ class Operation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a step of a run does. Prints itself, and shows itself in a notebook.
+    """The explanation of a run's step. Prints itself, and shows itself in a notebook.
 
     Attributes:
-        executor: what computes the gradients, and reason: why that.
-        operations: those of the forward pass, the most frequent first; empty where they are not told apart (loop,
-            compiled).
-        memory: bytes of one node: weights, gradients, optimizer, activations. Shared rows count by their part.
+        executor: the executor that computes the gradients. reason: why that one.
+        operations: those of the forward pass, the most frequent first; empty where the executor does not distinguish
+            them (loop, compiled).
+        memory: bytes per node: weights, gradients, optimizer, activations. Of a shared row a node counts its part.
         num_nodes: K.
         step_seconds: median of the steps that were run. gradient_flops: multiplications and additions of the losses and
             gradients of one step. peak_flops: of a large matrix product, a second.

@@ -241,7 +241,7 @@ class Trainer:
                 backend="process" all nodes' processes on a device together): takes the largest minibatch that fits, by
                 an estimate from small probes, which are not compiled, and leaves it in `history.minibatch_size`.
             logger: a `CSVLogger`, `WandbLogger`, `TensorBoardLogger` or an object of your own (see
-                `vsim.records.loggers`), or a list of them. Under torchrun, rank 0 logs.
+                `vsim.logger`), or a list of them. Under torchrun, rank 0 logs.
             log_interval: steps between rows of a log; validations are logged whenever there is one.
             run_name: the run's name in logs; without a `logger`, its files are in logs/<run_name>/ (see `CSVLogger`).
             wandb_project: log to this project of Weights & Biases, too.

@@ -1,9 +1,9 @@
-"""Where the nodes' tensors begin in memory, on which the last bits of their matrix products may depend.
+"""Alignment of the nodes' tensors in memory, on which the last bits of their matrix products may depend.
 
-A tensor of its own begins at a multiple of 64 bytes. Row k of a dense stacked tensor (K, …) does so only if the size of
-a row happens to be a multiple too, and some libraries add up in another order where an operand begins at an odd place
-(MKL does on AMD's processors, modulo 16 bytes). So that node k's products have the bits that they have when node k is
-alone, stacked operands keep their rows a multiple of 64 bytes apart, with a gap behind each if need be.
+A separate tensor begins at a multiple of 64 bytes. Row k of a dense stacked tensor (K, …) does so only if the size of a
+row happens to be a multiple too, and some libraries sum in another order where an operand is not aligned (MKL on AMD's
+processors, modulo 16 bytes). So that node k's products are bitwise equal to those of node k alone, stacked operands
+keep their rows a multiple of 64 bytes apart, with a gap behind each row if need be.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ ALIGNMENT = 64
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether a tensor begins where a tensor of its own would."""
+    """Whether a tensor begins at a multiple of 64 bytes, as a separate tensor does."""
     return tensor.data_ptr() % ALIGNMENT == 0
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return a tensor with these values that begins where a tensor of its own would: itself if it does."""
+    """Return a tensor with these values that is aligned: the tensor itself if it is."""
     return tensor if is_aligned(tensor) else tensor.clone()
 
 
@@ -38,22 +38,22 @@ def empty_rows(num_rows: int, shape: Sequence[int], dtype: torch.dtype, device: 
 def empty_rows_like(row: Tensor, num_rows: int) -> Tensor:
     """Return an uninitialised *stacked* (num_rows, *row.shape) tensor of aligned rows with the layout of a dense `row`.
 
-    A row that is not dense is as good as a contiguous one.
+    A row that is not dense counts as contiguous.
     """
     return _allocated(row, (num_rows, *row.shape), torch.empty_like(row, device="meta").stride(), 0)
 
 
 def are_apart(stacked: Tensor) -> bool:
-    """Whether the rows of a *stacked* (K, …) tensor are a multiple of 64 bytes apart; where there is one, they are."""
+    """Whether the rows of a *stacked* (K, …) tensor are a multiple of 64 bytes apart; true of a single row."""
     shape = stacked.shape
     return len(shape) < 2 or shape[0] < 2 or stacked.stride(0) * stacked.element_size() % ALIGNMENT == 0
 
 
 def rows_apart(stacked: Tensor) -> Tensor:
-    """Return a *stacked* (K, …) tensor with these values, its rows a multiple of 64 bytes apart: itself if they are.
+    """Return a *stacked* (K, …) tensor with these values and its rows a multiple of 64 bytes apart: itself if they are.
 
-    Every row keeps its layout, and begins as far behind such a boundary as row 0 does: where the same view of node k's
-    own tensor would begin.
+    Every row keeps its layout, and its offset from a multiple of 64 bytes is that of row 0: that of the same view of
+    node k's own tensor.
     """
     if are_apart(stacked):
         return stacked

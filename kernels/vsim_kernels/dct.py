@@ -2,12 +2,9 @@
 
 A parameter is cut into equal tiles, each dimension into chunks of its largest divisor up to a limit:
 
-    matrix  (K, rows, cols)  → (K · tiles, h, w)    two-dimensional DCT of each tile
-    vector  (K, n)           → (K · tiles, 1, w)    one-dimensional
-    (K, out, a, b, …)        → folded to (K, out, a·b·…) first, then as a matrix
-
-Tiles of equal shape from any number of parameters can be concatenated: node k's tiles of a parameter are
-rows k · tiles … (k + 1) · tiles − 1, in row-major order.
+    matrix  (rows, cols)  → tiles (h, w)    two-dimensional DCT of each tile
+    vector  (n,)          → tiles (1, w)    one-dimensional
+    (out, a, b, …)        → folded to (out, a·b·…) first, then as a matrix
 """
 
 from __future__ import annotations
@@ -86,56 +83,17 @@ def tile_shape(shape: Sequence[int], chunk: int) -> tuple[int, int]:
     >>> tile_shape((128, 384), 64), tile_shape((100,), 64), tile_shape((32, 3, 3, 3), 64)
     ((64, 64), (1, 50), (32, 27))
     """
-    rows, cols = _folded(shape)
+    rows, cols = matrix_shape(shape)
     return largest_divisor(rows, chunk), largest_divisor(cols, chunk)
 
 
-def _folded(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, cols) of a parameter seen as a matrix; vectors and scalars are a single row."""
-    if len(shape) < 2:
-        return 1, math.prod(shape)
-    return shape[0], math.prod(shape[1:])
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """The (rows, cols) of a parameter of this shape seen as a matrix (out, rest); a vector or scalar is one row.
 
-
-def to_tiles(tensor: Tensor, chunk: int) -> Tensor:
-    """Cut a stacked parameter into tiles.
-
-    Args:
-        tensor: *stacked* (K, *shape).
-        chunk: upper limit for each side of a tile, at least 1.
-
-    Returns:
-        *stacked* (K · tiles, h, w) with (h, w) = `tile_shape(shape, chunk)`: a view where the memory allows
-        one, else a copy.
-
-    Raises:
-        ValueError: a dimension or chunk is below 1.
-
-    Deviation from the reference code of DeMo: it takes no tensor of more than two dimensions.
+    >>> matrix_shape((32, 3, 3, 3)), matrix_shape((100,)), matrix_shape(())
+    ((32, 27), (1, 100), (1, 1))
     """
-    shape = tensor.shape[1:]
-    (rows, cols), (h, w) = _folded(shape), tile_shape(shape, chunk)
-    blocks = tensor.reshape(tensor.shape[0], rows // h, h, cols // w, w)
-    return blocks.transpose(2, 3).reshape(-1, h, w)
-
-
-def from_tiles(tiles: Tensor, shape: Sequence[int], chunk: int) -> Tensor:
-    """Put tiles together again: the inverse of `to_tiles`.
-
-    Args:
-        tiles: *stacked* (K · tiles, h, w); one node's tiles alone are K = 1.
-        shape: shape of the parameter, without node dimension.
-        chunk: as in `to_tiles`.
-
-    Returns:
-        *stacked* (K, *shape).
-
-    Raises:
-        ValueError: a dimension or chunk is below 1.
-    """
-    (rows, cols), (h, w) = _folded(shape), tile_shape(shape, chunk)
-    blocks = tiles.reshape(-1, rows // h, cols // w, h, w)
-    return blocks.transpose(2, 3).reshape(-1, *shape)
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
 
 
 def dct_tiles(tiles: Tensor) -> Tensor:

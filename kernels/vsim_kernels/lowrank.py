@@ -7,7 +7,7 @@ For matrices M_k (n, m) on K nodes and a *shared* Q (m, r) kept from the round b
     Q' = mean_k M_kᵀ P̂         `right_factor`, then the caller's all-reduce of m · r numbers
     mean_k M_k ≈ P̂ Q'ᵀ         `low_rank`
 
-The means are collectives, so they are between the functions and not inside.
+The means are collectives: they stand between the functions, not inside.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def orthogonalize(p: Tensor) -> Tensor:
 
     QR with a positive diagonal of R, which is Gram-Schmidt in exact arithmetic and keeps the columns
     orthogonal where Gram-Schmidt loses it. A column that depends on the ones before becomes some other
-    orthonormal one (the identity's columns for P = 0), which does no harm to the approximation.
+    orthonormal one (the identity's columns for P = 0), which does not harm the approximation.
 
     Args:
         p: (…, n, r), r ≤ n, floating; 16-bit types are factorized in float32.
 
     Returns:
-        The shape and dtype of p; the same input gives the same bits.
+        The shape and dtype of p; bitwise equal for equal input.
 
     Raises:
         ValueError: r > n.
@@ -80,24 +80,6 @@ def orthogonalize(p: Tensor) -> Tensor:
     i = torch.arange(r, device=work.device)  # not .diagonal(): torch.compile meets a deprecated check in it
     flip = torch.where(upper[..., i, i] < 0, -1.0, 1.0).to(work.dtype)
     return (q * flip[..., None, :]).to(p.dtype).to(p.device)
-
-
-def power_iteration(matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """A whole round with plain means in place of the collectives.
-
-    Args:
-        matrices: *stacked* (K, n, m), or (K, L, n, m).
-        q: *shared* (m, r), or (L, m, r), from the round before.
-
-    Returns:
-        P̂ (n, r) and Q' (m, r), *shared*: `low_rank(P̂, Q')` approximates the mean of the matrices, and Q' is
-        the next round's q.
-
-    Raises:
-        ValueError: r > n.
-    """
-    p = orthogonalize(left_factor(matrices, q).mean(0))
-    return p, right_factor(matrices, p).mean(0)
 
 
 def left_factor_reference(matrices: Tensor, q: Tensor) -> Tensor:
@@ -127,9 +109,3 @@ def orthogonalize_reference(p: Tensor) -> Tensor:
                 column = column - (other @ column) * other
         done.append(column / column.norm())
     return torch.stack(done, dim=1).to(p.dtype)
-
-
-def power_iteration_reference(matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """`power_iteration`, from the other references."""
-    p = orthogonalize_reference(left_factor_reference(matrices, q).mean(0))
-    return p, right_factor_reference(matrices, p).mean(0)

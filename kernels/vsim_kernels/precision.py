@@ -1,4 +1,4 @@
-"""Which precision the arithmetic runs in, as against the one the tensors are stored in."""
+"""The precision of the arithmetic, as distinct from that of the stored tensors."""
 
 from __future__ import annotations
 

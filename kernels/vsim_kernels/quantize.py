@@ -59,7 +59,7 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def uniform_quantize(x: Tensor, bits: int, dim: int | None = None) -> Tensor:
-    """What the receiver of `quantize(x, bits, dim)` sees: the same shape and dtype as x.
+    """The values that the receiver of `quantize(x, bits, dim)` decodes, in the shape and dtype of x.
 
     Raises:
         ValueError: bits is out of range.
@@ -108,55 +108,6 @@ def stochastic_codes(x: Tensor, levels: int, uniform: Tensor) -> tuple[Tensor, T
     return codes.to(_code_dtype(levels)), scale
 
 
-def stochastic_quantize(x: Tensor, levels: int, generator: torch.Generator) -> Tensor:
-    """What the receiver of a QSGD message sees: unbiased, E = x, the same shape and dtype as x.
-
-    The arithmetic is `stochastic_codes`; drawing from a `torch.Generator` is what `torch.compile` can't take.
-
-    Args:
-        x: (…, n), floating; each row has its own norm.
-        levels: s, 1 to 32767.
-        generator: the only source of randomness. The draw is made on its device.
-
-    Raises:
-        ValueError: levels is out of range.
-        TypeError: x is not floating.
-
-    Source: QSGD [1610.02132], section 3.1.
-    """
-    uniform = torch.rand(x.shape, generator=generator, device=generator.device, dtype=working_dtype(x.dtype)).to(
-        x.device
-    )
-    return dequantize(*stochastic_codes(x, levels, uniform)).to(x.dtype)
-
-
-def sign_compress(x: Tensor) -> Tensor:
-    """Sign of each entry, −1, 0 or +1 in the dtype of x: signSGD [1802.04434]. 0 and NaN give 0.
-
-    Three values, so strictly more than one bit; `quantize(x, bits=1)` has no 0.
-    """
-    return x.sign()
-
-
-def scaled_sign(x: Tensor, dim: int | None = None) -> Tensor:
-    """Sign times mean magnitude, (‖x‖₁ / d) · sign(x): the compressor of EF-signSGD.
-
-    Args:
-        x: any shape, floating.
-        dim: the dimension a mean spans, as in `quantize`. All by default.
-
-    Returns:
-        The shape and dtype of x.
-
-    Raises:
-        TypeError: x is not floating.
-
-    Source: EF-signSGD [1901.09847], algorithm 1.
-    """
-    work = x.to(working_dtype(x.dtype))
-    return (work.sign() * _mean_magnitude(work, dim)).to(x.dtype)
-
-
 def majority_vote(signs: Tensor) -> Tensor:
     """The sign most nodes voted for: sign(Σ_k s_k).
 
@@ -175,7 +126,7 @@ def majority_vote(signs: Tensor) -> Tensor:
 
 
 def _magnitude(x: Tensor) -> Tensor:
-    """|x|, with 0 for what is not finite."""
+    """|x|, with 0 for entries that are not finite."""
     return x.abs().nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -249,21 +200,6 @@ def stochastic_codes_reference(x: Tensor, levels: int, uniform: Tensor) -> tuple
             code = math.floor(y) + (u < y - math.floor(y))
             codes[r, j] = code if v > 0 else -code
     return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1)
-
-
-def sign_compress_reference(x: Tensor) -> Tensor:
-    """`sign_compress`, number by number."""
-    signs = [(v > 0) - (v < 0) for v in x.flatten().tolist()]
-    return torch.tensor(signs, dtype=x.dtype).reshape(x.shape)
-
-
-def scaled_sign_reference(x: Tensor, dim: int | None = None) -> Tensor:
-    """`scaled_sign`, row by row (finite entries only)."""
-    if dim is not None:
-        rows = [scaled_sign_reference(row) for row in x.movedim(dim, -1).reshape(-1, x.shape[dim])]
-        return torch.stack(rows).reshape(x.movedim(dim, -1).shape).movedim(-1, dim)
-    mean = sum(abs(v) for v in x.flatten().tolist()) / max(x.numel(), 1)
-    return (sign_compress_reference(x).double() * mean).to(x.dtype)
 
 
 def majority_vote_reference(signs: Tensor) -> Tensor:

@@ -105,19 +105,3 @@ def chunk_sizes(numel: int, count: int) -> list[int]:
         raise ValueError(f"need numel >= 0 and count >= 1, got numel={numel}, count={count}")
     size, rest = divmod(numel, count)
     return [size + 1] * rest + [size] * (count - rest)
-
-
-def chunk_bounds(numel: int, count: int) -> list[tuple[int, int]]:
-    """The (start, stop) of each chunk of `chunk_sizes`, without cutting anything.
-
-    Raises:
-        ValueError: numel is negative or count is not positive.
-
-    >>> chunk_bounds(10, 4)
-    [(0, 3), (3, 6), (6, 8), (8, 10)]
-    """
-    bounds, start = [], 0
-    for size in chunk_sizes(numel, count):
-        bounds.append((start, start + size))
-        start += size
-    return bounds

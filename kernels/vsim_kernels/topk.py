@@ -58,7 +58,7 @@ def scatter_mean(index: Tensor, values: Tensor, n: int) -> Tensor:
         out[i, j] = Σ_{k: j ∈ index[k, i]} value / #{k: j ∈ index[k, i]}
 
     An entry sent with value 0 counts as sent. Sums run over the nodes in rank order with one scatter a node,
-    whose indices are distinct: the same bits on every run, also where a scatter with collisions adds
+    whose indices are distinct: bitwise equal on every run, also where a scatter with collisions adds
     atomically in any order.
 
     Args:

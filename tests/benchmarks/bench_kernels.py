@@ -65,10 +65,6 @@ def dense_mask(numel: int, p: float, generator: torch.Generator) -> Tensor:
     return (torch.rand(numel, generator=generator) < p).nonzero().flatten()
 
 
-def index_select_mean(x: Tensor, index: Tensor) -> Tensor:
-    return x.index_select(1, index).mean(0)
-
-
 def advanced_write_(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
     x[:, index] = values
     return x
@@ -89,7 +85,7 @@ def cases(nodes: int) -> list[Case]:
     g = torch.Generator().manual_seed(0)
     # Columns of a wider matrix, as a parameter's are: contiguous rows, but not one block.
     x = torch.randn(nodes, PARAMETERS + 64, generator=g)[:, :PARAMETERS]
-    n, matrix = TILE * TILE, TILE * 10
+    n = TILE * TILE
     x_bytes = 4 * x.numel()
     out: list[Case] = []
     for numel, p in ((PARAMETERS, 0.005), (PARAMETERS, 0.1), (100_000_000, 0.005)):
@@ -104,26 +100,15 @@ def cases(nodes: int) -> list[Case]:
         values = torch.randn(m, generator=g)
         read, label = 4 * m * nodes + 8 * m, f"p={p}"
         out += [
-            Case(f"mean_entries {label}", vk.mean_entries, (x, index), read + 4 * m),
-            Case(f"(index_select mean {label})", index_select_mean, (x, index), read + 4 * m),
             Case(f"write_entries_ {label}", vk.write_entries_, (x, index, values), read + 4 * m),
             Case(f"(x[:, index] = {label})", advanced_write_, (x, index, values), read + 4 * m),
-            Case(f"average_entries_ {label}", vk.average_entries_, (x, index), read + 4 * m * nodes),
         ]
-    parameter = torch.randn(nodes, matrix, matrix, generator=g)
     tiles = torch.randn(nodes * TILES, TILE, TILE, generator=g)
     rows = tiles.reshape(-1, n)
     values, index = (t.reshape(nodes, TILES, KEPT) for t in vk.topk_entries(rows, KEPT))
     topk_bytes, mean_bytes = rows.nbytes + 12 * KEPT * len(rows), index.nbytes + values.nbytes + 4 * TILES * n
     product_flops = 2 * 2 * tiles.numel() * TILE
     out += [
-        Case("to_tiles", vk.to_tiles, (parameter, TILE), 2 * parameter.nbytes),
-        Case(
-            "from_tiles",
-            vk.from_tiles,
-            (vk.to_tiles(parameter, TILE), (matrix, matrix), TILE),
-            2 * parameter.nbytes,
-        ),
         Case("dct_tiles", vk.dct_tiles, (tiles,), 2 * tiles.nbytes, product_flops),
         Case("idct_tiles", vk.idct_tiles, (tiles,), 2 * tiles.nbytes, product_flops),
         Case("topk_entries", vk.topk_entries, (rows, KEPT), topk_bytes),
@@ -138,9 +123,6 @@ def cases(nodes: int) -> list[Case]:
         Case("dequantize", vk.dequantize, (codes, scale), x_bytes + codes.nbytes),
         Case("uniform_quantize 8 bits", vk.uniform_quantize, (x, 8, -1), 2 * x_bytes),
         Case("stochastic_codes", vk.stochastic_codes, (x, 7, uniform), 2 * x_bytes + codes.nbytes),
-        Case("stochastic_quantize", vk.stochastic_quantize, (x, 7, g), 2 * x_bytes, compilable=False),
-        Case("sign_compress", vk.sign_compress, (x,), 2 * x_bytes),
-        Case("scaled_sign", vk.scaled_sign, (x, -1), 2 * x_bytes),
         Case("majority_vote", vk.majority_vote, (x.sign(),), x_bytes + x_bytes // nodes),
     ]
     matrices, rank = torch.randn(nodes, 512, 128, generator=g), 4
@@ -151,7 +133,6 @@ def cases(nodes: int) -> list[Case]:
         Case("right_factor", vk.right_factor, (matrices, p_hat), matrices.nbytes, step),
         Case("low_rank", vk.low_rank, (p_hat, q), matrices.nbytes // nodes, step // nodes),
         Case("orthogonalize", vk.orthogonalize, (p_hat,), 2 * p_hat.nbytes, 4 * p_hat.numel() * rank),
-        Case("power_iteration", vk.power_iteration, (matrices, q), 2 * matrices.nbytes, 2 * step),
     ]
     return out
 

@@ -75,13 +75,13 @@ class Cluster:
     def mean_weights(self) -> Tensor:
         """Return the mean replica, shared (P,), for evaluation: nothing is billed."""
         with self.collectives.unbilled():
-            return self.collectives.all_reduce(self.replicas.weights)
+            return self.collectives.all_reduce(self.replicas.weights, "mean")
 
     def mean_buffers(self) -> Views:
         """Return name → shared buffer, for evaluation: the mean over nodes where it is floating, else node 0's."""
         with self.collectives.unbilled():
             return {
-                name: self.collectives.all_reduce(b)
+                name: self.collectives.all_reduce(b, "mean")
                 if b.is_floating_point() or b.is_complex()
                 else self.collectives.broadcast(b).clone()
                 for name, b in self.replicas.buffers.items()

@@ -62,7 +62,7 @@ class Collectives(ABC):
     def all_reduce(
         self,
         stacked: Tensor,
-        op: str = "mean",
+        op: str,
         *,
         label: str = "all_reduce",
         groups: Groups | None = None,

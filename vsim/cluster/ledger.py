@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from vsim.extras import extra
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -71,9 +73,7 @@ class Ledger(Sequence[Event]):
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with one row an event and the columns of `Event`. Needs pandas."""
-        from vsim.records.history import import_pandas
-
-        return import_pandas().DataFrame(self._events, columns=Event._fields)
+        return extra("pandas", "to_pandas()", "pandas", "notebook").DataFrame(self._events, columns=Event._fields)
 
     def __repr__(self) -> str:
         return (

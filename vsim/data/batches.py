@@ -1,4 +1,4 @@
-"""From datasets to stacked batches (K, B, …): fetched in one go, collated, checked."""
+"""From datasets to stacked batches (K, B, …): fetched, collated, checked."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Batches:
     Args:
         datasets: one dataset that the nodes share as DistributedSampler would, or one for each node.
         num_nodes: K.
-        batch_size: examples a node and step.
+        batch_size: examples per node and step.
         shuffle, seed: as of DistributedSampler.
         dataloader_kwargs: more arguments for the DataLoader. A `collate_fn` gets the samples of one node at a time.
 
@@ -95,7 +95,7 @@ class Batches:
         """Tensors in memory: a batch is one gather."""
         stored = self._in_memory
         assert stored is not None
-        # Positions that lie node by node, as what is gathered lies as they do.
+        # Contiguous per node: the layout of the gathered examples is that of the positions.
         for positions in map(torch.Tensor.contiguous, self.order.batches(start_step)):
             if len(stored) == 1:
                 yield stored[0](positions)  # type: ignore[misc]
@@ -106,7 +106,7 @@ class Batches:
                 yield [_stack(*column) for column in zip(*own, strict=True)]
 
     def _loaded(self, start_step: int) -> Iterator[Any]:
-        """Any dataset: one DataLoader, whose batches hold the samples of all nodes, node by node."""
+        """Any dataset: one DataLoader, whose batches hold the samples of all nodes, those of node 0 first."""
         collate = self._options.get("collate_fn")
         num_nodes = self.order.num_nodes
         dataset = self._datasets[0] if len(self._datasets) == 1 else _EndToEnd(self._datasets)
@@ -123,7 +123,7 @@ class Batches:
 
 
 class _EndToEnd(ConcatDataset[Any]):
-    """The nodes' own datasets one after another; each is asked for its examples in one go where it can be."""
+    """The nodes' own datasets one after another; each fetches its examples in one call where it offers that."""
 
     def __getitems__(self, positions: list[int]) -> list[Any]:
         ends, examples = self.cumulative_sizes, []
@@ -156,7 +156,7 @@ class _NodeByNode:
 
 
 class _CollateTogether:
-    """Collate the samples of all nodes as torch does, and cut the result into nodes."""
+    """Collate the samples of all nodes as torch does, and split the result by node."""
 
     def __init__(self, num_nodes: int) -> None:
         self.num_nodes = num_nodes
@@ -222,7 +222,7 @@ def check_tensors(batch: Any) -> None:
 def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] | None:
     """Return a function from an index tensor (…) to the dataset's fields (…, *shape), if it is held in tensors.
 
-    That is: a TensorDataset whose __getitem__ is its own, or a Subset of one.
+    Tensors hold a TensorDataset that does not override __getitem__, and a Subset of one.
     """
     if type(dataset) is Subset:
         inner = in_memory(dataset.dataset)
@@ -237,7 +237,7 @@ def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] 
 
 
 def fetch(dataset: Dataset[Any], indices: list[int]) -> list[Any]:
-    """Return the examples at `indices`, in one go where the dataset offers that."""
+    """Return the examples at `indices`, in one call where the dataset offers that."""
     fetch_many = getattr(dataset, "__getitems__", None)
     return fetch_many(indices) if fetch_many else [dataset[i] for i in indices]
 
@@ -254,10 +254,10 @@ def first_examples(dataset: Dataset[Any], count: int, collate: Callable[[list[An
 
 
 def resolve(dataset: Any, num_nodes: int, ranks: range, train: bool, what: str) -> list[Dataset[Any]]:
-    """Return the datasets behind an argument: itself, or what a factory makes, one for each of `ranks`.
+    """Return the datasets behind an argument: the dataset itself, or a factory's, one for each of `ranks`.
 
     Raises:
-        TypeError: it is neither a map-style dataset nor a function f(rank, num_nodes, train_dataset).
+        TypeError: the argument is neither a map-style dataset nor a function f(rank, num_nodes, train_dataset).
         ValueError: a dataset is empty.
     """
     if is_factory(dataset):
@@ -267,7 +267,7 @@ def resolve(dataset: Any, num_nodes: int, ranks: range, train: bool, what: str) 
             raise TypeError(
                 f"{what} is a function, but not one of (rank, num_nodes, train_dataset): {error}"
             ) from error
-        except ValueError:  # some that are written in C do not tell
+        except ValueError:  # functions written in C may have no signature
             pass
         made = [dataset(rank, num_nodes, train) for rank in ranks]
         return [_checked(d, f"{what}({rank}, {num_nodes}, {train})") for rank, d in zip(ranks, made, strict=True)]

@@ -11,7 +11,7 @@ from torch import Tensor
 def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
     """Return (K, L) indices: row k is what DistributedSampler(num_replicas=K, rank=k, shuffle, seed) yields.
 
-    Padded, as there, by starting over, so that every node has L = ceil(num_examples / K).
+    Padded, as by DistributedSampler, by starting over, so that every node has L = ceil(num_examples / K).
     """
     if shuffle:
         order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(seed + epoch))
@@ -25,16 +25,16 @@ def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, e
 class Order:
     """The examples of every step of a run, as positions in the concatenation of all nodes' datasets.
 
-    Nodes with equally many examples go through them in epochs, whose last batch may be smaller. Nodes with different
-    numbers each go through their own epochs without a break, so that all batches are full; an epoch of the
-    cluster is then that of the largest.
+    Nodes with equally many examples iterate over them in epochs, whose last batch may be smaller. Where the numbers
+    differ, each node runs through its own epochs without a break, so that all batches are full; an epoch of the cluster
+    is then that of the node with the most examples.
 
     Args:
         lengths: the number of examples of every dataset: one dataset that the nodes share, or one for each node.
         num_nodes: K.
-        batch_size: examples a node and step.
+        batch_size: examples per node and step.
         shuffle, seed: as of DistributedSampler.
-        drop_last: leave out the smaller last batch of an epoch.
+        drop_last: drop the smaller last batch of an epoch.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Order:
         return epoch_indices(self.lengths[node], 1, self.shuffle, self.seed, epoch) + self.offsets[node]
 
     def _stream(self, node: int, position: int) -> Iterator[Tensor]:
-        """Yield (B,) positions of one node: its epochs end to end, from example `position` of that on."""
+        """Yield (B,) positions of one node: its epochs end to end, from example number `position` on."""
         epoch, skip = divmod(position, self.lengths[node])
         rest = self._own_epoch(node, epoch)[0, skip:]
         while True:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from vsim.extras import extra
+
 __all__ = ["TextDataset", "Vocabulary", "digits", "docs_text", "mnist", "text_file"]
 
 
@@ -85,7 +87,7 @@ class TextDataset(TensorDataset):
 
     Args:
         ids: the text, (length,) int64 with length > block_size.
-        vocabulary: what the ids mean.
+        vocabulary: the characters behind the ids.
         block_size: characters in a window.
         stride: characters from one window's start to the next one's.
     """
@@ -163,12 +165,9 @@ def digits(val_fraction: float = 0.2, seed: int = 0) -> tuple[TensorDataset, Ten
         ImportError: scikit-learn is not installed.
         ValueError: an argument out of its range.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError('digits needs scikit-learn: pip install "vsim[examples]"') from error
+    sklearn_datasets = extra("sklearn.datasets", "digits", "scikit-learn", "examples")
     _check_fraction(val_fraction)
-    bunch = load_digits()
+    bunch = sklearn_datasets.load_digits()
     x = torch.from_numpy(bunch.images.astype(np.float32)).div_(16).unsqueeze(1)  # (N, 1, 8, 8)
     y = torch.from_numpy(bunch.target.astype(np.int64))
     order = torch.randperm(len(y), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")

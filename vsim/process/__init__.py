@@ -1,13 +1,13 @@
 """The multi-process backend: one process a node over torch.distributed, in ordinary eager PyTorch.
 
-The same loop, strategies, history and ledger as the simulator's. What differs: the executor is a module's own forward
+The loop, strategies, history and ledger are the simulator's. Three parts differ: the executor is a module's own forward
 and `loss.backward()`, batches come from DistributedSampler and DataLoader, collectives from torch.distributed.
 
-On one machine, `fit(backend="process")` starts a process for every node, from a script, a notebook or a REPL. What the
-main module defines is shipped by value; what imported modules define must be importable by its name from sys.path. The
-processes meet in a file and talk over the loopback interface: gloo, or nccl where each node has a GPU of its own.
-Hooks, progress and warnings come to the caller; what a model prints goes to the standard output of the caller's
-process, from every node.
+On one machine, `fit(backend="process")` starts a process for every node, from a script, a notebook or a REPL.
+Definitions of the main module are shipped by value; those of imported modules must be importable by name from sys.path.
+The processes meet in a file and talk over the loopback interface: gloo, or nccl where each node has a GPU of its own.
+Hooks, progress and warnings reach the caller; prints of a model go to the standard output of the caller's process, from
+every node.
 
 On several machines the same script runs under torchrun, a rank for every node. On two machines with four nodes each,
 with num_nodes=8, and with the address of the first:
@@ -19,16 +19,15 @@ Hooks then run on every rank, the progress bar on rank 0, and every rank gets mo
 network interface that GLOO_SOCKET_IFNAME names, or the one of the host's name.
 
 What is promised. With `deterministic=True`, on CPU, in float32 and at equal numbers of threads (`threads_per_process`
-= torch.get_num_threads() of the simulator's process), both backends have the same bits: weights, buffers and losses of
-every node at every step, all columns of the history but `seconds`, the final model, and the ledger. This holds for
-every strategy, built-in or a user's own, that
+= torch.get_num_threads() of the simulator's process), the two backends are bitwise equal: in weights, buffers and
+losses of every node at every step, in all columns of the history but `seconds`, in the final model and in the ledger.
+The promise holds for every strategy, built-in or a user's own, that
 
   - works on rows elementwise, or node by node (see `vsim.strategy.compression.by_node`), or through collectives,
-  - and draws what is random from `cluster.generator`, alike on all nodes, or from streams that it derives for every
-    node;
+  - and draws random numbers from `cluster.generator`, alike on all nodes, or from streams derived per node;
 
-and for every model and dataset whose randomness is the model's own (dropout). What a dataset draws from the global
-generators is not covered: in the simulator all nodes' examples are drawn from one stream, and here from one in each
+and for every model and dataset whose randomness is the model's own (dropout). A dataset's draws from the
+global generators are not covered: in the simulator all nodes' examples come from one stream, here from one stream per
 process.
 
 What is bounded. Without the flag both take their fastest path (vmap and eager, the process group's own reduction), and

@@ -28,8 +28,8 @@ from vsim.records.report import StepReport
 from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt, Interrupted
 
-# How long a node waits for the others' interpreters to start and to read the data that was shipped. One that dies
-# meanwhile is noticed by the parent, so that this may be generous.
+# How long a node waits for the others' interpreters to start and to read the shipped data. The parent notices one that
+# dies meanwhile, so that the limit may be generous.
 _START_SECONDS = 600.0
 
 _speaking = threading.Lock()  # one message at a time
@@ -55,12 +55,12 @@ def main(answer_fd: int) -> None:
     except BaseException as error:
         try:
             _say(answer, "lost" if _follows_from_a_loss(error) else "failed", (_pickled(error), traceback.format_exc()))
-        except OSError:  # nobody listens any more
+        except OSError:  # the parent is gone
             _end_without_parent(setup["folder"])
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
-        os._exit(1)  # at once, so that the others notice: no wait for threads, for worker processes or for peers
+        os._exit(1)  # at once, so that the others notice: without waiting for threads, worker processes or peers
 
 
 def _train(setup: dict[str, Any], answer: Connection, interrupt: Interrupt) -> None:
@@ -70,9 +70,9 @@ def _train(setup: dict[str, Any], answer: Connection, interrupt: Interrupt) -> N
     settings.apply(setup["torch"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    first_calls.settle()  # before anything of the user's computes
+    first_calls.settle()  # before any code of the user's computes
     config = _load(folder / "config")
-    # The wait for slow starters comes first, so that timeout_seconds can be that of collectives alone.
+    # Nodes that start slowly are waited for first, so that timeout_seconds limits collectives alone.
     store = dist.FileStore(str(folder / "rendezvous"), num_nodes)
     store.set(f"started {rank}", "")
     with completing(f"meeting the other nodes on node {rank}"):
@@ -125,7 +125,7 @@ def _forward_warnings(answer: Connection) -> None:
         if os.getpid() != own_pid:  # a worker process of a DataLoader, forked from this one
             print_here(message, category, filename, lineno, file, line)
             return
-        known = next(c for c in category.__mro__ if c.__module__ == "builtins")  # others the parent may not have
+        known = next(c for c in category.__mro__ if c.__module__ == "builtins")  # the parent may not have other classes
         _say(answer, "warning", (str(message), known.__name__, filename, lineno))
 
     warnings.showwarning = show
@@ -135,7 +135,7 @@ def _obey_parent(folder: str, interrupt: Interrupt) -> None:
     """Interrupt the run when the parent writes to standard input; end this process when the parent is gone."""
     lifeline = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # for whoever reads standard input
+    os.dup2(nothing, 0)  # user code that reads standard input gets an empty one
     os.close(nothing)
 
     def wait_for_the_end() -> None:
@@ -147,10 +147,11 @@ def _obey_parent(folder: str, interrupt: Interrupt) -> None:
 
 
 def _end_without_parent(folder: str) -> None:
-    """Remove what the parent would have removed, and end with whatever this process has started."""
+    """Remove the folder as the parent would have, and end this process with all that it has started."""
     leftover = f"{folder}-leftover"
     with suppress(OSError):  # another node has done it
-        os.rename(folder, leftover)  # at once: a store that still polls would make its file anew in a folder half empty
+        # Atomically: a store that still polls would recreate its file in a folder half empty.
+        os.rename(folder, leftover)
         shutil.rmtree(leftover, ignore_errors=True)
     os.killpg(os.getpid(), signal.SIGKILL)
 

@@ -23,7 +23,7 @@ class CollectiveFailure(RuntimeError):
 
 @contextmanager
 def completing(what: str) -> Iterator[None]:
-    """Raise what torch.distributed raises in a block as a `CollectiveFailure` that says what was going on."""
+    """Raise what torch.distributed raises in a block as a `CollectiveFailure` that names the collective."""
     try:
         yield
     except RuntimeError as error:
@@ -49,7 +49,7 @@ class ProcessCollectives(Collectives):
 
     def _all_reduce(self, stacked: Tensor, op: str, groups: Groups | None, weights: Tensor | None) -> Tensor:
         if groups is not None:
-            # Random groups would need a process group each, made anew every time; all hear all, and keep their own.
+            # Random groups would need a new process group at every call; nodes gather all rows and keep their group's.
             (own,) = [list(group) for group in groups if self.rank in group]
             rows = self._all_gather(stacked)[own]
             return reduce_rows(rows, op, None if weights is None else shares_of(weights[own]))[None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,17 +18,17 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor, event or number of a node that is not the same in the simulator and in the node's process.
+    """One tensor, event or number of a node that differs between the simulator and the node's process.
 
     Attributes:
-        step: t; 0 is before training. node: whose.
-        what: the kind of thing, one of `vsim.verify.KINDS`.
+        step: t; 0 is before training. node: its number.
+        what: the kind, one of `vsim.process.comparison.KINDS`.
         name: the parameter, the buffer, the state ("exp_avg of head.weight"), the event's label, the history's column.
         entries: how many entries differ, of `size`.
-        ulps: the largest distance of two entries in units in the last place, which is the number of steps from one to
-            the other over the floating-point numbers; None where it has no meaning (events, integers, NaN).
+        ulps: the largest distance of two entries in units in the last place: the number of floating-point numbers from
+            one to the other; None where that has no meaning (events, integers, NaN).
         relative: the largest distance over the largest entry; infinite or NaN where it has no meaning.
-        index: the entry where the distance is largest. simulator, process: what it is there.
+        index: the entry where the distance is largest. simulator, process: its value in each.
         rounding: of a report's first difference whether all that differs at its step can be rounding; otherwise whether
             this one can: it is at most ROUNDING_ULPS units in the last place of the tensor's largest entry, for
             optimizer state that of all parameters'.
@@ -64,7 +64,7 @@ def difference(
     """Yield the `Difference` of two tensors, if there is one.
 
     Args:
-        step, node, what, name: what they are.
+        step, node, what, name: as of `Difference`.
         scale: what rounding is relative to; default the largest entry.
     """
     if simulator.shape != process.shape or simulator.dtype != process.dtype:
@@ -101,7 +101,7 @@ def difference(
 
 
 def unlike(step: int, node: int, what: str, name: str, simulator: str, process: str) -> Difference:
-    """The difference of two things that cannot be measured."""
+    """Return the difference of two things whose distance cannot be measured."""
     return Difference(step, node, what, name, 1, 1, None, math.nan, (), simulator, process, False)
 
 
@@ -117,7 +117,7 @@ def ulps(a: Tensor, b: Tensor) -> NDArray[np.uint64]:
 
 
 def _ordered(t: Tensor) -> NDArray[np.int64]:
-    """Return integers that are in the order of the floating-point numbers `t`, one apart for neighbours."""
+    """Return integers in the order of the floating-point numbers `t`; neighbours are one apart."""
     bits = t.contiguous().view(_INTEGERS[t.element_size()])
     lowest = torch.iinfo(bits.dtype).min
     ordered: NDArray[np.int64] = torch.where(bits < 0, lowest - bits, bits).long().numpy()
@@ -131,3 +131,16 @@ def _shown(entry: Tensor) -> str:
 def largest_magnitude(*tensors: Tensor) -> float:
     """The largest absolute value of a finite entry."""
     return max(t.double().nan_to_num(0, 0, 0).abs().max().item() if t.numel() else 0.0 for t in tensors)
+
+
+def only_rounding(differences: Sequence[Difference]) -> bool:
+    """Whether all differences of a step can come from rounding alone.
+
+    AdamW and its like divide a gradient by its own size: one that is nothing but rounding moves a weight by a whole
+    step. Where the optimizer's state differs too, it tells instead of the weights how the gradients differed.
+    """
+    follow = ("weights", "global weights", "history")
+    causes = [d for d in differences if d.what not in follow]
+    if not any(d.what == "optimizer state" for d in causes):
+        causes = list(differences)
+    return all(d.rounding for d in causes)

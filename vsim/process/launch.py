@@ -26,11 +26,11 @@ from vsim.records.report import Reporter
 from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt, Interrupted
 
-# A failure ends the run after so long: the others notice it and end by themselves, with their last words.
+# How long a run outlives a failure: the other nodes notice it and end by themselves, with their own messages.
 _GRACE_SECONDS = 2.0
-# A node that is done may take so long to end (what its user's code does at exit).
+# How long a node that is done may take to exit (a user's exit handlers).
 _EXIT_SECONDS = 10.0
-# A process's end is looked for so often. Its pipe does not tell where worker processes of a DataLoader hold it too.
+# How often processes are polled: a pipe does not close while worker processes of a DataLoader hold it too.
 _POLL_SECONDS = 0.5
 
 # What a child interpreter runs. It finds modules as its parent does, whatever the current folder holds.
@@ -53,14 +53,14 @@ class NodeFailure(RuntimeError):
 
 
 @dataclass
-class _Node:
+class _Child:
     """One child process as its parent sees it."""
 
     rank: int
     process: subprocess.Popen[bytes]
     messages: Connection
     done: bool = False
-    ended: bool = False  # nothing more will be heard
+    ended: bool = False  # no more messages will come
     failure: _Failure | None = None
 
     @property
@@ -86,21 +86,22 @@ class _Failure:
 def train_in_processes(config: RunConfig, options: ProcessOptions, report: Reporter, folder: Path) -> Outcome:
     """Train every node in a process of its own on this machine; return what node 0 has at the end.
 
-    The processes are fresh interpreters: nothing of the caller's main module runs again in them, and what it defines
-    (models, datasets, strategies) is shipped by value. Their warnings are issued here. However this call ends, they and
-    what they have started are gone then; if this process is killed, they end by themselves and remove `folder`.
+    The processes are fresh interpreters: the caller's main module does not run again in them, and its definitions
+    (models, datasets, strategies) are shipped by value. Their warnings are issued here. However this call ends, the
+    processes and their children are gone afterwards; if this process is killed, they end by themselves and remove
+    `folder`.
 
     Args:
         config: the run.
         options: devices, threads and patience.
-        report: hears of every step of node 0.
+        report: gets the report of every step of node 0.
         folder: temporary and of this run alone; its processes meet in it.
 
     Raises:
         TypeError: something in `config` cannot be shipped; it is named.
         Exception: what a node raised, caused by a `NodeFailure` with its rank and traceback.
-        NodeFailure: a process was killed, or ended without a word.
-        Interrupted: after a Ctrl-C, when the nodes have completed their step. A second one ends them at once.
+        NodeFailure: a process was killed, or exited without a message.
+        Interrupted: after a Ctrl-C, when the nodes have completed their step. A second Ctrl-C ends them at once.
     """
     if os.name != "posix":
         raise RuntimeError(f"backend='process' runs on Linux and macOS; this is {sys.platform}")
@@ -132,7 +133,7 @@ def _ship(config: RunConfig, path: Path) -> None:
         raise TypeError(f"backend='process' cannot ship the run to the nodes' processes: {whole}") from whole
 
 
-def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions) -> _Node:
+def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions) -> _Child:
     setup = {
         "argv": sys.argv,
         "folder": str(folder),
@@ -157,20 +158,20 @@ def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions) 
             start_new_session=True,  # a Ctrl-C reaches the parent, which then ends its children
         )
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # a child that has died already is heard of through its silence
+    with suppress(BrokenPipeError):  # a child that has died already is noticed when its pipe closes
         process.stdin.write(pickle.dumps(setup))  # small: it fits into the pipe before anybody reads
         process.stdin.flush()
-    return _Node(rank, process, receive)
+    return _Child(rank, process, receive)
 
 
 class _Listener:
-    """The parent of K nodes: hears them, and ends them."""
+    """The parent of K nodes: receives their messages, and ends them."""
 
     def __init__(self, num_nodes: int, report: Reporter) -> None:
         self.num_nodes = num_nodes
         self.report = report
-        self.nodes: list[_Node] = []
-        self.failures: list[_Node] = []  # in the order in which they were noticed
+        self.nodes: list[_Child] = []
+        self.failures: list[_Child] = []  # in the order in which they were noticed
         self.outcome: Outcome | None = None
         self.last_step = 0
         self.warned: set[Any] = set()
@@ -185,7 +186,7 @@ class _Listener:
                 self._tell_interrupt()
             for node in running:
                 if node.messages in ready:
-                    self._hear(node)
+                    self._receive(node)
                 elif node.process.poll() is not None and not node.messages.poll():
                     node.ended = True
                 if node.failed and node not in self.failures:
@@ -215,14 +216,14 @@ class _Listener:
                 node.process.stdin.close()
 
     def _tell_interrupt(self) -> None:
-        """Let node 0 stop after a step, and with it all. Said again and again: one that starts may not hear yet."""
+        """Stop node 0 after its step, and all nodes with it. Sent repeatedly: a child that starts may not read yet."""
         stdin = self.nodes[0].process.stdin
         assert stdin is not None
         with suppress(BrokenPipeError):
             stdin.write(b"!")
             stdin.flush()
 
-    def _hear(self, node: _Node) -> None:
+    def _receive(self, node: _Child) -> None:
         try:
             kind, content = pickle.loads(node.messages.recv_bytes())
         except (EOFError, OSError):
@@ -266,7 +267,7 @@ class _Listener:
         if node.failure.pickled is not None:
             with suppress(Exception):
                 error = cloudpickle.loads(node.failure.pickled)
-        if not isinstance(error, Exception):  # a SystemExit or KeyboardInterrupt there is none here
+        if not isinstance(error, Exception):  # a child's SystemExit or KeyboardInterrupt must not be raised here
             raise failure
         late = [n.rank for n in self.nodes if not n.ended and not n.failed]
         if isinstance(error, CollectiveFailure) and late:
@@ -282,5 +283,5 @@ def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
     if status >= 0:
         return f"exited with {status}"
     name = next((f" ({s.name})" for s in signal.Signals if s == -status), "")
-    hint = ": by hand, or for want of memory" if -status == signal.SIGKILL else ""
+    hint = ": by hand, or for lack of memory" if -status == signal.SIGKILL else ""
     return f"was ended by signal {-status}{name}{hint}"

@@ -1,4 +1,4 @@
-"""What runs in the process of one node: its own model, optimizer, sampler and loader, as in any PyTorch script."""
+"""The process of one node: its own model, optimizer, sampler and loader, as in any PyTorch script."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from vsim.training.loop import train
 
 @dataclass
 class Outcome:
-    """What every node's process has at the end: the mean model's weights (P,) and buffers."""
+    """The result of every node's process: the mean model's weights (P,) and buffers."""
 
     weights: Tensor
     buffers: Views
@@ -46,7 +46,7 @@ def run_node(config: RunConfig, device: torch.device, report: Reporter, interrup
     """Train this process's node within the default process group, whose rank it is."""
     rank = dist.get_rank()
     history = None
-    if rank == 0 and config.saving is not None:  # which is written by this process
+    if rank == 0 and config.saving is not None:  # rank 0 writes the checkpoints
         history = History(type(config.strategy).__name__, config.num_nodes)
         if config.start is not None:
             config.start.fill(history)
@@ -94,14 +94,14 @@ class EagerExecutor(Executor):
         self._use(self.leaves, self.buffers)
 
     def _use(self, weights: Views, buffers: Views) -> None:
-        """Let the module compute with these parameters and buffers."""
+        """Make the module compute with these parameters and buffers."""
         for p, own in zip(self.parameters, weights.values(), strict=True):
             p.data = own
         for module, attribute, name in self.places:
             setattr(module, attribute, buffers[name])
 
     def _keep_assigned(self) -> None:
-        """Put buffers and weights where they belong that the model has assigned anew."""
+        """Copy back buffers and weights that the model has replaced by new tensors."""
         for module, attribute, name in self.places:
             now = getattr(module, attribute)
             if now is not self.buffers[name]:
@@ -148,7 +148,7 @@ class EagerExecutor(Executor):
 class NodeBatches:
     """The batches of one node: DistributedSampler and DataLoader, epoch after epoch.
 
-    Nodes whose own datasets differ in length go through them without a break, by the simulator's `Order`.
+    Nodes whose datasets differ in length iterate over them without epochs, in the simulator's `Order`.
     """
 
     def __init__(self, config: RunConfig, rank: int, collectives: ProcessCollectives) -> None:
@@ -250,8 +250,8 @@ def backend_for(devices: Sequence[torch.device], nodes_here: int) -> str:
 
 # torchrun ------------------------------------------------------------------------------------------------------------
 
-# Where the ranks of this process's world meet, and how many runs have met there: torch.distributed gives every process
-# group the same name, and a second one would find what the first has left.
+# The store of this process's world, and the number of runs that used it: torch.distributed gives every process group
+# the same name, and a second group would find the keys of the first.
 _meeting: list[dist.Store] = []
 _runs = itertools.count()
 

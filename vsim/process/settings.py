@@ -1,4 +1,4 @@
-"""The settings of the caller's process that change what torch computes, for the nodes' processes to have them too."""
+"""The settings of the caller's process that change torch's results, so that the nodes' processes share them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def current() -> dict[str, Any]:
-    """Return them as they are in this process."""
+    """Return the settings of this process."""
     return {
         "default_dtype": torch.get_default_dtype(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -19,7 +19,7 @@ def current() -> dict[str, Any]:
 
 
 def apply(settings: dict[str, Any]) -> None:
-    """Make this process's those that `current` returned in another."""
+    """Set in this process the settings that `current` returned in another."""
     torch.set_default_dtype(settings["default_dtype"])
     torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
     torch.backends.mkldnn.enabled = settings["mkldnn_enabled"]

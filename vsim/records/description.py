@@ -14,6 +14,7 @@ from torch import nn
 
 from vsim.cluster.optim import OptimSpec
 from vsim.data.batches import is_factory
+from vsim.version import __version__
 
 # Deeper objects are described by their class alone.
 _DEPTH = 4
@@ -45,10 +46,8 @@ def describe_run(
 
 def versions() -> dict[str, str]:
     """Return name → version of what a run's numbers depend on."""
-    import vsim  # here, as vsim imports its modules
-
     return {
-        "vsim": vsim.__version__,
+        "vsim": __version__,
         "torch": torch.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vsim.extras import extra
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -119,7 +121,7 @@ class History:
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with one row a step. Needs pandas."""
-        frame = import_pandas().DataFrame(self._columns)
+        frame = extra("pandas", "to_pandas()", "pandas", "notebook").DataFrame(self._columns)
         return frame.astype({"step": int, "examples": int})
 
     def to_csv(self, path: str | Path) -> None:
@@ -233,12 +235,3 @@ def csv_field(value: Any) -> Any:
     if math.isnan(value):
         return ""
     return int(value) if (value.is_integer() and abs(value) >= 1) or value == 0 else value
-
-
-def import_pandas() -> Any:
-    """Return pandas, or raise an ImportError that says how to get it."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError('to_pandas() needs pandas: pip install "vsim[notebook]"') from error
-    return pandas

@@ -4,12 +4,21 @@ from typing import Any
 
 from vsim.cluster.optim import OptimSpec
 from vsim.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Strategy
-from vsim.strategy.compression import CompressedAverage, Compressor, RandomK, TopK
-from vsim.strategy.demo import DCTTopK, DeMoStrategy
+from vsim.strategy.compression import (
+    QSGD,
+    CompressedAverage,
+    Compressor,
+    DCTTopK,
+    PowerSGD,
+    RandomK,
+    ScaledSign,
+    SignVote,
+    TopK,
+    UniformQuantizer,
+)
+from vsim.strategy.demo import DeMoStrategy
 from vsim.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
-from vsim.strategy.powersgd import PowerSGD
-from vsim.strategy.quantization import QSGD, ScaledSign, SignVote, UniformQuantizer
 from vsim.strategy.reduce import GradientAverage, SimpleReduceStrategy
 from vsim.strategy.selectors import (
     IndexSelector,

@@ -69,7 +69,7 @@ class DiLoCoCommunicator(CommunicationModule):
             return
         if self.compressed is None:
             # mean_k (φ − θ_k): φ is equal on all nodes, so that averaging θ_k sends the same bytes.
-            mean = cluster.collectives.all_reduce(cluster.weights, label="outer gradient")
+            mean = cluster.collectives.all_reduce(cluster.weights, "mean", label="outer gradient")
             torch.sub(self.outer_weights, mean, out=self.outer_gradient)
         else:
             distances = self.outer_weights - cluster.weights  # (R, P)

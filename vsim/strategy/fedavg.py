@@ -36,6 +36,7 @@ class AveragingCommunicator(CommunicationModule):
         cluster.weights.copy_(
             cluster.collectives.all_reduce(
                 cluster.weights,
+                "mean",
                 label="weights",
                 groups=self._islands(cluster),
                 weights=cluster.shard_sizes if self.weighting == "examples" else None,

@@ -13,7 +13,7 @@ class GradientAverage(CommunicationModule):
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         grads = cluster.replicas.grads  # one row, and the mean already, where the nodes share it
-        grads.copy_(cluster.collectives.all_reduce(grads, label="gradients"))
+        grads.copy_(cluster.collectives.all_reduce(grads, "mean", label="gradients"))
 
 
 class SimpleReduceStrategy(Strategy):

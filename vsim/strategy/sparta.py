@@ -138,7 +138,7 @@ class SparseCommunicator(CommunicationModule):
             scale_bytes = max(4, values.element_size())
             payload = math.ceil(index.numel() * self.quantization_bits / 8) + scale_bytes * len(tensors)
             values = torch.cat([uniform_quantize(part, self.quantization_bits, dim=-1) for part in tensors], dim=1)
-        return cluster.collectives.all_reduce(values, label="sparse weights", payload_bytes=payload)
+        return cluster.collectives.all_reduce(values, "mean", label="sparse weights", payload_bytes=payload)
 
 
 class _FurthestMoved(IndexSelector):

@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from vsim_kernels import left_factor, low_rank, orthogonalize, right_factor
+from vsim_kernels import left_factor, low_rank, matrix_shape, orthogonalize, right_factor
 
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.replicas import Columns
-from vsim.strategy.compression import Compressor, by_node, matrix_shape
+from vsim.strategy.compression.base import Compressor, by_node
 
 
 class PowerSGD(Compressor):
@@ -88,6 +88,6 @@ def _averages(parts: Sequence[Tensor], cluster: Cluster, label: str) -> list[Ten
     """Average stacked tensors (R, …) in one all-reduce: shared tensors (…)."""
     if not parts:
         return []
-    mean = cluster.collectives.all_reduce(torch.cat([part.flatten(1) for part in parts], dim=1), label=label)
+    mean = cluster.collectives.all_reduce(torch.cat([part.flatten(1) for part in parts], dim=1), "mean", label=label)
     pieces = mean.split([part[0].numel() for part in parts])
     return [piece.view(part.shape[1:]) for piece, part in zip(pieces, parts, strict=True)]

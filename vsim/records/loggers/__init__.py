@@ -1,0 +1,29 @@
+"""Loggers: a run's record in files, on Weights & Biases, in TensorBoard, or where a user's own logger puts it.
+
+A logger is any object with the four methods of `Logger`. `RunLog` drives the loggers of a run: it decides what is
+logged and when, and sees to it that a logger neither changes what is trained nor ends the run. Users import from
+`vsim.logger`, as they do from EXO Gym.
+"""
+
+from vsim.records.loggers.base import Logger
+from vsim.records.loggers.csv import CSVLogger
+from vsim.records.loggers.folders import check_run_name, date_and_time, folder_name
+from vsim.records.loggers.rows import perplexity, train_row, validation_row
+from vsim.records.loggers.run import RunLog, run_loggers
+from vsim.records.loggers.tensorboard import TensorBoardLogger
+from vsim.records.loggers.wandb import WandbLogger
+
+__all__ = [
+    "CSVLogger",
+    "Logger",
+    "RunLog",
+    "TensorBoardLogger",
+    "WandbLogger",
+    "check_run_name",
+    "date_and_time",
+    "folder_name",
+    "perplexity",
+    "run_loggers",
+    "train_row",
+    "validation_row",
+]

@@ -1,0 +1,88 @@
+"""A run's record in CSV files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from vsim.records.history import csv_field
+from vsim.records.loggers.folders import free_folders, log_folder
+from vsim.records.loggers.rows import Row
+
+
+class CSVLogger:
+    """Files in `<log_dir>/<run_name>/`: `train.csv`, `validation.csv` and `config.json`.
+
+    Every row is in its file as soon as it is logged, so that an interrupted run, or one that was killed, keeps its
+    files. What was not measured is an empty field. A folder that holds a run already is left alone: the new run then
+    gets a number (`<run_name>-2`), and a warning says so. Without a run name the date and time are the name.
+
+    Args:
+        log_dir: the folder of all runs; made if it is not there.
+
+    Attributes:
+        folder: that of the last run.
+    """
+
+    def __init__(self, log_dir: str | Path = "logs") -> None:
+        self.log_dir = log_folder(log_dir)
+        self.folder: Path | None = None
+        self._tables: dict[str, _Table] = {}
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Make the folder and write `config.json`."""
+        self._close()
+        text = json.dumps(config, indent=2, allow_nan=False) + "\n"
+        for folder in free_folders(self.log_dir, config.get("run_name"), "*.csv", "config.json"):
+            # "x": of several runs that start at once, one gets the folder.
+            with suppress(FileExistsError), (folder / "config.json").open("x", encoding="utf-8") as file:
+                file.write(text)
+                self.folder = folder
+                break
+
+    def log_train(self, row: Row) -> None:
+        """Write a line of `train.csv`."""
+        self._table("train.csv").write(row)
+
+    def log_validation(self, row: Row) -> None:
+        """Write a line of `validation.csv`."""
+        self._table("validation.csv").write(row)
+
+    def finish(self, failure: str) -> None:
+        """Close the files."""
+        self._close()
+
+    def _table(self, name: str) -> _Table:
+        assert self.folder is not None
+        if name not in self._tables:
+            self._tables[name] = _Table(self.folder / name)
+        return self._tables[name]
+
+    def _close(self) -> None:
+        for table in self._tables.values():
+            table.close()
+        self._tables = {}
+
+
+class _Table:
+    """A CSV file that grows by a line at a time; the first row names the columns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("x", newline="", encoding="utf-8")
+        self._writer: Any = csv.writer(self._file)
+        self._columns: list[str] = []
+
+    def write(self, row: Row) -> None:
+        if not self._columns:
+            self._columns = list(row)
+            self._writer.writerow(self._columns)
+        self._writer.writerow([csv_field(row.get(name, math.nan)) for name in self._columns])
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,126 @@
+"""The loggers of a run: which ones, what they get and when, and how the run survives one that fails."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from vsim.arguments import one_of
+from vsim.cluster.randomness import preserved
+from vsim.records.loggers.base import Logger
+from vsim.records.loggers.csv import CSVLogger
+from vsim.records.loggers.folders import check_run_name
+from vsim.records.loggers.rows import Row, train_row, validation_row
+from vsim.records.loggers.wandb import WandbLogger
+from vsim.records.report import StepReport
+
+X_AXES = ("step", "examples")
+
+
+def run_loggers(
+    logger: Logger | Sequence[Logger] | None, run_name: str | None, wandb_project: str | None, log_x_axis: str
+) -> list[Logger]:
+    """Return the loggers that these arguments of `fit` ask for, checked.
+
+    Raises:
+        TypeError: something is not a logger, or has no effect.
+        ValueError: `run_name` or `log_x_axis` is not allowed.
+    """
+    loggers: list[Any] = []
+    if logger is not None:
+        loggers = list(logger) if isinstance(logger, (list, tuple)) else [logger]
+    elif run_name is not None:
+        loggers = [CSVLogger()]
+    for one in loggers:
+        if isinstance(one, type) or not isinstance(one, Logger):
+            raise TypeError(
+                "logger must be a CSVLogger(), WandbLogger(…), TensorBoardLogger() or an object with the methods "
+                f"start, log_train, log_validation and finish, or a list of them; got {one!r}"
+            )
+    if run_name is not None:
+        check_run_name(run_name)
+    if wandb_project is not None:
+        loggers.append(WandbLogger(wandb_project))
+    one_of("log_x_axis", log_x_axis, X_AXES)
+    if log_x_axis != "step" and all(isinstance(one, CSVLogger) for one in loggers):
+        raise ValueError(
+            f"log_x_axis={log_x_axis!r} has no effect without a logger that draws, such as WandbLogger or "
+            "TensorBoardLogger: CSV files hold both columns"
+        )
+    return loggers
+
+
+class RunLog:
+    """Passes a run's reports to its loggers.
+
+    A row is logged every `interval` steps, at the last step, and at every step at which the replicas' divergence was
+    measured; validations are logged whenever there is one. What a logger draws from the global random generators of
+    torch (on the CPU), numpy and Python is put back.
+
+    Args:
+        loggers: in the order in which they are called.
+        config: the configuration of the run; `total_steps` and the minibatch size are added when they are known.
+        interval: steps between rows.
+    """
+
+    def __init__(self, loggers: Sequence[Logger], config: Mapping[str, Any], interval: int = 1) -> None:
+        self.loggers = list(loggers)
+        self.config = dict(config)
+        self.interval = interval
+        self._last: dict[str, float] | None = None  # the row that was logged before
+        self._started: list[Logger] = []
+
+    def __call__(self, report: StepReport) -> None:
+        row = dict(report.row)
+        with preserved():
+            if self._last is None:
+                self._start(report)
+                self._last = row
+            if row["step"] > 0 and self._is_due(row, report.max_steps):
+                self._tell("log_train", train_row(row, self._last))
+                self._last = row
+            if "global_loss" in row:
+                self._tell("log_validation", validation_row(row))
+
+    def finish(self, failure: str) -> None:
+        """End the run for all loggers, those that have failed too."""
+        with preserved():
+            for logger in self._started:
+                with _as_warning(logger, "finish"):
+                    logger.finish(failure)
+        self._started = []
+
+    def _start(self, report: StepReport) -> None:
+        config = {**self.config, "total_steps": report.max_steps, "minibatch_size": report.minibatch_size}
+        for logger in self.loggers:
+            self._started.append(logger)  # before it starts: a logger that fails may have opened files
+            logger.start(config)
+
+    def _is_due(self, row: Row, max_steps: int) -> bool:
+        step = int(row["step"])
+        return step % self.interval == 0 or step == max_steps or "divergence" in row
+
+    def _tell(self, method: str, row: Row) -> None:
+        for logger in list(self.loggers):
+            with _as_warning(logger, f"{method} of step {int(row['step'])}") as failed:
+                getattr(logger, method)(row)
+            if failed:
+                self.loggers.remove(logger)
+
+
+@contextmanager
+def _as_warning(logger: Logger, what: str) -> Iterator[list[Exception]]:
+    """Turn what a logger raises in a block into a warning, and note it in the list."""
+    failed: list[Exception] = []
+    try:
+        yield failed
+    except Exception as error:
+        failed.append(error)
+        warnings.warn(
+            f"{type(logger).__name__} failed in {what} ({type(error).__name__}: {error}) and gets no more rows; "
+            "training goes on, and trainer.history has everything",
+            UserWarning,
+            stacklevel=3,
+        )

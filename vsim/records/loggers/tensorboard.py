@@ -1,0 +1,68 @@
+"""A run's record for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vsim.extras import extra
+from vsim.records.loggers.folders import free_folders, log_folder
+from vsim.records.loggers.rows import Row, x_of
+
+
+class TensorBoardLogger:
+    """An event file in `<log_dir>/<run_name>/`, for `tensorboard --logdir <log_dir>`: scalars, over steps or examples.
+
+    Rows are in the file within a second. Folders are named as by `CSVLogger`, with which it can share one.
+
+    Args:
+        log_dir: the folder of all runs; made if it is not there.
+
+    Attributes:
+        folder: that of the last run.
+
+    Raises:
+        ImportError: tensorboard is not installed.
+    """
+
+    def __init__(self, log_dir: str | Path = "logs") -> None:
+        _tensorboard()
+        self.log_dir = log_folder(log_dir)
+        self.folder: Path | None = None
+        self._writer: Any = None
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Make the folder and the event file, with the configuration as a text."""
+        self._x = config.get("log_x_axis") or "step"
+        self.folder = next(free_folders(self.log_dir, config.get("run_name"), "events.out.tfevents.*"))
+        self._writer = _tensorboard().SummaryWriter(str(self.folder), flush_secs=1)
+        text = json.dumps(config, indent=2)
+        self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), 0)
+        self._writer.flush()
+
+    def log_train(self, row: Row) -> None:
+        """Write a training step's numbers, as `train/loss`, `train/lr` and so on."""
+        self._write("train", row)
+
+    def log_validation(self, row: Row) -> None:
+        """Write a validation's numbers, as `validation/global_loss` and so on."""
+        self._write("validation", row)
+
+    def finish(self, failure: str) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, part: str, row: Row) -> None:
+        for name, value in row.items():
+            if name != "step" and not math.isnan(value):
+                tag = f"{part}/{name.removeprefix('train_')}"
+                self._writer.add_scalar(tag, value, x_of(row, self._x))
+
+
+def _tensorboard() -> Any:
+    return extra("torch.utils.tensorboard", "TensorBoardLogger", "tensorboard", "tensorboard")

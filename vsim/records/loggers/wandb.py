@@ -1,0 +1,72 @@
+"""A run's record on Weights & Biases."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vsim.arguments import reject_unknown
+from vsim.extras import extra
+from vsim.records.loggers.rows import Row, x_of
+
+
+class WandbLogger:
+    """A run on Weights & Biases: rows as `train_loss`, `lr`, `global_loss` and so on over the steps, or the examples.
+
+    Args:
+        project: the project there.
+        experiment_name: the run's name there; default the `run_name` of `fit`.
+        init: further arguments of `wandb.init`, such as `mode="offline"`, `dir`, `entity`, `group`, `tags`. W&B prints
+            nothing and does not capture what is printed, unless `settings=` says otherwise.
+
+    Attributes:
+        run: the run object of the last run. url: its address, None offline.
+
+    Raises:
+        ImportError: wandb is not installed.
+        TypeError: an argument is not one of `wandb.init`.
+    """
+
+    def __init__(self, project: str, experiment_name: str | None = None, **init: Any) -> None:
+        if not isinstance(project, str) or not project:
+            raise TypeError(f"WandbLogger: project must be the name of a project, got {project!r}")
+        wandb = extra("wandb", "WandbLogger", "wandb", "wandb")
+        own = {"project", "name", "config", "reinit"}
+        valid = [name for name in inspect.signature(wandb.init).parameters if name not in own]
+        reject_unknown(init, ["project", "experiment_name", *valid], "WandbLogger()")
+        self.project = project
+        self.experiment_name = experiment_name
+        self.init = init
+        self.run: Any = None
+        self.url: str | None = None
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Begin a run of its own, beside any that the process has."""
+        wandb = extra("wandb", "WandbLogger", "wandb", "wandb")
+        self._x = config.get("log_x_axis") or "step"
+        self.run = wandb.init(
+            project=self.project,
+            name=self.experiment_name or config.get("run_name"),
+            config=dict(config),
+            reinit="create_new",
+            **{"settings": wandb.Settings(silent=True, console="off"), **self.init},
+        )
+        self.url = self.run.url if not self.run.offline else None
+
+    def log_train(self, row: Row) -> None:
+        """Log a training step's numbers."""
+        self._log(row)
+
+    def log_validation(self, row: Row) -> None:
+        """Log a validation's numbers."""
+        self._log(row)
+
+    def finish(self, failure: str) -> None:
+        """End the run; one that failed is marked so."""
+        if self.run is not None:
+            self.run.finish(exit_code=1 if failure else 0)
+
+    def _log(self, row: Row) -> None:
+        self.run.log({name: v for name, v in row.items() if not math.isnan(v)}, step=x_of(row, self._x))

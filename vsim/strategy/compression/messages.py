@@ -1,0 +1,40 @@
+"""What compressors send: several tensors as one message, and the bytes of indices, values and codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from vsim.cluster import Cluster
+
+INDEX_BYTES = ("int64", "packed")
+
+
+def gather_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payload_bytes: int) -> list[Tensor]:
+    """All-gather stacked tensors (R, …) that travel as one message: shared tensors (K, …), one event."""
+    first = cluster.collectives.all_gather(parts[0], label=label, payload_bytes=payload_bytes)
+    with cluster.collectives.unbilled():
+        return [first, *(cluster.collectives.all_gather(part, label=label) for part in parts[1:])]
+
+
+def sparse_bytes(entries: Sequence[tuple[int, int]], index_bytes: str, value_bytes: int) -> int:
+    """Return the bytes of (index, value) pairs.
+
+    Args:
+        entries: (count, size): so many values, each one of `size` entries.
+        index_bytes: "int64", or "packed": ceil(log2 size) bits an index, all together rounded up to bytes.
+        value_bytes: of one value.
+    """
+    bits = sum(count * (64 if index_bytes == "int64" else (size - 1).bit_length()) for count, size in entries)
+    return sum(count for count, _ in entries) * value_bytes + bits_to_bytes(bits)
+
+
+def bits_to_bytes(bits: int) -> int:
+    """Return the bytes that hold so many bits."""
+    return -(-bits // 8)
+
+
+def entry_count(fraction: float, size: int) -> int:
+    """Return the number of entries that a fraction of `size` means, at least 1."""
+    return max(1, round(fraction * size))

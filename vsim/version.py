@@ -1,0 +1,3 @@
+"""The version of vsim, which a run's record names."""
+
+__version__ = "0.1.0"
