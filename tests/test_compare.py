@@ -326,7 +326,7 @@ def test_json_gives_everything_back(repeated: vsim.Comparison, tmp_path: Path) -
             assert list(ours.ledger) == list(theirs.ledger) and ours.seed == theirs.seed
             assert ours.history.as_plain() == theirs.history.as_plain()
     repeated["FedAvg"].history.to_json(tmp_path / "h.json")
-    with pytest.raises(ValueError, match=r"was not written by Comparison.to_json: it lacks 'num_nodes'"):
+    with pytest.raises(ValueError, match=r"was not written by Comparison.to_json: it lacks 'allreduce_bytes'"):
         vsim.Comparison.from_json(tmp_path / "h.json")
 
 

@@ -20,7 +20,7 @@ from vsim.engine import Executor
 from vsim.engine.allocator import keeping_freed_memory
 from vsim.engine.memory import held_bytes
 from vsim.records.history import History
-from vsim.records.live import LivePlot
+from vsim.records.live import LiveRace
 from vsim.strategy.base import Strategy
 from vsim.training.evaluate import Evaluator, replica_spread
 from vsim.training.interrupt import Interrupt, Interrupted
@@ -221,7 +221,7 @@ class Recorder:
         self.odd_validation: int | None = None  # the first step whose validation loss was not finite
         self.has_warned = False
         self.bar: Any = None
-        self.live = LivePlot(history, description) if progress == "plot" else None
+        self.live = LiveRace({description: [history]}, description) if progress == "plot" else None
 
     def __call__(self, report: StepReport) -> None:
         row = report.row
