@@ -16,7 +16,7 @@ from torch import nn
 
 from vsim.cluster.ledger import Event, Ledger
 from vsim.records.history import COLUMNS, History, holding_a_record, import_pandas, read_json, write_csv, write_json
-from vsim.records.looks import Looks, looks_of
+from vsim.records.looks import MANY, Looks, looks_of
 from vsim.records.plots import bands, overview
 
 if TYPE_CHECKING:
@@ -349,7 +349,8 @@ class Comparison(Mapping[str, ComparedRun]):
 
     def _title(self) -> str:
         seeds = max((len(runs) for runs in self._runs.values()), default=1)
-        repeated = f", {seeds} seeds: mean ± standard deviation" if seeds > 1 else ""
+        spread = f"{seeds} seeds: mean ± standard deviation" if len(self) <= MANY else f"mean of {seeds} seeds"
+        repeated = f", {spread}" if seeds > 1 else ""
         megabytes = self.allreduce_bytes / 1e6
         size = f"{megabytes:.2f} MB" if megabytes >= 0.1 else f"{1e3 * megabytes:.3g} kB"
         nodes = sorted({history.num_nodes for history in self._all_histories()})
@@ -392,4 +393,4 @@ def _shown(key: str, value: Any, deviation: float | None = None) -> str:
     spread = "" if deviation is None else f"{deviation:.{digits}f}"
     if not spread.strip("0."):  # all alike, to the digits shown
         return f"{value:.{digits}f}{unit}" if abs(value) < 1e5 else f"{value:.3g}{unit}"
-    return f"{value:.{digits}f} ± {spread}{unit}"
+    return f"{value:.{digits}f} ± {spread}{unit}" if abs(value) < 1e5 else f"{value:.3g} ± {deviation:.3g}{unit}"

@@ -61,8 +61,7 @@ def heatmap(
     assert figure is not None
     width, height = figure.get_size_inches() * (ax.get_position().width, ax.get_position().height)
     room = 72 * 0.8 * width / len(x_values), 72 * 0.8 * height / len(y_values)  # points; a colour bar takes the rest
-    spread = max(known) - min(known) if known else 0.0
-    digits = 2 if spread >= 1 else 3 if spread >= 0.05 else 4
+    digits = 3 if not known or max(known) - min(known) > 0.1 * abs(min(known)) else 4  # significant
 
     def write(text: str, at: tuple[int, int], colour: str, weight: str = "normal") -> None:
         lines = text.split("\n")
@@ -78,7 +77,7 @@ def heatmap(
         hatch = _HATCH if failed else None
         ax.add_patch(Rectangle(corner, 1, 1, facecolor=face, linewidth=0.5, edgecolor=edge, hatch=hatch))
         bright = 0.299 * face[0] + 0.587 * face[1] + 0.114 * face[2] > 0.5
-        number = [] if failed else [f"{cell.value:.{digits}f}"]
+        number = [] if failed else [f"{cell.value:#.{digits}g}".rstrip(".")]
         best = not failed and cell.value == min(known)
         text = "\n".join(filter(None, [*number, cell.note]))
         write(text, at, "black" if bright else "white", "bold" if best else "normal")
@@ -95,7 +94,12 @@ def heatmap(
         if bar.ax.get_yscale() == "log":
             label_decades(bar.ax.yaxis)
     if len(known) < len(cells):
-        hatched = Patch(facecolor=_PALE, hatch=_HATCH, edgecolor="0.8", label="hatched: did not end")
+        why = (
+            "diverged"
+            if all("diverged" in cell.note for cell in cells.values() if math.isnan(cell.value))
+            else "failed"
+        )
+        hatched = Patch(facecolor=_PALE, hatch=_HATCH, edgecolor="0.8", label=f"hatched: {why}")
         ax.legend(handles=[hatched], loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=7, borderpad=0)
     if remark:
         ax.set_title(remark, fontsize=7.5, color="0.4", loc="left")

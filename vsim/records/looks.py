@@ -7,8 +7,8 @@ what colours and dashes stand for instead of naming every run.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # Okabe and Ito's palette, made to be told apart with any kind of colour vision; its yellow is too pale for a line.
@@ -36,11 +36,11 @@ class Looks:
 
     Attributes:
         by_name: name → look.
-        key: what a legend says instead of the names, as (text, look); empty: the names.
+        key: what a legend says instead of the names: title → (text, look) of each line below it; empty: the names.
     """
 
     by_name: Mapping[str, Look]
-    key: Sequence[tuple[str, Look]] = ()
+    key: Mapping[str, Sequence[tuple[str, Look]]] = field(default_factory=dict)
 
 
 def looks_of(names: Sequence[str]) -> Looks:
@@ -48,7 +48,7 @@ def looks_of(names: Sequence[str]) -> Looks:
 
     >>> looks_of(["AllReduce", "DiLoCo"]).by_name["DiLoCo"].colour
     '#E69F00'
-    >>> [text for text, _ in looks_of(["AllReduce", *(f"DiLoCo H={H}, lr=0.1" for H in range(20))]).key]
+    >>> [text for text, _ in looks_of(["AllReduce", *(f"DiLoCo H={H}, lr=0.1" for H in range(20))]).key[""]]
     ['AllReduce', 'DiLoCo (20)']
     """
     # "DiLoCo H=5, lr=0.1" and "diloco:H=5" are of the families DiLoCo and diloco.
@@ -69,19 +69,20 @@ def looks_of(names: Sequence[str]) -> Looks:
         for j, name in enumerate(members):
             dash = DASHES[j % len(DASHES)]
             looks[name] = Look(_lighter(look.colour, 0.65 * j / len(members)), dash, look.marker)
-    return Looks(looks, key)
+    return Looks(looks, {"": key})
 
 
-def looks_by(settings: Mapping[str, Mapping[str, str]], order: Sequence[str]) -> Looks:
+def looks_by(settings: Mapping[str, Mapping[str, str]], order: Sequence[str], shown: Sequence[str]) -> Looks:
     """Return looks of which the colour says the first setting, the dashes the second, and the marker all others.
 
     Args:
         settings: name → setting → value, as text.
         order: settings, that which the colour says first.
+        shown: names that are drawn: the key has their values alone.
     """
 
-    def values(names: Sequence[str]) -> list[tuple[str, ...]]:
-        return list(dict.fromkeys(tuple(own[name] for name in names) for own in settings.values()))
+    def values(keys: Sequence[str], names: Iterable[str] = settings) -> list[tuple[str, ...]]:
+        return list(dict.fromkeys(tuple(settings[name][key] for key in keys) for name in names))
 
     first, second, others = order[:1], order[1:2], order[2:]
     colours = dict(zip(values(first), _colours(len(values(first))), strict=True))
@@ -104,25 +105,22 @@ def looks_by(settings: Mapping[str, Mapping[str, str]], order: Sequence[str]) ->
             tuple(own[key] for key in keys) for keys in (first, second or first, others or second or first)
         )
         looks[name] = Look(_lighter(colours[of_colour], lightness(of_dash)), dash(of_dash), marker(of_marker))
-    key = []
-    for value in _some(values(first)):
-        alone = not second
-        key.append(
-            (_said(first, value), Look(colours[value], dash(value) if alone else "-", marker(value) if alone else ""))
-        )
-    for value in _some(values(second)) if second else []:
-        look = Look(_lighter("#444444", lightness(value)), dash(value), "" if others else marker(value))
-        key.append((_said(second, value), look))
-    key += [(_said(others, value), Look("#444444", "none", marker(value))) for value in _some(values(others)) if others]
+    key: dict[str, list[tuple[str, Look]]] = {}
+    for names in filter(None, (first, second, others)):
+        there = values(names, sorted(shown, key=list(settings).index))
+        if len(there) == 1 and len(shown) > 1:
+            continue
+        key[", ".join(names)] = lines = []
+        for value in there[:: -(-len(there) // _KEYS)]:
+            look = Look("#444444", "none", "")
+            if names is first:
+                look = replace(look, colour=colours[value], dash="-")
+            if names is (second or first):
+                look = replace(look, colour=_lighter(look.colour, lightness(value)), dash=dash(value))
+            if names is (others or second or first):
+                look = replace(look, marker=marker(value))
+            lines.append((", ".join(value), look))
     return Looks(looks, key)
-
-
-def _said(names: Sequence[str], values: Sequence[str]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in zip(names, values, strict=True))
-
-
-def _some(values: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    return values[:: -(-len(values) // _KEYS)]
 
 
 def _colours(count: int) -> Sequence[str]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vsim.arguments import one_of
 from vsim.records.history import History
-from vsim.records.looks import Look, Looks, looks_of
+from vsim.records.looks import MANY, Look, Looks, looks_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     Runs = Mapping[str, History | Sequence[History]]
 
+_SIZES = {"linewidth": 1.3, "markersize": 4, "markeredgewidth": 1.0}
 # Lines of more points than this are marked at so many of them.
 MARKED_POINTS = 12
 
@@ -71,8 +72,8 @@ def bands(
     """Draw a column of several runs, one line for each name; of runs with several seeds their mean, and a band.
 
     The mean is taken over the seeds at every step that all of them have measured, and so are the bytes or seconds that
-    it is drawn against. The band is one standard deviation (of the sample, n − 1) to both sides. A loss that leaves its
-    start upwards leaves the picture.
+    it is drawn against. The band is one standard deviation (of the sample, n − 1) to both sides; more than a dozen runs
+    have none. A loss that rises far above its start leaves the picture.
 
     Args:
         runs: name → history, or a list of histories with one for each seed.
@@ -86,15 +87,18 @@ def bands(
     Raises:
         ValueError, KeyError: there is no such x, or no column y.
     """
+    from matplotlib.transforms import ScaledTranslation
+
     column, divisor, label, logarithmic = X_AXES[one_of("x", x, X_AXES)]
     if ax is None:
         import matplotlib.pyplot as plt  # here, as it takes time, and may open windows
 
         with plt.rc_context(STYLE):
-            ax = plt.subplots(figsize=(4.4, 3.2), dpi=150, layout="constrained")[1]
+            height = 4.2 if legend and looks is not None and looks.key else 3.2
+            ax = plt.subplots(figsize=(4.4, height), dpi=150, layout="constrained")[1]
             return bands(runs, x, y, ax, legend, looks, diverged)
     looks, diverged = looks or looks_of(list(runs)), diverged or {}
-    silent, drawn = [], []
+    silent, drawn, thin = [], [], len(runs) > MANY
     for i, (name, histories) in enumerate(_lists(runs).items()):
         xs, mean, deviation = mean_over_seeds(histories, column, y)
         look = looks.by_name[name]
@@ -110,11 +114,11 @@ def bands(
             xs / divisor,
             mean,
             label=f"{name}, {diverged[name]}" if name in diverged else name,
-            **_line(look),
+            **_line(look, thin),
             # Lines that lie on each other show their markers at different points.
             markevery=(2 * i % spacing, spacing) if spacing > 1 else 1,
         )
-        if deviation.any():
+        if deviation.any() and not thin:
             ax.fill_between(
                 xs / divisor, mean - deviation, mean + deviation, color=look.colour, alpha=0.18, linewidth=0
             )
@@ -132,8 +136,16 @@ def bands(
         ax.set_ylim(within)
     if silent:
         ax.set_title(f"not shown, as nothing is sent: {', '.join(silent)}", fontsize=7.5, color="0.4", loc="right")
-    if legend and ax.get_lines():
-        ax.legend(*_legend(ax, looks, diverged), frameon=False, handlelength=3.2)
+    figure = ax.get_figure(root=True)
+    if legend and ax.get_lines() and figure is not None:
+        handles, labels, columns = _legend(ax, looks, diverged)
+        # A key, which says what colours and dashes stand for, has its place below.
+        place: Any = {}
+        if looks.key:
+            below = ScaledTranslation(0, -34 / 72, figure.dpi_scale_trans)  # the axis' numbers and label
+            place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": ax.transAxes + below}
+            place |= {"handlelength": 2.4, "columnspacing": 1.2, "labelspacing": 0.3}
+        ax.legend(handles, labels, ncols=columns, frameon=False, **{"handlelength": 3.2, **place})
     return ax
 
 
@@ -160,9 +172,11 @@ def overview(
         bands(runs, "step", y, left, False, looks, diverged)
         bands(runs, "payload", y, right, False, looks, diverged)
         right.set_ylabel("")
-        handles, labels = _legend(left, looks, diverged or {})
+        handles, labels, columns = _legend(left, looks, diverged or {})
         if labels:
-            columns = legend_columns(labels)
+            if len(looks.key) <= 1:
+                columns = legend_columns(labels)
+            figure.set_figheight(3.1 + 0.15 * max(0, -(-len(labels) // columns) - 2))
             figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, handlelength=3.2)
         if title:
             figure.suptitle(title, fontsize=9, x=0.01, ha="left")
@@ -256,19 +270,25 @@ def legend_columns(labels: Sequence[str]) -> int:
     return -(-len(labels) // -(-len(labels) // fitting))
 
 
-def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str]) -> tuple[list[Any], list[str]]:
+def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str]) -> tuple[list[Any], list[str], int]:
+    """Handles, labels and columns of a legend: a line for each name, or the key with a column for each setting."""
     from matplotlib.lines import Line2D
 
     if not looks.key:
-        return ax.get_legend_handles_labels()
-    cross = [("diverged", Look("#444444", "none", "x"))] if diverged else []
-    handles = [Line2D([], [], **_line(look)) for _, look in [*looks.key, *cross]]
-    return handles, [text for text, _ in [*looks.key, *cross]]
+        return *ax.get_legend_handles_labels(), 1
+    empty = ("", Look("none", "none", ""))
+    groups = [[*([(title, empty[1])] if title else []), *lines] for title, lines in looks.key.items()]
+    if diverged:
+        min(groups, key=len).append(("diverged", Look("#444444", "none", "x")))
+    rows = max(map(len, groups))
+    lines = [line for group in groups for line in [*group, *[empty] * (rows - len(group))]]
+    return [Line2D([], [], **_line(look)) for _, look in lines], [text for text, _ in lines], len(groups)
 
 
-def _line(look: Look) -> dict[str, Any]:
-    face = {"markerfacecolor": "white", "markeredgewidth": 1.0, "markersize": 4}
-    return {"color": look.colour, "linestyle": look.dash, "linewidth": 1.3, "marker": look.marker, **face}
+def _line(look: Look, thin: bool = False) -> dict[str, Any]:
+    sizes = {"linewidth": 0.8, "markersize": 2.5, "markeredgewidth": 0.7} if thin else _SIZES
+    style = {"color": look.colour, "linestyle": look.dash, "marker": look.marker, "markerfacecolor": "white"}
+    return {**style, **sizes}
 
 
 def _lists(runs: Runs) -> dict[str, Sequence[History]]:

@@ -119,7 +119,7 @@ class Sweep(Comparison):
         if not self.varied:
             return super()._looks()
         order = sorted(self.varied, key=lambda key: key != first)
-        return looks_by({name: point.labels for name, point in self._points.items()}, order)
+        return looks_by({name: point.labels for name, point in self._points.items()}, order, list(self))
 
     def _title(self) -> str:
         return f"{self.strategy}, {len(self)} settings; {super()._title()}"
