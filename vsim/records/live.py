@@ -133,7 +133,7 @@ class LiveRace:
         # Those that are behind have stopped, or have their turn now.
         ranking = sorted(known, key=lambda name: (steps[name] < front, known[name]))
         labels = [
-            f"{name}: {known[name]:.4g}" + (f", step {steps[name]}" if steps[name] < front else "")
+            f"{name}: {known[name]:#.4g}" + (f", step {steps[name]}" if steps[name] < front else "")
             for name in ranking[:_NAMED]
         ]
         handles = [
@@ -167,8 +167,8 @@ class LiveRace:
             if alone:
                 look = Look(COLOURS[2] if training else COLOURS[0])
             # Of a race the training curve is a shadow of the other: alike in colour, thin and pale.
-            pale = 0.35 if training and not alone else 1.0
             few = len(self.histories) <= 2 * _NAMED
+            pale = 1.0 if alone or not training else 0.35 if few else 0.15
             (line,) = ax.plot([], [], color=look.colour, linewidth=0.7 if training else 1.4, alpha=pale)
             line.set_label(Y_LABELS[y])
             if not training:
@@ -182,7 +182,9 @@ class LiveRace:
         from matplotlib.figure import Figure
 
         # Margins by hand: laying them out anew would take as long as the drawing.
-        rows = 0 if len(self.histories) == 1 else min(_NAMED, len(self.histories), 4)
+        longest = max(map(len, self.histories)) * "x" + ": 0.0000"
+        named = [longest] * min(_NAMED, len(self.histories))
+        rows = 0 if len(named) == 1 else -(-len(named) // legend_columns(named)) + 0.7
         height = 2.6 + 0.17 * rows
         self.figure = Figure(figsize=(6.8, height), dpi=110)
         bottom, top = (0.44 + 0.17 * rows) / height, 1 - 0.31 / height

@@ -122,10 +122,10 @@ def bands(
             ax.fill_between(
                 xs / divisor, mean - deviation, mean + deviation, color=look.colour, alpha=0.18, linewidth=0
             )
-        if name in diverged:
-            end = max(history.last(column) for history in histories) / divisor
-            at_edge = ax.get_xaxis_transform()
-            ax.scatter([end], [1.0], color=look.colour, marker="x", s=22, transform=at_edge, clip_on=False, zorder=4)
+        end = max((history.last(column) for history in histories), default=0.0) / divisor
+        if name in diverged and not (logarithmic and end <= 0):
+            cross: Any = {"color": look.colour, "marker": "x", "linestyle": "none", "label": "_"}
+            ax.plot([end], [1.0], transform=ax.get_xaxis_transform(), clip_on=False, zorder=4, **cross)
     ax.set_xlabel(label)
     ax.set_ylabel(Y_LABELS.get(y, y.replace("_", " ")))
     bare(ax)
