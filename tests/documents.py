@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 QUICK_TRAINING = ["--steps", "2", "--val-size", "16", "--quiet", "--out", "vsim-out"]
 QUICK = {
     "compare": QUICK_TRAINING,
+    "sweep": QUICK_TRAINING,
     "train": QUICK_TRAINING,
     "verify": ["--steps", "2", "--quiet"],
     "doctor": ["--steps", "2", "--quiet"],

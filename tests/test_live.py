@@ -14,7 +14,7 @@ import pytest
 
 from vsim import History
 from vsim.records import live as live_module
-from vsim.records.live import LivePlot
+from vsim.records.live import LiveRace
 
 CELL = """
 import time
@@ -93,7 +93,7 @@ def grown(history: History, steps: int) -> History:
 def test_drawing_costs_a_small_share_of_the_time(shown: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(live_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    plot = LivePlot(grown(History(), 1))
+    plot = LiveRace({"": [grown(History(), 1)]})
     draw = plot._png
 
     def slow() -> bytes:
@@ -117,14 +117,14 @@ def test_the_last_picture_has_everything(shown: Handle) -> None:
     from matplotlib.image import imread
 
     history = grown(History(), 1)
-    plot = LivePlot(history, "DiLoCo × 4")
+    plot = LiveRace({"DiLoCo × 4": [history]}, "DiLoCo × 4")
     plot.update(1000)
     grown(history, 1000)
     plot.update(1000)  # too early
     assert len(shown.pictures) == 1
     plot.close()
     assert len(shown.pictures) == 2
-    _, training, validation = plot._panels[1]
+    training, validation = (plot._lines["DiLoCo × 4", "payload", y] for y in ("train_loss", "global_loss"))
     assert len(training.get_xdata()) == 400 and len(validation.get_xdata()) == 101
     assert validation.get_xdata()[-1] == pytest.approx(100)  # MB
     first, last = (imread(io.BytesIO(picture)) for picture in shown.pictures)
@@ -132,10 +132,10 @@ def test_the_last_picture_has_everything(shown: Handle) -> None:
 
 
 def test_a_run_that_never_began_shows_nothing(shown: Handle) -> None:
-    LivePlot(History()).close()
+    LiveRace({"": [History()]}).close()
     assert shown.pictures == []
 
 
 def test_outside_of_a_notebook_it_is_an_error() -> None:
     with pytest.raises(ValueError, match="progress='plot' draws in a notebook, and this is none"):
-        LivePlot(History())
+        LiveRace({"": [History()]})

@@ -9,7 +9,8 @@ import matplotlib
 import pytest
 
 from vsim import History
-from vsim.records.plots import COLOURS, DASHES, MARKERS, bands, overview, save
+from vsim.records.looks import COLOURS, DASHES, MARKERS
+from vsim.records.plots import bands, overview, save
 
 
 def history(points: int, first_payload: float = 1e6, last_payload: float = 8e6) -> History:

@@ -2,12 +2,16 @@
 
 from vsim.checkpoint.files import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from vsim.cluster.ledger import Event, Ledger
-from vsim.compare import ComparedRun, Comparison, compare
+from vsim.compare import compare
 from vsim.compat import exogym
 from vsim.compat.diloco_sim import DilocoSimulator
+from vsim.grid import grid
 from vsim.process.difference import Difference
+from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.history import History
 from vsim.records.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from vsim.records.swept import Sweep
+from vsim.sweep import sweep
 from vsim.trainer import LocalTrainer, Trainer
 from vsim.verify import VerifyReport, verify
 from vsim.version import __version__
@@ -27,13 +31,16 @@ __all__ = [
     "History",
     "Ledger",
     "LocalTrainer",
+    "Sweep",
     "TensorBoardLogger",
     "Trainer",
     "VerifyReport",
     "WandbLogger",
     "__version__",
     "compare",
+    "grid",
     "latest_checkpoint",
     "load_checkpoint",
+    "sweep",
     "verify",
 ]

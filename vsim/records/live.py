@@ -1,58 +1,72 @@
-"""A figure that is drawn while a run trains, in place, in a notebook."""
+"""A figure that is drawn while runs train, in place, in a notebook."""
 
 from __future__ import annotations
 
 import io
+import math
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vsim.records.history import History
-from vsim.records.plots import COLOURS, STYLE, X_AXES, Y_LABELS
+from vsim.records.looks import COLOURS, Look, Looks, looks_of
+from vsim.records.plots import STYLE, X_AXES, Y_LABELS, bare, legend_columns, limits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
+    Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
+
 # At most two pictures a second; and where a picture takes long to draw, fewer: they may cost this share of the time.
 _SECONDS = 0.5
 _SHARE = 0.03
-# A training curve of more points than the picture has room for is drawn as the means of so many pieces.
-_POINTS = 400
+# A training curve of more points than the picture has room for is drawn as the means of so many pieces; those of many
+# runs together have so many, down to a few each.
+_POINTS, _ALL_POINTS, _FEWEST = 400, 4000, 60
+# So many of a race are named, those in front.
+_NAMED = 8
 
 
-class LivePlot:
-    """Training and validation loss of a run against step and payload: one output of a cell, updated in place.
+class LiveRace:
+    """Training and validation loss of runs against step and payload: one output of a cell, updated in place.
+
+    Of one run the title says how far it is. Of several the legend names those in front, with their loss.
 
     Args:
-        history: the record of the run, which grows.
+        histories: name → the records of its runs, one for each seed, which grow; of several their mean is drawn. More
+            names may follow while they train.
         title: what stands above.
+        looks: of the lines; default by their order.
 
     Raises:
         ValueError: this is no notebook.
     """
 
-    def __init__(self, history: History, title: str = "") -> None:
+    def __init__(self, histories: Mapping[str, Sequence[History]], title: str = "", looks: Looks | None = None) -> None:
         if not _in_notebook():
             raise ValueError("progress='plot' draws in a notebook, and this is none: give True for a bar, or False")
-        self.history = history
+        self.histories = histories
         self.title = title
+        self.looks = looks
         self.max_steps = 0
         self._handle: Any = None
-        self._panels: list[tuple[Axes, Line2D, Line2D]] = []
+        self._axes: list[Axes] = []
+        self._lines: dict[tuple[str, str, str], Line2D] = {}
         self._next = 0.0
 
     def update(self, max_steps: int) -> None:
-        """Draw the history as it is now, if the last picture is old enough."""
+        """Draw the histories as they are now, if the last picture is old enough."""
         self.max_steps = max_steps
         if time.perf_counter() >= self._next:
             self._show()
 
     def close(self) -> None:
         """Draw the last picture, with everything in it."""
-        if len(self.history):
+        if any(len(history) for own in self.histories.values() for history in own):
             self._show()
 
     def _show(self) -> None:
@@ -69,45 +83,117 @@ class LivePlot:
         self._next = ended + max(_SECONDS, (ended - started) / _SHARE)
 
     def _png(self) -> bytes:
-        if not self._panels:
-            self._make()
-        for (ax, training, validation), x in zip(self._panels, ("step", "payload"), strict=True):
-            column, divisor, _, _ = X_AXES[x]
-            for line, y in ((training, "train_loss"), (validation, "global_loss")):
-                xs, ys = self.history.measured(column, y)
-                if y == "train_loss":
-                    xs, ys = _thinned(xs), _thinned(ys)
-                line.set_data(xs / divisor, ys)
-            ax.relim()
-            ax.autoscale_view(scalex=x != "step")
-        self._panels[0][0].set_xlim(0, self.max_steps)
-        row = {name: self.history.last(name) for name in ("step", "train_loss", "payload_bytes")}
-        loss = "" if np.isnan(row["train_loss"]) else f", loss {row['train_loss']:.3f}"
-        sent = f"{row['payload_bytes'] / 1e6:.2f} MB sent"
-        self.figure.suptitle(f"{self.title}: step {int(row['step'])} of {self.max_steps}{loss}, {sent}", fontsize=9)
-        image = io.BytesIO()
-        self.figure.savefig(image, format="png")
-        return image.getvalue()
-
-    def _make(self) -> None:
         import matplotlib
-        from matplotlib.figure import Figure
 
         with matplotlib.rc_context(STYLE):
-            # Margins by hand: laying them out anew would take as long as the drawing.
-            self.figure = Figure(figsize=(6.8, 2.6), dpi=110)
-            self.figure.subplots_adjust(left=0.075, right=0.985, top=0.88, bottom=0.17, wspace=0.08)
-            axes = self.figure.subplots(1, 2, sharey=True)
-            for ax, x in zip(axes, ("step", "payload"), strict=True):
-                (training,) = ax.plot([], [], color=COLOURS[2], linewidth=0.9, label=Y_LABELS["train_loss"])
-                (validation,) = ax.plot([], [], color=COLOURS[0], linewidth=1.4, label=Y_LABELS["global_loss"])
-                validation.set(marker="o", markersize=3.5, markerfacecolor="white")
-                ax.set_xlabel(X_AXES[x][2])
-                ax.grid(True, color="0.9", linewidth=0.6)
-                ax.spines[["top", "right"]].set_visible(False)
-                self._panels.append((ax, training, validation))
-            axes[0].set_ylabel("loss")
-            axes[1].legend(frameon=False, loc="upper right")
+            if not self._axes:
+                self._make()
+            alone = len(self.histories) == 1
+            y_column, running = self._loss_column(), self._running()
+            looks = self.looks or looks_of(list(self.histories))
+            drawn = []
+            for name, histories in running.items():
+                for ax, x in zip(self._axes, ("step", "payload"), strict=True):
+                    for y in ("train_loss", "global_loss"):
+                        xs, ys = _mean(histories, X_AXES[x][0], y)
+                        if y == "train_loss":
+                            points = min(_POINTS, max(_FEWEST, _ALL_POINTS // len(running)))
+                            xs, ys = _thinned(xs, points), _thinned(ys, points)
+                        self._line(ax, name, x, y, looks.by_name[name], alone).set_data(xs / X_AXES[x][1], ys)
+                        drawn.append(ys)
+            for ax, x in zip(self._axes, ("step", "payload"), strict=True):
+                ax.relim()
+                ax.autoscale_view(scalex=x != "step", scaley=True)
+            within = None if alone else limits(drawn)
+            self._axes[0].set_ylim(within, auto=within is None)
+            self._axes[0].set_xlim(0, self.max_steps)
+            if alone:
+                self._say_alone(next(iter(self.histories.values()))[-1])
+            else:
+                self._say_race(running, y_column, looks)
+            image = io.BytesIO()
+            self.figure.savefig(image, format="png")
+        return image.getvalue()
+
+    def _say_alone(self, history: History) -> None:
+        row = {name: history.last(name) for name in ("step", "train_loss", "payload_bytes")}
+        loss = "" if math.isnan(row["train_loss"]) else f", loss {row['train_loss']:.3f}"
+        sent = f"{row['payload_bytes'] / 1e6:.2f} MB sent"
+        self.figure.suptitle(f"{self.title}: step {int(row['step'])} of {self.max_steps}{loss}, {sent}", fontsize=9)
+        if not self._axes[1].get_legend():
+            self._axes[1].legend(frameon=False, loc="upper right")
+
+    def _say_race(self, running: Mapping[str, Sequence[History]], y: str, looks: Looks) -> None:
+        from matplotlib.lines import Line2D
+
+        steps = {name: int(max(history.last("step") for history in own)) for name, own in running.items()}
+        front = max(steps.values(), default=0)
+        losses = {name: float(np.mean([history.last(y) for history in own])) for name, own in running.items()}
+        known = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+        # Those that are behind have stopped, or have their turn now.
+        ranking = sorted(known, key=lambda name: (steps[name] < front, known[name]))
+        labels = [
+            f"{name}: {known[name]:#.4g}" + (f", step {steps[name]}" if steps[name] < front else "")
+            for name in ranking[:_NAMED]
+        ]
+        handles = [
+            Line2D([], [], color=looks.by_name[n].colour, linestyle=looks.by_name[n].dash, linewidth=1.6)
+            for n in ranking[:_NAMED]
+        ]
+        for legend in self.figure.legends[:]:
+            legend.remove()
+        if labels:
+            columns = legend_columns(labels)
+            self.figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False, handlelength=2.8)
+        count = sum(step == front for step in steps.values())
+        at_front = f"{count} of {len(self.histories)}" if count < len(self.histories) else f"all {count}"
+        more = f"; the {_NAMED} in front are named below" if len(ranking) > _NAMED else ""
+        title = f"{self.title}: " if self.title else ""
+        self.figure.suptitle(f"{title}{at_front} at step {front} of {self.max_steps}{more}", fontsize=9)
+
+    def _loss_column(self) -> str:
+        histories = [history for own in self.histories.values() for history in own]
+        return "global_loss" if any(not math.isnan(h.last("global_loss")) for h in histories) else "train_loss"
+
+    def _running(self) -> dict[str, list[History]]:
+        """Of each name those runs that are furthest; one that diverged is not waited for."""
+        known = {name: [h for h in own if len(h)] for name, own in self.histories.items()}
+        return {name: [h for h in own if len(h) == max(map(len, own))] for name, own in known.items() if own}
+
+    def _line(self, ax: Axes, name: str, x: str, y: str, look: Look, alone: bool) -> Line2D:
+        """The line of a name in a panel, made when it is first asked for."""
+        if (name, x, y) not in self._lines:
+            training = y == "train_loss"
+            if alone:
+                look = Look(COLOURS[2] if training else COLOURS[0])
+            # Of a race the training curve is a shadow of the other: alike in colour, thin and pale.
+            few = len(self.histories) <= 2 * _NAMED
+            pale = 1.0 if alone or not training else 0.35 if few else 0.15
+            (line,) = ax.plot([], [], color=look.colour, linewidth=0.7 if training else 1.4, alpha=pale)
+            line.set_label(Y_LABELS[y])
+            if not training:
+                line.set(linestyle=look.dash, zorder=3)
+                if few:
+                    line.set(marker=look.marker, markersize=3.5, markerfacecolor="white")
+            self._lines[name, x, y] = line
+        return self._lines[name, x, y]
+
+    def _make(self) -> None:
+        from matplotlib.figure import Figure
+
+        # Margins by hand: laying them out anew would take as long as the drawing.
+        longest = max(map(len, self.histories)) * "x" + ": 0.0000"
+        named = [longest] * min(_NAMED, len(self.histories))
+        rows = 0 if len(named) == 1 else -(-len(named) // legend_columns(named)) + 0.7
+        height = 2.6 + 0.17 * rows
+        self.figure = Figure(figsize=(6.8, height), dpi=110)
+        bottom, top = (0.44 + 0.17 * rows) / height, 1 - 0.31 / height
+        self.figure.subplots_adjust(left=0.075, right=0.985, top=top, bottom=bottom, wspace=0.08)
+        self._axes = list(self.figure.subplots(1, 2, sharey=True))
+        for ax, x in zip(self._axes, ("step", "payload"), strict=True):
+            ax.set_xlabel(X_AXES[x][2])
+            bare(ax)
+        self._axes[0].set_ylabel("loss")
 
 
 def _in_notebook() -> bool:
@@ -119,8 +205,16 @@ def _in_notebook() -> bool:
     return getattr(get_ipython(), "kernel", None) is not None
 
 
-def _thinned(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return at most `_POINTS` means of consecutive pieces."""
-    if len(values) <= _POINTS:
+def _mean(histories: Sequence[History], x: str, y: str) -> Curve:
+    """Return x and y where they were measured, the mean over histories of the same steps."""
+    measured = [history.measured(x, y) for history in histories]
+    count = min(len(xs) for xs, _ in measured)
+    xs, ys = (np.mean([own[i][:count] for own in measured], axis=0) for i in (0, 1))
+    return xs, ys
+
+
+def _thinned(values: NDArray[np.float64], points: int) -> NDArray[np.float64]:
+    """Return at most so many means of consecutive pieces."""
+    if len(values) <= points:
         return values
-    return np.array([piece.mean() for piece in np.array_split(values, _POINTS)])
+    return np.array([piece.mean() for piece in np.array_split(values, points)])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vsim.records.history import History
-from vsim.records.live import LivePlot
+from vsim.records.live import LiveRace
 from vsim.records.report import Hook, Log, StepReport
 
 
@@ -40,7 +40,7 @@ class Recorder:
         self.odd_validation: int | None = None  # the first step whose validation loss was not finite
         self.has_warned = False
         self.bar: Any = None
-        self.live = LivePlot(history, description) if progress == "plot" else None
+        self.live = LiveRace({description: [history]}, description) if progress == "plot" else None
 
     def __call__(self, report: StepReport) -> None:
         row = report.row

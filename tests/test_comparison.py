@@ -1,0 +1,177 @@
+"""The results of a comparison: a table, figures and files that say what the ledgers say."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from compared import STEPS, compared, three_strategies
+
+import vsim
+from vsim.models import MLP
+from vsim.records.history import COLUMNS, History
+from vsim.records.plots import X_AXES, bands, overview
+from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
+
+
+@pytest.fixture(scope="module")
+def comparison() -> vsim.Comparison:
+    return three_strategies()
+
+
+def test_rows_by_hand(comparison: vsim.Comparison) -> None:
+    rows = {row["strategy"]: row for row in comparison.rows()}
+    # 64·16 + 16 + 16·10 + 10 = 1210 parameters of 4 bytes. AllReduce: all of them at each of 20 steps; FedAvg: after
+    # steps 5, 10, 15, 20. A ring of 3 sends 2·2/3 of the payload.
+    step_bytes = 1210 * 4
+    assert rows["AllReduce"]["payload MB/node"] == pytest.approx(20 * step_bytes / 1e6)
+    assert rows["FedAvg"]["payload MB/node"] == pytest.approx(4 * step_bytes / 1e6)
+    assert rows["FedAvg"]["wire MB/node"] == pytest.approx(4 * step_bytes * 4 / 3 / 1e6)
+    assert rows["AllReduce"]["times less than AllReduce"] == pytest.approx(1)
+    assert rows["FedAvg"]["times less than AllReduce"] == pytest.approx(5)
+    assert rows["alone"]["payload MB/node"] == 0 and math.isnan(rows["alone"]["times less than AllReduce"])
+    for name, run in comparison.items():
+        assert rows[name]["validation loss"] == run.history["global_loss"][-1]
+        assert rows[name]["perplexity"] == pytest.approx(math.exp(run.history["global_loss"][-1]))
+        assert rows[name]["accuracy"] == run.history["global_accuracy"][-1]
+
+
+def test_the_table_and_the_notebook_view_hold_every_strategy(comparison: vsim.Comparison) -> None:
+    text, html = comparison.table(), comparison._repr_html_()
+    for name in comparison:
+        assert name in text and name in html
+    assert "5.0×" in text and "–" in text
+    assert "<table>" in html
+    encoded = re.search(r"base64,([^\"]+)\"", html)
+    assert encoded is not None and base64.b64decode(encoded.group(1)).startswith(b"\x89PNG")
+    assert comparison.table() in repr(comparison)
+
+
+def test_to_pandas_and_to_csv_agree(comparison: vsim.Comparison, tmp_path: Path) -> None:
+    frame = comparison.to_pandas()
+    assert list(frame.columns) == ["strategy", "seed", *COLUMNS]
+    assert set(frame["seed"]) == {42}
+    assert len(frame) == 3 * (STEPS + 1)
+    comparison.to_csv(tmp_path / "c.csv")
+    with open(tmp_path / "c.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["strategy"] for line in lines] == list(frame["strategy"])
+    for column in ("step", "train_loss", "payload_bytes", "global_loss"):
+        written = np.array([float(line[column] or "nan") for line in lines])
+        assert np.array_equal(written, frame[column].to_numpy(dtype=float), equal_nan=True)
+
+
+@pytest.mark.parametrize("x", X_AXES)
+def test_plot_draws_the_columns(comparison: vsim.Comparison, x: str) -> None:
+    import matplotlib.pyplot as plt
+
+    ax = comparison.plot(x=x)
+    column, divisor, _, logarithmic = X_AXES[x]
+    lines = {line.get_label(): line for line in ax.get_lines()}
+    # Who communicates nothing has no place on a logarithmic axis of bytes; the figure says so in words.
+    assert set(lines) == {"AllReduce", "FedAvg"} if logarithmic else set(comparison)
+    assert ax.get_xscale() == ("log" if logarithmic else "linear")
+    if logarithmic:
+        assert ax.get_title("right") == "not shown, as nothing is sent: alone"
+    xs, ys = comparison["FedAvg"].history.measured(column, "global_loss")
+    drawn = lines["FedAvg"]
+    assert np.array_equal(drawn.get_xdata(), xs[xs > 0] / divisor if logarithmic else xs / divisor)
+    assert np.array_equal(drawn.get_ydata(), ys[xs > 0] if logarithmic else ys)
+    plt.close(ax.figure)
+
+
+def test_plot_on_given_axes_and_other_columns(comparison: vsim.Comparison) -> None:
+    from matplotlib.figure import Figure
+
+    ax = Figure().subplots()
+    assert comparison.plot(y="train_loss", ax=ax) is ax
+    assert ax.get_ylabel() == "training loss"
+    with pytest.raises(ValueError, match=r"x must be one of .*'payload'.*, got 'bytes'"):
+        comparison.plot(x="bytes", ax=ax)
+    with pytest.raises(KeyError, match=r"no column 'loss'; there are step"):
+        comparison.plot(y="loss", ax=ax)
+
+
+def test_a_run_that_diverges_does_not_flatten_the_others() -> None:
+    def history(losses: list[float]) -> History:
+        h = History()
+        for step, loss in enumerate(losses):
+            h.append({"step": step, "global_loss": loss, "payload_bytes": step})
+        return h
+
+    histories = {"good": history([3.0, 2.0, 1.0]), "bad": history([3.0, 50.0, 900.0])}
+    assert overview(histories).axes[0].get_ylim()[1] < 4
+    assert overview({"good": histories["good"]}).axes[0].get_ylim()[1] > 3
+    assert overview({"empty": History()}).axes[0].get_lines()[0].get_xdata().size == 0
+    ax = overview({}).axes[0]
+    assert bands({}, ax=ax) is ax
+
+
+@pytest.fixture(scope="module")
+def repeated() -> vsim.Comparison:
+    strategies: dict[str, Strategy] = {"AllReduce": SimpleReduceStrategy(lr=1e-2), "FedAvg": FedAvgStrategy(H=2)}
+    return compared(strategies, model=lambda seed: MLP(hidden=(8,), seed=seed), seeds=[3, 1], val_interval=1)
+
+
+def test_several_seeds_by_hand(repeated: vsim.Comparison) -> None:
+    assert [run.seed for run in repeated.runs("FedAvg")] == [3, 1] and repeated["FedAvg"].seed == 3
+    alone = compared({"FedAvg": FedAvgStrategy(H=2)}, model=MLP(hidden=(8,), seed=1), seed=1, val_interval=1)
+    assert np.array_equal(alone["FedAvg"].history.node_losses, repeated.runs("FedAvg")[1].history.node_losses)
+
+    row = {row["strategy"]: row for row in repeated.rows()}["FedAvg"]
+    a, b = (history.last("global_loss") for history in repeated.histories["FedAvg"])
+    assert a != b
+    assert row["validation loss"] == pytest.approx((a + b) / 2)
+    assert row["validation loss std"] == pytest.approx(abs(a - b) / math.sqrt(2))  # of two, with n − 1
+    assert "payload MB/node std" not in row  # alike for every seed
+    assert f"{row['validation loss']:.4f} ± {row['validation loss std']:.4f}" in repeated.table()
+    assert list(repeated.to_pandas()["seed"].unique()) == [3, 1] and len(repeated.to_pandas()) == 2 * 2 * 6
+
+
+def test_bands_are_mean_and_deviation(repeated: vsim.Comparison) -> None:
+    ax = bands(repeated.histories, "payload")
+    line = ax.get_lines()[0]
+    runs = repeated.histories["AllReduce"]
+    losses = np.stack([history["global_loss"] for history in runs])[:, 1:]  # at step 0 nothing was sent
+    np.testing.assert_allclose(line.get_ydata(), losses.mean(0))
+    np.testing.assert_allclose(line.get_xdata(), runs[0]["payload_bytes"][1:] / 1e6)
+    corners = ax.collections[0].get_paths()[0].vertices
+    assert corners[:, 1].min() == pytest.approx((losses.mean(0) - losses.std(0, ddof=1)).min())
+    assert corners[:, 1].max() == pytest.approx((losses.mean(0) + losses.std(0, ddof=1)).max())
+
+
+def test_the_mean_ends_where_the_first_run_does(repeated: vsim.Comparison) -> None:
+    long = repeated.histories["FedAvg"][0]
+    short = History()
+    for step in range(3):
+        short.append({"step": step, "global_loss": 1.0})
+    (line,) = bands({"x": [long, short]}).get_lines()
+    assert list(line.get_xdata()) == [0, 1, 2]
+    assert bands({"x": []}).get_lines()[0].get_xdata().size == 0
+
+
+def test_a_seed_that_fails_is_left_out_of_the_mean_and_noted(repeated: vsim.Comparison, tmp_path: Path) -> None:
+    repeated.to_json(tmp_path / "c.json")
+    copy = vsim.Comparison.from_json(tmp_path / "c.json")
+    copy.runs("FedAvg")[0].failure = "non-finite loss"
+    rows = {row["strategy"]: row for row in copy.rows()}
+    assert rows["FedAvg"]["validation loss"] == copy.runs("FedAvg")[1].history.last("global_loss")
+    assert rows["FedAvg"]["note"] == "seed 3: non-finite loss" and rows["AllReduce"]["note"] == ""
+
+
+def test_json_gives_everything_back(repeated: vsim.Comparison, tmp_path: Path) -> None:
+    repeated.to_json(tmp_path / "c.json")
+    again = vsim.Comparison.from_json(tmp_path / "c.json")
+    assert again.rows() == repeated.rows() and repr(again) == repr(repeated)
+    for name in repeated:
+        for ours, theirs in zip(again.runs(name), repeated.runs(name), strict=True):
+            assert list(ours.ledger) == list(theirs.ledger) and ours.seed == theirs.seed
+            assert ours.history.as_plain() == theirs.history.as_plain()
+    repeated["FedAvg"].history.to_json(tmp_path / "h.json")
+    with pytest.raises(ValueError, match=r"was not written by Comparison.to_json: it lacks 'allreduce_bytes'"):
+        vsim.Comparison.from_json(tmp_path / "h.json")

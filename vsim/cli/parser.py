@@ -1,0 +1,207 @@
+"""The options of the commands, and what --help says."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import vsim
+from vsim import bench
+from vsim.cli import commands
+from vsim.engine import EXECUTORS
+from vsim.strategy import STRATEGIES
+
+DATA = ("docs", "digits", "mnist")
+MODELS = ("gpt", "mlp", "cnn")
+# What `vsim bench` times by default, the first as the measure of the others.
+BENCHED = ["allreduce", "diloco:H=10", "sparta", "demo"]
+
+_EXAMPLES = """
+examples:
+  vsim compare                                              K = 4 small GPTs on English text, all strategies
+  vsim compare --data digits --model cnn --nodes 8          images instead
+  vsim compare --text notes.txt --steps 500 --seeds 1 2 3   your own text, mean and band over three seeds
+  vsim compare --strategies allreduce fedavg:H=50,island_size=2 diloco:H=50,outer_lr=0.7 diloco:H=200 --steps 400
+  vsim sweep --strategy diloco --set H=5,10,50 outer_lr=0.4,0.7,1.0 --seeds 1 2 3   nine settings, three seeds each
+  vsim train --strategy diloco:H=20 --nodes 16              one strategy, and its model
+  vsim train --save-dir run1 --checkpoint-interval 50       the same, saved; with --resume it goes on where it stopped
+  vsim verify --strategy diloco:H=5                         the simulator against 4 processes, bit by bit
+  vsim doctor --data digits --nodes 16                      how this machine computes it
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    whole = argparse.ArgumentParser(
+        prog="vsim",
+        description="Simulate distributed training of K nodes in one process, and count every byte they would send.",
+    )
+    whole.add_argument("--version", action="version", version=f"vsim {vsim.__version__}")
+    names = "compare | sweep | train | verify | doctor | bench"
+    kinds = whole.add_subparsers(dest="command", required=True, metavar=names)
+    for add in (_add_compare, _add_sweep, _add_train, _add_verify, _add_doctor, _add_bench):
+        add(kinds)
+    return whole
+
+
+def _epilog() -> str:
+    """What --help says of strategies: their names, what is given to them by default, and what they are."""
+    lines = [
+        "strategies:",
+        "  A name, or a name with arguments of its class: diloco:H=50,outer_lr=0.7. Beside --lr they are given:",
+    ]
+    for name, (cls, own) in STRATEGIES.items():
+        given = ", ".join(f"{key}={value}" for key, value in own.items())
+        summary = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+        lines += [
+            f"  {name:14} {given}",
+            *textwrap.wrap(summary, 100, initial_indent=17 * " ", subsequent_indent=17 * " "),
+        ]
+    return "\n".join(lines) + "\n" + _EXAMPLES
+
+
+def _add_compare(kinds: Any) -> None:
+    purpose = "train the same model with several strategies, and compare loss and bytes"
+    command = _command(kinds, "compare", purpose, several_seeds=True)
+    command.add_argument(
+        "--strategies", nargs="+", default=list(STRATEGIES), metavar="NAME", help="what to compare (default: all)"
+    )
+    _add_outcome(command)
+    _add_saving(command)
+    command.set_defaults(run=commands.run_compare)
+
+
+def _add_sweep(kinds: Any) -> None:
+    purpose = "train with every combination of some settings of a strategy, and find the best"
+    command = _command(kinds, "sweep", purpose, several_seeds=True)
+    command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
+    command.add_argument(
+        "--set",
+        nargs="+",
+        required=True,
+        metavar="NAME=V,V,…",
+        help="arguments of the strategy, num_nodes or batch_size, with the values to try",
+    )
+    command.add_argument(
+        "--halving", type=int, metavar="F", help="at each of several rungs, let only the best 1/F of the settings go on"
+    )
+    _add_outcome(command)
+    _add_saving(command)
+    command.set_defaults(run=commands.run_sweep, nodes=None)
+
+
+def _add_train(kinds: Any) -> None:
+    command = _command(kinds, "train", "train with one strategy, and keep the model")
+    command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
+    _add_outcome(command)
+    _add_saving(command)
+    command.set_defaults(run=commands.run_train)
+
+
+def _add_saving(command: argparse.ArgumentParser) -> None:
+    saving = command.add_argument_group("checkpoints")
+    saving.add_argument("--save-dir", type=Path, metavar="DIR", help="save at the end, and when interrupted (Ctrl-C)")
+    saving.add_argument("--checkpoint-interval", type=int, metavar="STEPS", help="save every so many steps too")
+    saving.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="PATH",
+        help="go on with the run in --save-dir, or with the checkpoint at PATH",
+    )
+
+
+def _add_verify(kinds: Any) -> None:
+    purpose = "train in the simulator and in one process a node, and compare the bits after every step"
+    command = _command(kinds, "verify", purpose)
+    command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
+    command.add_argument("--threads", type=int, help="CPU threads of every process (default: the machine's / K)")
+    command.add_argument("--executor", choices=EXECUTORS, default="auto", help="of the simulator (default: auto)")
+    command.set_defaults(run=commands.run_verify, steps=50)
+
+
+def _add_doctor(kinds: Any) -> None:
+    purpose = "tell how this machine would compute a run: forms of operations, memory, executor, share of the peak"
+    command = _command(kinds, "doctor", purpose)
+    command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
+    _add_computing(command)
+    command.set_defaults(run=commands.run_doctor)
+
+
+def _add_bench(kinds: Any) -> None:
+    purpose = "time a step against K, beside K separate modules and beside its floor, and by strategy"
+    command = kinds.add_parser("bench", help=purpose, description=f"{purpose.capitalize()}.")
+    models = list(bench.MODELS)
+    command.add_argument("--models", nargs="+", choices=models, default=models[:3], help="default: the first three")
+    command.add_argument("--nodes", nargs="+", type=int, default=[1, 4, 16], metavar="K", help="default: 1 4 16")
+    command.add_argument(
+        "--strategies",
+        nargs="*",
+        default=BENCHED,
+        metavar="NAME",
+        help=f"beside the first of these; none to leave them out (default: {' '.join(BENCHED)})",
+    )
+    command.add_argument("--compile", action="store_true", help="time a compiled step, too")
+    command.add_argument("--rounds", type=int, help="turns that every candidate takes (default: by model)")
+    command.add_argument("--out", type=Path, default=Path("vsim-out"), metavar="DIR", help="default: vsim-out")
+    command.set_defaults(run=commands.run_bench)
+
+
+def _command(kinds: Any, name: str, purpose: str, several_seeds: bool = False) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = kinds.add_parser(
+        name,
+        help=purpose,
+        description=f"{purpose[0].upper()}{purpose[1:]}.",
+        epilog=_epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    data = command.add_argument_group("data and model")
+    source = data.add_mutually_exclusive_group()
+    source.add_argument("--data", choices=DATA, default="docs", help="docs: Python's manual, always there (default)")
+    source.add_argument("--text", type=Path, metavar="FILE", help="characters of a text file")
+    data.add_argument("--mnist-folder", type=Path, metavar="DIR", help="where --data mnist finds its four files")
+    data.add_argument("--model", choices=MODELS, help="default: gpt for text, cnn for images")
+    run = command.add_argument_group("the run")
+    run.add_argument("--nodes", type=int, default=4, metavar="K", help="nodes (default: 4)")
+    run.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
+    run.add_argument("--batch-size", type=int, help="examples a node and step (default: by model)")
+    run.add_argument("--lr", type=float, help="inner learning rate of AdamW (default: by model)")
+    seed = run.add_mutually_exclusive_group()
+    seed.add_argument("--seed", type=int, default=42, help="default: 42")
+    if several_seeds:
+        repeat = "train with each of them, instead of one --seed: mean, deviation and bands"
+        seed.add_argument("--seeds", nargs="+", type=int, metavar="N", help=repeat)
+    run.add_argument("--quiet", action="store_true", help="no progress bar")
+    return command
+
+
+def _add_computing(command: argparse.ArgumentParser) -> None:
+    how = command.add_argument_group("how it is computed")
+    how.add_argument("--device", help="cuda, mps or cpu (default: the first of them that is there)")
+    how.add_argument("--executor", choices=EXECUTORS, default="auto", help="default: auto")
+    how.add_argument("--deterministic", action="store_true", help="the bits of separate processes; slower")
+    how.add_argument("--autocast", action="store_true", help="compute in bfloat16")
+    how.add_argument(
+        "--compile",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=["auto"],
+        help="compile losses, gradients and kernels, in ten seconds or more; auto: if the run is long enough for it",
+    )
+
+
+def _add_outcome(command: argparse.ArgumentParser) -> None:
+    validation = command.add_argument_group("validation")
+    validation.add_argument("--val-size", type=int, default=256, help="validation examples (default: %(default)s)")
+    validation.add_argument("--val-interval", type=int, metavar="STEPS", help="default: ten times in a run")
+    _add_computing(command)
+    logs = command.add_argument_group("logs, beside what --out gets at the end")
+    logs.add_argument("--run-name", metavar="NAME", help="log every step to LOG_DIR/NAME/<strategy>/*.csv")
+    logs.add_argument("--tensorboard", action="store_true", help="write TensorBoard events to LOG_DIR, too")
+    logs.add_argument("--wandb-project", metavar="NAME", help="log to this project of Weights & Biases")
+    logs.add_argument("--log-dir", type=Path, metavar="LOG_DIR", help="default: logs")
+    command.add_argument("--out", type=Path, default=Path("vsim-out"), metavar="DIR", help="default: vsim-out")

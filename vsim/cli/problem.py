@@ -1,0 +1,159 @@
+"""What the arguments of the command line stand for: data, model, strategies, loggers."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vsim.arguments import one_of
+from vsim.data import TextDataset, digits, docs_text, mnist, text_file
+from vsim.models import CNN, GPT, MLP
+from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
+from vsim.strategy import STRATEGIES, Strategy
+
+# For each built-in model what trains it well in some hundred steps: AdamW's learning rate, examples a node and step.
+LEARNING_RATES = {"gpt": 6e-4, "mlp": 2e-3, "cnn": 2e-3}
+BATCH_SIZES = {"gpt": 8, "mlp": 16, "cnn": 16}
+GPT_SHAPE = {"block_size": 64, "layers": 2, "width": 64, "heads": 4}
+
+
+def parse_strategy(text: str, lr: float) -> Strategy:
+    """Return the strategy that "name:argument=value,…" says.
+
+    Args:
+        text: the name is one of STRATEGIES; values are Python literals, or else strings.
+        lr: learning rate, unless the text or the strategy's own defaults have one.
+
+    >>> parse_strategy("diloco:H=50,outer_lr=0.4", lr=1e-3).optim_spec
+    OptimSpec(AdamW, lr=0.001)
+    """
+    cls, defaults, given = strategy_class(text, lr)
+    return cls(**defaults | given)
+
+
+def strategy_class(text: str, lr: float) -> tuple[type[Strategy], dict[str, Any], dict[str, Any]]:
+    """Return the class that "name:argument=value,…" says, its arguments by default, and those given."""
+    name, _, tail = text.partition(":")
+    cls, own_defaults = STRATEGIES[one_of("strategy", name, STRATEGIES)]
+    given = {}
+    for item in filter(None, tail.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"strategy {text!r}: expected argument=value after the colon, got {item!r}")
+        given[key.strip()] = _value(value)
+    return cls, {"lr": lr, **own_defaults}, given
+
+
+def parse_settings(items: Sequence[str]) -> dict[str, list[Any]]:
+    """Return name → values of "name=value,value,…".
+
+    >>> parse_settings(["H=5,10", "lr=1e-3", "inner_optim=sgd,adamw", "pairs=(1,2),(3,4)"])
+    {'H': [5, 10], 'lr': [0.001], 'inner_optim': ['sgd', 'adamw'], 'pairs': [(1, 2), (3, 4)]}
+    """
+    settings: dict[str, list[Any]] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not (key and equals and text):
+            raise ValueError(f"--set {item!r}: expected name=value,value,…")
+        if key in settings:
+            raise ValueError(f"--set names {key} more than once")
+        try:
+            settings[key] = list(ast.literal_eval(f"[{text}]"))
+        except (ValueError, SyntaxError):
+            settings[key] = [_value(one) for one in text.split(",")]
+    return settings
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def writable(out: Path) -> Path:
+    """Return the folder for results, made and tried: an hour of training is not for nothing.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    if out.exists() and not out.is_dir():
+        raise NotADirectoryError(f"--out {out} is a file; give a folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OSError(f"--out {out} cannot be written: {error.strerror}") from error
+    return out
+
+
+def loggers(arguments: argparse.Namespace) -> list[Logger] | None:
+    log_dir = arguments.log_dir or Path("logs")
+    loggers: list[Logger] = []
+    if arguments.run_name is not None:
+        loggers.append(CSVLogger(log_dir))
+    if arguments.tensorboard:
+        loggers.append(TensorBoardLogger(log_dir))
+    if arguments.log_dir is not None and not loggers:
+        raise ValueError("--log-dir has no effect without --run-name or --tensorboard")
+    return loggers or None
+
+
+def data(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    if arguments.mnist_folder is not None and arguments.data != "mnist":
+        raise ValueError("--mnist-folder has no effect without --data mnist")
+    if arguments.text is not None:
+        return text_file(arguments.text, block_size=GPT_SHAPE["block_size"])
+    if arguments.data == "docs":
+        return docs_text(block_size=GPT_SHAPE["block_size"])
+    if arguments.data == "digits":
+        return digits()
+    if arguments.mnist_folder is None:
+        raise ValueError("--data mnist needs --mnist-folder DIR, the folder with the four IDX files")
+    return mnist(arguments.mnist_folder)
+
+
+def _is_text(arguments: argparse.Namespace) -> bool:
+    return arguments.text is not None or arguments.data == "docs"
+
+
+def model_kind(arguments: argparse.Namespace) -> str:
+    kind = arguments.model or ("gpt" if _is_text(arguments) else "cnn")
+    if (kind == "gpt") != _is_text(arguments):
+        fitting = "gpt" if _is_text(arguments) else "mlp or cnn"
+        raise ValueError(f"--model {kind} does not fit the data; --model may be {fitting} here")
+    return str(kind)
+
+
+def lr(arguments: argparse.Namespace) -> float:
+    return LEARNING_RATES[model_kind(arguments)] if arguments.lr is None else float(arguments.lr)
+
+
+def batch_size(arguments: argparse.Namespace) -> int:
+    return BATCH_SIZES[model_kind(arguments)] if arguments.batch_size is None else int(arguments.batch_size)
+
+
+def model(kind: str, train: Any, seed: int) -> nn.Module:
+    if isinstance(train, TextDataset):
+        return GPT(train.vocabulary.size, seed=seed, **GPT_SHAPE)
+    images = train.tensors[0]
+    if kind == "mlp":
+        return MLP(images[0].numel(), seed=seed)
+    return CNN(tuple(images.shape[1:]), seed=seed)
+
+
+def title(arguments: argparse.Namespace) -> str:
+    data = arguments.text.name if arguments.text is not None else arguments.data
+    kind = model_kind(arguments).upper()
+    return f"{kind} on {data}, {arguments.nodes} nodes × batch {batch_size(arguments)}, {arguments.steps} steps"
+
+
+def computing(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("device", "executor", "deterministic", "autocast", "compile")}

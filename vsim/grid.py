@@ -1,0 +1,158 @@
+"""Strategies over a grid of settings: the product of lists, with short names that say what varies."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vsim.arguments import reject_unknown
+from vsim.records.description import describe
+from vsim.records.swept import Point
+from vsim.strategy.base import Strategy, StrategyOptions
+
+
+def grid(strategy: Callable[..., Strategy], /, **settings: Any) -> dict[str, Strategy]:
+    """Return name → strategy for every combination of settings, for `vsim.compare`.
+
+    A dict of such dicts, and of single strategies, can be given to `compare` as it stands.
+
+    Args:
+        strategy: a class, or a function that returns a strategy.
+        settings: its arguments. A list, tuple, range or array is varied, anything else the same for all; a value that
+            is itself a list is put in a list: `betas=[(0.9, 0.95)]`.
+
+    Raises:
+        TypeError, ValueError: an unknown argument; a combination that the class refuses, which is named; a list that
+            is empty, or has a value twice.
+
+    Example:
+        >>> from vsim.strategy import DiLoCoStrategy
+        >>> list(grid(DiLoCoStrategy, H=[5, 50], outer_lr=[0.4, 0.7], lr=1e-3))[:2]
+        ['DiLoCo H=5, outer_lr=0.4', 'DiLoCo H=5, outer_lr=0.7']
+    """
+    known_settings(strategy, settings)
+    return {name: made(strategy, name, point.values) for name, point in points(strategy, settings).items()}
+
+
+def points(strategy: Callable[..., Strategy], settings: Mapping[str, Any]) -> dict[str, Point]:
+    """Return name → point for the product of those settings that are lists, the last of them varying fastest."""
+    lists = {key: _listed(key, value) for key, value in settings.items()}
+    texts = {key: _texts(values) for key, values in lists.items()}
+    title = getattr(strategy, "__name__", "strategy").removesuffix("Strategy") or "Strategy"
+    found = {}
+    for choice in itertools.product(*(range(len(values)) for values in lists.values())):
+        chosen = dict(zip(lists, choice, strict=True))
+        labels = {key: texts[key][i] for key, i in chosen.items() if len(texts[key]) > 1}
+        name = " ".join(filter(None, [title, ", ".join(f"{key}={label}" for key, label in labels.items())]))
+        found[name] = Point({key: lists[key][i] for key, i in chosen.items()}, labels)
+    return found
+
+
+def made(strategy: Callable[..., Strategy], name: str, values: Mapping[str, Any]) -> Strategy:
+    """Return the strategy with these arguments; what it raises begins with the name of the combination."""
+    try:
+        result = strategy(**values)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name} is refused: {error}") from error
+    if not isinstance(result, Strategy):
+        raise TypeError(f"{name}: expected a class of strategies or a function that returns one, got {result!r}")
+    return result
+
+
+def known_settings(strategy: Any, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
+    """Raise a TypeError for a setting that is neither an argument of `strategy` nor one of `also`, with the nearest."""
+    if isinstance(strategy, Strategy) or not callable(strategy):
+        raise TypeError(f"strategy must be a class, such as DiLoCoStrategy, or a function, got {strategy!r}")
+    parameters = inspect.signature(strategy).parameters.values()
+    valid = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    open_ended = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
+    if open_ended:
+        valid += StrategyOptions.__annotations__
+    unknown = [key for key in settings if key not in valid and not difflib.get_close_matches(key, also, 1, 0.8)]
+    if open_ended not in ([], ["options"]) and unknown:
+        return  # of an own class, which may take anything
+    reject_unknown(settings, [*valid, *also], getattr(strategy, "__name__", "the strategy"))
+
+
+def merged(strategies: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name → strategy of a dict that may hold dicts, whose names begin with theirs.
+
+    >>> merged({"a": 1, "b": {"b H=5": 2, "c": 3}})
+    {'a': 1, 'b H=5': 2, 'b, c': 3}
+    """
+    unnamed = [repr(name) for name in strategies if not isinstance(name, str)]
+    if unnamed:
+        raise TypeError(f"the names of strategies must be strings, got {', '.join(unnamed)}")
+    found: dict[str, Any] = {}
+    for name, value in strategies.items():
+        own = {name: value}
+        if isinstance(value, Mapping):
+            own = {i if i.startswith(name) else f"{name}, {i}": strategy for i, strategy in merged(value).items()}
+        twice = found.keys() & own.keys()
+        if twice:
+            raise ValueError(f"two strategies have one name: {', '.join(sorted(twice))}")
+        found |= own
+    return found
+
+
+def _listed(key: str, value: Any) -> list[Any]:
+    """The values of a setting; one, if it is no list."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple, range)):
+        return [value]
+    if not value:
+        raise ValueError(f"{key} is an empty list: give at least one value")
+    for i, one in enumerate(value):
+        if any(one is other or (type(one) is type(other) and _equal(one, other)) for other in value[:i]):
+            raise ValueError(f"{key} has {one!r} twice")
+    return list(value)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:  # tensors, arrays: of several values
+        return False
+
+
+def _texts(values: Sequence[Any]) -> list[str]:
+    """A text for every value of a setting, different for each; of objects of one class it has what differs.
+
+    >>> from vsim.strategy import OptimSpec
+    >>> _texts([OptimSpec("sgd", lr=0.1, momentum=0.9), OptimSpec("sgd", lr=0.01, momentum=0.9), None])
+    ['SGD(lr=0.1)', 'SGD(lr=0.01)', 'None']
+    """
+    plain = [describe(value) for value in values]
+    texts: list[str] = []
+    for value, own in zip(values, plain, strict=True):
+        if isinstance(own, dict):
+            kin = [other for other in plain if isinstance(other, dict) and other.get("class") == own.get("class")]
+            differing = {k: v for k, v in own.items() if any(k not in o or o[k] != v for o in kin)}
+            text = str(own.get("class", "")) + (f"({_text(differing)})" if differing else "")
+        else:
+            text = getattr(value, "__name__", None) or _text(own)
+        count = sum(known == text or known.startswith(f"{text} #") for known in texts)
+        texts.append(f"{text} #{count + 1}" if count else text)
+    return texts
+
+
+def _text(value: Any) -> str:
+    """Short text of what `describe` returns.
+
+    >>> _text({"T": 10, "rates": [1e-3, 0.5, None]})
+    'T=10, rates=(0.001, 0.5, None)'
+    """
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={_text(item)}" for key, item in value.items() if key != "class")
+    if isinstance(value, list):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, float):
+        return short if float(short := f"{value:g}") == value else repr(value)
+    return str(value)

@@ -1,0 +1,114 @@
+"""A loss over two settings as a map of cells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from vsim.records.plots import STYLE, label_decades
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Perceptually uniform, so that equal steps of loss look equal, and in grey as well: the lower, the brighter.
+_MAP = "viridis_r"
+_PALE, _HATCH = (0.96, 0.96, 0.96, 1.0), "/////"
+# Text below this size, in points, is left out.
+_SMALLEST = 4.0
+
+
+class Cell(NamedTuple):
+    """`value` NaN: a setting that failed, which is hatched. `note` stands below the number, or in its place."""
+
+    value: float
+    note: str = ""
+
+
+def heatmap(
+    cells: Mapping[tuple[str, str], Cell],
+    x: tuple[str, Sequence[str]],
+    y: tuple[str, Sequence[str]],
+    label: str,
+    remark: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw a cell for each pair of values, with its number in it; the best is bold, those that failed are hatched.
+
+    Args:
+        cells: (value of x, value of y) → what is there; the others stay white.
+        x, y: the name of a setting, and its values in order, as text.
+        label: what the numbers are. remark: small, above.
+        ax: where to draw; default the axes of a new figure, of the width of a column if that is enough.
+    """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.patches import Patch, Rectangle
+
+    (x_name, x_values), (y_name, y_values) = x, y
+    if ax is None:
+        import matplotlib.pyplot as plt
+
+        with plt.rc_context(STYLE):
+            width = min(6.8, max(3.3, 1.4 + 0.42 * len(x_values)))
+            size = (width, min(6.0, 1.05 + 0.4 * len(y_values)))
+            ax = plt.subplots(figsize=size, dpi=150, layout="constrained")[1]
+            return heatmap(cells, x, y, label, remark, ax)
+    known = [cell.value for cell in cells.values() if math.isfinite(cell.value)]
+    colours = ScalarMappable(_norm(known), _MAP)
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    width, height = figure.get_size_inches() * (ax.get_position().width, ax.get_position().height)
+    room = 72 * 0.8 * width / len(x_values), 72 * 0.8 * height / len(y_values)  # points; a colour bar takes the rest
+    digits = 3 if not known or max(known) - min(known) > 0.1 * abs(min(known)) else 4  # significant
+
+    def write(text: str, at: tuple[int, int], colour: str, weight: str = "normal") -> None:
+        lines = text.split("\n")
+        size = min(7.5, room[0] / (0.58 * max(map(len, lines))), room[1] / (1.25 * len(lines)))
+        if size >= _SMALLEST:
+            ax.text(*at, text, ha="center", va="center", fontsize=size, color=colour, weight=weight, linespacing=1.05)
+
+    for (x_value, y_value), cell in cells.items():
+        at = x_values.index(x_value), y_values.index(y_value)
+        failed = not math.isfinite(cell.value)
+        face = _PALE if failed else tuple(colours.to_rgba(np.array(cell.value)))
+        corner, edge = (at[0] - 0.5, at[1] - 0.5), "0.8" if failed else "white"
+        hatch = _HATCH if failed else None
+        ax.add_patch(Rectangle(corner, 1, 1, facecolor=face, linewidth=0.5, edgecolor=edge, hatch=hatch))
+        bright = 0.299 * face[0] + 0.587 * face[1] + 0.114 * face[2] > 0.5
+        number = [] if failed else [f"{cell.value:#.{digits}g}".rstrip(".")]
+        best = not failed and cell.value == min(known)
+        text = "\n".join(filter(None, [*number, cell.note]))
+        write(text, at, "black" if bright else "white", "bold" if best else "normal")
+    ax.set(xlim=(-0.5, len(x_values) - 0.5), ylim=(-0.5, len(y_values) - 0.5), xlabel=x_name, ylabel=y_name)
+    ax.set_xticks(range(len(x_values)), x_values)
+    ax.set_yticks(range(len(y_values)), y_values)
+    if max(map(len, x_values)) * len(x_values) * 4.6 > 72 * width:
+        ax.tick_params("x", rotation=90)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    if known:
+        bar = figure.colorbar(colours, ax=ax, label=label, aspect=30, pad=0.02)
+        bar.outline.set_visible(False)
+        if bar.ax.get_yscale() == "log":
+            label_decades(bar.ax.yaxis)
+    if len(known) < len(cells):
+        why = (
+            "diverged"
+            if all("diverged" in cell.note for cell in cells.values() if math.isnan(cell.value))
+            else "failed"
+        )
+        hatched = Patch(facecolor=_PALE, hatch=_HATCH, edgecolor="0.8", label=f"hatched: {why}")
+        ax.legend(handles=[hatched], loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=7, borderpad=0)
+    if remark:
+        ax.set_title(remark, fontsize=7.5, color="0.4", loc="left")
+    return ax
+
+
+def _norm(values: Sequence[float]):  # type: ignore[no-untyped-def]
+    """Logarithmic where losses differ by factors, so that one that is far off does not make all others look alike."""
+    from matplotlib.colors import LogNorm, Normalize
+
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    return LogNorm(low, high) if 0 < 3 * low < high else Normalize(low, high)

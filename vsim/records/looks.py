@@ -1,0 +1,143 @@
+"""How lines are told apart: a colour, a dash pattern and a marker for each name, the same in every figure.
+
+Told apart with any kind of colour vision, and in grey. Of many runs those of a family share a colour, and a legend says
+what colours and dashes stand for instead of naming every run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+# Okabe and Ito's palette, made to be told apart with any kind of colour vision; its yellow is too pale for a line.
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
+MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (9, 2)))
+# More lines than this have no legend of their own, if they belong to families.
+MANY = 12
+# A legend names at most so many values of one setting, evenly spaced among all.
+_KEYS = 8
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a line is drawn; `dash` "none": only its markers, `marker` "": only its line."""
+
+    colour: str
+    dash: Any = "-"
+    marker: str = "o"
+
+
+@dataclass(frozen=True)
+class Looks:
+    """The looks of several lines.
+
+    Attributes:
+        by_name: name → look.
+        key: what a legend says instead of the names: title → (text, look) of each line below it; empty: the names.
+    """
+
+    by_name: Mapping[str, Look]
+    key: Mapping[str, Sequence[tuple[str, Look]]] = field(default_factory=dict)
+
+
+def looks_of(names: Sequence[str]) -> Looks:
+    """Return looks for names in this order; of more than `MANY`, those that differ in settings alone are a family.
+
+    >>> looks_of(["AllReduce", "DiLoCo"]).by_name["DiLoCo"].colour
+    '#E69F00'
+    >>> [text for text, _ in looks_of(["AllReduce", *(f"DiLoCo H={H}, lr=0.1" for H in range(20))]).key[""]]
+    ['AllReduce', 'DiLoCo (20)']
+    """
+    # "DiLoCo H=5, lr=0.1" and "diloco:H=5" are of the families DiLoCo and diloco.
+    families: dict[str, list[str]] = {}
+    for name in names:
+        families.setdefault(re.split(r"[\s,:]*\w+=", name)[0], []).append(name)
+    if len(names) <= MANY or len(families) > len(COLOURS):
+        return Looks(
+            {
+                name: Look(COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
+                for i, name in enumerate(names)
+            }
+        )
+    looks, key = {}, []
+    for i, (family, members) in enumerate(families.items()):
+        look = Look(COLOURS[i], marker=MARKERS[i])
+        key.append((family if len(members) == 1 else f"{family or 'runs'} ({len(members)})", look))
+        for j, name in enumerate(members):
+            dash = DASHES[j % len(DASHES)]
+            looks[name] = Look(_lighter(look.colour, 0.65 * j / len(members)), dash, look.marker)
+    return Looks(looks, {"": key})
+
+
+def looks_by(settings: Mapping[str, Mapping[str, str]], order: Sequence[str], shown: Sequence[str]) -> Looks:
+    """Return looks of which the colour says the first setting, the dashes the second, and the marker all others.
+
+    Args:
+        settings: name → setting → value, as text.
+        order: settings, that which the colour says first.
+        shown: names that are drawn: the key has their values alone.
+    """
+
+    def values(keys: Sequence[str], names: Iterable[str] = settings) -> list[tuple[str, ...]]:
+        return list(dict.fromkeys(tuple(settings[name][key] for key in keys) for name in names))
+
+    first, second, others = order[:1], order[1:2], order[2:]
+    colours = dict(zip(values(first), _colours(len(values(first))), strict=True))
+    # One setting alone is said by everything.
+    dashes, markers = values(second or first), values(others or second or first)
+
+    def dash(value: tuple[str, ...]) -> Any:
+        return DASHES[dashes.index(value) % len(DASHES)]
+
+    def lightness(value: tuple[str, ...]) -> float:  # where there are more values than dash patterns
+        many = second and len(dashes) > len(DASHES)
+        return 0.65 * dashes.index(value) / len(dashes) if many else 0.0
+
+    def marker(value: tuple[str, ...]) -> str:
+        return MARKERS[markers.index(value) % len(MARKERS)]
+
+    looks = {}
+    for name, own in settings.items():
+        of_colour, of_dash, of_marker = (
+            tuple(own[key] for key in keys) for keys in (first, second or first, others or second or first)
+        )
+        looks[name] = Look(_lighter(colours[of_colour], lightness(of_dash)), dash(of_dash), marker(of_marker))
+    key: dict[str, list[tuple[str, Look]]] = {}
+    for names in filter(None, (first, second, others)):
+        there = values(names, sorted(shown, key=list(settings).index))
+        if len(there) == 1 and len(shown) > 1:
+            continue
+        key[", ".join(names)] = lines = []
+        for value in there[:: -(-len(there) // _KEYS)]:
+            look = Look("#444444", "none", "")
+            if names is first:
+                look = replace(look, colour=colours[value], dash="-")
+            if names is (second or first):
+                look = replace(look, colour=_lighter(look.colour, lightness(value)), dash=dash(value))
+            if names is (others or second or first):
+                look = replace(look, marker=marker(value))
+            lines.append((", ".join(value), look))
+    return Looks(looks, key)
+
+
+def _colours(count: int) -> Sequence[str]:
+    """The palette, or of more than it has, colours in the order of a map that is perceptually uniform."""
+    if count <= len(COLOURS):
+        return COLOURS[:count]
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(colormaps["viridis"](0.92 * i / (count - 1))) for i in range(count)]
+
+
+def _lighter(colour: str, share: float) -> str:
+    """Return "#rrggbb" mixed with that share of white.
+
+    >>> _lighter("#000080", 0.5)
+    '#8080c0'
+    """
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in channels)

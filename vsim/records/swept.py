@@ -1,0 +1,146 @@
+"""The runs of a sweep: a comparison that knows the settings of each, sorted, and as a map over two of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vsim.arguments import one_of
+from vsim.records.comparison import ComparedRun, Comparison
+from vsim.records.heatmap import Cell, heatmap
+from vsim.records.history import COLUMNS
+from vsim.records.looks import Looks, looks_by
+from vsim.records.plots import Y_LABELS, bands
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of settings: all `values` by name, and the text (`labels`) of those that vary."""
+
+    values: dict[str, Any]
+    labels: dict[str, str]
+
+
+class Sweep(Comparison):
+    """A `Comparison` of one strategy with different settings; see `vsim.sweep`. Its table is sorted, the best first.
+
+    Attributes:
+        varied: the settings that vary, in their order.
+    """
+
+    def __init__(self, allreduce_bytes: int, points: Mapping[str, Point], strategy: str = "") -> None:
+        super().__init__(allreduce_bytes)
+        self.strategy = strategy
+        self._points = points
+        self.varied = list(next(iter(points.values())).labels)
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Name → settings of the run, those that do not vary too."""
+        return {name: dict(self._points[name].values) for name in self}
+
+    def plot(self, x: str = "step", y: str | None = None, ax: Axes | None = None, *, colour: str | None = None) -> Axes:
+        """Draw the loss of every run; runs that have one setting in common have one colour, and the legend says so.
+
+        Args:
+            x, y, ax: as of `Comparison.plot`.
+            colour: the setting that colours stand for, default the first. Dashes stand for the next, markers for the
+                others.
+        """
+        looks = self._looks(None if colour is None else one_of("colour", colour, self.varied))
+        return bands(self._drawn(), x, y or self._loss_column, ax, True, looks, self._diverged())
+
+    def heatmap(self, x: str, y: str, /, *, ax: Axes | None = None, **fixed: Any) -> Axes:
+        """Draw the final loss, mean over the seeds, over two settings: their values as categories, in their order.
+
+        A cell of which a run failed is hatched. One that `halving` stopped says after which step its loss is.
+
+        Args:
+            x, y: two settings that vary.
+            ax: where; default a new figure as wide as a column.
+            fixed: other settings that vary, and the value to show. For those not given, the best is shown.
+
+        Raises:
+            ValueError: there is no such setting, or no run with these values.
+        """
+        one_of("x", x, self.varied)
+        one_of("y", y, [name for name in self.varied if name != x])
+        others = [name for name in self.varied if name not in (x, y)]
+        for key in fixed:
+            one_of("a setting to fix", key, others)
+        shown = [name for name in self._ordered() if all(self._is(name, key, value) for key, value in fixed.items())]
+        if not shown:
+            raise ValueError(f"no run with {', '.join(f'{key}={value!r}' for key, value in fixed.items())}")
+        cells: dict[tuple[str, str], Cell] = {}
+        for name in shown:  # the best first
+            labels = self._points[name].labels
+            cells.setdefault((labels[x], labels[y]), self._cell(name))
+        values = [list(dict.fromkeys(point.labels[key] for point in self._points.values())) for key in (x, y)]
+        x_values, y_values = ([v for v in own if any(v == at[i] for at in cells)] for i, own in enumerate(values))
+        free = [key for key in others if key not in fixed]
+        remark = [f"best of {', '.join(free)}"] if free else []
+        remark += [f"{key} = {value}" for key, value in fixed.items()]
+        return heatmap(cells, (x, x_values), (y, y_values), Y_LABELS[self._loss_column], "; ".join(remark), ax)
+
+    def _cell(self, name: str) -> Cell:
+        runs = self.runs(name)
+        failed = [run for run in runs if run.failed]
+        if failed:
+            what = "diverged" if all(run.diverged_at is not None for run in failed) else "failed"
+            return Cell(math.nan, what if len(failed) == len(runs) else f"{len(failed)} of {len(runs)}\n{what}")
+        stopped = {run.stopped_at for run in runs} - {None}
+        return Cell(statistics.fmean(map(self._loss, runs)), f"step {stopped.pop()}" if stopped else "")
+
+    def _is(self, name: str, key: str, value: Any) -> bool:
+        point = self._points[name]
+        own = point.values[key]
+        return own is value or point.labels[key] == str(value) or (type(own) is not str and bool(own == value))
+
+    def _ordered(self) -> list[str]:
+        return sorted(self, key=self._rank)
+
+    def _titles(self, name: str) -> dict[str, Any]:
+        return dict(self._points[name].labels) or {"strategy": name}
+
+    def _titled_runs(self) -> Iterator[tuple[dict[str, Any], ComparedRun]]:
+        for titles, run in super()._titled_runs():
+            point = self._points[titles["strategy"]]
+            own = {key: _plain(point.values[key], label) for key, label in point.labels.items()}
+            # The rate of a setting beside that of a step.
+            yield titles | {f"{key}_setting" if key in COLUMNS else key: value for key, value in own.items()}, run
+
+    def _looks(self, first: str | None = None) -> Looks:
+        if not self.varied:
+            return super()._looks()
+        order = sorted(self.varied, key=lambda key: key != first)
+        return looks_by({name: point.labels for name, point in self._points.items()}, order, list(self))
+
+    def _title(self) -> str:
+        return f"{self.strategy}, {len(self)} settings; {super()._title()}"
+
+    _keys = ("allreduce_bytes", "runs", "strategy", "settings", "labels")
+
+    def _as_plain(self) -> dict[str, Any]:
+        settings = {
+            name: {key: _plain(value, point.labels.get(key, str(value))) for key, value in point.values.items()}
+            for name, point in self._points.items()
+        }
+        labels = {name: point.labels for name, point in self._points.items()}
+        return {**super()._as_plain(), "strategy": self.strategy, "settings": settings, "labels": labels}
+
+    @classmethod
+    def _empty(cls, content: Mapping[str, Any]) -> Sweep:
+        points = {name: Point(content["settings"][name], labels) for name, labels in content["labels"].items()}
+        return cls(content["allreduce_bytes"], points, content["strategy"])
+
+
+def _plain(value: Any, label: str) -> Any:
+    """A setting as files hold it: numbers and text as they are, of anything else its text."""
+    finite = not isinstance(value, float) or math.isfinite(value)
+    return value if (value is None or isinstance(value, (bool, int, float, str))) and finite else label

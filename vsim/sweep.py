@@ -1,0 +1,82 @@
+"""A sweep: one strategy over a grid of settings, with several seeds, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from vsim.compare import Entry, run_members
+from vsim.data.batches import Data
+from vsim.grid import known_settings, made, points
+from vsim.records.swept import Sweep
+from vsim.strategy.base import Strategy
+
+# What settings may vary beside the arguments of the strategy.
+OF_THE_RUN = ("num_nodes", "batch_size")
+
+
+def sweep(
+    model: nn.Module | Callable[[int], nn.Module],
+    train_dataset: Data,
+    val_dataset: Data | None = None,
+    *,
+    strategy: Callable[..., Strategy],
+    settings: Mapping[str, Any],
+    num_nodes: int | None = None,
+    seeds: Sequence[int] | None = None,
+    halving: int | None = None,
+    **options: Any,
+) -> Sweep:
+    """Train with every combination of settings and every seed, under identical conditions.
+
+    Args:
+        model, train_dataset, val_dataset, seeds: as of `compare`.
+        strategy: a class of strategies, or a function that returns one.
+        settings: its arguments by name, and `num_nodes` and `batch_size` if they vary. A list is varied, anything else
+            is the same for all; a value that is itself a list is put in a list. See `vsim.grid`.
+        num_nodes: K, unless it is one of the settings.
+        halving: a factor f: successive halving [Jamieson and Talwalkar 2016, arXiv:1502.07943]. At each rung (steps
+            T / f, T / f², … of T) only the best 1 / f of the settings, by their mean loss over the seeds, go on. The
+            others are kept, with `stopped_at`.
+        options: every other argument of `compare`, the same for all.
+
+    Returns:
+        A `Sweep`. All settings are set up before the first one trains; one that is refused is named.
+
+    Raises:
+        TypeError, ValueError: as `grid` and `compare`.
+
+    Example:
+        >>> import vsim
+        >>> from vsim.data import digits
+        >>> from vsim.models import MLP
+        >>> from vsim.strategy import DiLoCoStrategy
+        >>> train, val = digits()
+        >>> result = vsim.sweep(MLP(seed=0), train, val, strategy=DiLoCoStrategy, num_nodes=2, max_steps=20,
+        ...     settings={"H": [5, 10], "outer_lr": [0.4, 1.0], "lr": 1e-3}, progress=False)
+        >>> result.settings[result.best()]
+        {'H': 5, 'outer_lr': 1.0, 'lr': 0.001}
+    """
+    if not isinstance(settings, Mapping):
+        raise TypeError(f"settings must be a dict of argument → value or list of values, got {settings!r}")
+    given = {"num_nodes": num_nodes, "batch_size": options.get("batch_size")}
+    for key, value in given.items():
+        if key in settings and value is not None:
+            raise TypeError(f"{key} is given twice: as an argument, and in settings")
+    if num_nodes is None and "num_nodes" not in settings:
+        raise TypeError("sweep() needs num_nodes, as an argument or in settings")
+    known_settings(strategy, settings, OF_THE_RUN)
+    found = points(strategy, settings)
+    entries = {}
+    for name, point in found.items():
+        own = {key: value for key, value in point.values.items() if key not in OF_THE_RUN}
+        nodes: Any = point.values.get("num_nodes", num_nodes)
+        entries[name] = Entry(made(strategy, name, own), nodes, point.values.get("batch_size"))
+    runs = run_members(entries, model, train_dataset, val_dataset, seeds=seeds, halving=halving, **options)
+    result = Sweep(runs.allreduce_bytes, found, getattr(strategy, "__name__", "strategy").removesuffix("Strategy"))
+    for name in runs:
+        for run in runs.runs(name):
+            result.add(name, run)
+    return result
