@@ -6,7 +6,8 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -101,3 +102,14 @@ def only_one(where: str, **given: Any) -> Any:
     if len(named) > 1:
         raise TypeError(f"{where}: {' and '.join(named)} are two spellings of one argument; give one of them")
     return next(iter(named.values()), None)
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Let the message of a TypeError or ValueError in this context begin with a name, if there is one."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not name or type(error) not in (TypeError, ValueError):
+            raise
+        raise type(error)(f"{name}: {error}") from error

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from vsim.arguments import whole_number
+from vsim.arguments import naming, true_or_false, whole_number
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
 from vsim.grid import merged
+from vsim.race import Race, Runner, saving_in
 from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.loggers import Logger, check_run_name, date_and_time, folder_name
 from vsim.strategy.base import Strategy
 from vsim.trainer import Trainer
+from vsim.training.interrupt import Interrupted
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,17 @@ def compare(
     run_name: str | None = None,
     wandb_project: str | None = None,
     seeds: Sequence[int] | None = None,
+    together: bool = True,
+    save_dir: str | Path | None = None,
+    checkpoint_interval: int | None = None,
+    resume: bool = False,
     **fit_options: Any,
 ) -> Comparison:
-    """Train the same model on the same data in the same order with several strategies.
+    """Train the same model on the same data in the same order with several strategies, all of them together.
+
+    The nodes of all runs are rows of one matrix, so that what has equal shapes is computed in one call. Each run has
+    its own history, ledger and random streams; with `deterministic=True` it is bitwise equal to its own `Trainer.fit`,
+    and otherwise up to rounding.
 
     Args:
         model: that all runs start from; or a function f(seed) → model, so that every seed has initial weights of its
@@ -62,17 +73,23 @@ def compare(
             standard deviation, and figures bands.
         logger, run_name, wandb_project: as of `Trainer.fit`. Every strategy is a run of its own, called
             "<run_name>/<name of the strategy>", which is also its folder; without a run name the date and time are it.
-        fit_options: every other argument of `Trainer.fit`, the same for all; but save_dir, checkpoint_interval and
-            resume belong to one run.
+        together: train all runs at the same time, in groups that fit into half of the free memory, or into the share
+            `max_memory_usage` of all of it; False: one after the other.
+        save_dir: a folder for the checkpoints of all runs, a folder each, which `load_checkpoint` and `Trainer.fit`
+            can read; at the end, when interrupted, and every `checkpoint_interval` steps.
+        resume: go on with the comparison in `save_dir`, to the bit, from the last step at which all of it was saved.
+        fit_options: every other argument of `Trainer.fit`, the same for all.
 
     Returns:
         A `Comparison`. All strategies are set up before the first one trains, so that what is refused is refused
-        early. A run that fails later is kept with what it did and with the reason, and the others go on. On an
-        interrupt what was done so far comes back. Both with a warning.
+        early, by name. A run that fails later is kept with what it did and with the reason, and the others go on. On an
+        interrupt all runs are at the same step, and come back. Both with a warning. The seconds of a history are its
+        share, by nodes, of the time that the runs took together.
 
     Raises:
         TypeError, ValueError: as `Trainer.fit`.
-        Exception: whatever the first run of all raises, except for a non-finite loss: nothing would be lost.
+        CheckpointError: a ValueError: `save_dir` holds another comparison, or nothing to resume.
+        Exception: whatever a run raises in its first step, except for a non-finite loss: nothing would be lost.
     """
     if not isinstance(strategies, Mapping):
         raise TypeError(f"strategies must be a dict of name → strategy, got {type(strategies).__name__}")
@@ -93,6 +110,10 @@ def compare(
         run_name=run_name,
         wandb_project=wandb_project,
         seeds=seeds,
+        together=together,
+        save_dir=save_dir,
+        checkpoint_interval=checkpoint_interval,
+        resume=resume,
         **fit_options,
     )
 
@@ -110,6 +131,10 @@ def run_members(
     wandb_project: str | None = None,
     seeds: Sequence[int] | None = None,
     halving: int | None = None,
+    together: bool = True,
+    save_dir: str | Path | None = None,
+    checkpoint_interval: int | None = None,
+    resume: bool = False,
     **fit_options: Any,
 ) -> Comparison:
     """Train every entry with every seed; see `compare` for the arguments and for what it raises.
@@ -118,70 +143,91 @@ def run_members(
         halving: let only the best 1 / halving of the entries (on average over the seeds) go on at each of the `rungs`.
             The others are kept with `stopped_at`.
     """
-    if halving is not None:
-        raise NotImplementedError("halving= needs runs that train together, which is still to come")
     what = "seed" if seeds is None else "every one of seeds"
     if seeds is None:
         seeds = [fit_options.pop("seed", 42)]
     elif "seed" in fit_options:
         raise TypeError("seed and seeds say the same thing; give one of them")
+    if isinstance(seeds, int):
+        raise TypeError(f"seeds must be a list of numbers, got {seeds}; seed={seeds} gives one")
     seeds = [whole_number(what, seed, at_least=0) for seed in seeds]
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds must be different numbers, at least one, got {list(seeds)}")
-    of_one_run = [n for n in ("save_dir", "checkpoint_interval", "resume") if fit_options.get(n) not in (None, False)]
-    if of_one_run and len(entries) * len(seeds) > 1:
-        several = f"{len(entries)} strategies" if len(entries) > 1 else f"with {len(seeds)} seeds"
-        raise ValueError(
-            f"{', '.join(of_one_run)} belongs to one run, and compare() trains {several}; give them to Trainer.fit, "
-            "run by run"
-        )
-
     if run_name is not None:
         check_run_name(run_name)
+    if not isinstance(resume, bool):
+        raise TypeError(f"resume must be True or False, the comparison in save_dir is what resumes; got {resume!r}")
+    if resume and save_dir is None:
+        raise ValueError("resume=True needs save_dir, the folder of the comparison")
+    if save_dir is None and checkpoint_interval is not None:
+        raise ValueError("checkpoint_interval has no effect without save_dir, the folder to save to")
     logs = logger is not None or run_name is not None or wandb_project is not None
     folder = run_name or date_and_time()
-    comparison: Comparison | None = None
+    models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}
+    runners = []
     for seed in seeds:
-        start = model if isinstance(model, nn.Module) else _made(model, seed)
-        trainers = {
-            name: Trainer(start, train_dataset, val_dataset, loss_fn=loss_fn, device=device) for name in entries
-        }
-        if comparison is None:
-            trainable = [p for p in start.parameters() if p.requires_grad]
-            comparison = Comparison(sum(p.numel() * p.element_size() for p in trainable))
-            for name in list(entries)[1:]:  # the first is about to say for itself
-                _check(name, trainers[name], {**fit_options, **_own(entries[name]), "seed": seed})
-        for name, trainer in trainers.items():
+        trainer = Trainer(models[seed], train_dataset, val_dataset, loss_fn=loss_fn, device=device)
+        for name, entry in entries.items():
             label = name if len(seeds) == 1 else f"{name}, seed {seed}"
-            trainer.run_label = label
-            run = ComparedRun(trainer.history, trainer.ledger, seed=seed)
-            try:
-                run.model = trainer.fit(
-                    seed=seed,
-                    logger=logger,
-                    run_name=f"{folder}/{folder_name(label)}" if logs else None,
-                    wandb_project=wandb_project,
-                    **{**fit_options, **_own(entries[name])},
+            own = {"seed": seed, "logger": logger, "run_name": f"{folder}/{folder_name(label)}" if logs else None}
+            with naming(name):
+                options = trainer.options(**{**fit_options, **own, **_own(entry), "wandb_project": wandb_project})
+                saving = (
+                    None if save_dir is None else saving_in(Path(save_dir), folder_name(label), checkpoint_interval)
                 )
-            except KeyboardInterrupt:
-                run.failure = f"interrupted after step {max(0, len(trainer.history) - 1)}"
-                warnings.warn(f"{label}: {run.failure}; the comparison holds what was done", UserWarning, stacklevel=2)
-            except Exception as error:
-                diverged = isinstance(error, FloatingPointError)
-                if not diverged and not len(comparison):
-                    raise
-                run.failure = str(error).split(" (")[0] if diverged else f"{type(error).__name__}: {_first_line(error)}"
-                run.error = error
-                if diverged:
-                    at = re.search(r"step (\d+)", str(error))
-                    run.diverged_at = int(at[1]) if at else len(trainer.history)
-                warnings.warn(f"{label}: {error}", UserWarning, stacklevel=2)
-            run.history, run.ledger = trainer.history, trainer.ledger
-            comparison.add(name, run)
-            if run.failure.startswith("interrupted"):
-                return comparison
-    assert comparison is not None
+                config = replace(trainer.config(options, label), saving=saving)
+            hooks = options.train_loss_hook, options.eval_loss_hook
+            runners.append(Runner(name, config, hooks, trainer.log(options)))
+    if options.backend != "stacked":
+        raise ValueError("compare() runs in the simulator; backend='process' is for Trainer.fit and verify()")
+    folders = [runner.folder for runner in runners if runner.folder is not None]
+    if len(set(folders)) < len(folders):
+        raise ValueError("the names of strategies become folders, and two of them are the same there")
+    max_steps = fit_options.get("max_steps")
+    if halving is not None and whole_number("halving", halving, at_least=2) and max_steps is None:
+        raise ValueError("halving needs max_steps, of which its rungs are parts")
+    race = Race(
+        runners,
+        trainer.device_of(options),
+        together=true_or_false("together", together),
+        memory_share=options.max_memory_usage,
+        rungs=() if halving is None else rungs(len(entries), max_steps, halving),
+        progress=options.progress,
+        title=f"{len(entries)} × {len(seeds)} runs" if len(seeds) > 1 else f"{len(entries)} runs",
+        folder=None if save_dir is None else Path(save_dir),
+        resume=resume,
+    )
+    with suppress(Interrupted):
+        race.run()
+    trainable = [p for p in models[seeds[0]].parameters() if p.requires_grad]
+    comparison = Comparison(sum(p.numel() * p.element_size() for p in trainable))
+    for runner in runners:
+        if runner.has_begun:
+            comparison.add(runner.name, _compared(runner))
     return comparison
+
+
+def _compared(runner: Runner) -> ComparedRun:
+    """Return the outcome of a runner; a UserWarning says if it did not get to its end."""
+    failure, error = "", runner.error
+    if error is not None:
+        diverged = isinstance(error, FloatingPointError)
+        failure = str(error).split(" (")[0] if diverged else f"{type(error).__name__}: {_first_line(error)}"
+        warnings.warn(f"{runner.config.label}: {error}", UserWarning, stacklevel=4)
+    elif runner.interrupted_at is not None:
+        failure = f"interrupted after step {runner.interrupted_at}"
+        text = f"{runner.config.label}: {failure}; the comparison holds what was done"
+        warnings.warn(text, UserWarning, stacklevel=4)
+    return ComparedRun(
+        runner.history,
+        runner.ledger,
+        runner.model,
+        failure,
+        runner.config.seed,
+        error,
+        runner.diverged_at,
+        runner.stopped_at,
+    )
 
 
 def rungs(count: int, max_steps: int, factor: int) -> list[tuple[int, int]]:
@@ -203,16 +249,6 @@ def _own(entry: Entry) -> dict[str, Any]:
     """The arguments of `fit` that are the entry's."""
     own = {"strategy": entry.strategy, "num_nodes": entry.num_nodes}
     return own if entry.batch_size is None else {**own, "batch_size": entry.batch_size}
-
-
-def _check(name: str, trainer: Trainer, options: dict[str, Any]) -> None:
-    """Raise what a run would raise before its first step, with its name."""
-    try:
-        trainer.check(**options)
-    except (TypeError, ValueError) as error:
-        if type(error) not in (TypeError, ValueError):
-            raise
-        raise type(error)(f"{name}: {error}") from error
 
 
 def _made(model: Any, seed: int) -> nn.Module:

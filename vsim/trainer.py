@@ -143,7 +143,7 @@ class Trainer:
         chosen = self.options(**options)
         if chosen.backend != "stacked":
             raise ValueError("only the simulator prepares a run in this process; backend='process' runs eager PyTorch")
-        device = self._device(chosen)
+        device = self.device_of(chosen)
         with isolated(chosen.seed, device):
             history = History(type(chosen.strategy).__name__, chosen.num_nodes)
             return prepare([self.config(chosen)], [Recorder(history)], [history], device)
@@ -267,25 +267,30 @@ class Trainer:
         name = self.run_label or strategy
         label = self.run_label or f"{strategy.removesuffix('Strategy')} × {num_nodes}"
         config = self.config(options, label)
-        device = self._device(options)
+        device = self.device_of(options)
         self.history, self.ledger, self.strategy = History(name, num_nodes), Ledger(), None
         if config.start is not None:
             config.start.fill(self.history)
         self.loggers = options.loggers
         if options.backend == "process" and under_torchrun() and int(os.environ["RANK"]):
-            self.loggers = []  # rank 0's are enough
-        log = None
-        if self.loggers:
-            given = {**options.given, "logger": [type(one).__name__ for one in self.loggers]}
-            about = describe_run(given, self.model, self.train_dataset, self.val_dataset, self.loss_fn)
-            log = RunLog(self.loggers, about, options.log_interval)
+            self.loggers = options.loggers = []  # rank 0's are enough
+        log = self.log(options)
         hooks = options.train_loss_hook, options.eval_loss_hook
         with Recorder(self.history, options.progress, label, *hooks, log) as recorder:
             if options.backend == "stacked":
                 return self._simulate(config, device, recorder)
             return self._train_in_processes(config, options, recorder)
 
-    def _device(self, options: FitOptions) -> torch.device:
+    def log(self, options: FitOptions) -> RunLog | None:
+        """Return what drives the loggers of a run, None without any."""
+        if not options.loggers:
+            return None
+        given = {**options.given, "logger": [type(one).__name__ for one in options.loggers]}
+        about = describe_run(given, self.model, self.train_dataset, self.val_dataset, self.loss_fn)
+        return RunLog(options.loggers, about, options.log_interval)
+
+    def device_of(self, options: FitOptions) -> torch.device:
+        """Return where a run in the simulator computes."""
         return pick_device(self.device if options.device is None else options.device)
 
     def _simulate(self, config: RunConfig, device: torch.device, recorder: Recorder) -> nn.Module:

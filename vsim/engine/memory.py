@@ -44,6 +44,17 @@ def total_bytes(device: torch.device) -> int:
     return int(min(limits))
 
 
+def available_bytes(device: torch.device, share: float | None = None) -> int:
+    """Return what this process may still take of a device's memory: what is free, or up to a share of all of it."""
+    if share is not None:
+        return int(share * total_bytes(device) - occupied_bytes(device))
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "mps":
+        return total_bytes(device) - held_bytes(device)
+    return int(min(psutil.virtual_memory().available, total_bytes(device) - held_bytes(device)))
+
+
 def held_bytes(device: torch.device) -> int:
     """Return what this process holds of a device's memory: a GPU allocator's pool, or the resident set."""
     if device.type == "cuda":

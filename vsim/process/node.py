@@ -28,10 +28,11 @@ from vsim.process.collectives import ProcessCollectives
 from vsim.records.history import History
 from vsim.records.progress import Recorder
 from vsim.records.report import Reporter, StepReport
-from vsim.training.assemble import Part, assemble
+from vsim.training.assemble import assemble
 from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import train
+from vsim.training.member import Part
 
 
 @dataclass

@@ -5,22 +5,22 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
+from vsim.arguments import naming
 from vsim.checkpoint.fingerprint import fingerprint, settings_of
 from vsim.checkpoint.resume import Checkpointer, begin_fork, resume
 from vsim.cluster.cluster import Cluster
-from vsim.cluster.collectives import Collectives, StackedCollectives
+from vsim.cluster.collectives import StackedCollectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
 from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Batches, first_examples, resolve
-from vsim.data.joint import BatchSource, Source, joint_batches, one_in_memory
+from vsim.data.joint import Source, joint_batches, one_in_memory
 from vsim.engine import EXECUTORS, CompiledExecutor, Executor, Settings, VmapExecutor, first_calls
 from vsim.engine.memory import fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
@@ -30,46 +30,8 @@ from vsim.training.alike import batch_shapes, is_vsims_own, same_model, settings
 from vsim.training.config import RunConfig
 from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
-from vsim.training.member import Group, Member, Run
+from vsim.training.member import Group, Member, Part, Run
 from vsim.training.optimizers import Optimizers
-
-
-@dataclass
-class Part:
-    """A member to be: its configuration, and what its backend gives it.
-
-    Attributes:
-        report: gets the outcome of every step. history: the record that these go to, where this process keeps one.
-        nodes: those held in this process. collectives: how they communicate with each other and with the others.
-        batches: stacked batches (R, B, …) for them.
-        globals: the global random generators that are its own, where other members need theirs.
-    """
-
-    config: RunConfig
-    report: Reporter
-    history: History | None
-    nodes: range
-    collectives: Collectives
-    batches: BatchSource
-    globals: OwnGlobals | None = None
-
-    @property
-    def steps(self) -> int:
-        """The steps of the run."""
-        config = self.config
-        return config.num_epochs * self.batches.steps_per_epoch if config.max_steps is None else config.max_steps
-
-    @property
-    def shares(self) -> tuple[bool, bool]:
-        """Whether its nodes share one row of weights, and one of gradients."""
-        # Separate processes have a row each; so has an exact run, whose sums have the order of theirs.
-        in_one = not self.config.deterministic and len(self.nodes) == self.config.num_nodes > 1
-        strategy = self.config.strategy
-        return in_one and strategy.shares_weights, in_one and strategy.shares_grads
-
-    def here(self) -> AbstractContextManager[None]:
-        """Make the context in which it draws from the global generators as if it were alone."""
-        return nullcontext() if self.globals is None else self.globals.here()
 
 
 def prepare(
@@ -99,10 +61,11 @@ def prepare(
             )
         nodes, collectives = range(config.num_nodes), StackedCollectives(config.num_nodes, ledger)
         parts.append(Part(config, report, history, nodes, collectives, batches, own))
-    return assemble(parts, _executor_kind(configs[0]), device)
+    return assemble(parts, executor_of(configs[0]), device)
 
 
-def _executor_kind(config: RunConfig) -> Callable[..., Executor]:
+def executor_of(config: RunConfig) -> Callable[..., Executor]:
+    """Return the class of executors that a configuration names."""
     return CompiledExecutor if config.executor == "vmap" and config.compile else EXECUTORS[config.executor]
 
 
@@ -155,6 +118,7 @@ def _are_alike(first: Part, other: Part) -> bool:
         first.shares == other.shares
         and first.steps == other.steps
         and one.minibatch_size == two.minibatch_size
+        and first.minibatch_size == other.minibatch_size
         and batch_shapes(first.batches, one, first.steps) == batch_shapes(other.batches, two, other.steps)
         and same_model(one.model, two.model)
     )
@@ -176,7 +140,7 @@ def _assemble_group(
     for part, count in zip(parts, counts, strict=True):
         replicas = whole if len(parts) == 1 else whole.rows(start, start + count, part.nodes.start)
         start += count
-        with part.here():
+        with part.here(), naming(part.config.label if len(parts) > 1 else ""):
             members.append(_member(part, replicas, objective, interrupt))
     streams = [stream for member in members for stream in member.streams]
     engine = executor(whole, objective, streams, settings)
@@ -192,7 +156,7 @@ def _assemble_group(
     if len({member.done for member in members}) > 1:
         raise ValueError(f"members that train together are at different steps: {[member.done for member in members]}")
     batches = joint_batches([_source(part) for part in parts], members[0].done)
-    minibatch_size = config.minibatch_size
+    minibatch_size = parts[0].minibatch_size or config.minibatch_size
     if config.memory_share is not None and members[0].done < steps:
         first = next(batches)
         batches = itertools.chain([first], batches)
@@ -227,16 +191,13 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
     strategy.setup(cluster)
     device = replicas.weights.device
     return Member(
-        config,
+        part,
         cluster,
         strategy,
         [generator(config.seed, NODE, node, device=device) for node in part.nodes],
         objective,
-        part.report,
         part.steps,
         saver=None if config.saving is None else Checkpointer(config.saving, part.history),
-        history=part.history,
-        globals=part.globals,
         draws=not is_vsims_own(config.strategy),
         interrupt=interrupt,
     )

@@ -20,6 +20,7 @@ from vsim.records.report import StepReport
 from vsim.training.evaluate import replica_spread, validate
 from vsim.training.interrupt import Interrupted
 from vsim.training.member import Group, Member, Run
+from vsim.training.regroup import regroup
 
 
 def train(run: Run) -> None:
@@ -76,6 +77,8 @@ def _steps(run: Run) -> Iterator[int]:
         if run.stopping is not None:
             for member in run.stopping(run):
                 member.stopped = True
+        if step < run.max_steps:
+            regroup(run)
         yield step
         if not run.training:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 
 from vsim.cluster.cluster import Cluster
+from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import OwnGlobals, global_states
+from vsim.data.joint import BatchSource
 from vsim.engine import Executor
 from vsim.engine.objective import Objective
 from vsim.records.history import History
@@ -33,48 +36,83 @@ class Saver(Protocol):
     def on_interrupt(self, run: Member) -> None: ...
 
 
+@dataclass
+class Part:
+    """A member to be: its configuration, and what its backend gives it.
+
+    Attributes:
+        report: gets the outcome of every step. history: the record that these go to, where this process keeps one.
+        nodes: those held in this process. collectives: how they communicate with each other and with the others.
+        batches: stacked batches (R, B, …) for them.
+        globals: the global random generators that are its own, where other members need theirs.
+        minibatch_size: examples per node whose gradients are computed at once, if that was found out before.
+    """
+
+    config: RunConfig
+    report: Reporter
+    history: History | None
+    nodes: range
+    collectives: Collectives
+    batches: BatchSource
+    globals: OwnGlobals | None = None
+    minibatch_size: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """The steps of the run."""
+        config = self.config
+        return config.num_epochs * self.batches.steps_per_epoch if config.max_steps is None else config.max_steps
+
+    @property
+    def shares(self) -> tuple[bool, bool]:
+        """Whether its nodes share one row of weights, and one of gradients."""
+        # Separate processes have a row each; so has an exact run, whose sums have the order of theirs.
+        in_one = not self.config.deterministic and len(self.nodes) == self.config.num_nodes > 1
+        strategy = self.config.strategy
+        return in_one and strategy.shares_weights, in_one and strategy.shares_grads
+
+    def here(self) -> AbstractContextManager[None]:
+        """Make the context in which it draws from the global generators as if it were alone."""
+        return nullcontext() if self.globals is None else self.globals.here()
+
+
 @dataclass(eq=False)
 class Member:
     """One strategy with one seed and one setting on K nodes: all that is its own, whoever trains beside it.
 
     Attributes:
+        part: what it was made from.
         cluster: its nodes, rows of the group's matrix. strategy: the run's own copy.
         streams: a random generator per node, for what is random in its model.
         objective: model and loss, shared with its group.
-        report: where the outcome of every step goes.
         max_steps: steps to train.
         minibatch_size: examples per node whose gradients are computed at once; None for the whole batch.
         evaluator: measures it on the validation data; None: there is none.
         saver: saves it; None: nobody does.
-        history: its record, where this process keeps one.
         fingerprint: what it is; see `vsim.checkpoint.fingerprint`.
         examples, tokens, seconds: trained on, and for, before a resume as well. Members that train together share the
             seconds of a step by their nodes.
         starts: whether its first row is still to be reported: not if it resumes.
-        globals: the global random generators as this member alone would find them; None: the process's are its own.
-        draws: whether code of its strategy may draw from them.
+        draws: whether code of its strategy may draw from the global random generators.
         left_states: of the process's generators, as training left them.
         error: why it left the run before the others.
         stopped: whether it was asked to end before the others.
     """
 
-    config: RunConfig
+    part: Part
     cluster: Cluster
     strategy: Strategy
     streams: list[torch.Generator]
     objective: Objective
-    report: Reporter
     max_steps: int
     minibatch_size: int | None = None
     evaluator: Evaluator | None = None
     saver: Saver | None = None
-    history: History | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
     examples: int = 0
     tokens: int = 0
     seconds: float = 0.0
     starts: bool = True
-    globals: OwnGlobals | None = None
     draws: bool = False
     left_states: dict[str, Any] | None = None
     interrupt: Interrupt = field(default_factory=Interrupt)
@@ -84,6 +122,26 @@ class Member:
     node_losses: list[float] = field(default_factory=list)
     lr: float = 0.0
     known_events: int = 0
+
+    @property
+    def config(self) -> RunConfig:
+        """What it is, in checked arguments."""
+        return self.part.config
+
+    @property
+    def report(self) -> Reporter:
+        """Where the outcome of every step goes."""
+        return self.part.report
+
+    @property
+    def history(self) -> History | None:
+        """Its record, where this process keeps one."""
+        return self.part.history
+
+    @property
+    def globals(self) -> OwnGlobals | None:
+        """The global random generators as this member alone would find them; None: the process's are its own."""
+        return self.part.globals
 
     @property
     def done(self) -> int:

@@ -1,0 +1,383 @@
+"""Runs that train together: in groups that fit into memory, saved and resumed as one, the best of them to the end."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vsim.checkpoint.files import CheckpointError, checkpoint_path, checkpoints_in, prepare_folder, step_of
+from vsim.checkpoint.start import Saving, Start
+from vsim.cluster.ledger import Event, Ledger
+from vsim.cluster.randomness import isolated
+from vsim.engine.memory import available_bytes
+from vsim.records.history import History, read_json, write_json
+from vsim.records.live import LiveRace
+from vsim.records.progress import Recorder
+from vsim.records.report import Hook, Log
+from vsim.training.assemble import prepare
+from vsim.training.config import RunConfig
+from vsim.training.interrupt import Interrupted
+from vsim.training.loop import train
+from vsim.training.member import Member, Run
+
+# Of a device's free memory, so much is for the matrices of members that train together; the rest is for activations.
+_SHARE_OF_MATRICES = 0.5
+
+
+@dataclass(eq=False)
+class Runner:
+    """One run of a race, and what becomes of it.
+
+    Attributes:
+        name: of its strategy or setting, the same for all seeds.
+        config: what it is. hooks: for training and validation losses. log: for its loggers.
+        history, ledger, model: its record, and the mean of its nodes' final models if it got there.
+        error: why it left. stopped_at: the step after which the race took it out. interrupted_at: where it was then.
+    """
+
+    name: str
+    config: RunConfig
+    hooks: tuple[Hook | None, Hook | None] = (None, None)
+    log: Log | None = None
+    history: History = field(init=False)
+    ledger: Ledger = field(default_factory=Ledger)
+    model: nn.Module | None = None
+    error: Exception | None = None
+    stopped_at: int | None = None
+    interrupted_at: int | None = None
+
+    def __post_init__(self) -> None:
+        self.history = History(self.config.label, self.config.num_nodes)
+
+    @property
+    def has_begun(self) -> bool:
+        return len(self.history) > 0
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The first step with a loss or weights that are not finite."""
+        if not isinstance(self.error, FloatingPointError):
+            return None
+        at = re.search(r"step (\d+)", str(self.error))
+        return int(at[1]) if at else len(self.history)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it is saved."""
+        return None if self.config.saving is None else self.config.saving.folder
+
+
+@dataclass
+class Race:
+    """Trains runners together.
+
+    Args:
+        runners: that start under identical conditions.
+        device: where.
+        together: whether they train at the same time, as rows of one matrix; if not, one after the other.
+        memory_share: the share of the device's memory that this process may hold; None: half of what is free.
+        rungs: (step, names that go on): after these steps the race takes the others out; see `vsim.sweep`.
+        progress: a bar, "plot" for a figure, or False. title: what stands with it.
+        folder: where all runners are saved together, each in a folder of its own. resume: go on with what is there.
+    """
+
+    runners: Sequence[Runner]
+    device: torch.device
+    together: bool = True
+    memory_share: float | None = None
+    rungs: Sequence[tuple[int, int]] = ()
+    progress: bool | str = True
+    title: str = ""
+    folder: Path | None = None
+    resume: bool = False
+
+    def run(self) -> None:
+        """Train all runners to their ends.
+
+        Raises:
+            Interrupted: by Ctrl-C; what was done is with the runners.
+            Exception: what a runner raises in its first step, unless its loss is not finite: nothing would be lost.
+        """
+        self._check_folder()
+        heats = self._heats()
+        if len(heats) > 1 and self.together and self.rungs:
+            raise ValueError(
+                f"halving compares all runs at every rung, and {len(self.runners)} do not fit into memory together: "
+                "take fewer settings or nodes, or a smaller model"
+            )
+        if len(heats) > 1 and self.together:
+            sizes = ", ".join(str(len(heat)) for heat in heats)
+            warnings.warn(f"trained in groups that fit into memory: {sizes} runs", UserWarning, stacklevel=3)
+        with _Watch(self) as watch:
+            for heat in heats:
+                self._run_heat(heat, watch)
+
+    def _run_heat(self, heat: Sequence[Runner], watch: _Watch) -> None:
+        running = self._resumed(heat)
+        if not running:
+            return
+        with ExitStack() as stack:
+            recorders = {
+                runner: Recorder(runner.history, False, runner.config.label, *runner.hooks, runner.log)
+                for runner in running
+            }
+            # Every log hears of its own run's end.
+            for runner, recorder in recorders.items():
+                stack.push(lambda kind, error, trace, own=runner, recorder=recorder: _finish(recorder, own, error))
+            seed = running[0].config.seed
+            with isolated(seed, self.device):
+                run = prepare(
+                    [runner.config for runner in running],
+                    list(recorders.values()),
+                    [runner.history for runner in running],
+                    self.device,
+                    [runner.ledger for runner in running],
+                )
+                run.extra_validations = [step for step, _ in self.rungs]
+                run.stopping = lambda run: self._stopped(run, running)
+                run.watch = lambda run: self._collect(run, running, watch)
+                for member in self._stopped(run, running):  # by a rung that it was saved at
+                    member.stopped = True
+                try:
+                    train(run)
+                except KeyboardInterrupt as interrupt:
+                    for member, runner in zip(run.members, running, strict=True):
+                        if member.trains and member.done < member.max_steps:
+                            runner.interrupted_at = member.done
+                    raise interrupt if isinstance(interrupt, Interrupted) else Interrupted from interrupt
+                finally:
+                    self._collect(run, running, watch)
+                for member, runner in zip(run.members, running, strict=True):
+                    if member.trains:
+                        runner.model = member.mean_model()
+
+    def _collect(self, run: Run, running: Sequence[Runner], watch: _Watch) -> None:
+        """Note who has left, and show how far all are."""
+        for member, runner in zip(run.members, running, strict=True):
+            left = runner.error is not None or runner.stopped_at is not None
+            runner.ledger, runner.error = member.ledger, member.error
+            if member.stopped and runner.stopped_at is None:
+                runner.stopped_at = member.done
+            if not left and not member.trains and runner.folder is not None:
+                _write_end(runner)
+        watch.show(run)
+
+    def _stopped(self, run: Run, running: Sequence[Runner]) -> Collection[Member]:
+        """Return the members whose names are not among the best at a rung."""
+        step = max((member.done for member in run.training), default=0)
+        keep = dict(self.rungs).get(step)
+        if keep is None:
+            return []
+        pairs = list(zip(run.members, running, strict=True))
+        scores: dict[str, list[float]] = {}
+        for member, runner in pairs:
+            if not member.stopped:
+                scores.setdefault(runner.name, []).append(_score(runner) if member.trains else float("inf"))
+        best = sorted(scores, key=lambda name: statistics.fmean(scores[name]))[:keep]
+        return [member for member, runner in pairs if member.trains and runner.name not in best]
+
+    # Memory ----------------------------------------------------------------------------------------------------------
+
+    def _heats(self) -> list[list[Runner]]:
+        """Cut the runners into groups whose matrices fit into memory."""
+        if not self.together:
+            return [[runner] for runner in self.runners]
+        room = _SHARE_OF_MATRICES * available_bytes(self.device, self.memory_share)
+        heats: list[list[Runner]] = []
+        taken = 0.0
+        for runner in self.runners:
+            own = matrix_bytes(runner.config)
+            if not heats or taken + own > room:
+                heats.append([])
+                taken = 0.0
+            heats[-1].append(runner)
+            taken += own
+        return heats
+
+    # Saved together --------------------------------------------------------------------------------------------------
+
+    def _check_folder(self) -> None:
+        """Raise a CheckpointError unless the folder is empty, or that of this race which resumes.
+
+        What the race is stands in a file of its own, which is there before anything is saved.
+        """
+        if self.folder is None:
+            return
+        about = {"runs": [runner.config.label for runner in self.runners], "rungs": [list(r) for r in self.rungs]}
+        path = self.folder / "race.json"
+        if not self.resume:
+            if path.exists() or any(checkpoints_in(folder) for folder in self._folders()):
+                raise CheckpointError(
+                    f"save_dir {str(self.folder)!r} holds the checkpoints of a comparison; give resume=True to go on "
+                    "with it, or another save_dir"
+                )
+            for folder in self._folders():
+                prepare_folder(folder)
+            write_json(path, about)
+            return
+        if not path.exists():
+            raise CheckpointError(f"there is no comparison to resume in the folder {str(self.folder)!r}")
+        saved = read_json(path, "compare", about)
+        for what, now in about.items():
+            if saved[what] != now:
+                raise CheckpointError(
+                    f"the comparison in {str(self.folder)!r} is another: its {what} were {saved[what]} and are {now}"
+                )
+
+    def _folders(self) -> Iterator[Path]:
+        return (runner.folder for runner in self.runners if runner.folder is not None)
+
+    def _resumed(self, heat: Sequence[Runner]) -> list[Runner]:
+        """Bring runners to the last step at which all of them were saved; return those that train on from there."""
+        if self.folder is None or not self.resume:
+            return list(heat)
+        ends = {runner: _read_end(runner) for runner in heat}
+        saved = {r: {step_of(path) for path in checkpoints_in(r.folder)} for r in heat if r.folder is not None}
+        steps = sorted(set().union(*saved.values()), reverse=True)
+        common = next((s for s in steps if all(s in saved[r] or _ended_by(ends[r], s) for r in heat)), 0)
+        running = []
+        for runner in heat:
+            assert runner.folder is not None
+            for path in checkpoints_in(runner.folder):
+                if step_of(path) > common:
+                    path.unlink()
+            if common and _ended_by(ends[runner], common):
+                _take_end(runner, ends[runner])
+                continue
+            (runner.folder / "end.json").unlink(missing_ok=True)
+            if common:
+                start = Start(checkpoint_path(runner.folder, common))
+                start.fill(runner.history)
+                runner.config = replace(runner.config, start=start)
+            running.append(runner)
+        return running
+
+
+def saving_in(folder: Path, name: str, interval: int | None) -> Saving:
+    """Return where a runner is saved: a folder of its own in that of the race."""
+    return Saving(folder.absolute() / name, interval)
+
+
+def matrix_bytes(config: RunConfig) -> float:
+    """Return about what the weights, gradients, optimizer and strategy of a run take."""
+    trainable = [p for p in config.model.parameters() if p.requires_grad]
+    row = sum(p.nbytes for p in trainable)
+    buffers = sum(b.nbytes for b in config.model.buffers())
+    in_one = not config.deterministic
+    weights = 1 if in_one and config.strategy.shares_weights else config.num_nodes
+    grads = 1 if in_one and config.strategy.shares_grads else config.num_nodes
+    moments = len(config.strategy.optim_spec.state_names() - {"step"})
+    # What strategies keep: outer weights and momentum, a residual per node.
+    return float(row * (weights * (1 + moments) + grads + config.num_nodes + 3) + buffers * config.num_nodes)
+
+
+def _score(runner: Runner) -> float:
+    """Return the last validation loss, or without one the mean training loss of the last tenth."""
+    loss = runner.history.last("global_loss")
+    if loss == loss:
+        return loss
+    (losses,) = runner.history.measured("train_loss")
+    return float(losses[-max(1, len(losses) // 10) :].mean())
+
+
+def _finish(recorder: Recorder, runner: Runner, error: BaseException | None) -> bool:
+    own = error if runner.error is None else runner.error
+    if own is None and runner.stopped_at is not None and recorder.log is not None:
+        recorder.log.finish(f"stopped after step {runner.stopped_at}")
+        recorder.log = None
+    recorder.__exit__(None if own is None else type(own), own, None)
+    return False
+
+
+class _Watch:
+    """What a user sees of a race: a bar, or all curves in one figure."""
+
+    def __init__(self, race: Race) -> None:
+        self.race = race
+        self.bar: Any = None
+        self.live: LiveRace | None = None
+        self.histories: dict[str, list[History]] = {}
+        if race.progress == "plot":
+            self.live = LiveRace(self.histories, race.title)
+
+    def show(self, run: Run) -> None:
+        race = self.race
+        if self.live is not None:
+            for runner in race.runners:
+                own = self.histories.setdefault(runner.name, [])
+                if runner.has_begun and runner.history not in own:
+                    own.append(runner.history)
+            self.live.update(run.max_steps)
+            return
+        if not race.progress:
+            return
+        if self.bar is None:
+            from tqdm.auto import tqdm
+
+            self.bar = tqdm(total=0, unit="step", desc=race.title, dynamic_ncols=True, disable=None)
+        heats = {runner for runner in race.runners if runner.has_begun}
+        self.bar.total = run.max_steps * len(race.runners)
+        self.bar.n = sum(int(runner.history["step"][-1]) for runner in heats)
+        losses = [runner.history.last("train_loss") for runner in heats if runner.error is None]
+        left = len(race.runners) - len(run.training)
+        ahead = f"best loss {min(losses):.3f}" if losses else ""
+        self.bar.set_postfix_str(ahead + (f", {left} not training" if left else ""), refresh=False)
+        self.bar.update(0)
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if self.live is not None:
+            self.live.close()
+
+
+# How a runner ended, in its folder ------------------------------------------------------------------------------------
+
+
+def _write_end(runner: Runner) -> None:
+    assert runner.folder is not None
+    content = {
+        "step": runner.history["step"][-1],
+        "stopped": runner.stopped_at is not None,
+        "diverged": isinstance(runner.error, FloatingPointError),
+        "error": "" if runner.error is None else str(runner.error),
+        "history": runner.history.as_plain(),
+        "events": [list(event) for event in runner.ledger],
+    }
+    part = runner.folder / "end.part"
+    write_json(part, content)
+    part.replace(runner.folder / "end.json")
+
+
+def _read_end(runner: Runner) -> dict[str, Any] | None:
+    assert runner.folder is not None
+    path = runner.folder / "end.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _ended_by(end: dict[str, Any] | None, step: int) -> bool:
+    return end is not None and end["step"] <= step
+
+
+def _take_end(runner: Runner, end: dict[str, Any] | None) -> None:
+    assert end is not None
+    runner.history = History.from_plain(end["history"])
+    for event in end["events"]:
+        runner.ledger.record(Event._make([*event[:-1], tuple(event[-1])]))
+    if end["stopped"]:
+        runner.stopped_at = int(end["step"])
+    elif end["error"]:
+        runner.error = (FloatingPointError if end["diverged"] else RuntimeError)(end["error"])

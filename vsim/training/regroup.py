@@ -1,0 +1,54 @@
+"""Members that remain are put together anew, in a matrix without the rows of those that have left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vsim.checkpoint.files import CheckpointError
+from vsim.checkpoint.resume import captured
+from vsim.checkpoint.start import Start
+from vsim.cluster.collectives import StackedCollectives
+from vsim.cluster.ledger import Ledger
+from vsim.training.assemble import assemble, executor_of
+from vsim.training.member import Member, Part, Run
+
+# Until so large a share of the rows has left, they are computed for nothing rather than moved.
+_SHARE = 0.2
+
+
+def regroup(run: Run) -> None:
+    """Put the members of a run that still train into matrices of their own, if enough rows would be saved.
+
+    They resume from a snapshot in memory, so that nothing of them changes. Where a snapshot cannot be taken, as of a
+    strategy with a state that cannot be saved, everything stays as it is.
+    """
+    remaining = run.training
+    rows = sum(member.cluster.replicas.num_held for group in run.groups for member in group.members)
+    kept = sum(member.cluster.replicas.num_held for member in remaining)
+    if not remaining or rows - kept < _SHARE * rows:
+        return
+    try:
+        parts = [_snapshot(member) for member in remaining]
+    except CheckpointError:
+        return
+    device = remaining[0].cluster.weights.device
+    fresh = assemble(parts, executor_of(parts[0].config), device, run.interrupt)
+    successors = dict(zip(remaining, fresh.members, strict=True))
+    for old, new in successors.items():
+        new.seconds, new.draws = old.seconds, old.draws
+        if new.saver is not None:
+            new.saver.begin(new)
+    run.members = [successors.get(member, member) for member in run.members]
+    run.groups = fresh.groups
+
+
+def _snapshot(member: Member) -> Part:
+    """Return the member as it is, to be assembled again."""
+    part = member.part
+    config = replace(part.config, start=Start(captured(member)), memory_share=None)
+    return replace(
+        part,
+        config=config,
+        collectives=StackedCollectives(config.num_nodes, Ledger()),
+        minibatch_size=member.minibatch_size,
+    )
