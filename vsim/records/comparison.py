@@ -356,12 +356,17 @@ class Comparison(Mapping[str, ComparedRun]):
         nodes = sorted({history.num_nodes for history in self._all_histories()})
         return f"{' or '.join(map(str, nodes))} nodes, {size} of weights each{repeated}"
 
+    def _pictures(self) -> dict[str, Figure]:
+        """What a notebook shows below the table: what it is → figure."""
+        return {f"loss against step and bytes of {', '.join(self)}": self.figure()}
+
     def _repr_html_(self) -> str:
-        image = io.BytesIO()
-        self.figure().savefig(image, format="png", dpi=130)
-        picture = base64.b64encode(image.getvalue()).decode()
-        alt = f"loss against step and bytes of {', '.join(self)}"
-        return f'{self.table("html")}<img alt="{alt}" src="data:image/png;base64,{picture}"/>'
+        html = self.table("html")
+        for alt, figure in self._pictures().items():
+            image = io.BytesIO()
+            figure.savefig(image, format="png", dpi=130)
+            html += f'<img alt="{alt}" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"/>'
+        return html
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._title()})\n{self.table()}"
