@@ -229,9 +229,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_training_that_diverges_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(UserWarning, match="non-finite loss"):
-        status = run("train", *QUICK, "--data", "digits", "--model", "mlp", "--lr", "1e30", "--out", tmp_path)
-    assert status == 2
+    assert run("train", *QUICK, "--data", "digits", "--model", "mlp", "--lr", "1e30", "--out", tmp_path) == 2
     assert "non-finite loss at step" in capsys.readouterr().err
 
 

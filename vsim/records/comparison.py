@@ -18,7 +18,7 @@ from vsim.cluster.ledger import Event, Ledger
 from vsim.extras import extra
 from vsim.records.history import COLUMNS, History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.looks import MANY, Looks, looks_of
-from vsim.records.plots import bands, overview
+from vsim.records.plots import Y_LABELS, bands, overview
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -177,7 +177,7 @@ class Comparison(Mapping[str, ComparedRun]):
                 key: _shown(key, value, row.get(f"{key} std")) for key, value in row.items() if not key.endswith(" std")
             }
             if name in diverged:
-                shown["validation loss" if self._validated else "training loss"] = diverged[name]
+                shown[self._loss_title] = diverged[name]
             rows.append(shown)
         return tabulate(rows, headers="keys", tablefmt=format, stralign="right", disable_numparse=True)
 
@@ -218,7 +218,7 @@ class Comparison(Mapping[str, ComparedRun]):
         write_csv(path, (*titles, *COLUMNS), rows)
 
     def to_json(self, path: str | Path) -> None:
-        """Write everything but the models to a file that `from_json` reads back: histories, ledgers, failures."""
+        """Write everything but the models, for `from_json`: histories, ledgers, failures."""
         write_json(path, self._as_plain())
 
     @classmethod
@@ -286,9 +286,8 @@ class Comparison(Mapping[str, ComparedRun]):
         """The columns of the table for one run, in their order."""
         history, numbers = run.history, {}
         steps = int(history.last("step")) if len(history) else 0
-        loss = "validation loss" if self._validated else "training loss"
-        numbers[loss] = self._loss(run)
-        numbers["perplexity"] = _perplexity(numbers[loss])
+        loss = numbers[self._loss_title] = self._loss(run)
+        numbers["perplexity"] = math.inf if loss >= 700 else math.exp(loss)
         if self._validated and any(not math.isnan(h.last("global_accuracy")) for h in self._all_histories()):
             numbers["accuracy"] = math.nan if run.diverged_at is not None else history.last("global_accuracy")
         payload = history.last("payload_bytes")
@@ -320,12 +319,13 @@ class Comparison(Mapping[str, ComparedRun]):
 
     def _diverged(self) -> dict[str, str]:
         """Name → "diverged at step 4" for those all of whose runs did."""
-        at = {name: [run.diverged_at for run in runs] for name, runs in self._runs.items()}
-        whole = {name: sorted({s for s in steps if s is not None}) for name, steps in at.items() if None not in steps}
-        return {
-            name: f"diverged at step {steps[0]}" if len(steps) == 1 else f"diverged at steps {steps[0]} to {steps[-1]}"
-            for name, steps in whole.items()
-        }
+        said = {}
+        for name, runs in self._runs.items():
+            steps = sorted(run.diverged_at for run in runs if run.diverged_at is not None)
+            if len(steps) == len(runs):
+                one = steps[0] == steps[-1]
+                said[name] = f"diverged at step {steps[0]}" if one else f"diverged at steps {steps[0]} to {steps[-1]}"
+        return said
 
     def _looks(self) -> Looks:
         return looks_of(self._names)
@@ -348,6 +348,10 @@ class Comparison(Mapping[str, ComparedRun]):
     @property
     def _loss_column(self) -> str:
         return "global_loss" if self._validated else "train_loss"
+
+    @property
+    def _loss_title(self) -> str:
+        return Y_LABELS[self._loss_column]
 
     def _title(self) -> str:
         seeds = max((len(runs) for runs in self._runs.values()), default=1)
@@ -377,10 +381,6 @@ class Comparison(Mapping[str, ComparedRun]):
 def _sound(runs: list[ComparedRun]) -> list[ComparedRun]:
     """The runs that did not fail, or all if all did."""
     return [run for run in runs if not run.failure] or runs
-
-
-def _perplexity(loss: float) -> float:
-    return math.inf if loss >= 700 else math.exp(loss)
 
 
 def _shown(key: str, value: Any, deviation: float | None = None) -> str:
