@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, load_model
 
 from vsim.cli import main, parse_strategy
+from vsim.cli.problem import parse_settings
 from vsim.models import CNN
 from vsim.strategy import STRATEGIES, DiLoCoStrategy, FedAvgStrategy
 
@@ -34,6 +35,106 @@ def test_compare_writes_table_figure_and_data(tmp_path: Path, capsys: pytest.Cap
         lines = list(csv.DictReader(file))
     assert [line["strategy"] for line in lines] == ["allreduce"] * 5 + ["fedavg:H=2"] * 5
     assert float(lines[-1]["payload_bytes"]) == 2 * float(lines[1]["payload_bytes"])
+
+
+def test_sweep_writes_table_curves_map_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--data", "digits", "--model", "mlp", "--out", tmp_path / "out", "--seeds", 1, 2]
+    assert run("sweep", *QUICK, *small, "--set", "H=1,2", "outer_lr=0.4,0.7,1.0", "warmup_steps=1") == 0
+    printed = capsys.readouterr().out
+    losses = [float(line.split()[2]) for line in printed.splitlines() if "±" in line]
+    assert len(losses) == 6 and losses == sorted(losses)
+    assert png_size(tmp_path / "out" / "sweep.png") > 10_000 and png_size(tmp_path / "out" / "heatmap.png") > 10_000
+    with open(tmp_path / "out" / "sweep.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert {(line["H"], line["outer_lr"], line["seed"]) for line in lines} == {
+        (H, rate, seed) for H in "12" for rate in ("0.4", "0.7", "1") for seed in "12"
+    }
+    assert run("sweep", *QUICK, *small, "--strategy", "fedavg:H=2", "--set", "num_nodes=2,3") == 0
+    printed = capsys.readouterr().out
+    assert "num_nodes" in printed and "heat map" not in printed  # of one setting
+
+
+def test_the_options_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: dict[str, object] = {}
+
+    def sweep(model: object, train: object, val: object, **options: object) -> None:
+        heard.update(options)
+        raise ValueError("heard")
+
+    monkeypatch.setattr("vsim.cli.commands.sweep", sweep)
+    small = ["--data", "digits", "--strategy", "diloco:H=7", "--lr", 0.5, "--out", tmp_path]
+    saving = ["--save-dir", tmp_path / "s", "--checkpoint-interval", 5, "--resume"]
+    assert run("sweep", *QUICK, *small, *saving, "--set", "outer_lr=0.1,1", "batch_size=4,8", "--halving", 3) == 2
+    assert heard["settings"] == {"lr": 0.5, "H": 7, "outer_lr": [0.1, 1], "batch_size": [4, 8]}
+    assert heard["strategy"] is DiLoCoStrategy and heard["halving"] == 3 and "batch_size" not in heard
+    assert (heard["num_nodes"], heard["save_dir"], heard["resume"]) == (4, tmp_path / "s", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "H"], "--set 'H': expected name=value,value"),
+        (["--set", "H=1", "H=2"], "--set names H more than once"),
+        (["--set", "h=3"], "unknown argument 'h'"),
+        (["--set", "num_node=3"], "did you mean 'num_nodes'"),
+        (["--set", "H=5,0"], "DiLoCo H=0 is refused: H must be a whole number >= 1, got 0"),
+        (["--strategy", "diloco:H=3", "--set", "H=5,10"], "--strategy and --set both give H"),
+        (["--nodes", "2", "--set", "num_nodes=2,3"], "--set gives num_nodes, and --nodes does, too"),
+        (["--batch-size", "2", "--set", "batch_size=2"], "--set gives batch_size, and --batch-size does, too"),
+        (["--set", "H=5", "--resume"], "--resume needs --save-dir DIR"),
+    ],
+)
+def test_bad_sweeps(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", "--data", "digits", *QUICK, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("vsim sweep: ") and message in error, error
+
+
+def test_parse_settings() -> None:
+    given = ["H=5,10", "lr=1e-3", "inner_optim=sgd,adamw", "pairs=(1,2),(3,4)", "cosine_anneal=True,False", "x=None"]
+    assert parse_settings(given) == {
+        "H": [5, 10],
+        "lr": [1e-3],
+        "inner_optim": ["sgd", "adamw"],
+        "pairs": [(1, 2), (3, 4)],
+        "cosine_anneal": [True, False],
+        "x": [None],
+    }
+
+
+@pytest.mark.parametrize("command", [["compare", "--strategies", "allreduce"], ["sweep", "--set", "H=2"], ["train"]])
+def test_results_that_cannot_be_written_are_refused_before_training(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it trains")
+
+    for name in ("compare", "sweep"):
+        monkeypatch.setattr(f"vsim.cli.commands.{name}", never)
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/none"):
+        assert run(*command, "--data", "digits", *QUICK, "--out", out) == 2
+        error = capsys.readouterr().err
+        assert f"--out {out}" in error and error.count("\n") == 1
+
+
+def test_a_comparison_of_which_no_run_ends_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = [*QUICK, "--data", "digits", "--model", "mlp", "--out", tmp_path]
+    with pytest.warns(UserWarning, match="non-finite loss"):
+        status = run("compare", *small, "--strategies", "allreduce:lr=1e30", "fedavg:lr=1e30")
+    assert status == 2
+    output = capsys.readouterr()
+    assert "diverged at step" in output.out and "no run got to its end" in output.err
+    with pytest.warns(UserWarning, match="non-finite loss"):
+        assert run("sweep", *small, "--set", "lr=1e30,1e-3") == 0  # one did
+    assert "diverged at step" in capsys.readouterr().out
 
 
 def test_several_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,9 +229,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_training_that_diverges_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(UserWarning, match="non-finite loss"):
-        status = run("train", *QUICK, "--data", "digits", "--model", "mlp", "--lr", "1e30", "--out", tmp_path)
-    assert status == 2
+    assert run("train", *QUICK, "--data", "digits", "--model", "mlp", "--lr", "1e30", "--out", tmp_path) == 2
     assert "non-finite loss at step" in capsys.readouterr().err
 
 

@@ -7,6 +7,7 @@ import csv
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from compared import STEPS, compared, three_strategies
 import vsim
 from vsim.models import MLP
 from vsim.records.history import COLUMNS, History
+from vsim.records.looks import COLOURS
 from vsim.records.plots import X_AXES, bands, overview
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
 
@@ -175,3 +177,83 @@ def test_json_gives_everything_back(repeated: vsim.Comparison, tmp_path: Path) -
     repeated["FedAvg"].history.to_json(tmp_path / "h.json")
     with pytest.raises(ValueError, match=r"was not written by Comparison.to_json: it lacks 'allreduce_bytes'"):
         vsim.Comparison.from_json(tmp_path / "h.json")
+
+
+# Made by hand: the final loss of each seed; of a run that diverged, at which step
+
+
+def by_hand(**runs: list[Any]) -> vsim.Comparison:
+    """name → for each seed the losses at steps 0, 5, 10, …, or the step at which it diverged."""
+    made = vsim.Comparison(4000)
+    for name, seeds in runs.items():
+        for seed, losses in enumerate(seeds):
+            diverged = isinstance(losses, int)
+            history = History(name, 2)
+            for step in range(losses if diverged else 5 * len(losses) - 4):
+                row = {"step": step, "examples": step, "payload_bytes": 1e3 * step, "wire_bytes": 1e3 * step}
+                if step % 5 == 0:
+                    row["global_loss"] = 2.0 * 9**step if diverged else losses[step // 5]
+                history.append(row | ({"train_loss": 1.0} if step else {}), [1.0, 1.0] if step else None)
+            run = vsim.ComparedRun(history, vsim.Ledger(), seed=seed)
+            if diverged:
+                run.failure, run.diverged_at = f"non-finite loss at step {losses} on nodes [0]", losses
+            made.add(name, run)
+    return made
+
+
+def test_best_and_steps_to_by_hand() -> None:
+    runs = by_hand(a=[[2, 1, 0.8], [2, 0.9, 0.6]], b=[[2, 0.5, 0.75], [2, 1.5, 0.5]], c=[[2, 0.1, 0.1], 3])
+    assert runs.best() == "b"  # 0.625 on average, a 0.7; of c a seed diverged
+    # The first step at which the loss was that low, though it was higher later.
+    assert runs.steps_to(0.8) == {"a": [10, 10], "b": [5, 10], "c": [5, pytest.approx(math.nan, nan_ok=True)]}
+    assert all(math.isnan(step) for steps in runs.steps_to(0.05).values() for step in steps)
+    only = by_hand(c=[[2, 0.1], 3])
+    with pytest.raises(ValueError, match="no run got to its end; c: seed 1: non-finite loss at step 3"):
+        only.best()
+    interrupted = by_hand(a=[[2, 1]], b=[[2, 1.5]])
+    for name in interrupted:
+        interrupted[name].failure = "interrupted after step 5"
+    assert interrupted.best() == "a"
+    with pytest.raises(ValueError, match=r"no run got to its end$"):
+        vsim.Comparison(1).best()
+
+
+def test_some_of_them_keep_their_looks() -> None:
+    runs = by_hand(a=[[2, 1]], b=[[2, 1.2]], c=[[2, 1.4]])
+    few = runs[["c", "a"]]
+    assert list(few) == ["c", "a"] and few["c"] is runs["c"] and len(runs) == 3
+    drawn = {line.get_label(): line.get_color() for line in few.figure().axes[0].get_lines()}
+    assert drawn == {"a": COLOURS[0], "c": COLOURS[2]}
+    assert {row["strategy"] for row in few.rows()} == {"a", "c"} and few.best() == "a"
+    with pytest.raises(KeyError, match="no run 'd'; there are a, b, c"):
+        runs[["a", "d"]]
+
+
+def test_a_run_that_diverged_has_no_result() -> None:
+    runs = by_hand(good=[[2.0, 1.5, 1.0]], bad=[8], at_once=[2])
+    rows = {row["strategy"]: row for row in runs.rows()}
+    assert math.isnan(rows["bad"]["validation loss"]) and math.isnan(rows["at_once"]["perplexity"])
+    table = {line.split()[0]: line for line in runs.table().splitlines()[2:]}
+    assert "diverged at step 8" in table["bad"] and "diverged at step 2" in table["at_once"]
+    assert "2.0000" not in table["at_once"] and "1.0000" in table["good"]
+    figure = runs.figure()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "good",
+        "bad, diverged at step 8",
+        "at_once, diverged at step 2",
+    ]
+    for ax, unit in zip(figure.axes, (1, 1e-3), strict=True):
+        crosses = [line for line in ax.get_lines() if line.get_marker() == "x"]
+        assert [line.get_xdata()[0] for line in crosses] == [7 * unit, 1 * unit]  # the last steps that were done
+        assert ax.get_ylim()[1] < 2.2  # though the loss of one went to 2 · 9⁵
+    # A seed that diverged does not end the curve of the others.
+    (line, *_) = by_hand(x=[[2.0, 1.5, 1.0], 3]).plot().get_lines()
+    assert list(line.get_ydata()) == [2.0, 1.5, 1.0]
+
+
+def test_of_many_runs_the_legend_names_families() -> None:
+    runs = by_hand(**{f"DiLoCo H={H}": [[2, 1 / H]] for H in range(1, 21)}, AllReduce=[[2, 0.1]])
+    figure = runs.figure()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["DiLoCo (20)", "AllReduce"]
+    lines = {line.get_label(): line.get_color() for line in figure.axes[0].get_lines()}
+    assert len(set(lines.values())) == 21 and lines["AllReduce"] == COLOURS[1]

@@ -131,6 +131,46 @@ def test_the_last_picture_has_everything(shown: Handle) -> None:
     assert first.shape == last.shape and not np.array_equal(first, last)
 
 
+def losses(history: History, *values: float) -> History:
+    for value in values:
+        step = len(history)
+        history.append({"step": step, "train_loss": value + 0.1, "global_loss": value, "payload_bytes": 1e5 * step})
+    return history
+
+
+def test_a_race_draws_all_and_names_those_in_front(shown: Handle) -> None:
+    runs = {f"run {i}": [losses(History(), 2, 1.5, 1 + i / 100)] for i in range(60)}
+    race = LiveRace(runs, "sweep")
+    race.update(10)
+    assert len(race._lines) == 60 * 2 * 2  # training and validation, against steps and bytes
+    named = [text.get_text() for text in race.figure.legends[0].get_texts()]
+    assert named == [f"run {i}: {1 + i / 100:#.4g}" for i in range(8)]
+    assert race.figure.get_suptitle() == "sweep: all 60 at step 2 of 10; the 8 in front are named below"
+    for history in (own[0] for name, own in runs.items() if name != "run 0"):
+        losses(history, 0.5 if history is runs["run 59"][0] else 0.9)
+    race.close()
+    named = [text.get_text() for text in race.figure.legends[0].get_texts()]
+    assert named[0] == "run 59: 0.5000" and not any("run 0" in name for name in named)
+    assert race.figure.get_suptitle().startswith("sweep: 59 of 60 at step 3 of 10")
+    boxes = [race.figure.legends[0].get_window_extent(), *(ax.get_tightbbox() for ax in race._axes)]
+    assert not any(boxes[0].overlaps(box) for box in boxes[1:])
+
+
+def test_a_race_draws_the_mean_and_who_stopped_does_not_hold_it_up(shown: Handle) -> None:
+    runs: dict[str, list[History]] = {"a": [losses(History(), 3, 2, 1), losses(History(), 3, 4, 2)]}
+    race = LiveRace(runs)
+    race.update(4)
+    assert list(race._lines["a", "step", "global_loss"].get_ydata()) == [3, 3, 1.5]
+    runs["b"] = [losses(History(), 3, 1e6), losses(History(), 3, 2.5, 2)]  # joins later; its first seed diverged
+    race.close()
+    line = race._lines["b", "payload", "global_loss"]
+    assert list(line.get_ydata()) == [3, 2.5, 2] and list(line.get_xdata()) == pytest.approx([0, 0.1, 0.2])
+    runs["c"] = [losses(History(), 3, 1e6)]
+    race.close()
+    assert race._axes[0].get_ylim()[1] < 4  # the others are not pressed flat
+    assert "c: 1.000e+06, step 1" in [text.get_text() for text in race.figure.legends[0].get_texts()]
+
+
 def test_a_run_that_never_began_shows_nothing(shown: Handle) -> None:
     LiveRace({"": [History()]}).close()
     assert shown.pictures == []

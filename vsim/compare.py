@@ -143,16 +143,7 @@ def run_members(
         halving: let only the best 1 / halving of the entries (on average over the seeds) go on at each of the `rungs`.
             The others are kept with `stopped_at`.
     """
-    what = "seed" if seeds is None else "every one of seeds"
-    if seeds is None:
-        seeds = [fit_options.pop("seed", 42)]
-    elif "seed" in fit_options:
-        raise TypeError("seed and seeds say the same thing; give one of them")
-    if isinstance(seeds, int):
-        raise TypeError(f"seeds must be a list of numbers, got {seeds}; seed={seeds} gives one")
-    seeds = [whole_number(what, seed, at_least=0) for seed in seeds]
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds must be different numbers, at least one, got {list(seeds)}")
+    seeds = _checked_seeds(seeds, fit_options)
     if run_name is not None:
         check_run_name(run_name)
     if not isinstance(resume, bool):
@@ -172,10 +163,10 @@ def run_members(
             own = {"seed": seed, "logger": logger, "run_name": f"{folder}/{folder_name(label)}" if logs else None}
             with naming(name):
                 options = trainer.options(**{**fit_options, **own, **_own(entry), "wandb_project": wandb_project})
-                saving = (
-                    None if save_dir is None else saving_in(Path(save_dir), folder_name(label), checkpoint_interval)
-                )
-                config = replace(trainer.config(options, label), saving=saving)
+                config = trainer.config(options, label)
+            if save_dir is not None:
+                saving = saving_in(Path(save_dir), folder_name(label), checkpoint_interval)
+                config = replace(config, saving=saving)
             hooks = options.train_loss_hook, options.eval_loss_hook
             runners.append(Runner(name, config, hooks, trainer.log(options)))
     if options.backend != "stacked":
@@ -183,15 +174,17 @@ def run_members(
     folders = [runner.folder for runner in runners if runner.folder is not None]
     if len(set(folders)) < len(folders):
         raise ValueError("the names of strategies become folders, and two of them are the same there")
-    max_steps = fit_options.get("max_steps")
-    if halving is not None and whole_number("halving", halving, at_least=2) and max_steps is None:
-        raise ValueError("halving needs max_steps, of which its rungs are parts")
+    kept: list[tuple[int, int]] = []
+    if halving is not None:
+        if options.max_steps is None:
+            raise ValueError("halving needs max_steps, of which its rungs are parts")
+        kept = rungs(len(entries), options.max_steps, whole_number("halving", halving, at_least=2))
     race = Race(
         runners,
         trainer.device_of(options),
         together=true_or_false("together", together),
         memory_share=options.max_memory_usage,
-        rungs=() if halving is None else rungs(len(entries), max_steps, halving),
+        rungs=kept,
         progress=options.progress,
         title=f"{len(entries)} × {len(seeds)} runs" if len(seeds) > 1 else f"{len(entries)} runs",
         folder=None if save_dir is None else Path(save_dir),
@@ -205,6 +198,21 @@ def run_members(
         if runner.has_begun:
             comparison.add(runner.name, _compared(runner))
     return comparison
+
+
+def _checked_seeds(seeds: Sequence[int] | None, fit_options: dict[str, Any]) -> list[int]:
+    """Return the seeds of all runs; a single one may be among `fit_options`, which it leaves."""
+    what = "seed" if seeds is None else "every one of seeds"
+    if seeds is None:
+        seeds = [fit_options.pop("seed", 42)]
+    elif "seed" in fit_options:
+        raise TypeError("seed and seeds say the same thing; give one of them")
+    if isinstance(seeds, int):
+        raise TypeError(f"seeds must be a list of numbers, got {seeds}; seed={seeds} gives one")
+    checked = [whole_number(what, seed, at_least=0) for seed in seeds]
+    if not checked or len(set(checked)) < len(checked):
+        raise ValueError(f"seeds must be different numbers, at least one, got {checked}")
+    return checked
 
 
 def _compared(runner: Runner) -> ComparedRun:

@@ -127,10 +127,7 @@ class Race:
         if not running:
             return
         with ExitStack() as stack:
-            recorders = {
-                runner: Recorder(runner.history, False, runner.config.label, *runner.hooks, runner.log)
-                for runner in running
-            }
+            recorders = {r: Recorder(r.history, False, r.config.label, *r.hooks, r.log) for r in running}
             # Every log hears of its own run's end.
             for runner, recorder in recorders.items():
                 stack.push(lambda kind, error, trace, own=runner, recorder=recorder: _finish(recorder, own, error))

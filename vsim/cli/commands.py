@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,8 @@ from vsim.cli.problem import (
 )
 from vsim.compare import compare
 from vsim.doctor import machine
-from vsim.records.comparison import Comparison
+from vsim.records.comparison import ComparedRun, Comparison
+from vsim.records.loggers import folder_name
 from vsim.records.plots import save
 from vsim.sweep import sweep
 from vsim.trainer import Trainer
@@ -36,7 +36,13 @@ from vsim.verify import verify
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
-    comparison = _compared(arguments, arguments.strategies, arguments.seeds)
+    repeated = sorted({s for s in arguments.strategies if arguments.strategies.count(s) > 1})
+    if repeated:
+        raise ValueError(f"--strategies names {', '.join(repeated)} more than once")
+    strategies = {text: parse_strategy(text, lr(arguments)) for text in arguments.strategies}
+    (train, val), options = data(arguments), _options(arguments)
+    start = partial(model, model_kind(arguments), train)
+    comparison = compare(start, train, val, strategies=strategies, seeds=_seeds(arguments), **options)
     print(f"\n{comparison.table()}\n")
     comparison.to_csv(arguments.out / "comparison.csv")
     save(comparison.figure(title(arguments)), arguments.out / "comparison.png")
@@ -50,7 +56,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     twice = given.keys() & settings.keys()
     if twice:
         raise ValueError(f"--strategy and --set both give {', '.join(sorted(twice))}")
-    (train, val), options = data(arguments), _options(arguments, arguments.seeds)
+    (train, val), options = data(arguments), _options(arguments)
     for key, option in (("num_nodes", arguments.nodes), ("batch_size", arguments.batch_size)):
         if key in settings:
             if option is not None:
@@ -62,6 +68,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         val,
         strategy=cls,
         settings={**defaults, **given, **settings},
+        seeds=_seeds(arguments),
         halving=arguments.halving,
         **options,
     )
@@ -78,16 +85,20 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    comparison = _compared(arguments, [arguments.strategy])
-    ((name, run),) = comparison.items()
-    if run.failure.startswith("interrupted"):
-        raise KeyboardInterrupt
-    if run.model is None:
-        raise FloatingPointError(f"{name}: {run.failure}")
-    print(f"\n{comparison.table()}\n")
-    run.history.to_csv(arguments.out / "history.csv")
-    save(comparison.figure(title(arguments)), arguments.out / "history.png")
-    save_model(run.model, str(arguments.out / "model.safetensors"))
+    text, kind = arguments.strategy, model_kind(arguments)
+    strategy = parse_strategy(text, lr(arguments))
+    (train, val), options = data(arguments), _options(arguments)
+    trainer = Trainer(model(kind, train, arguments.seed), train, val)
+    trainer.run_label = text
+    if options["run_name"] is not None:  # beside other strategies of that name
+        options["run_name"] += f"/{folder_name(text)}"
+    trained = trainer.fit(strategy=strategy, seed=arguments.seed, **options)
+    result = Comparison(sum(p.nbytes for p in trained.parameters() if p.requires_grad))
+    result.add(text, ComparedRun(trainer.history, trainer.ledger, trained, seed=arguments.seed))
+    print(f"\n{result.table()}\n")
+    trainer.history.to_csv(arguments.out / "history.csv")
+    save(result.figure(title(arguments)), arguments.out / "history.png")
+    save_model(trained, str(arguments.out / "model.safetensors"))
     for what in ("history.png", "history.csv", "model.safetensors"):
         print(arguments.out / what)
     return 0
@@ -150,19 +161,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _compared(
-    arguments: argparse.Namespace, strategies: Sequence[str], seeds: Sequence[int] | None = None
-) -> Comparison:
-    repeated = sorted({s for s in strategies if list(strategies).count(s) > 1})
-    if repeated:
-        raise ValueError(f"--strategies names {', '.join(repeated)} more than once")
-    made = {text: parse_strategy(text, lr(arguments)) for text in strategies}
-    (train, val), options = data(arguments), _options(arguments, seeds)
-    return compare(partial(model, model_kind(arguments), train), train, val, strategies=made, **options)
-
-
-def _options(arguments: argparse.Namespace, seeds: Sequence[int] | None) -> dict[str, Any]:
-    """The arguments of `compare` and `sweep` that have one meaning for all runs."""
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that `fit`, `compare` and `sweep` have in common."""
     if arguments.resume is True and arguments.save_dir is None:
         raise ValueError("--resume needs --save-dir DIR, or the PATH of a checkpoint")
     every = max(1, arguments.steps // 10) if arguments.val_interval is None else arguments.val_interval
@@ -172,7 +172,6 @@ def _options(arguments: argparse.Namespace, seeds: Sequence[int] | None) -> dict
         "batch_size": batch_size(arguments),
         "val_size": arguments.val_size,
         "val_interval": every,
-        "seeds": [arguments.seed] if seeds is None else seeds,
         **computing(arguments),
         "logger": loggers(arguments),
         "run_name": arguments.run_name,
@@ -184,6 +183,10 @@ def _options(arguments: argparse.Namespace, seeds: Sequence[int] | None) -> dict
     }
     writable(arguments.out)
     return options
+
+
+def _seeds(arguments: argparse.Namespace) -> list[int]:
+    return [arguments.seed] if arguments.seeds is None else list(arguments.seeds)
 
 
 def _status(comparison: Comparison) -> int:

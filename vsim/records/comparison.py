@@ -18,7 +18,7 @@ from vsim.cluster.ledger import Event, Ledger
 from vsim.extras import extra
 from vsim.records.history import COLUMNS, History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.looks import MANY, Looks, looks_of
-from vsim.records.plots import bands, overview
+from vsim.records.plots import Y_LABELS, bands, overview
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -177,7 +177,7 @@ class Comparison(Mapping[str, ComparedRun]):
                 key: _shown(key, value, row.get(f"{key} std")) for key, value in row.items() if not key.endswith(" std")
             }
             if name in diverged:
-                shown["validation loss" if self._validated else "training loss"] = diverged[name]
+                shown[self._loss_title] = diverged[name]
             rows.append(shown)
         return tabulate(rows, headers="keys", tablefmt=format, stralign="right", disable_numparse=True)
 
@@ -202,15 +202,14 @@ class Comparison(Mapping[str, ComparedRun]):
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with one row a strategy, seed and step: these two and the columns of `History`."""
+        pandas = extra("pandas", "to_pandas()", "pandas", "notebook")
         frames = [run.history.to_pandas().assign(**titles) for titles, run in self._titled_runs()]
-        titles = next((titles for titles, _ in self._titled_runs()), {})
-        return extra("pandas", "to_pandas()", "pandas", "notebook").concat(frames, ignore_index=True)[
-            [*titles, *COLUMNS]
-        ]
+        titles, _ = next(self._titled_runs())
+        return pandas.concat(frames, ignore_index=True)[[*titles, *COLUMNS]]
 
     def to_csv(self, path: str | Path) -> None:
         """Write one line a strategy, seed and step, with the columns of `to_pandas`."""
-        titles = next((titles for titles, _ in self._titled_runs()), {})
+        titles, _ = next(self._titled_runs())
         rows = (
             (*own.values(), *values)
             for own, run in self._titled_runs()
@@ -219,7 +218,7 @@ class Comparison(Mapping[str, ComparedRun]):
         write_csv(path, (*titles, *COLUMNS), rows)
 
     def to_json(self, path: str | Path) -> None:
-        """Write everything but the models to a file that `from_json` reads back: histories, ledgers, failures."""
+        """Write everything but the models, for `from_json`: histories, ledgers, failures."""
         write_json(path, self._as_plain())
 
     @classmethod
@@ -287,9 +286,8 @@ class Comparison(Mapping[str, ComparedRun]):
         """The columns of the table for one run, in their order."""
         history, numbers = run.history, {}
         steps = int(history.last("step")) if len(history) else 0
-        loss = "validation loss" if self._validated else "training loss"
-        numbers[loss] = self._loss(run)
-        numbers["perplexity"] = _perplexity(numbers[loss])
+        loss = numbers[self._loss_title] = self._loss(run)
+        numbers["perplexity"] = math.inf if loss >= 700 else math.exp(loss)
         if self._validated and any(not math.isnan(h.last("global_accuracy")) for h in self._all_histories()):
             numbers["accuracy"] = math.nan if run.diverged_at is not None else history.last("global_accuracy")
         payload = history.last("payload_bytes")
@@ -321,12 +319,13 @@ class Comparison(Mapping[str, ComparedRun]):
 
     def _diverged(self) -> dict[str, str]:
         """Name → "diverged at step 4" for those all of whose runs did."""
-        at = {name: [run.diverged_at for run in runs] for name, runs in self._runs.items()}
-        whole = {name: sorted({s for s in steps if s is not None}) for name, steps in at.items() if None not in steps}
-        return {
-            name: f"diverged at step {steps[0]}" if len(steps) == 1 else f"diverged at steps {steps[0]} to {steps[-1]}"
-            for name, steps in whole.items()
-        }
+        said = {}
+        for name, runs in self._runs.items():
+            steps = sorted(run.diverged_at for run in runs if run.diverged_at is not None)
+            if len(steps) == len(runs):
+                one = steps[0] == steps[-1]
+                said[name] = f"diverged at step {steps[0]}" if one else f"diverged at steps {steps[0]} to {steps[-1]}"
+        return said
 
     def _looks(self) -> Looks:
         return looks_of(self._names)
@@ -350,6 +349,10 @@ class Comparison(Mapping[str, ComparedRun]):
     def _loss_column(self) -> str:
         return "global_loss" if self._validated else "train_loss"
 
+    @property
+    def _loss_title(self) -> str:
+        return Y_LABELS[self._loss_column]
+
     def _title(self) -> str:
         seeds = max((len(runs) for runs in self._runs.values()), default=1)
         spread = f"{seeds} seeds: mean ± standard deviation" if len(self) <= MANY else f"mean of {seeds} seeds"
@@ -359,12 +362,17 @@ class Comparison(Mapping[str, ComparedRun]):
         nodes = sorted({history.num_nodes for history in self._all_histories()})
         return f"{' or '.join(map(str, nodes))} nodes, {size} of weights each{repeated}"
 
+    def _pictures(self) -> dict[str, Figure]:
+        """What a notebook shows below the table: what it is → figure."""
+        return {f"loss against step and bytes of {', '.join(self)}": self.figure()}
+
     def _repr_html_(self) -> str:
-        image = io.BytesIO()
-        self.figure().savefig(image, format="png", dpi=130)
-        picture = base64.b64encode(image.getvalue()).decode()
-        alt = f"loss against step and bytes of {', '.join(self)}"
-        return f'{self.table("html")}<img alt="{alt}" src="data:image/png;base64,{picture}"/>'
+        html = self.table("html")
+        for alt, figure in self._pictures().items():
+            image = io.BytesIO()
+            figure.savefig(image, format="png", dpi=130)
+            html += f'<img alt="{alt}" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"/>'
+        return html
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._title()})\n{self.table()}"
@@ -373,10 +381,6 @@ class Comparison(Mapping[str, ComparedRun]):
 def _sound(runs: list[ComparedRun]) -> list[ComparedRun]:
     """The runs that did not fail, or all if all did."""
     return [run for run in runs if not run.failure] or runs
-
-
-def _perplexity(loss: float) -> float:
-    return math.inf if loss >= 700 else math.exp(loss)
 
 
 def _shown(key: str, value: Any, deviation: float | None = None) -> str:

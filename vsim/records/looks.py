@@ -134,10 +134,10 @@ def _colours(count: int) -> Sequence[str]:
 
 
 def _lighter(colour: str, share: float) -> str:
-    """Return "#rrggbb" mixed with that share of white.
+    """Return "#RRGGBB" mixed with that share of white.
 
     >>> _lighter("#000080", 0.5)
-    '#8080c0'
+    '#8080C0'
     """
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in channels)
+    return "#" + "".join(f"{round(c + (255 - c) * share):02X}" for c in channels)

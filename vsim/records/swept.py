@@ -17,6 +17,7 @@ from vsim.records.plots import Y_LABELS, bands
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,17 @@ class Sweep(Comparison):
             return super()._looks()
         order = sorted(self.varied, key=lambda key: key != first)
         return looks_by({name: point.labels for name, point in self._points.items()}, order, list(self))
+
+    def _pictures(self) -> dict[str, Figure]:
+        if len(self.varied) < 2:
+            return super()._pictures()
+        import matplotlib.pyplot as plt
+
+        x, y, *_ = self.varied
+        figure = self.heatmap(x, y).get_figure(root=True)
+        assert figure is not None
+        plt.close(figure)  # or a notebook would show it once more
+        return super()._pictures() | {f"loss over {x} and {y}": figure}
 
     def _title(self) -> str:
         return f"{self.strategy}, {len(self)} settings; {super()._title()}"

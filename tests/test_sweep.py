@@ -1,0 +1,406 @@
+"""Grids and sweeps: the product of the settings, refused before anything trains; sorted, drawn and kept."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import vsim
+from vsim import ComparedRun, History, Ledger, Sweep
+from vsim.compare import rungs
+from vsim.data import digits
+from vsim.grid import known_settings, points
+from vsim.models import MLP
+from vsim.records.looks import COLOURS
+from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy, TopK
+
+# grid
+
+
+class Anything(Strategy):
+    """Takes any settings and remembers them."""
+
+    def __init__(self, **kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+
+
+VALUES = st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | st.text(max_size=3)
+SETTINGS = st.dictionaries(
+    st.sampled_from(["a", "b", "c", "d"]), VALUES | st.lists(VALUES, min_size=1, max_size=4, unique=True), max_size=4
+)
+
+
+@given(SETTINGS)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_grid_is_the_product_of_its_lists(varied: dict[str, Any]) -> None:
+    lists = {key: value if isinstance(value, list) else [value] for key, value in varied.items()}
+    found = vsim.grid(Anything, **varied)
+    wanted = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+    assert [strategy.kept for strategy in found.values()] == wanted  # type: ignore[attr-defined]
+    for name, point in points(Anything, varied).items():  # the names are keys, so that they are unique
+        assert set(point.labels) == {key for key, values in lists.items() if len(values) > 1}
+        assert all(f"{key}={label}" in name for key, label in point.labels.items())
+
+
+def test_names_are_short() -> None:
+    found = vsim.grid(DiLoCoStrategy, H=[5, 10], outer_lr=(0.4, 1.0), lr=1e-3, warmup_steps=[3])
+    assert list(found) == [
+        "DiLoCo H=5, outer_lr=0.4",
+        "DiLoCo H=5, outer_lr=1",
+        "DiLoCo H=10, outer_lr=0.4",
+        "DiLoCo H=10, outer_lr=1",
+    ]
+    assert list(vsim.grid(Strategy)) == ["Strategy"] and list(vsim.grid(DiLoCoStrategy, H=3)) == ["DiLoCo"]
+    assert list(vsim.grid(Strategy, lr=np.logspace(-3, -2, 2))) == ["Strategy lr=0.001", "Strategy lr=0.01"]
+
+
+def test_names_of_objects_say_what_differs() -> None:
+    specs = [OptimSpec("sgd", lr=0.1, momentum=0.9), OptimSpec("sgd", lr=0.3, momentum=0.9), "adamw", torch.optim.Adam]
+    names = [name.split(" ", 1)[1] for name in vsim.grid(DiLoCoStrategy, inner_optim=specs)]
+    assert names == [f"inner_optim={text}" for text in ("SGD(lr=0.1)", "SGD(lr=0.3)", "adamw", "Adam")]
+    names = [name.split("=", 1)[1] for name in vsim.grid(DiLoCoStrategy, compressor=[None, TopK(0.1), TopK(0.01)])]
+    assert names == ["None", "TopK(fraction=0.1)", "TopK(fraction=0.01)"]
+    # A list that is a value stands in a list; two objects that look alike are numbered.
+    assert list(vsim.grid(Anything, pair=[(1, 2)])) == ["Anything"]
+    assert list(vsim.grid(Anything, pair=[(1, 2), (1, 3)])) == ["Anything pair=(1, 2)", "Anything pair=(1, 3)"]
+    assert list(vsim.grid(Anything, o=[Anything(), Anything()])) == ["Anything o=Anything", "Anything o=Anything #2"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"H": [5, 0, 1], "lr": [1, 2]}, ValueError, r"^DiLoCo H=0, lr=1 is refused: H must be a whole number >= 1"),
+        ({"h": [5]}, TypeError, "DiLoCoStrategy got an unknown argument 'h'.*Valid: H, outer_optim"),
+        ({"outer_rl": [5]}, TypeError, "did you mean 'outer_lr'"),
+        ({"inner_lr": [0.1, 0.2], "lr": 0.1}, TypeError, r"^DiLoCo inner_lr=0.1 is refused: .*two spellings"),
+        ({"H": []}, ValueError, "H is an empty list"),
+        ({"H": [5, 10, 5]}, ValueError, "H has 5 twice"),
+    ],
+)
+def test_what_a_grid_refuses(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        vsim.grid(DiLoCoStrategy, **settings)
+
+
+def test_a_grid_is_made_of_a_class() -> None:
+    with pytest.raises(TypeError, match="strategy must be a class, such as DiLoCoStrategy, or a function"):
+        vsim.grid(DiLoCoStrategy(), H=[5])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected a class of strategies or a function that returns one, got 3"):
+        vsim.grid(lambda: 3)  # type: ignore[arg-type, return-value]
+    (made,) = vsim.grid(lambda H: FedAvgStrategy(H=H, lr=0.5), H=[7]).values()
+    assert isinstance(made, FedAvgStrategy) and made.optim_spec.kwargs == {"lr": 0.5}
+    known_settings(Anything, {"whatever": 1, "num_node": 2})  # a class of one's own may take anything
+    with pytest.raises(TypeError, match="did you mean 'num_nodes'"):
+        known_settings(Anything, {"num_node": 2}, ("num_nodes",))
+
+
+def test_compare_takes_dicts_of_dicts() -> None:
+    strategies = {"DiLoCo": vsim.grid(DiLoCoStrategy, H=[1, 2]), "warm": vsim.grid(FedAvgStrategy), "one": Strategy()}
+    result = vsim.compare(MLP(hidden=(4,), seed=0), digits()[0], strategies=strategies, num_nodes=2, **QUICK)
+    assert list(result) == ["DiLoCo H=1", "DiLoCo H=2", "warm, FedAvg", "one"]
+    with pytest.raises(ValueError, match="two strategies have one name: a, b"):
+        vsim.compare(MLP(), digits()[0], strategies={"a": {"b": Strategy()}, "a, b": Strategy()}, num_nodes=2)
+
+
+# sweep
+
+QUICK: dict[str, Any] = {"max_steps": 4, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def swept() -> Sweep:
+    train, val = digits()
+    return vsim.sweep(
+        lambda seed: MLP(hidden=(8,), seed=seed),
+        train,
+        val,
+        strategy=DiLoCoStrategy,
+        settings={"H": [2, 5], "outer_lr": [0.4, 0.7, 1.0], "lr": [1e-2, 1e-3], "inner_optim": "sgd"},
+        num_nodes=2,
+        max_steps=10,
+        val_interval=5,
+        seeds=[0, 1],
+        progress=False,
+    )
+
+
+def final(sweep: Sweep, **settings: Any) -> float:
+    """The mean of the final losses of a setting, from the histories."""
+    (name,) = (n for n, own in sweep.settings.items() if all(own[key] == value for key, value in settings.items()))
+    return float(np.mean([run.history["global_loss"][-1] for run in sweep.runs(name)]))
+
+
+def test_settings_and_order(swept: Sweep) -> None:
+    assert len(swept) == 12 and swept.varied == ["H", "outer_lr", "lr"]
+    name = "DiLoCo H=5, outer_lr=0.7, lr=0.01"
+    assert swept.settings[name] == {"H": 5, "outer_lr": 0.7, "lr": 0.01, "inner_optim": "sgd"}
+    losses = {n: float(np.mean([h.last("global_loss") for h in own])) for n, own in swept.histories.items()}
+    assert swept.best() == min(losses, key=losses.__getitem__)
+    assert [row["validation loss"] for row in swept.rows()] == pytest.approx(sorted(losses.values()))
+    best = swept.settings[swept.best()]
+    first = swept.rows()[0]
+    assert [first[key] for key in ("H", "outer_lr", "lr")] == [f"{best[key]:g}" for key in ("H", "outer_lr", "lr")]
+    line = swept.table().splitlines()[2]
+    assert f"{first['validation loss']:.4f} ± {first['validation loss std']:.4f}" in line
+
+
+def test_a_run_of_a_sweep_is_that_of_fit() -> None:
+    train, val = digits()
+    result = vsim.sweep(
+        MLP(hidden=(8,), seed=0),
+        train,
+        val,
+        strategy=FedAvgStrategy,
+        settings={"num_nodes": [2, 3], "batch_size": [4, 8], "H": 2},
+        seeds=[7],
+        **QUICK,
+    )
+    assert list(result)[-1] == "FedAvg num_nodes=3, batch_size=8" and result.num_nodes is None
+    trainer = vsim.Trainer(MLP(hidden=(8,), seed=0), train, val)
+    trainer.fit(strategy=FedAvgStrategy(H=2), num_nodes=3, batch_size=8, seed=7, **QUICK)
+    ours = result["FedAvg num_nodes=3, batch_size=8"].history
+    assert np.array_equal(ours.node_losses, trainer.history.node_losses)
+    assert np.array_equal(ours["examples"], trainer.history["examples"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"settings": {"H": [5, 0]}}, ValueError, "^FedAvg H=0 is refused: H must be"),
+        ({"settings": {"island_size": [2, 3]}}, ValueError, "^FedAvg island_size=3: island_size must be a whole"),
+        ({"settings": {"num_nodes": [2, 0]}, "num_nodes": None}, ValueError, "^FedAvg num_nodes=0: num_nodes must be"),
+        ({"settings": {"num_node": [2]}}, TypeError, "'num_node'; did you mean 'num_nodes'"),
+        ({"settings": {"num_nodes": [2, 3]}}, TypeError, "num_nodes is given twice"),
+        ({"settings": {"batch_size": [2]}, "batch_size": 3}, TypeError, "batch_size is given twice"),
+        ({"settings": {"H": [2]}, "num_nodes": None}, TypeError, "needs num_nodes, as an argument or in settings"),
+        ({"settings": ["H"]}, TypeError, "settings must be a dict"),
+        ({"settings": {"H": [2]}, "max_step": 3}, TypeError, "did you mean 'max_steps'"),
+    ],
+)
+def test_what_is_refused_is_named_and_nothing_trains(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    steps: list[int] = []
+    defaults = {"num_nodes": 2, "train_loss_hook": lambda step, loss: steps.append(step), **QUICK}
+    with pytest.raises(error, match=message):
+        vsim.sweep(MLP(hidden=(4,), seed=0), digits()[0], strategy=FedAvgStrategy, **{**defaults, **options})
+    assert steps == []
+
+
+@given(st.integers(1, 200), st.integers(1, 5000), st.integers(2, 6))
+def test_rungs(count: int, steps: int, factor: int) -> None:
+    found = rungs(count, steps, factor)
+    at, left = [step for step, _ in found], [kept for _, kept in found]
+    assert at == sorted(set(at)) and all(0 < step < steps for step in at)
+    assert left == sorted(left, reverse=True) and all(0 < kept < count for kept in left)
+    if found:
+        assert left[-1] == 1 and at[-1] == steps // factor
+    for before, after in itertools.pairwise(left):
+        assert after == math.ceil(before / factor)
+
+
+# What is drawn and written
+
+
+def drawn(settings: dict[str, Any], losses: dict[tuple[str, ...], Any]) -> Sweep:
+    """A sweep whose runs have these final losses; ("diverged", s) and ("stopped", s, loss) for those."""
+    sweep = Sweep(4000, points(DiLoCoStrategy, settings), "DiLoCo")
+    for name, point in points(DiLoCoStrategy, settings).items():
+        given = losses[tuple(point.labels.values())]
+        for seed, one in enumerate(given if isinstance(given, list) else [given]):
+            what, *rest = one if isinstance(one, tuple) else ("", one)
+            steps = rest[0] if what else 20
+            last = rest[-1] if what != "diverged" else math.nan
+            history = History("DiLoCo", 2)
+            for step in range(steps + (what != "diverged")):
+                row = {"step": step, "examples": 8 * step, "payload_bytes": 100.0 * step, "wire_bytes": 100.0 * step}
+                row |= {"global_loss": 2.3 if not step else last} if step in (0, steps) else {}
+                history.append(row | ({"train_loss": 2.0} if step else {}), [2.0, 2.0] if step else None)
+            run = ComparedRun(history, Ledger(), seed=seed)
+            if what == "diverged":
+                run.failure, run.diverged_at = f"non-finite loss at step {steps} on nodes [1]", steps
+            if what == "stopped":
+                run.stopped_at = steps
+            sweep.add(name, run)
+    return sweep
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Sweep:
+    losses = {
+        ("5", "0.4"): [0.5, 0.7],
+        ("5", "1"): [0.2, 0.4],
+        ("10", "0.4"): [("stopped", 7, 0.1), ("stopped", 7, 0.2)],
+        ("10", "1"): [0.1, ("diverged", 9)],
+        ("50", "0.4"): [1.0, 1.0],
+        ("50", "1"): [("diverged", 3), ("diverged", 5)],
+    }
+    return drawn({"H": [5, 10, 50], "outer_lr": [0.4, 1.0]}, losses)
+
+
+def texts(ax: Any) -> dict[tuple[float, float], str]:
+    return {text.get_position(): text.get_text() for text in ax.texts}
+
+
+def test_a_heat_map_is_the_pivot_of_the_histories(swept: Sweep) -> None:
+    import matplotlib.pyplot as plt
+
+    ax = swept.heatmap("H", "outer_lr", lr=0.01)
+    values = np.array([[final(swept, H=H, outer_lr=rate, lr=0.01) for H in (2, 5)] for rate in (0.4, 0.7, 1.0)])
+    written = np.array([[float(texts(ax)[x, y]) for x in range(2)] for y in range(3)])
+    np.testing.assert_allclose(written, values, rtol=1e-3)
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["2", "5"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["0.4", "0.7", "1"]
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title("left")) == ("H", "outer_lr", "lr = 0.01")
+    # The colours are those of the bar, for these values.
+    (bar,) = (other for other in ax.figure.axes if other is not ax)
+    assert bar.get_ylabel() == "validation loss"
+    low, high = bar.get_ylim()
+    assert (low, high) == pytest.approx((values.min(), values.max()))
+    bold = {text.get_position() for text in ax.texts if text.get_weight() == "bold"}
+    y, x = np.unravel_index(values.argmin(), values.shape)
+    assert bold == {(x, y)}
+    plt.close(ax.figure)
+
+
+def test_what_is_not_fixed_is_the_best(swept: Sweep) -> None:
+    import matplotlib.pyplot as plt
+
+    ax = swept.heatmap("outer_lr", "lr")
+    assert ax.get_title("left") == "best of H"
+    for (x, y), text in texts(ax).items():
+        rate, lr = (0.4, 0.7, 1.0)[int(x)], (1e-2, 1e-3)[int(y)]
+        best = min(final(swept, H=H, outer_lr=rate, lr=lr) for H in (2, 5))
+        assert float(text) == pytest.approx(best, rel=1e-3)
+    plt.close(ax.figure)
+    for wrong in ({"x": "h", "y": "lr"}, {"x": "H", "y": "H"}, {"x": "H", "y": "inner_optim"}):
+        with pytest.raises(ValueError, match="must be one of"):
+            swept.heatmap(*wrong.values())
+    with pytest.raises(ValueError, match="a setting to fix must be one of 'lr', got 'l_r'"):
+        swept.heatmap("H", "outer_lr", l_r=1)
+    with pytest.raises(ValueError, match=r"no run with lr=0\.5"):
+        swept.heatmap("H", "outer_lr", lr=0.5)
+
+
+def test_cells_that_diverged_are_hatched_and_say_so(mixed: Sweep) -> None:
+    import matplotlib.pyplot as plt
+
+    ax = mixed.heatmap("H", "outer_lr")
+    assert texts(ax) == {
+        (0, 0): "0.600",
+        (0, 1): "0.300",
+        (1, 0): "0.150\nstep 7",
+        (1, 1): "1 of 2\ndiverged",
+        (2, 0): "1.00",
+        (2, 1): "diverged",
+    }
+    hatched = {(p.get_x() + 0.5, p.get_y() + 0.5) for p in ax.patches if p.get_hatch()}
+    assert hatched == {(1, 1), (2, 1)}
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["hatched: diverged"]
+    assert ax.figure.get_size_inches()[0] == pytest.approx(3.3)  # a column of a paper
+    ax.figure.draw_without_rendering()
+    for text in ax.texts:  # within its cell
+        box, (x, y) = text.get_window_extent(), text.get_position()
+        (left, low), (right, high) = ax.transData.transform([(x - 0.5, y - 0.5), (x + 0.5, y + 0.5)])
+        assert left <= box.x0 and box.x1 <= right and low <= box.y0 and box.y1 <= high
+    plt.close(ax.figure)
+
+
+def test_the_order_is_ended_stopped_failed(mixed: Sweep) -> None:
+    assert mixed.best() == "DiLoCo H=5, outer_lr=1"
+    assert [(row["H"], row["outer_lr"]) for row in mixed.rows()] == [
+        ("5", "1"),
+        ("5", "0.4"),
+        ("50", "0.4"),
+        ("10", "0.4"),  # stopped, whatever its loss
+        ("10", "1"),
+        ("50", "1"),
+    ]
+    *_, stopped, half, whole = mixed.table().splitlines()
+    assert "stopped after step 7" in stopped and "0.1500 ±" in stopped
+    assert "seed 1: non-finite loss at step 9 on nodes [1]" in half and "0.1000" in half
+    assert "diverged at steps 3 to 5" in whole and "2.3" not in whole  # no loss of step 0 as a result
+    failed = mixed[["DiLoCo H=50, outer_lr=1"]]
+    with pytest.raises(ValueError, match="no run got to its end; DiLoCo H=50, outer_lr=1: seed 0: non-finite"):
+        failed.best()
+    assert math.isnan(failed.rows()[0]["validation loss"])
+
+
+def test_colours_are_the_first_setting_and_dashes_the_second(swept: Sweep) -> None:
+    import matplotlib.pyplot as plt
+
+    ax = swept.plot()
+    looks = {line.get_label(): (line.get_color(), line._unscaled_dash_pattern, line.get_marker()) for line in ax.lines}
+    assert set(looks) == set(swept) and len(set(looks.values())) == 12
+    for position, key in enumerate(swept.varied):
+        by_value: dict[Any, set[Any]] = {}
+        for name, look in looks.items():
+            by_value.setdefault(swept.settings[name][key], set()).add(str(look[position]))
+        assert all(len(own) == 1 for own in by_value.values()) and len(set.union(*by_value.values())) == len(by_value)
+    legend = [text.get_text() for text in ax.get_legend().get_texts() if text.get_text()]
+    assert legend == ["H", "2", "5", "outer_lr", "0.4", "0.7", "1", "lr", "0.01", "0.001"]
+    # Of some of them, with the same looks; the legend says what is left to say.
+    few = swept[[name for name in swept if "outer_lr=0.7" in name]]
+    other = few.plot("payload")
+    assert all(looks[line.get_label()][0] == line.get_color() for line in other.lines) and len(other.lines) == 4
+    legend = [text.get_text() for text in other.get_legend().get_texts() if text.get_text()]
+    assert legend == ["H", "2", "5", "lr", "0.01", "0.001"]
+    by_rate = swept.plot(colour="outer_lr")
+    assert len({line.get_color() for line in by_rate.lines}) == 3
+    with pytest.raises(ValueError, match="colour must be one of 'H', 'outer_lr', 'lr', got 'K'"):
+        swept.plot(colour="K")
+    plt.close("all")
+
+
+def test_many_values_have_colours_in_order_and_a_short_legend() -> None:
+    import matplotlib.pyplot as plt
+
+    values = list(range(1, 21))
+    ax = drawn({"H": values}, {(str(H),): 1 / H for H in values}).plot()
+    assert len({line.get_color() for line in ax.lines}) == 20
+    assert len([t for t in ax.get_legend().get_texts() if t.get_text()]) <= 9
+    brightness = [sum(int(line.get_color()[i : i + 2], 16) for i in (1, 3, 5)) for line in ax.lines]
+    assert brightness == sorted(brightness)
+    ax = drawn({"H": values[:2]}, {("1",): 1.0, ("2",): 2.0}).plot()
+    assert [line.get_color() for line in ax.lines] == list(COLOURS[:2])
+    plt.close("all")
+
+
+def test_files_hold_the_settings(swept: Sweep, mixed: Sweep, tmp_path: Path) -> None:
+    for sweep in (swept, mixed):
+        sweep.to_json(tmp_path / "s.json")
+        again = Sweep.from_json(tmp_path / "s.json")
+        assert again.settings == sweep.settings and again.table() == sweep.table() and repr(again) == repr(sweep)
+    swept.to_csv(tmp_path / "s.csv")
+    frame = swept.to_pandas()
+    # The rate that is set stands beside that of the step.
+    assert list(frame.columns[:6]) == ["strategy", "seed", "H", "outer_lr", "lr_setting", "step"]
+    with open(tmp_path / "s.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [float(line["lr_setting"]) for line in lines] == frame["lr_setting"].tolist()
+    last = frame[frame["step"] == 10].groupby(["H", "outer_lr", "lr_setting"])["global_loss"].mean()
+    assert last[5, 0.7, 0.01] == pytest.approx(final(swept, H=5, outer_lr=0.7, lr=0.01))
+
+
+def test_a_notebook_shows_all_of_it(swept: Sweep) -> None:
+    html = swept._repr_html_()
+    assert "<table>" in html and html.count("<img") == 2  # curves, and the map of the first two settings
+    assert "DiLoCo, 12 settings; 2 nodes" in repr(swept)
+
+
+def test_a_comparison_of_one_setting_has_no_map() -> None:
+    sweep = vsim.sweep(
+        MLP(hidden=(4,), seed=0), digits()[0], strategy=SimpleReduceStrategy, settings={"lr": 0.1}, num_nodes=2, **QUICK
+    )
+    assert list(sweep) == ["SimpleReduce"] and sweep.varied == [] and sweep._repr_html_().count("<img") == 1
+    assert sweep.rows()[0]["strategy"] == "SimpleReduce" and sweep.settings == {"SimpleReduce": {"lr": 0.1}}
