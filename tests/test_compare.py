@@ -76,7 +76,7 @@ def test_an_interrupt_keeps_what_was_done() -> None:
         if len(calls) == 13:
             raise KeyboardInterrupt
 
-    with pytest.warns(UserWarning, match="second: interrupted after step 3"):
+    with pytest.warns(UserWarning, match="interrupted after step 5") as warned:
         result = vsim.compare(
             MLP(seed=0),
             train,
@@ -87,9 +87,9 @@ def test_an_interrupt_keeps_what_was_done() -> None:
             progress=False,
             train_loss_hook=interrupt,
         )
-    assert list(result) == ["first", "second"]
-    assert result["first"].model is not None and len(result["second"].history) == 4
-    assert "interrupted after step 3" in result.table()
+    assert [str(w.message).partition(":")[0] for w in warned] == ["first", "second", "third"]
+    assert all(run.model is None and run.history["step"].tolist() == [0, 1, 2, 3, 4, 5] for run in result.values())
+    assert "interrupted after step 5" in result.table()
 
 
 def test_without_validation_the_training_loss_is_shown() -> None:
@@ -106,8 +106,12 @@ def test_without_validation_the_training_loss_is_shown() -> None:
 class FailsAt(Strategy):
     """Raises in a step."""
 
+    def __init__(self, step: int = 4) -> None:
+        super().__init__()
+        self.at = step
+
     def step(self) -> None:
-        if self.local_step == 3:
+        if self.local_step == self.at - 1:
             raise RuntimeError("out of ideas\nat length")
         super().step()
 
@@ -146,8 +150,8 @@ def test_a_run_that_fails_later_is_kept_and_loses_no_other() -> None:
     assert bad.model is None and len(bad.history) == 4
     assert result["good"].model is not None and result["also good"].model is not None
     assert "RuntimeError: out of ideas" in result.table()
-    with pytest.raises(RuntimeError, match="out of ideas"):  # nothing is lost when it is the first
-        compared({"bad": FailsAt(), "good": Strategy()})
+    with pytest.raises(RuntimeError, match="out of ideas"):  # nothing is lost in the first step
+        compared({"good": Strategy(), "bad": FailsAt(1)})
 
 
 @pytest.mark.parametrize(

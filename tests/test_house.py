@@ -20,13 +20,9 @@ UNTIL_TYPES_STAND_BELOW = "RunConfig, StepReport and Run do not stand below thei
 LONG = {
     "checkpoint/files.py": "declared state",
     "checkpoint/restore.py": "declared state",
-    "checkpoint/resume.py": "declared state",
-    "cli.py": "the command line is split",
-    "compare.py": "members and their comparison are split",
     "engine/batched.py": "traced steps",
     "engine/guards.py": "traced steps",
     "engine/lowering.py": "traced steps",
-    "trainer.py": "prepare(config) → Run",
 }
 
 

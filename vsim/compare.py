@@ -18,7 +18,7 @@ from vsim.engine.objective import LossFunction
 from vsim.grid import merged
 from vsim.race import Race, Runner, saving_in
 from vsim.records.comparison import ComparedRun, Comparison
-from vsim.records.loggers import Logger, check_run_name, date_and_time, folder_name
+from vsim.records.loggers import Logger, check_run_name, date_and_time, folder_name, for_one_run
 from vsim.strategy.base import Strategy
 from vsim.trainer import Trainer
 from vsim.training.interrupt import Interrupted
@@ -73,6 +73,7 @@ def compare(
             standard deviation, and figures bands.
         logger, run_name, wandb_project: as of `Trainer.fit`. Every strategy is a run of its own, called
             "<run_name>/<name of the strategy>", which is also its folder; without a run name the date and time are it.
+            vsim's own loggers are copied for every run; an object of your own hears all runs, step by step.
         together: train all runs at the same time, in groups that fit into half of the free memory, or into the share
             `max_memory_usage` of all of it; False: one after the other.
         save_dir: a folder for the checkpoints of all runs, a folder each, which `load_checkpoint` and `Trainer.fit`
@@ -160,7 +161,11 @@ def run_members(
         trainer = Trainer(models[seed], train_dataset, val_dataset, loss_fn=loss_fn, device=device)
         for name, entry in entries.items():
             label = name if len(seeds) == 1 else f"{name}, seed {seed}"
-            own = {"seed": seed, "logger": logger, "run_name": f"{folder}/{folder_name(label)}" if logs else None}
+            own = {
+                "seed": seed,
+                "logger": for_one_run(logger),
+                "run_name": f"{folder}/{folder_name(label)}" if logs else None,
+            }
             with naming(name):
                 options = trainer.options(**{**fit_options, **own, **_own(entry), "wandb_project": wandb_project})
                 config = trainer.config(options, label)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.cluster.randomness import EVALUATION, generator
 from vsim.cluster.replicas import Views
 from vsim.engine import Executor
-
-if TYPE_CHECKING:
-    from vsim.training.member import Member
+from vsim.training.member import Member
 
 # Columns of the node matrix that are compared at once: bounds the memory that measuring needs.
 _COLUMNS_AT_ONCE = 2**18
@@ -108,7 +106,7 @@ class Evaluator:
 
 def validate(members: Sequence[Member]) -> dict[Member, dict[str, float]]:
     """Return member → its validation columns, of those with validation data; a group is measured together."""
-    by_evaluator: dict[Evaluator, list[Member]] = {}
+    by_evaluator: dict[Any, list[Member]] = {}
     for member in members:
         if member.evaluator is not None:
             by_evaluator.setdefault(member.evaluator, []).append(member)

@@ -170,6 +170,9 @@ class _own(AbstractContextManager[None]):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self.globals.__exit__(kind, error, trace)
+        if isinstance(error, KeyboardInterrupt) and self.run.tolerant:  # of a hook: all others take this step, too
+            self.run.interrupt.request()
+            return True
         if not isinstance(error, Exception) or not self.run.tolerant:
             return False
         _leave(self.run, self.member, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,7 +21,6 @@ from vsim.records.history import History
 from vsim.records.report import Reporter
 from vsim.strategy.base import Strategy
 from vsim.training.config import RunConfig
-from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
 from vsim.training.optimizers import Optimizers
 
@@ -106,7 +105,7 @@ class Member:
     objective: Objective
     max_steps: int
     minibatch_size: int | None = None
-    evaluator: Evaluator | None = None
+    evaluator: Callable[[Sequence[Member]], dict[Member, dict[str, float]]] | None = None
     saver: Saver | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
     examples: int = 0

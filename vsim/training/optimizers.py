@@ -65,6 +65,8 @@ class _Together:
             upper.cluster.deterministic,
         )
         self.parameter = _parameter(self.whole)
+        for part in self.parts:
+            part._opt_called = True  # type: ignore[attr-defined]  # or schedules warn that it has not stepped
 
     def agree(self) -> bool:
         """Whether all parts have the same options now: a schedule or a hook may have changed those of one."""

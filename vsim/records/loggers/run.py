@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,14 @@ def run_loggers(
             "TensorBoardLogger: CSV files hold both columns"
         )
     return loggers
+
+
+def for_one_run(logger: Logger | Sequence[Logger] | None) -> list[Logger] | None:
+    """Return the loggers of one run of several at the same time: vsim's own are copied, a user's own hears all runs."""
+    if logger is None:
+        return None
+    loggers = logger if isinstance(logger, (list, tuple)) else [logger]
+    return [copy.deepcopy(one) if type(one).__module__.startswith("vsim.") else one for one in loggers]
 
 
 class RunLog:
