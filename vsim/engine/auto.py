@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from vsim.cluster.replicas import Views
 from vsim.engine.base import Before, Executor, cloned, minibatches
 from vsim.engine.compiled import CompiledExecutor, CompileError
 from vsim.engine.loop import LoopExecutor
-from vsim.engine.lowering import InexactError
+from vsim.engine.nodes import InexactError
 from vsim.engine.products import batches_agree
 from vsim.engine.vmap import VmapError, VmapExecutor
+from vsim.private_torch import unwatched
 
 # What trying other executors may cost, beside the best: seconds, and a share of the run.
 BUDGET_SECONDS, BUDGET_SHARE = 1.0, 0.03
@@ -263,7 +263,7 @@ class AutoExecutor(Executor):
         known = (id(self.chosen), work, tuple(t.shape for t in tree_leaves(arguments) if isinstance(t, Tensor)))
         if known in self.proven:
             return getattr(self.chosen, work)(*arguments)
-        with _disable_current_modes():  # of somebody who counts what a step takes
+        with unwatched():  # of somebody who counts what a step takes
             # Of the weights in the very first step only: later there is the optimizer's state beside them.
             first = self.step == 1 and work == "losses_and_grads"
             before = Before(self, [a for a in arguments if isinstance(a, torch.Generator)], weights=first)

@@ -18,6 +18,7 @@ from vsim.cluster.randomness import default_generator, drawing_from
 from vsim.cluster.replicas import Replicas, Views
 from vsim.engine.objective import Objective
 from vsim.engine.own_state import OwnState, numbers_of, put_numbers
+from vsim.private_torch import tensor_tables
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class Places:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
+        tables = [table for m in module.modules() for table in tensor_tables(m)]
         where: dict[int, list[tuple[Any, str]]] = {}
         for table in tables:
             for key, tensor in table.items():
