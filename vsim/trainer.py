@@ -22,7 +22,7 @@ from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Batches, Data, loader_options, resolve
 from vsim.doctor import Explanation, explain
-from vsim.engine import EXECUTORS, CompiledExecutor
+from vsim.engine import COMPILE, EXECUTORS, executor_class
 from vsim.engine.objective import LossFunction
 from vsim.process import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
 from vsim.records.description import describe_run
@@ -193,9 +193,11 @@ class Trainer:
                 of this run; `history.executor_reason` has the times. See `vsim.engine.AutoExecutor`.
             deterministic: the bits of separate processes in eager PyTorch, on CPU in float32. The first step is then
                 computed in both ways and compared.
-            compile: True: torch.compile the loss and its gradient, and the strategy's kernels for which it was measured
-                to pay (see `vsim_kernels.compiled`), in some ten seconds; not for executor="loop". "auto": the kernels,
-                and the loss if the remaining steps are expected to repay it.
+            compile: "trace": the model's Python runs once for every shape of batch; from then on only its operations are
+                called, with the same bits (see `vsim.engine.TraceExecutor`). True: torch.compile the loss and its
+                gradient, and the strategy's kernels for which it was measured to pay (see `vsim_kernels.compiled`), in
+                some ten seconds. "auto": trace at once, and compile if the remaining steps are expected to repay it.
+                False: the model's own Python runs at every step. Not for executor="loop".
             chunk_size: nodes that "vmap" computes at once. The activations of one chunk are in memory at a time.
             backend: "stacked", the simulator; or "process": a process for every node over torch.distributed, in
                 ordinary eager PyTorch on this machine, or under torchrun this process as one of its ranks.
@@ -263,9 +265,9 @@ class Trainer:
                 raise TypeError(f"max_memory_usage chooses the minibatch; leave out {' and '.join(by_hand)}")
         minibatch_size = _minibatch_size(batch_size, minibatch_size, gradient_accumulation)
         one_of("executor", executor, EXECUTORS)
-        if not isinstance(compile, bool) and compile != "auto":
-            raise ValueError(f"compile must be True, False or 'auto', got {compile!r}")
-        inexact = {"autocast=True": autocast, f"compile={compile!r}": compile}
+        if not isinstance(compile, bool | str) or compile not in COMPILE:
+            raise ValueError(f"compile must be True, False, 'trace' or 'auto', got {compile!r}")
+        inexact = {"autocast=True": autocast, "compile=True": compile is True}
         if deterministic and any(inexact.values()):
             given = next(name for name, chosen in inexact.items() if chosen)
             raise ValueError(f"deterministic=True promises the bits of eager float32; {given} does not have them")
@@ -281,7 +283,9 @@ class Trainer:
             devices = self.devices
         options = {"devices": devices, "threads_per_process": threads_per_process, "timeout_seconds": timeout_seconds}
         if executor == "vmap" and compile == "auto":
-            raise ValueError("compile='auto' is a choice that executor='auto' makes; give True or False with 'vmap'")
+            raise ValueError(
+                "compile='auto' is a choice of executor='auto'; with 'vmap' give True, False or 'trace'"
+            )
         if executor == "loop" and (compile or chunk_size is not None):
             given = f"compile={compile!r}" if compile else f"chunk_size={chunk_size}"
             raise ValueError(f"{given} has no effect with executor='loop', which is eager and takes one node at a time")
@@ -290,8 +294,9 @@ class Trainer:
             idle = [name for name, value in options.items() if value is not None]
             if idle:
                 raise ValueError(f"{', '.join(idle)} has no effect with backend='stacked'")
-        elif executor != "auto" or chunk_size is not None:
-            given = f"executor={executor!r}" if executor != "auto" else f"chunk_size={chunk_size}"
+        elif executor != "auto" or chunk_size is not None or compile in ("trace", "auto"):
+            given = f"executor={executor!r}" if executor != "auto" else f"compile={compile!r}"
+            given = given if chunk_size is None else f"chunk_size={chunk_size}"
             raise ValueError(f"{given} has no effect with backend='process', which runs eager PyTorch")
         elif device is not None and devices is not None:
             raise TypeError("device and devices say the same thing; give one of them")
@@ -356,8 +361,7 @@ class Trainer:
 
     def _simulate(self, config: RunConfig, executor: str, device: torch.device, recorder: Recorder) -> nn.Module:
         """Train all nodes as rows of one matrix in this process."""
-        kind = CompiledExecutor if executor == "vmap" and config.compile else EXECUTORS[executor]
-        nodes = range(config.num_nodes)
+        nodes, kind = range(config.num_nodes), executor_class(executor, config.compile)
         with isolated(config.seed, device):
             datasets = resolve(self.train_dataset, config.num_nodes, nodes, True, "train_dataset")
             batches = Batches(

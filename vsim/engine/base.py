@@ -29,7 +29,8 @@ class Settings:
         autocast: compute in bfloat16 where torch.autocast does.
         exact: every node has the bits of eager PyTorch on that node alone.
         chunk_size: nodes computed at once, where that is a choice; None: as many as is best.
-        compile: compile the loss and its gradient; "auto": if the steps that remain repay it.
+        compile: compile the loss and its gradient; "trace": capture their operations; "auto": whichever is fastest, and
+            compile if the steps that remain repay it.
         num_steps: the steps of the run, for choices that have to be repaid; None: unknown.
     """
 
@@ -54,11 +55,13 @@ class Executor(ABC):
         name: what it is, for the history.
         reason: why it was chosen, if somebody chose.
         is_ready: whether the last step took the time that the next ones of its kind are going to take.
+        step: the number of the run's step that is computed, from 1; a run that is resumed sets what was done.
     """
 
     name: str
     reason: str = ""
     is_ready: bool = True
+    step: int = 0
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class Executor(ABC):
         With a `minibatch_size` the batch is cut into pieces of so many examples a node, whose gradients are summed,
         each weighted by its part of the batch.
         """
+        self.step += 1
         total: Tensor | None = None
         for piece, share in minibatches(tree_map(rows_apart, batch), minibatch_size):
             losses = self._backward(piece, share, first=total is None)

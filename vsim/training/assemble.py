@@ -80,7 +80,7 @@ def assemble(
         batches.shard_sizes,
         steps,
         config.deterministic,
-        bool(config.compile),
+        config.compile is True,
     )
     strategy = copy.deepcopy(config.strategy)
     strategy.settings = settings_of(config.strategy)
@@ -111,6 +111,7 @@ def assemble(
     if checkpoint is not None:
         resume(run, checkpoint)
         run.starts = checkpoint.forks
+        engine.step = run.done
     run.batches = batches.from_step(run.done)
     if config.memory_share is not None and run.done < steps:
         first = next(run.batches)
