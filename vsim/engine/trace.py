@@ -74,25 +74,22 @@ class TraceExecutor(VmapExecutor):
         return super().losses_and_grads(batch, minibatch_size)
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
-        with self._moved_up_to_date():
-            return self._traced(batch, share, first)
-
-    def _traced(self, batch: Any, share: float, first: bool) -> Tensor:
         leaves, structure = tree_flatten(batch)
         key = (structure, share, first, *_lie(leaves))
         trace = self._traces.get(key)
         if self._refusal or is_watched() or (trace is None and len(self._traces) == _MOST_SHAPES):
-            return self._computed(batch, share, first)
+            return super()._backward(batch, share, first)
         if trace is None:
             return self._capture(key, batch, share, first)
         if not trace.compared_at and trace.captured_at == self.step:
-            return self._computed(batch, share, first)  # the first comparison wants other weights, too
+            return super()._backward(batch, share, first)  # the first comparison wants other weights, too
         if self._is_due(trace):
             return self._compare(trace, batch, share, first)
         try:
-            return trace.call(*leaves)
+            with self._moved_up_to_date():
+                return trace.call(*leaves)
         except Exception:
-            self._computed(batch, share, first)  # raises it again, saying where in the model
+            super()._backward(batch, share, first)  # raises it again, saying where in the model
             raise
 
     def _is_due(self, trace: _Trace) -> bool:
@@ -114,10 +111,11 @@ class TraceExecutor(VmapExecutor):
 
         started = time.perf_counter()
         try:
-            call = _operations(step, leaves)
+            with self._moved_up_to_date():
+                call = _operations(step, leaves)
         except Exception as error:
             before.restore()
-            computed = self._computed(batch, share, first)  # raises what is wrong with the model itself
+            computed = super()._backward(batch, share, first)  # raises what is wrong with the model itself
             self._refuse(str(error).strip().split("\n")[0], error)
             return computed
         self._seconds += time.perf_counter() - started
@@ -129,9 +127,11 @@ class TraceExecutor(VmapExecutor):
         self.is_ready = False
         leaves, _ = tree_flatten(batch)
         before = _BeforePiece(self, leaves, first)
-        traced = self._left(trace.call(*leaves), clone=True)
+        with self._moved_up_to_date():
+            called = trace.call(*leaves)
+        traced = self._left(called, clone=True)
         before.restore()
-        losses = self._computed(batch, share, first)
+        losses = super()._backward(batch, share, first)
         ours = self._left(losses)
         odd = next((name for name, value in traced.items() if not _agree(value, ours[name])), None)
         if odd is None:
