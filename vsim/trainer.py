@@ -283,9 +283,8 @@ class Trainer:
             devices = self.devices
         options = {"devices": devices, "threads_per_process": threads_per_process, "timeout_seconds": timeout_seconds}
         if executor == "vmap" and compile == "auto":
-            raise ValueError(
-                "compile='auto' is a choice of executor='auto'; with 'vmap' give True, False or 'trace'"
-            )
+            allowed = "give True, False or 'trace' with 'vmap'"
+            raise ValueError(f"compile='auto' is a choice that executor='auto' makes; {allowed}")
         if executor == "loop" and (compile or chunk_size is not None):
             given = f"compile={compile!r}" if compile else f"chunk_size={chunk_size}"
             raise ValueError(f"{given} has no effect with executor='loop', which is eager and takes one node at a time")
