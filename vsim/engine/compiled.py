@@ -52,8 +52,6 @@ class CompiledExecutor(VmapExecutor):
     """
 
     name = "compiled"
-    reason = ""
-    is_ready = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from vsim_kernels.alignment import ALIGNMENT
@@ -184,10 +186,27 @@ class _BeforePiece(Before):
 def _operations(step: Callable[..., Tensor], leaves: list[Tensor]) -> Callable[..., Tensor]:
     """Call `step`, and return the function that calls its operations again."""
     module = make_fx(step)(*leaves)
-    # What only makes room or a view that nothing uses is left out; asserts use nothing and are wanted.
-    module.graph.eliminate_dead_code(lambda node: node.is_impure() or "_assert" in str(node.target))
-    module.recompile()
+    _shorten(module)
     return torch.no_grad()(module.forward)
+
+
+@torch.no_grad()
+def _shorten(module: GraphModule) -> None:
+    """Leave out what a repeated step does not need: views of what stays, such as weights, are made once."""
+    graph, names = module.graph, itertools.count()
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+        elif getattr(node.target, "is_view", False) and node.args[0].op == "get_attr":
+            view = node.target(getattr(module, node.args[0].target), *node.args[1:], **node.kwargs)
+            if isinstance(view, Tensor):
+                module.register_buffer(name := f"view_{next(names)}", view)
+                with graph.inserting_before(node):
+                    node.replace_all_uses_with(graph.get_attr(name))
+    # Neither room nor views that nothing uses; asserts use nothing and are wanted.
+    graph.eliminate_dead_code(lambda node: node.is_impure() or "_assert" in str(node.target))
+    module.recompile()
+    vars(module).update(module.named_buffers())  # found sooner than by the attribute access of modules
 
 
 def _lie(leaves: list[Tensor]) -> tuple[Hashable, ...]:
