@@ -1,4 +1,4 @@
-"""What holds for all tests: one thread, no figure windows, recordings wherever they are possible."""
+"""What holds for all tests: one thread, no figure windows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ import pytest
 import torch
 from ranks import Ranks
 
-from vsim.engine import repeated
-
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     # Small models gain nothing from a second thread, and wait for each other's when tests share the machine.
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _short_runs_are_repeated() -> None:
-    # From recordings, as long runs are: they need not repay what recording costs.
-    repeated._SECONDS_A_CALL = 1.0
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vsim_kernels.alignment import ALIGNMENT, aligned, are_apart, empty_rows, rows_apart
 
 from vsim import Trainer
+from vsim.private_torch import is_wrapped
 from vsim.strategy import OptimSpec, SimpleReduceStrategy
 
 
@@ -69,7 +70,7 @@ class Odd(nn.Module):
         self.seen: list[list[int]] = []
 
     def forward(self, batch: Tensor) -> Tensor:
-        plain = [t for t in (batch, self.first, self.second) if not torch._C._functorch.is_functorch_wrapped_tensor(t)]
+        plain = [t for t in (batch, self.first, self.second) if not is_wrapped(t)]
         self.seen.append(begins(plain))  # type: ignore[arg-type]
         with torch.no_grad():
             self.second.clamp_(-0.25, 0.25)

@@ -279,3 +279,22 @@ def test_one_node_at_a_time_is_the_loop(num_nodes: int, chunk_size: int | None) 
     chosen, vmap = fitted("auto"), fitted("vmap")
     assert chosen.history.executor == "loop" and "one at a time" in chosen.history.executor_reason
     torch.testing.assert_close(chosen.strategy.cluster.weights, vmap.strategy.cluster.weights)
+
+
+# Traced
+
+
+def test_auto_traces_at_once_where_the_run_is_long_enough() -> None:
+    plain = fit(small_mlp(0.2), max_steps=200, executor="vmap", compile=False)
+    for compile, count, deterministic in (("auto", 200, False), ("auto", 199, False), ("trace", 3, True)):
+        run = fit(small_mlp(0.2), max_steps=count, compile=compile, deterministic=deterministic)
+        tried = run.history.executor_reason
+        assert ("trace" in tried) is (count != 199)
+        if count == 200:
+            assert torch.equal(run.strategy.cluster.weights, plain.strategy.cluster.weights)  # type: ignore[union-attr]
+
+
+def test_an_exact_run_is_traced_but_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"trace": (0.5, 0.010), "compiled": (30.0, 0.005)}
+    engine, took = race(monkeypatch, times, 100_000, compile="auto", exact=True)
+    assert set(took) == {"trace"} and engine.reason == "measured a step: trace 10 ms"

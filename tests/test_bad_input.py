@@ -540,16 +540,16 @@ TABLE = [
         "device 'meta' is not available; this machine has .*cpu",
     ),
     Bad(
-        "exact and compiled if it pays",
-        lambda: fit(deterministic=True, compile="auto"),
+        "processes that are traced",
+        lambda: fit(backend="process", compile="trace"),
         ValueError,
-        "deterministic=True promises the bits of eager float32; compile='auto' does not",
+        "compile='trace' has no effect with backend='process'",
     ),
     Bad(
         "another word for compile",
         lambda: fit(compile="yes"),
         ValueError,
-        "compile must be True, False or 'auto', got 'yes'",
+        "compile must be True, False, 'trace' or 'auto', got 'yes'",
     ),
     Bad(
         "a loop in chunks",
@@ -562,6 +562,12 @@ TABLE = [
         lambda: fit(executor="loop", compile=True),
         ValueError,
         "compile=True has no effect with executor='loop'",
+    ),
+    Bad(
+        "a traced loop",
+        lambda: fit(executor="loop", compile="trace"),
+        ValueError,
+        "compile='trace' has no effect with executor='loop'",
     ),
     Bad(
         "a choice without a chooser",

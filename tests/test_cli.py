@@ -203,7 +203,7 @@ def test_text_from_a_file_and_the_seed(tmp_path: Path) -> None:
         (["compare", "--mnist-folder", "."], "--mnist-folder has no effect without --data mnist"),
         (["compare", "--device", "tpu"], "device 'tpu'"),
         (["compare", "--log-dir", "x"], "--log-dir has no effect without --run-name or --tensorboard"),
-        (["compare", "--deterministic", "--compile"], "compile=True does not have them"),
+        (["compare", "--deterministic", "--compile", "full"], "compile=True does not have them"),
         (
             ["compare", "--executor", "vmap", "--compile", "auto"],
             "compile=.auto. is a choice that executor=.auto. makes",

@@ -95,7 +95,9 @@ def test_doctor_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
 def test_doctor_of_a_compiled_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--data", "digits", "--model", "mlp", "--nodes", "2", "--steps", "5", "--compile"]) == 0
+    assert (
+        main(["doctor", "--data", "digits", "--model", "mlp", "--nodes", "2", "--steps", "5", "--compile", "full"]) == 0
+    )
     assert "executor: compiled (compiled in " in capsys.readouterr().out
 
 
@@ -107,7 +109,7 @@ def test_bench_measures_all_in_turn(tmp_path: Path, capsys: pytest.CaptureFixtur
     record = json.loads((tmp_path / "bench.json").read_text())
     assert [(line["model"], line["num_nodes"]) for line in record["lines"]] == [("mlp", 1), ("mlp", 2)]
     for line in record["lines"]:
-        assert line["seconds"].keys() == {"separate", "vmap", "loop", "auto", "exact", "exact, fused"}
+        assert line["seconds"].keys() == {"separate", "vmap", "trace", "loop", "auto", "exact", "exact, fused"}
         assert all(seconds > 0 for seconds in line["seconds"].values())
         assert line["ratios"]["separate"] == 1.0
         assert 0 < line["floor_seconds"] < line["seconds"]["vmap"]

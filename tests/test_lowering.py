@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.engine import Executor, LoopExecutor, Settings, VmapError, VmapExecutor, batched
-from vsim.engine.lowering import InexactError
+from vsim.engine.nodes import InexactError
 from vsim.engine.objective import Objective
 from vsim.models import CNN, GPT, MLP
 

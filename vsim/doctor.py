@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vsim.engine import AutoExecutor, VmapExecutor
 from vsim.engine.activations import activation_bytes
 from vsim.engine.memory import optimizer_bytes
+from vsim.private_torch import cpu_multiplies_bfloat16
 from vsim.training.loop import steps
 from vsim.training.member import Run
 
@@ -155,17 +156,12 @@ def machine() -> str:
         ("CPU capability", torch.backends.cpu.get_cpu_capability()),
         (
             "bfloat16 products",
-            "in hardware" if _bfloat16_in_hardware() else "emulated: slower than float32",
+            "in hardware" if cpu_multiplies_bfloat16() else "emulated: slower than float32",
         ),
         ("CUDA", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
         ("MPS", "there" if torch.backends.mps.is_available() else "none"),
     ]
     return tabulate(rows, tablefmt="plain")
-
-
-def _bfloat16_in_hardware() -> bool:
-    known: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False
-    return known
 
 
 def _megabytes(count: float) -> str:

@@ -217,9 +217,11 @@ class Trainer:
                 of this run; `history.executor_reason` has the times. See `vsim.engine.AutoExecutor`.
             deterministic: the bits of separate processes in eager PyTorch, on CPU in float32. The first step is then
                 computed in both ways and compared.
-            compile: True: torch.compile the loss and its gradient, and the strategy's kernels for which it was measured
-                to pay (see `vsim_kernels.compiled`), in some ten seconds; not for executor="loop". "auto": the kernels,
-                and the loss if the remaining steps are expected to repay it.
+            compile: "trace": the model's Python runs once for every shape of batch; then only its operations are called
+                again, with the same bits (see `vsim.engine.TraceExecutor`). True: torch.compile the loss and its
+                gradient, and the strategy's kernels for which it was measured to pay (see `vsim_kernels.compiled`), in
+                some ten seconds. "auto": trace at once, and compile if the remaining steps are expected to repay it.
+                False: the model's own Python runs at every step. Not for executor="loop".
             chunk_size: nodes that "vmap" computes at once. The activations of one chunk are in memory at a time.
             backend: "stacked", the simulator; or "process": a process for every node over torch.distributed, in
                 ordinary eager PyTorch on this machine, or under torchrun this process as one of its ranks.

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from vsim.private_torch import TorchDispatchMode
 from vsim.training.member import Run
 
 # What a step cannot do without. What only moves data, adds or allocates is not counted.

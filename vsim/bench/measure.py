@@ -30,10 +30,11 @@ from vsim.trainer import Trainer
 from vsim.training.loop import steps
 from vsim.training.member import Run
 
-_MOST_STEPS_TO_SETTLE = 40  # executor="auto" makes its trials, and steps are recorded
+_MOST_STEPS_TO_SETTLE = 40  # executor="auto" makes its trials, and steps are traced
 _STEPS_A_TURN = 10  # of a strategy, so that a sync every 10 steps takes part once
 _CANDIDATES: dict[str, dict[str, Any]] = {
     "vmap": {"executor": "vmap"},
+    "trace": {"executor": "vmap", "compile": "trace"},
     "loop": {"executor": "loop"},
     "auto": {"executor": "auto"},
     "exact": {"executor": "vmap", "deterministic": True},

@@ -18,13 +18,15 @@ from tabulate import tabulate
 from vsim.bench.measure import Line, StrategyLine
 from vsim.bench.workloads import MODELS
 
+_STYLES = {"separate": "k:", "loop": "C1--", "vmap": "C0-", "trace": "C3-", "compiled": "C2-"}
+
 
 def table(lines: Sequence[Line]) -> str:
     """Return the lines as a table: milliseconds a step, ratios to K separate modules, to the floor, and of memory."""
     compiled = ["compiled"] if any("compiled" in line.seconds for line in lines) else []
     timed, compared = (
-        ["separate", "vmap", "loop", "exact", *compiled],
-        ["vmap", "exact", "exact, fused", "auto", *compiled],
+        ["separate", "vmap", "trace", "loop", "exact", *compiled],
+        ["vmap", "trace", "exact", "exact, fused", "auto", *compiled],
     )
     to_floor = ["vmap", *compiled]
     rows = [
@@ -76,7 +78,7 @@ def figure(lines: Sequence[Line]) -> Figure:
         for ax, model in zip(drawing.subplots(1, len(models), squeeze=False)[0], models, strict=True):
             own = [line for line in lines if line.model == model]
             nodes = [line.num_nodes for line in own]
-            for label, style in (("separate", "k:"), ("loop", "C1--"), ("vmap", "C0-"), ("compiled", "C2-")):
+            for label, style in _STYLES.items():
                 if any(label not in line.seconds for line in own):
                     continue
                 a_node = [1e3 * line.seconds[label] / line.num_nodes for line in own]

@@ -24,6 +24,7 @@ from vsim.cluster.optim import NodeOptimizers, torch_optimizers
 from vsim.cluster.randomness import global_states, set_global_states
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import Shard, Snapshot
+from vsim.private_torch import mark_stepped
 from vsim.records.history import History
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ def _go_on_as_fork(run: Member, checkpoint: Checkpoint) -> None:
     cluster, strategy = run.cluster, run.strategy
     replicas = cluster.replicas
     for optimizer in torch_optimizers(strategy.optim):
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # or the schedulers warn that it has not stepped yet
+        mark_stepped(optimizer)
     for _ in range(checkpoint.step):
         for scheduler in strategy.schedulers:
             scheduler.step()

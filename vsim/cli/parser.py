@@ -186,11 +186,9 @@ def _add_computing(command: argparse.ArgumentParser) -> None:
     how.add_argument("--autocast", action="store_true", help="compute in bfloat16")
     how.add_argument(
         "--compile",
-        nargs="?",
-        const=True,
-        default=False,
-        choices=["auto"],
-        help="compile losses, gradients and kernels, in ten seconds or more; auto: if the run is long enough for it",
+        choices=["none", "trace", "full", "auto"],
+        help="trace: capture a step's operations; full: compile losses, gradients and kernels, in ten seconds or more; "
+        "auto, the default but for an --executor: trace, and compile if the run is long enough for it",
     )
 
 

@@ -156,4 +156,6 @@ def title(arguments: argparse.Namespace) -> str:
 
 
 def computing(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(arguments, name) for name in ("device", "executor", "deterministic", "autocast", "compile")}
+    chosen = arguments.compile or ("auto" if arguments.executor == "auto" else "none")
+    named = {name: getattr(arguments, name) for name in ("device", "executor", "deterministic", "autocast")}
+    return {**named, "compile": {"none": False, "full": True}.get(chosen, chosen)}

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vsim.private_torch import default_mps_generator
+
 # The first element of every stream's key: who draws from it.
 NODE, SHARED, GLOBAL, EVALUATION, LOADER = range(5)
 
@@ -42,7 +44,7 @@ def default_generator(device: torch.device) -> torch.Generator:
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     if device.type == "mps":
-        return torch.mps._get_default_mps_generator()
+        return default_mps_generator()
     return torch.default_generator
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from vsim_kernels.alignment import ALIGNMENT
 
+from vsim.private_torch import has_gradient_hooks
+
 Views = dict[str, Tensor]
 
 
@@ -185,7 +187,7 @@ def _check_trainable(trainable: Mapping[str, nn.Parameter]) -> None:
     sparse_or_fixed = [f"{name}: {p.dtype}" for name, p in trainable.items() if not p.is_floating_point()]
     if sparse_or_fixed:
         raise ValueError(f"trainable parameters must be floating-point, got {', '.join(sparse_or_fixed)}")
-    hooked = [n for n, p in trainable.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    hooked = [n for n, p in trainable.items() if has_gradient_hooks(p)]
     if hooked:
         raise ValueError(
             f"parameters {hooked} have gradient hooks, which the nodes' own would not have: change gradients in a "

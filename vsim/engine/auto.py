@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from vsim.cluster.replicas import Views
 from vsim.engine.base import Before, Executor, cloned, minibatches
 from vsim.engine.compiled import CompiledExecutor, CompileError
 from vsim.engine.loop import LoopExecutor
-from vsim.engine.lowering import InexactError
+from vsim.engine.nodes import InexactError
 from vsim.engine.products import batches_agree
+from vsim.engine.trace import TraceError, TraceExecutor
 from vsim.engine.vmap import VmapError, VmapExecutor
+from vsim.private_torch import unwatched
 
 # What trying other executors may cost, beside the best: seconds, and a share of the run.
 BUDGET_SECONDS, BUDGET_SHARE = 1.0, 0.03
@@ -27,6 +28,7 @@ _TIMED_STEPS = 3  # of each, after the first and those in which it prepares
 # Seconds that compiling is expected to take until one has been measured in this process, and the share of the remaining
 # run that it may take. If the compiled steps turn out to be no faster, that is what is lost.
 _FIRST_GUESS_OF_COMPILING, _COMPILING_SHARE = 60.0, 0.1
+_FEWEST_STEPS_TO_TRACE = 200  # with compile="auto": fewer do not repay half a second
 
 _remembered: dict[Any, tuple[str, str]] = {}  # what was computed → (the choice, why)
 _seconds_of_compiling: list[float] = []
@@ -59,8 +61,9 @@ class AutoExecutor(Executor):
     Every step that is tried counts as training. A trial that is expected to cost more than BUDGET_SECONDS, or more than
     BUDGET_SHARE of the run, is not begun, and one that does is broken off. What was chosen is remembered in this
     process for the same model, shapes and settings. A model that cannot be vmapped goes on with the loop, with a
-    warning that says why. `compile="auto"` then compiles, if the remaining steps are expected to repay it, and keeps
-    what is faster, which the last bits may depend on; compile=True has no other candidate.
+    warning that says why. With compile="trace" or "auto" a trace is the first candidate, whose bits are vmap's; "auto"
+    then compiles, if the remaining steps are expected to repay it, and keeps what is faster, which the last bits may
+    depend on, but not with deterministic=True; compile=True has no other candidate.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,6 +76,9 @@ class AutoExecutor(Executor):
 
         self.at_once = at_once = VmapExecutor.nodes_at_once(self.replicas, settings)
         self.candidates = [_Candidate("vmap", vmap_of(settings.chunk_size))]
+        long_enough = settings.num_steps is None or settings.num_steps >= _FEWEST_STEPS_TO_TRACE
+        if settings.compile == "trace" or (settings.compile == "auto" and long_enough):
+            self.candidates.insert(0, _Candidate("trace", lambda: TraceExecutor(*parts, settings)))
         if settings.compile is True:
             self.candidates = [_Candidate("compiled", lambda: CompiledExecutor(*parts, settings))]
         else:
@@ -82,9 +88,9 @@ class AutoExecutor(Executor):
             self.candidates.append(_Candidate("loop", lambda: LoopExecutor(*parts, settings)))
         self.on_trial = 0
         self.spent = 0.0
+        self.is_first = False  # the first step of this process is being computed
         self.by_rule = ""
         self.why = ""
-        self.step = 0
         self.key: Any = None
         self.proven: set[Any] = set()  # what has been managed once: by an executor, a kind of work, of these shapes
         self.chosen = self._executor(self.candidates[0])
@@ -104,14 +110,11 @@ class AutoExecutor(Executor):
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         self.step += 1
-        if self.key is None:
+        self.is_first = self.key is None
+        if self.is_first:
             self._recall(batch, minibatch_size)
-            if not self.settled and self.at_once == 1 and not self.settings.compile:
-                self._settle_on(self.candidates[-1], "by rule: nodes would be computed one at a time anyway")
-            elif not self.settled and self._convolves_alone(batch, minibatch_size):
-                self._settle_on(
-                    self.candidates[-1], "by rule: convolutions of this size are computed node by node anyway"
-                )
+            if not self.settled:
+                self._take_the_loop_by_rule(batch, minibatch_size)
         if self.settled:
             return self._attempt("losses_and_grads", batch, minibatch_size)
         candidate = self.candidates[self.on_trial]
@@ -125,7 +128,7 @@ class AutoExecutor(Executor):
             candidate.first = seconds
         elif self.chosen.is_ready:
             candidate.seconds.append(seconds)
-        if self.step == 1 and isinstance(self.chosen, VmapExecutor) and not self.settled:
+        if self.is_first and isinstance(self.chosen, VmapExecutor) and not self.settled:
             self._leave_out_what_differs(self.chosen)
         if not self.settled:
             self._go_on(seconds)
@@ -159,6 +162,20 @@ class AutoExecutor(Executor):
         if over or self.on_trial == len(self.candidates) or best > self._budget(best):
             self._settle()
 
+    def _take_the_loop_by_rule(self, batch: Any, minibatch_size: int | None) -> None:
+        if self.settings.compile in (True, "trace"):
+            return
+        if self.at_once == 1:
+            why = "by rule: nodes would be computed one at a time anyway"
+        elif self._convolves_alone(batch, minibatch_size):
+            why = "by rule: convolutions of this size are computed node by node anyway"
+        else:
+            return
+        if self.settings.compile == "auto":  # which goes on to compile, if that pays
+            self.candidates, self.by_rule = self.candidates[-1:], f"; {why}"
+        else:
+            self._settle_on(self.candidates[-1], why)
+
     def _convolves_alone(self, batch: Any, minibatch_size: int | None) -> bool:
         """Whether vmap would compute most convolutions node by node, where it costs more than the loop.
 
@@ -169,7 +186,7 @@ class AutoExecutor(Executor):
         has_kernels = any(len(c.shape) > 2 for c in self.replicas.layout)
         if not (has_kernels and isinstance(vmap, VmapExecutor)) or isinstance(vmap, CompiledExecutor):
             return False
-        if self.settings.exact or self.settings.compile or self.replicas.shares_grads:
+        if self.settings.exact or self.replicas.shares_grads:
             return False
         before = Before(self)
         try:
@@ -187,7 +204,7 @@ class AutoExecutor(Executor):
     def _leave_out_what_differs(self, vmap: VmapExecutor) -> None:
         """Drop the candidates whose bits depend on the choice."""
         if not self.settings.exact and not batches_agree():
-            self.candidates = self.candidates[:1]
+            self.candidates = [c for c in self.candidates if c.label in ("trace", "vmap")]
             self.by_rule = "; others not tried: with these threads products may have other last bits in batches"
             return
         why = ""
@@ -230,7 +247,8 @@ class AutoExecutor(Executor):
         _remembered[self.key] = best.label, why
 
     def _compiling_pays(self, seconds_a_step: float) -> bool:
-        if self.settings.num_steps is None or any(c.label == "compiled" for c in self.candidates):
+        known = self.settings.exact or any(c.label == "compiled" for c in self.candidates)
+        if self.settings.num_steps is None or known:
             return False
         expected = max(_seconds_of_compiling, default=_FIRST_GUESS_OF_COMPILING)
         remaining = (self.settings.num_steps - self.step) * seconds_a_step
@@ -260,12 +278,14 @@ class AutoExecutor(Executor):
             torch.cuda.synchronize(self.replicas.weights.device)
 
     def _attempt(self, work: str, *arguments: Any) -> Any:
+        if work == "losses_and_grads":
+            self.chosen.step = self.step - 1
         known = (id(self.chosen), work, tuple(t.shape for t in tree_leaves(arguments) if isinstance(t, Tensor)))
         if known in self.proven:
             return getattr(self.chosen, work)(*arguments)
-        with _disable_current_modes():  # of somebody who counts what a step takes
+        with unwatched():  # of somebody who counts what a step takes
             # Of the weights in the very first step only: later there is the optimizer's state beside them.
-            first = self.step == 1 and work == "losses_and_grads"
+            first = self.is_first and work == "losses_and_grads"
             before = Before(self, [a for a in arguments if isinstance(a, torch.Generator)], weights=first)
         try:
             # The batch may be needed again, and the model may change it in place.
@@ -281,6 +301,8 @@ class AutoExecutor(Executor):
     def _give_up(self, error: Exception) -> None:
         """Go on with the next simpler executor, after one that cannot run this model."""
         parts = (self.replicas, self.objective, self.generators)
+        if self.settings.compile == "trace":
+            raise TraceError(f"the model cannot be traced: {error}") from error
         if isinstance(error, CompileError):
             self.chosen = VmapExecutor(*parts, replace(self.settings, compile=False))
         else:

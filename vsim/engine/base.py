@@ -18,6 +18,7 @@ from vsim.cluster.randomness import default_generator, drawing_from
 from vsim.cluster.replicas import Replicas, Views
 from vsim.engine.objective import Objective
 from vsim.engine.own_state import OwnState, numbers_of, put_numbers
+from vsim.private_torch import tensor_tables
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Settings:
         autocast: compute in bfloat16 where torch.autocast does.
         exact: every node has the bits of eager PyTorch on that node alone.
         chunk_size: nodes computed at once, where that is a choice; None: as many as is best.
-        compile: compile the loss and its gradient; "auto": if the steps that remain repay it.
+        compile: compile the loss and its gradient; "trace": capture their operations; "auto": whichever is fastest, and
+            compile if the steps that remain repay it.
         num_steps: the steps of the run, for choices that have to be repaid; None: unknown.
     """
 
@@ -53,11 +55,13 @@ class Executor(ABC):
         name: what it is, for the history.
         reason: why it was chosen, if somebody chose.
         is_ready: whether the last step took the time that the next ones of its kind are going to take.
+        step: the number of the run's step that is computed, from 1; a run that is resumed sets what was done.
     """
 
     name: str
     reason: str = ""
     is_ready: bool = True
+    step: int = 0
 
     def __init__(
         self,
@@ -80,6 +84,7 @@ class Executor(ABC):
         With a `minibatch_size` the batch is cut into pieces of so many examples a node, whose gradients are summed,
         each weighted by its part of the batch.
         """
+        self.step += 1
         total: Tensor | None = None
         for piece, share in minibatches(tree_map(rows_apart, batch), minibatch_size):
             losses = self._backward(piece, share, first=total is None)
@@ -184,7 +189,7 @@ class Places:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
+        tables = [table for m in module.modules() for table in tensor_tables(m)]
         where: dict[int, list[tuple[Any, str]]] = {}
         for table in tables:
             for key, tensor in table.items():

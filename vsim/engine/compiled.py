@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 from vsim_kernels.alignment import rows_apart
 
@@ -17,7 +16,15 @@ from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Views
 from vsim.engine.activations import activation_bytes
 from vsim.engine.base import Before
-from vsim.engine.vmap import Piece, VmapExecutor, even_pieces, without_performance_warnings
+from vsim.engine.vmap import Piece, VmapExecutor, even_pieces
+from vsim.private_torch import (
+    allow_saved_tensors_hooks,
+    is_of_compiler,
+    is_watched,
+    recompile_limit,
+    unwatched,
+    without_performance_warnings,
+)
 
 # A compiled call takes as many nodes at once as keep so many bytes between forward and backward pass. Compiled code
 # loses little by being called more often, and what it keeps is read again from the caches: a step of 16 GPTs takes 0.94
@@ -45,8 +52,6 @@ class CompiledExecutor(VmapExecutor):
     """
 
     name = "compiled"
-    reason = ""
-    is_ready = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,7 +95,7 @@ class CompiledExecutor(VmapExecutor):
         """Choose the pieces for batches of these shapes. The same shapes have the same ones, also in a resumed run."""
         shapes = tuple(t.shape for t in tree_leaves(batch))
         if shapes not in self._pieces_of:
-            with _disable_current_modes():  # of somebody who counts this step's operations
+            with unwatched():  # of somebody who counts this step's operations
                 of_node = activation_bytes(self, tree_map(lambda t: t[0], batch))
             at_once = min(self.at_once, max(1, ACTIVATIONS_AT_ONCE // max(1, of_node)))
             # Pieces of one size are one graph.
@@ -102,7 +107,7 @@ class CompiledExecutor(VmapExecutor):
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         if self.settings.chunk_size is None and self.replicas.weights.device.type == "cpu":
             self._cut_for(batch)
-        if _get_current_dispatch_mode_stack():  # somebody counts operations or memory, which a compiled graph hides
+        if is_watched():  # somebody counts operations or memory, which a compiled graph hides
             return self._uncompiled(batch, share, first)
         losses = []
         try:
@@ -117,11 +122,9 @@ class CompiledExecutor(VmapExecutor):
                         _accumulate(piece.grads, grads, share, first)
                     losses.append(of_piece)
         except Exception as error:
-            of_compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-            if self.compile_seconds is not None and not of_compiler:
+            if self.compile_seconds is not None and not is_of_compiler(error):
                 raise
-            # A tracing that is broken off within a checkpoint leaves them forbidden, for all that follows.
-            torch._C._autograd._saved_tensors_hooks_enable()
+            allow_saved_tensors_hooks()
             self._try_uncompiled(batch)
             raise CompileError(f"the model cannot be compiled: {_summary(error)}") from error
         return torch.cat(losses) * share
@@ -132,7 +135,7 @@ class CompiledExecutor(VmapExecutor):
         shapes = tuple(t.shape for t in tree_leaves((weights, batch)))
         # Other shapes are other graphs, as many as a sweep wants: torch's limit is for all runs of the process. It
         # stands at every other step, where it stops a model whose Python is never the same.
-        limit = nullcontext() if shapes in self.known else torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)
+        limit = nullcontext() if shapes in self.known else recompile_limit(_MOST_GRAPHS)
         with limit:
             grads, losses = self.compiled(weights, piece.buffers, batch)
         self.known.add(shapes)

@@ -15,13 +15,13 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from vsim_kernels.alignment import rows_apart
 
 from vsim.cluster.optim import StackedOptimizer, torch_optimizers
 from vsim.engine import Executor
 from vsim.engine.base import cloned, undone
+from vsim.private_torch import TorchDispatchMode, storage_key
 
 # What the bytes of tensors do not show: workspaces inside of kernels, and what an allocator loses to fragments. On the
 # CPU that is the C library's, whose heap was measured to take 1.25 to 1.6 times as much.
@@ -122,7 +122,7 @@ class _Moments(TorchDispatchMode):
             if not isinstance(tensor, Tensor):
                 continue
             storage = tensor.untyped_storage()
-            key = storage._cdata
+            key = storage_key(tensor)
             if key not in self.alive:
                 self.alive[key] = storage.nbytes() if new else 0
                 self.bytes_alive += self.alive[key]

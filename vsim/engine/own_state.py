@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from vsim.cluster.replicas import Replicas
 from vsim.engine.objective import Numbers, Objective
+from vsim.private_torch import is_wrapped, version
 
 
 class OwnState:
@@ -25,7 +25,7 @@ class OwnState:
 
     def __init__(self, replicas: Replicas, objective: Objective) -> None:
         self.replicas, self.objective = replicas, objective
-        self._frozen = {name: (t, t._version) for name, t in replicas.frozen.items()}
+        self._frozen = {name: (t, version(t)) for name, t in replicas.frozen.items()}
         self._may_count = True
         self._at_first: Numbers | None = None
         self._made: dict[str, tuple[int, int]] | None = None  # buffers that forward has made, after the first step
@@ -51,8 +51,8 @@ class OwnState:
                 and steps. The first two steps tell: one that stays as it is made, such as a mask, does no harm.
         """
         self._may_count = self._may_count and any(n != self._at_first for n in self.objective.numbers.values())
-        for name, (tensor, version) in self._frozen.items():
-            if tensor._version != version:
+        for name, (tensor, at_first) in self._frozen.items():
+            if version(tensor) != at_first:
                 raise ValueError(
                     f"the model changes {name} in forward, a parameter that requires no gradient and that the nodes "
                     "share: make it a buffer (register_buffer), of which every node has its own"
@@ -60,8 +60,8 @@ class OwnState:
         if not self._may_make:
             return
         made = {n: b for n, b in self.objective.model.named_buffers() if n not in self.replicas.buffers}
-        now = {name: (id(b), b._version) for name, b in made.items()}
-        own = [name for name, b in made.items() if torch._C._functorch.is_functorch_wrapped_tensor(b)]
+        now = {name: (id(b), version(b)) for name, b in made.items()}
+        own = [name for name, b in made.items() if is_wrapped(b)]
         if self._made is not None:
             own += [name for name in now if now[name] != self._made.get(name)]
         if own:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from vsim_kernels.alignment import ALIGNMENT, are_apart, is_aligned, rows_apart
 
-from vsim.engine.batched import Stacked, each_node, may_fold, node_by_node
+from vsim.engine.stacked import Stacked, each_node, may_fold, node_by_node
+from vsim.private_torch import unwatched
 
 
 def linear(
@@ -113,6 +113,7 @@ def _lie(t: Tensor) -> _Lie:
 
 
 @functools.cache
+@unwatched()
 def _sample_agrees(threads: int) -> bool:
     for rows, inner, columns in itertools.product((5, 10, 24, 48, 100), (8, 24, 64), (24, 48, 64, 128)):
         a, b = (rows_apart(torch.empty(3, *shape)) for shape in ((rows, inner), (inner, columns)))
@@ -125,7 +126,7 @@ def _sample_agrees(threads: int) -> bool:
 @torch.no_grad()
 def _agree(a: _Lie, b: _Lie, with_bias: bool, dtype: torch.dtype, threads: int) -> bool:
     stream = torch.Generator().manual_seed(0)
-    with _disable_current_modes(), torch.autocast("cpu", enabled=False):  # nobody watches, nothing is cast
+    with unwatched(), torch.autocast("cpu", enabled=False):  # nobody watches, nothing is cast
         return all(_agrees_once(a, b, with_bias, dtype, stream) for _ in range(_TRIALS))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +18,9 @@ from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Replicas, Views
 from vsim.engine.base import Before, Executor, Settings, check_depends, cloned, write_gradients
 from vsim.engine.loop import LoopExecutor
-from vsim.engine.lowering import InexactError, Lowering
-from vsim.engine.repeated import Repeated
+from vsim.engine.lowering import Lowering
+from vsim.engine.nodes import InexactError
+from vsim.private_torch import without_performance_warnings, without_torch_function
 
 # A vmapped call takes as many nodes at once as have this many weights together. Larger pieces gain nothing (their
 # arithmetic is already in large kernels) and their temporaries fall out of the caches.
@@ -64,7 +64,6 @@ class VmapExecutor(Executor):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.differing: set[str] = set()
         self.pieces: list[Piece] = []
-        self._repeated = Repeated(self, self._computed)
         self._cut(even_pieces(self.replicas.num_held, self.at_once))
 
     def _cut(self, pieces: list[slice]) -> None:
@@ -72,7 +71,6 @@ class VmapExecutor(Executor):
         r = self.replicas
         self.pieces.clear()
         self._moved.clear()
-        self._repeated.forget()
         # A shared row of weights is one leaf for all where only the sum of the gradients is wanted. For a gradient of
         # each node's own it is seen K times.
         in_common = None
@@ -145,18 +143,9 @@ class VmapExecutor(Executor):
         if lowering.watch:
             self.calls, self.differing = lowering.calls, lowering.differing
 
-    @property
-    def reason(self) -> str:  # type: ignore[override]
-        """Whether steps are repeated from a recording."""
-        return self._repeated.reason
-
-    @property
-    def is_ready(self) -> bool:  # type: ignore[override]
-        return self._repeated.is_ready
-
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         with self._moved_up_to_date():
-            return self._repeated(batch, share, first)
+            return self._computed(batch, share, first)
 
     def _computed(self, batch: Any, share: float, first: bool) -> Tensor:
         losses = []
@@ -260,7 +249,7 @@ class VmapExecutor(Executor):
     def _works_alone(self, weights: Views, buffers: Views, batch: Any) -> bool:
         """Whether a node's own model runs on its own batch: then vmap is what failed."""
         try:
-            with torch.enable_grad(), torch._C.DisableTorchFunction():  # it may differentiate something itself
+            with torch.enable_grad(), without_torch_function():  # it may differentiate something itself
                 self._outcome(weights, buffers, batch, with_accuracy=False)
         except Exception:
             return False
@@ -280,18 +269,6 @@ def even_pieces(num_nodes: int, at_once: int) -> list[slice]:
 def _of_first(stacked: Any) -> Any:
     """Return the first node's slices of a tree of stacked tensors (K, …), copied."""
     return tree_map(lambda t: t[0].detach().clone(), stacked)
-
-
-@contextmanager
-def without_performance_warnings() -> Iterator[None]:
-    """Let functorch be silent about operations that it computes node by node."""
-    # By functorch's own switch (there is no way to read it; it is on unless somebody turned it off): a warnings
-    # filter that comes and goes every step would make Python forget which of the user's warnings it has shown.
-    torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch._C._functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
 
 
 def _explain_vmap_failure(error: Exception) -> str:

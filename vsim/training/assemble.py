@@ -21,7 +21,7 @@ from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
 from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Batches, first_examples, resolve
 from vsim.data.joint import Source, joint_batches, one_in_memory
-from vsim.engine import EXECUTORS, CompiledExecutor, Executor, Settings, VmapExecutor, first_calls
+from vsim.engine import Executor, Settings, VmapExecutor, executor_class, first_calls
 from vsim.engine.memory import fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
 from vsim.records.history import History
@@ -61,12 +61,7 @@ def prepare(
             )
         nodes, collectives = range(config.num_nodes), StackedCollectives(config.num_nodes, ledger)
         parts.append(Part(config, report, history, nodes, collectives, batches, own))
-    return assemble(parts, executor_of(configs[0]), device)
-
-
-def executor_of(config: RunConfig) -> Callable[..., Executor]:
-    """Return the class of executors that a configuration names."""
-    return CompiledExecutor if config.executor == "vmap" and config.compile else EXECUTORS[config.executor]
+    return assemble(parts, executor_class(configs[0].executor, configs[0].compile), device)
 
 
 def assemble(
@@ -155,6 +150,7 @@ def _assemble_group(
                 member.starts = checkpoint.forks
     if len({member.done for member in members}) > 1:
         raise ValueError(f"members that train together are at different steps: {[member.done for member in members]}")
+    engine.step = members[0].done
     batches = joint_batches([_source(part) for part in parts], members[0].done)
     minibatch_size = parts[0].minibatch_size or config.minibatch_size
     if config.memory_share is not None and members[0].done < steps:
@@ -184,7 +180,7 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
         part.batches.shard_sizes,
         part.steps,
         config.deterministic,
-        bool(config.compile),
+        config.compile is True,
     )
     strategy = copy.deepcopy(config.strategy)
     strategy.settings = settings_of(config.strategy)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vsim.cluster.optim import ELEMENTWISE, StackedOptimizer
+from vsim.private_torch import mark_stepped
 from vsim.strategy.base import Strategy
 
 
@@ -66,7 +67,7 @@ class _Together:
         )
         self.parameter = _parameter(self.whole)
         for part in self.parts:
-            part._opt_called = True  # type: ignore[attr-defined]  # or schedules warn that it has not stepped
+            mark_stepped(part)
 
     def agree(self) -> bool:
         """Whether all parts have the same options now: a schedule or a hook may have changed those of one."""

@@ -13,7 +13,7 @@ from vsim.arguments import a_function, one_of, real_number, true_or_false, whole
 from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.start import Saving, Start
 from vsim.data.batches import loader_options
-from vsim.engine import EXECUTORS
+from vsim.engine import COMPILE, EXECUTORS
 from vsim.records.loggers import Logger, run_loggers
 from vsim.records.report import Hook
 from vsim.strategy.base import Strategy
@@ -25,7 +25,6 @@ _AT_LEAST_ONE_OR_NONE = (
     *("chunk_size", "threads_per_process"),
 )
 _TRUE_OR_FALSE = ("shuffle", "autocast", "deterministic")
-COMPILING = (True, False, "auto")
 
 
 @dataclass
@@ -111,15 +110,15 @@ class FitOptions:
 
     def _check_computing(self) -> None:
         one_of("executor", self.executor, EXECUTORS)
-        if self.compile not in COMPILING or (isinstance(self.compile, int) and not isinstance(self.compile, bool)):
-            allowed = ", ".join(map(repr, COMPILING[:-1]))
-            raise ValueError(f"compile must be {allowed} or {COMPILING[-1]!r}, got {self.compile!r}")
-        inexact = {"autocast=True": self.autocast, f"compile={self.compile!r}": self.compile}
+        if not isinstance(self.compile, bool | str) or self.compile not in COMPILE:
+            raise ValueError(f"compile must be True, False, 'trace' or 'auto', got {self.compile!r}")
+        inexact = {"autocast=True": self.autocast, "compile=True": self.compile is True}
         if self.deterministic and any(inexact.values()):
             given = next(name for name, chosen in inexact.items() if chosen)
             raise ValueError(f"deterministic=True promises the bits of eager float32; {given} does not have them")
         if self.executor == "vmap" and self.compile == "auto":
-            raise ValueError("compile='auto' is a choice that executor='auto' makes; give True or False with 'vmap'")
+            allowed = "give True, False or 'trace' with 'vmap'"
+            raise ValueError(f"compile='auto' is a choice that executor='auto' makes; {allowed}")
         if self.executor == "loop" and (self.compile or self.chunk_size is not None):
             given = f"compile={self.compile!r}" if self.compile else f"chunk_size={self.chunk_size}"
             raise ValueError(f"{given} has no effect with executor='loop', which is eager and takes one node at a time")
@@ -131,8 +130,9 @@ class FitOptions:
             idle = [name for name in of_processes if getattr(self, name) is not None]
             if idle:
                 raise ValueError(f"{', '.join(idle)} has no effect with backend='stacked'")
-        elif self.executor != "auto" or self.chunk_size is not None:
-            given = f"executor={self.executor!r}" if self.executor != "auto" else f"chunk_size={self.chunk_size}"
+        elif self.executor != "auto" or self.chunk_size is not None or self.compile in ("trace", "auto"):
+            given = f"executor={self.executor!r}" if self.executor != "auto" else f"compile={self.compile!r}"
+            given = given if self.chunk_size is None else f"chunk_size={self.chunk_size}"
             raise ValueError(f"{given} has no effect with backend='process', which runs eager PyTorch")
         elif self.device is not None and self.devices is not None:
             raise TypeError("device and devices say the same thing; give one of them")

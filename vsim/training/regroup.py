@@ -9,7 +9,8 @@ from vsim.checkpoint.resume import captured
 from vsim.checkpoint.start import Start
 from vsim.cluster.collectives import StackedCollectives
 from vsim.cluster.ledger import Ledger
-from vsim.training.assemble import assemble, executor_of
+from vsim.engine import executor_class
+from vsim.training.assemble import assemble
 from vsim.training.member import Member, Part, Run
 
 # Until so large a share of the rows has left, they are computed for nothing rather than moved.
@@ -32,7 +33,8 @@ def regroup(run: Run) -> None:
     except CheckpointError:
         return
     device = remaining[0].cluster.weights.device
-    fresh = assemble(parts, executor_of(parts[0].config), device, run.interrupt)
+    config = remaining[0].config
+    fresh = assemble(parts, executor_class(config.executor, config.compile), device, run.interrupt)
     successors = dict(zip(remaining, fresh.members, strict=True))
     for old, new in successors.items():
         new.seconds, new.draws = old.seconds, old.draws

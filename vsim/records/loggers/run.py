@@ -57,7 +57,7 @@ def for_one_run(logger: Logger | Sequence[Logger] | None) -> list[Logger] | None
     """Return the loggers of one run of several at the same time: vsim's own are copied, a user's own hears all runs."""
     if logger is None:
         return None
-    loggers = logger if isinstance(logger, (list, tuple)) else [logger]
+    loggers: Sequence[Any] = logger if isinstance(logger, (list, tuple)) else [logger]
     return [copy.deepcopy(one) if type(one).__module__.startswith("vsim.") else one for one in loggers]
 
 

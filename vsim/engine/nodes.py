@@ -1,0 +1,141 @@
+"""The nodes of a vmapped call: the stacked tensors behind what the model sees, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vsim.engine import products
+from vsim.engine.stacked import Stacked, node_by_node
+from vsim.private_torch import add_batch_dim, batch_dim, batch_level, is_wrapped, outside_of_vmap, unwrapped
+
+
+class InexactError(ValueError):
+    """An operation has no form for all nodes at once that is known to have the bits of one node alone."""
+
+
+class Nodes:
+    """The nodes of one vmapped call, whose tensors rules take apart and put together.
+
+    Args:
+        streams: a generator for each node of the vmapped call, in order; what is random draws from them. None: from
+            the default generator, the same for all nodes.
+        exact: only operations with the bits of one node alone; others raise an InexactError.
+        places: id of a stacked parameter → where its gradient is wanted. What computes a parameter's whole gradient may
+            write it there and return that tensor as the gradient; each place is used once.
+
+    Attributes:
+        num_nodes: the nodes of this vmapped call.
+        way: how the operation that is being computed is called, as its rule says.
+        differing: the operations that took a form which may have other bits than one node alone.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Any] | None,
+        exact: bool = False,
+        places: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.streams = streams
+        self.exact = exact
+        self.places = dict(places or {})
+        self.way = ""
+        self.differing: set[str] = set()
+        self._level = -1
+        self._node: Tensor | None = None
+
+    @property
+    def node(self) -> Tensor | None:
+        """Any tensor that is batched over the nodes. The vmapped function sets it when it starts."""
+        return self._node
+
+    @node.setter
+    def node(self, node: Tensor) -> None:
+        self._node = node
+        self._level = batch_level(node)
+        self.num_nodes = len(unwrapped(node))
+
+    def of(self, t: Any) -> Tensor | None:
+        """Return the stacked tensor (K, …) behind one that is batched over the nodes alone, else None."""
+        if not isinstance(t, Tensor) or batch_level(t) != self._level:
+            return None
+        stacked, dim = unwrapped(t), batch_dim(t)
+        if is_wrapped(stacked):
+            return None
+        return stacked.movedim(dim, 0) if dim else stacked
+
+    def spread(self, t: Tensor) -> Tensor | None:
+        """Return (K, …) of a tensor that may be the same for all nodes; None for what is not ours."""
+        stacked = self.of(t)
+        if stacked is None and not is_wrapped(t):
+            return t.expand(self.num_nodes, *t.shape)
+        return stacked
+
+    def spread_all(self, *tensors: Tensor | None) -> list[Any] | None:
+        """Return (K, …) of every tensor that is there, see `spread`; None if one of them is not ours."""
+        found: list[Tensor | None] = []
+        for t in tensors:
+            stacked = None if t is None else self.spread(t)
+            if stacked is None and t is not None:
+                return None
+            found.append(stacked)
+        return found
+
+    def batch(self, stacked: Tensor) -> Tensor:
+        """Wrap a stacked tensor (K, …) for the vmapped function."""
+        return add_batch_dim(stacked, 0, self._level)
+
+    def alone(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call `func` once for each node.
+
+        Raises:
+            InexactError: it writes into its arguments, or works on tensors of another transform in the model.
+        """
+        if kwargs.get("out") is not None or kwargs.get("inplace") or _writes(func):
+            raise self._refusal(func, "writes into a tensor")
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(t, Tensor) and is_wrapped(t) and self.of(t) is None for t in leaves):
+            raise self._refusal(func, "is inside another functorch transform")
+        known: dict[int, Stacked] = {}  # F.multi_head_attention_forward asks whether query, key and value are one
+
+        def mark(leaf: Any) -> Any:
+            stacked = self.of(leaf)
+            return leaf if stacked is None else known.setdefault(id(leaf), Stacked(stacked))
+
+        marked = tree_map(mark, (args, kwargs))
+        with outside_of_vmap():
+            outcome = node_by_node(func, self.num_nodes, marked[0], marked[1], self.streams)
+        return tree_map(lambda t: self.batch(t.tensor) if isinstance(t, Stacked) else t, outcome)
+
+    def _refusal(self, func: Any, why: str) -> Exception:
+        if not self.exact:
+            return NotImplementedError(f"{name_of(func)} {why} and has no form for all nodes at once")
+        return InexactError(
+            f"{name_of(func)} {why} and has no form for all nodes at once that is known to have the bits of one node "
+            "alone; with deterministic=True use executor='loop'"
+        )
+
+    def needs_grad(self, t: Tensor) -> bool:
+        """Whether a gradient flows into a tensor of the vmapped function."""
+        while is_wrapped(t):
+            t = unwrapped(t)
+        return t.requires_grad
+
+    def note_product(self, name: str) -> None:
+        """Note that a product is batched, which may differ in its bits."""
+        if not self.exact and not products.batches_agree():
+            self.differing.add(name)
+
+
+def name_of(func: Any) -> str:
+    """Return the name of an operation."""
+    return str(getattr(func, "__name__", func))
+
+
+def _writes(func: Any) -> bool:
+    name = name_of(func)
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")

@@ -1,0 +1,227 @@
+"""One step's operations, captured in place of the Python, functorch and autograd that led to them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from vsim_kernels.alignment import ALIGNMENT
+
+from vsim.engine.base import Before, Executor
+from vsim.engine.vmap import VmapExecutor
+from vsim.private_torch import is_watched
+
+CHECKED_EVERY = 100  # steps
+_MOST_SHAPES = 16  # of batches that are captured; further ones run the model's Python
+_TOLERANCE = 1e-3  # of the largest entry, on devices whose kernels may add up in another order every time
+
+
+class TraceError(RuntimeError):
+    """The operations of the model's step cannot be captured."""
+
+
+class StaleTraceError(RuntimeError):
+    """The model's Python computes something else by now than what was captured of it."""
+
+
+@dataclass
+class _Trace:
+    """The operations of a step: what calls them, and the steps when they were captured and last compared."""
+
+    call: Callable[..., Tensor]
+    captured_at: int
+    compared_at: int = 0
+
+
+class TraceExecutor(VmapExecutor):
+    """`VmapExecutor` whose model's Python runs once for every shape of batch, as under jax.jit or in CUDA graphs.
+
+    The operations of that step (torch's make_fx notes them) are called again from then on, with the same arguments, so
+    that every bit is the same. What the model's Python reads then (numbers, attributes, branches) and tensors that it
+    makes of numbers stay as they were; all other tensors are read anew at every step.
+
+    The next step, every hundredth from there and the last are computed both ways, and must agree to the bit in losses,
+    gradients, weights, buffers and random streams; on other devices than a CPU, but for rounding.
+
+    Raises, from `losses_and_grads`:
+        TraceError: the step cannot be captured, or the one after it already differs. With compile="auto" the steps go
+            on without a trace instead, and `reason` has the message.
+        StaleTraceError: a later comparison fails; the steps since the last one are named.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._traces: dict[Hashable, _Trace] = {}
+        self._seconds = 0.0
+        self._refusal = ""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "vmap" if self._refusal else "trace"
+
+    @property
+    def reason(self) -> str:  # type: ignore[override]
+        return self._refusal or (f"traced in {self._seconds:.1f} s" if self._traces else "")
+
+    def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
+        self.is_ready = True
+        return super().losses_and_grads(batch, minibatch_size)
+
+    def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        leaves, structure = tree_flatten(batch)
+        key = (structure, share, first, *_lie(leaves))
+        trace = self._traces.get(key)
+        if self._refusal or is_watched() or (trace is None and len(self._traces) == _MOST_SHAPES):
+            return super()._backward(batch, share, first)
+        if trace is None:
+            return self._capture(key, batch, share, first)
+        if not trace.compared_at and trace.captured_at == self.step:
+            return super()._backward(batch, share, first)  # the first comparison wants other weights, too
+        if self._is_due(trace):
+            return self._compare(trace, batch, share, first)
+        try:
+            with self._moved_up_to_date():
+                return trace.call(*leaves)
+        except Exception:
+            super()._backward(batch, share, first)  # raises it again, saying where in the model
+            raise
+
+    def _is_due(self, trace: _Trace) -> bool:
+        if not trace.compared_at:
+            return True
+        is_last = self.step == self.settings.num_steps
+        return trace.compared_at < self.step and (is_last or self.step - trace.compared_at >= CHECKED_EVERY)
+
+    def _capture(self, key: Hashable, batch: Any, share: float, first: bool) -> Tensor:
+        """Compute a step, and keep its operations."""
+        self.is_ready = False
+        leaves, structure = tree_flatten(batch)
+        before = _BeforePiece(self, leaves, first)
+        losses = []
+
+        def step(*leaves: Tensor) -> Tensor:
+            losses.append(self._computed(tree_unflatten(leaves, structure), share, first))
+            return losses[0]
+
+        started = time.perf_counter()
+        try:
+            with self._moved_up_to_date():
+                call = _operations(step, leaves)
+        except Exception as error:
+            before.restore()
+            computed = super()._backward(batch, share, first)  # raises what is wrong with the model itself
+            self._refuse(str(error).strip().split("\n")[0], error)
+            return computed
+        self._seconds += time.perf_counter() - started
+        self._traces[key] = _Trace(call, self.step)
+        return losses[0]
+
+    def _compare(self, trace: _Trace, batch: Any, share: float, first: bool) -> Tensor:
+        """Compute a step both ways. What counts is the model's own."""
+        self.is_ready = False
+        leaves, _ = tree_flatten(batch)
+        before = _BeforePiece(self, leaves, first)
+        with self._moved_up_to_date():
+            called = trace.call(*leaves)
+        traced = self._left(called, clone=True)
+        before.restore()
+        losses = super()._backward(batch, share, first)
+        ours = self._left(losses)
+        odd = next((name for name, value in traced.items() if not _agree(value, ours[name])), None)
+        if odd is None:
+            trace.compared_at = self.step
+        elif not trace.compared_at:
+            self._refuse(f"{odd} differs between its first step, called again, and its Python at step {self.step}")
+        else:
+            raise StaleTraceError(
+                f"the model's Python computes something else by now than was captured of it at step "
+                f"{trace.captured_at}: since step {trace.compared_at + 1}, found at step {self.step}, where {odd} "
+                "differs. Under compile='trace' its Python runs once for every shape of batch, so the steps in between "
+                "may be wrong; with compile=False it runs at every step"
+            )
+        return losses
+
+    def _refuse(self, why: str, error: Exception | None = None) -> None:
+        self._traces.clear()
+        self._refusal = f"the model cannot be traced: {why}"
+        if self.settings.compile != "auto":
+            raise TraceError(f"{self._refusal}; with compile=False its Python runs at every step") from error
+
+    def _left(self, losses: Tensor, clone: bool = False) -> dict[str, Tensor]:
+        """Return what a step leaves, by name."""
+        r = self.replicas
+        kept = Tensor.clone if clone else Tensor.detach
+        return {
+            "the loss": losses,
+            **{f"the gradient of {name}": g for name, g in r.views(kept(r.grads)).items()},
+            **{f"buffer {name}": kept(b) for name, b in r.buffers.items()},
+            **{f"weight {name}": w for name, w in r.views(kept(r.weights)).items()},
+            **{f"the random stream of row {row}": g.get_state() for row, g in enumerate(self.generators)},
+        }
+
+
+class _BeforePiece(Before):
+    """`Before`, of a piece of a batch: with the gradients that it adds to, and its examples, which may change."""
+
+    def __init__(self, executor: Executor, leaves: list[Tensor], first: bool) -> None:
+        super().__init__(executor)
+        sums = [] if first else [executor.replicas.grads]
+        self.others = [(t, t.clone()) for t in (*sums, *leaves)]
+
+    def restore(self) -> None:
+        super().restore()
+        for tensor, value in self.others:
+            if not _same_bits(tensor, value):
+                tensor.copy_(value)
+
+
+def _operations(step: Callable[..., Tensor], leaves: list[Tensor]) -> Callable[..., Tensor]:
+    """Call `step`, and return the function that calls its operations again."""
+    module = make_fx(step)(*leaves)
+    _shorten(module)
+    return torch.no_grad()(module.forward)
+
+
+@torch.no_grad()
+def _shorten(module: GraphModule) -> None:
+    """Leave out what a repeated step does not need: views of what stays, such as weights, are made once."""
+    graph, names = module.graph, itertools.count()
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+        elif getattr(node.target, "is_view", False) and node.args[0].op == "get_attr":
+            view = node.target(getattr(module, node.args[0].target), *node.args[1:], **node.kwargs)
+            if isinstance(view, Tensor):
+                module.register_buffer(name := f"view_{next(names)}", view)
+                with graph.inserting_before(node):
+                    node.replace_all_uses_with(graph.get_attr(name))
+    # Neither room nor views that nothing uses; asserts use nothing and are wanted.
+    graph.eliminate_dead_code(lambda node: node.is_impure() or "_assert" in str(node.target))
+    module.recompile()
+    vars(module).update(module.named_buffers())  # found sooner than by the attribute access of modules
+
+
+def _lie(leaves: list[Tensor]) -> tuple[Hashable, ...]:
+    """Return all that the operations on a batch depend on but its numbers: layouts, and which tensors are one."""
+    first_with = [next(i for i, other in enumerate(leaves) if other is leaf) for leaf in leaves]
+    return tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT) for t in leaves), tuple(first_with)
+
+
+def _agree(traced: Tensor, computed: Tensor) -> bool:
+    if computed.device.type == "cpu" or not computed.is_floating_point():
+        return _same_bits(traced, computed)
+    most = _TOLERANCE * computed.nan_to_num().abs().max().item() if computed.numel() else 0.0
+    return torch.allclose(traced, computed, rtol=_TOLERANCE, atol=most, equal_nan=True)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bits, which NaNs have, too."""
+    return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other)))

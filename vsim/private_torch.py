@@ -1,0 +1,120 @@
+"""What vsim takes from torch that torch does not promise to keep, each with the reason and what would replace it.
+
+Apart from these vsim names only public functions of torch, and two that all its ecosystem leans on:
+`torch.utils._pytree` and `torch._foreach_*`. `tests/test_private_torch.py` holds every other file to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+# vmap from within. A lowering takes the stacked tensor out of a batched one and puts its own result in.
+# torch.library's register_vmap does that for operators of one's own; a rule in the place of functorch's for an operator
+# of torch would replace these.
+batch_level = _functorch.maybe_get_level
+batch_dim = _functorch.maybe_get_bdim
+unwrapped = _functorch.get_unwrapped
+is_wrapped = _functorch.is_functorch_wrapped_tensor
+is_batched = _functorch.is_batchedtensor
+add_batch_dim = _functorch._add_batch_dim
+
+# Plain stacked tensors are computed with, within a vmapped function, as if no vmap was going on. Replaced by the same.
+outside_of_vmap = temporarily_clear_interpreter_stack
+
+# Modes that count or record operations do not see what is computed within this context: a trial, a probe. A public way
+# to leave all dispatch modes would replace it.
+unwatched = _disable_current_modes
+
+# A failed vmapped call is tried on one node without the lowering. torch.overrides would have to export it.
+without_torch_function = torch._C.DisableTorchFunction
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode sees the operations that are called. A public look at the stack would replace it."""
+    return bool(_get_current_dispatch_mode_stack())
+
+
+@contextmanager
+def without_performance_warnings() -> Iterator[None]:
+    """Let functorch be silent about operations that it computes node by node.
+
+    There is no way to read functorch's switch; it is on unless somebody turned it off. A warnings filter, the public
+    way, comes and goes every step, which would make Python forget which of the user's warnings it has shown.
+    """
+    _functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        _functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
+
+
+def recompile_limit(graphs: int) -> AbstractContextManager[Any]:
+    """Let torch.compile compile so many graphs within a block. An argument of torch.compile would replace it."""
+    return torch._dynamo.config.patch(recompile_limit=graphs)
+
+
+def is_of_compiler(error: Exception) -> bool:
+    """Whether torch.compile itself has raised an error. A public base class of its errors would replace it."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+def allow_saved_tensors_hooks() -> None:
+    """Undo what a compilation that broke off within a checkpoint leaves behind. A repair in torch would replace it."""
+    torch._C._autograd._saved_tensors_hooks_enable()
+
+
+def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return name → parameter and name → buffer of a module itself, which may be changed.
+
+    torch.func.functional_call is the public way to put tensors in a model, but it searches the tree at every call.
+    """
+    return module._parameters, module._buffers
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether a leaf has hooks, which its copies would not have. A public look at them would replace it."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor was written to in place. A public form of it would replace it."""
+    return tensor._version
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that tensors on the same memory share. A public comparison of storages would replace it."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def verify_batch_size(size: torch.Size) -> None:
+    """Raise what BatchNorm raises of a batch of one value per channel. A public form of it would replace it."""
+    functional._verify_batch_size(size)  # type: ignore[attr-defined]
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedulers that an optimizer has stepped, or they would warn. A schedule set to a step would replace it."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def default_mps_generator() -> torch.Generator:
+    """Return what mps draws from by default; the other devices' are public."""
+    return torch.mps._get_default_mps_generator()
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for products of bfloat16. torch.backends.cpu would have to say so."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    known: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return known
