@@ -197,7 +197,7 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
         [generator(config.seed, NODE, node, device=device) for node in part.nodes],
         objective,
         part.steps,
-        saver=None if config.saving is None else Checkpointer(config.saving, part.history),
+        saver=None if config.saving is None else Checkpointer(config.saving),
         draws=not is_vsims_own(config.strategy),
         interrupt=interrupt,
     )
