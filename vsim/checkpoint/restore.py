@@ -95,16 +95,19 @@ class Restorer:
     def _tensor(self, saved: Saved, live: Any, path: str, placement: str | None) -> Tensor:
         node, shape = saved[0][1], live.shape if isinstance(live, Tensor) else None
         value = self._part([shard.tensors[n["at"]] for shard, n in saved], shape, path, placement)
-        if shape == value.shape and live.dtype == value.dtype and 0 not in live.stride():
+        if shape == value.shape and live.dtype == value.dtype:
             alike = isinstance(live, nn.Parameter) == node["parameter"] and (live.device.type == "cpu") == node["cpu"]
-            # What was apart does not meet in one memory: a setup may have given two names to one tensor.
-            if alike and (
-                not shape.numel() or self._written.setdefault(live.data_ptr(), node["memory"]) == node["memory"]
-            ):
+            if alike and self._is_free(live, node["memory"]):
                 with torch.no_grad():
                     return live.copy_(value)
         made = value.clone().to("cpu" if node["cpu"] else self._device)
         return nn.Parameter(made, node["grad"]) if node["parameter"] else made.requires_grad_(node["grad"])
+
+    def _is_free(self, live: Tensor, memory: int) -> bool:
+        """Whether `live` can be written to: what was apart does not meet in one tensor that a setup gave two names."""
+        if any(n > 1 and step == 0 for n, step in zip(live.shape, live.stride(), strict=True)):  # it is expanded
+            return False
+        return not live.numel() or self._written.setdefault(live.data_ptr(), memory) == memory
 
     def _part(self, parts: list[Tensor], shape: torch.Size | None, path: str, placement: str | None) -> Tensor:
         """Return what of saved tensors belongs here: the value, a row of it, or the rows of all nodes.
