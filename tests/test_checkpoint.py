@@ -214,9 +214,8 @@ class Eccentric(Strategy):
         if self.later is None or self.count % 5 == 0:
             self.later = torch.full((self.count,), noise)
             self.parts = list(torch.arange(6.0).add(noise).split(2))
-            self.view = self.later[:1]  # shares its memory
         self.later.mul_(1.01)
-        shift = noise + float(self.view) + self.best + float(self.arrays[0][0]) + float(sum(self.parts).sum())
+        shift = noise + float(self.later[0]) + self.best + float(self.arrays[0][0]) + float(sum(self.parts).sum())
         for p, anchor in zip(self.model.parameters(), self.anchor.parameters(), strict=True):
             p.data.lerp_(anchor, 0.01).add_(shift * 1e-3 + len(self.seen) * 1e-4)
             anchor.data.lerp_(p, 0.1)

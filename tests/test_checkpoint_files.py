@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import pickle
 import shutil
@@ -13,12 +15,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from resumed import ADAMW, assert_same_run, fit
+from resumed import ADAMW, assert_same_run, fit, trainer_of
 from safetensors import safe_open
 from safetensors.torch import save_file
+from separate import vectors
 
 from vsim import CheckpointError, load_checkpoint
 from vsim.checkpoint.files import checkpoints_in
+from vsim.checkpoint.resume import captured
+from vsim.checkpoint.snapshot import Shard, flat_bytes
+from vsim.models import MLP
 from vsim.strategy import DiLoCoStrategy
 
 NAME = "step-00000007.safetensors"
@@ -76,7 +82,7 @@ def text(path: Path) -> None:
 
 
 def from_the_future(path: Path) -> None:
-    rewritten(path, lambda text: text.replace('"format": 1', '"format": 99'), valid=True)
+    rewritten(path, lambda text: text.replace('"format": 2', '"format": 99'), valid=True)
 
 
 def swapped(path: Path) -> None:
@@ -107,7 +113,7 @@ MALFORMED = [
     (pickled, "is not a checkpoint of vsim, or is torn: "),
     (torch_saved, "is not a checkpoint of vsim, or is torn: "),
     (text, "is not a checkpoint of vsim, or is torn: "),
-    (from_the_future, "has format 99, and this version of vsim reads 1"),
+    (from_the_future, "has format 99, and this version of vsim reads 2"),
     (swapped, "is damaged: its contents do not have their checksum"),
     (senseless, "does not hold what a checkpoint of vsim holds"),
 ]
@@ -141,7 +147,8 @@ FORGED = [
     ('"num_nodes": 3', '"num_nodes": -3', "num_nodes must be a whole number"),
     ('"seconds": ', '"seconds": -', "seconds must be >= 0"),
     ('"columns": ["step"', '"columns": ["step", "more"', "argument 2 is shorter"),
-    ('"ledger_names": [', '"ledger_names": [[], ', "too many values to unpack"),
+    ('"event_kinds": [[', '"event_kinds": [[7, ', "Expected 7 arguments, got 8"),
+    ('"event_kinds": [', '"event_kinds": [], "none": [', "list index out of range"),
 ]
 
 
@@ -158,9 +165,9 @@ def test_a_file_that_was_written_by_hand(old: str, new: str, message: str, run: 
     ("old", "new"),
     [
         ('"kind": "tensor"', '"kind": "anything"'),
-        ('"offset": 0', '"offset": 1000000'),
-        ('"stride": [', '"stride": ["os", '),
-        ('"kind": "generator", "state"', '"kind": "generator", "none"'),
+        ('"at": "generator.state"', '"at": "elsewhere"'),
+        ('"kind": "sequence", "class"', '"kind": "sequence", "none"'),
+        ('"at": "weights", "cpu"', '"at": "weights", "gpu"'),
     ],
 )
 def test_a_state_that_was_written_by_hand(old: str, new: str, run: Path, tmp_path: Path) -> None:
@@ -214,17 +221,37 @@ def test_a_write_that_fails_leaves_the_old_file(run: Path, tmp_path: Path, monke
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [NAME]
 
 
-def test_equal_rows_of_one_memory_are_saved_once(run: Path) -> None:
-    from vsim.checkpoint.restore import Restorer, write_rows
-    from vsim.cluster.state import Snapshot
+def test_what_is_equal_is_written_once(run: Path, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(run)
+    (shard,) = checkpoint.shards
+    apart = dataclasses.replace(checkpoint, shards=[shard, shard, shard])  # as if of three processes
+    apart.save(tmp_path / NAME)
+    assert (tmp_path / NAME).stat().st_size < 1.2 * (run / NAME).stat().st_size + 2 * len(json.dumps(shard.tree))
+    again = load_checkpoint(tmp_path / NAME)
+    assert all(torch.equal(own.tensors[path], t) for own in again.shards for path, t in shard.tensors.items())
 
-    row = torch.arange(1000.0)
-    shared = row.expand(50, -1)
-    shard = Snapshot({"weights": shared, "slice": row[10:20]}, {}, {}).shard()
-    assert [t.numel() for t in shard.storages] == [1000]
-    assert torch.equal(shard.tensor(shard.tree["weights"]), shared)
-    live = torch.zeros(1000).expand(50, -1)
-    restorer = Restorer([shard], None, 50, {}, {}, torch.device("cpu"))
-    assert restorer.restore("weights", live) is live and torch.equal(live, shared) and live.stride(0) == 0
-    with pytest.raises(CheckpointError, match="the nodes differ, but this run keeps one row for all of them"):
-        write_rows(live, torch.randn(50, 1000))
+
+def test_the_checkpoint_of_a_step_is_found_in_a_folder(run: Path) -> None:
+    assert load_checkpoint(run, step=5).step == 5
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 6 in the folder .*; there are: 5, 7"):
+        load_checkpoint(run, step=6)
+
+
+def test_the_ledger_has_the_numbers_that_it_had(run: Path) -> None:
+    trainer = fit(strategy(), max_steps=7)
+    events = list(load_checkpoint(run).ledger)
+    assert events == list(trainer.ledger) != []
+    assert [list(map(type, event)) for event in events] == [list(map(type, event)) for event in trainer.ledger]
+
+
+def test_equal_runs_have_equal_files() -> None:
+    """Byte for byte, but for what was measured: nothing that was never written to gets into a file."""
+
+    def shard() -> Shard:
+        trainer = trainer_of(lambda: MLP(12, (9,), 5, seed=1), vectors)  # rows of odd length, with gaps between them
+        fit(strategy(), trainer, max_steps=4, val_interval=None, deterministic=True)
+        return captured(trainer._last).shards[0]  # type: ignore[arg-type]
+
+    first, second = shard(), shard()
+    assert first.tree == second.tree and first.tensors.keys() == second.tensors.keys()
+    assert all(torch.equal(flat_bytes(t), flat_bytes(second.tensors[path])) for path, t in first.tensors.items())

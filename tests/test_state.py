@@ -1,7 +1,8 @@
-"""What is found in objects, and what is put back: memory that is shared stays shared, and what is apart stays apart."""
+"""What is declared and what is found in objects, and what is put back."""
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from vsim import CheckpointError
 from vsim.checkpoint.restore import Restorer
-from vsim.cluster.state import Shard, Snapshot, Stateful
+from vsim.checkpoint.snapshot import Shard, Snapshot
+from vsim.cluster.state import Stateful
 
 
 def saved(**roots: Any) -> Shard:
@@ -60,21 +62,18 @@ def test_tensors_of_every_dtype_and_shape(dtype: torch.dtype, there: bool) -> No
         assert torch.equal(back, value) and back.dtype == dtype and (back is live) == there
 
 
-def test_what_shared_memory_shares_it_again() -> None:
+def test_what_shares_memory_after_the_setup_does_so_again() -> None:
     base = torch.arange(12.0).view(3, 4)
-    made = {"base": base, "row": base[1], "column": base[:, 2], "other": torch.ones(4), "same": base}
-    # Whether they are all there, or made anew, or there but with memory of their own.
-    for live in (
-        {"base": (b := torch.zeros(3, 4)), "row": b[1], "column": b[:, 2], "other": torch.zeros(4), "same": b},
-        dict.fromkeys(made),
-        {"base": torch.zeros(3, 4), "row": torch.zeros(4), "column": torch.zeros(3), "other": None, "same": None},
-    ):
-        back = put_back(saved(x=made), x=dict(live))["x"]
+    made = {"base": base, "row": base[0], "column": base[:, 2], "other": torch.ones(4), "same": base}
+    live = {"base": (b := torch.zeros(3, 4)), "row": b[0], "column": b[:, 2], "other": torch.zeros(4), "same": b}
+    for there in (live, dict.fromkeys(made)):
+        back = put_back(saved(x=made), x=there)["x"]
         assert all(torch.equal(back[name], value) for name, value in made.items())
         assert back["same"] is back["base"]
-        back["base"].mul_(2)
-        assert torch.equal(back["row"], 2 * base[1]) and torch.equal(back["column"], 2 * base[:, 2])
-        assert torch.equal(back["other"], torch.ones(4))
+        if there is live:
+            assert back["base"] is b
+            back["base"].mul_(2)
+            assert torch.equal(back["row"], 2 * base[0]) and torch.equal(back["column"], 2 * base[:, 2])
 
 
 def test_what_was_apart_is_apart_again() -> None:
@@ -84,11 +83,15 @@ def test_what_was_apart_is_apart_again() -> None:
     assert [t.tolist() for t in back["x"]] == [[1.0] * 3, [0.0] * 3] and back["y"] == [[1], [2]]
 
 
-def test_a_small_view_of_large_memory_is_saved_small() -> None:
-    large = torch.arange(10_000.0)
-    shard = saved(x=large[5000:5010], y=large[5020:5021])
-    assert [t.numel() for t in shard.storages] == [21]
-    assert put_back(shard, x=None, y=None)["y"].tolist() == [5020.0]
+def test_a_tensor_is_written_in_place_and_a_view_of_a_larger_one_is_saved_alone() -> None:
+    large, here = torch.arange(100.0).view(10, 10), torch.zeros(10, 10)
+    shard = saved(x=large[4:6])
+    assert [tuple(t.shape) for t in shard.tensors.values()] == [(2, 10)]
+    rows = here[7:9]
+    assert put_back(shard, x=rows)["x"] is rows
+    assert torch.equal(here[7:9], large[4:6]) and not here[:7].any() and not here[9:].any()
+    expanded = torch.zeros(10).expand(2, 10)  # cannot be written to
+    assert torch.equal(put_back(shard, x=expanded)["x"], large[4:6])
 
 
 def test_references_and_cycles() -> None:
@@ -99,27 +102,54 @@ def test_references_and_cycles() -> None:
     assert back is live and back.itself is live and back.again is back.items == [1] and not hasattr(back, "gone")
 
 
-class Slotted:
-    __slots__ = ("a", "b")
-
-    def __init__(self, a: int) -> None:
-        self.a = a
-
-
 class Module(Stateful):
     def __init__(self) -> None:
-        self.inner, self.scale = nn.BatchNorm1d(2), Slotted(3)
+        self.inner = nn.BatchNorm1d(2)
+        self.inner.calls = 0  # type: ignore[assignment]
 
 
-def test_modules_and_slots() -> None:
+def test_modules() -> None:
     module = Module()
     module.inner(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)))
-    module.scale.a, module.scale.b = 5, torch.ones(2)
+    module.inner.calls = 3  # type: ignore[assignment]
     fresh = Module()
     weight = fresh.inner.weight
     put_back(saved(x=module), x=fresh)
     assert fresh.inner.weight is weight and torch.equal(fresh.inner.running_mean, module.inner.running_mean)
-    assert fresh.scale.a == 5 and torch.equal(fresh.scale.b, torch.ones(2))
+    assert fresh.inner.calls == 3
+
+
+def test_generators_and_optimizers_are_filled() -> None:
+    state = {
+        "torch": torch.Generator().manual_seed(1),
+        "numpy": np.random.default_rng(2),
+        "old numpy": np.random.RandomState(3),
+        "python": random.Random(4),
+    }
+    fresh = {
+        "torch": torch.Generator(),
+        "numpy": np.random.default_rng(),
+        "old numpy": np.random.RandomState(),
+        "python": random.Random(),
+    }
+    back = put_back(saved(x=state), x=fresh)["x"]
+    assert all(back[name] is fresh[name] for name in fresh)
+
+    def drawn(streams: dict[str, Any]) -> list[float]:
+        own, numpy, old, python = streams.values()
+        return [float(torch.rand((), generator=own)), numpy.normal(), old.normal(), python.random()]
+
+    assert drawn(back) == drawn(state)
+    optimizers = [torch.optim.Adam([nn.Parameter(torch.ones(3))], lr=lr) for lr in (0.1, 0.2)]
+    parameter = optimizers[0].param_groups[0]["params"][0]
+    parameter.grad = torch.ones(3)
+    optimizers[0].step()
+    there = optimizers[1].param_groups[0]["params"][0]
+    moments = optimizers[1].state[there]["exp_avg"] = torch.zeros(3)
+    put_back(saved(x=optimizers[0]), x=optimizers[1])
+    assert optimizers[1].param_groups[0]["lr"] == 0.1 and torch.equal(there, parameter)
+    assert optimizers[1].state[there]["exp_avg"] is moments  # in place, where it is there
+    assert all(torch.equal(v, optimizers[1].state[there][k]) for k, v in optimizers[0].state[parameter].items())
 
 
 @pytest.mark.parametrize(
@@ -128,7 +158,8 @@ def test_modules_and_slots() -> None:
         (iter([1]), r"x\.held is a list_iterator, whose state cannot be saved; hold tensors, numbers"),
         ((i for i in "ab"), r"x\.held is a generator, whose state cannot be saved"),
         (object(), r"x\.held is a object, whose state cannot be saved"),
-        ({torch.ones(1): 1}, r"x\.held is a dict with the key tensor"),
+        ({torch.ones(1): 1}, r"x\.held holds the key tensor"),
+        ({(1, torch.ones(1))}, r"x\.held holds the key \(1, tensor"),
         (np.array(["a"]), r"x\.held is an array of <U1"),
         (torch.eye(2).to_sparse(), r"x\.held is a tensor of layout torch\.sparse_coo"),
         (open(__file__), r"x\.held is a _io\.TextIOWrapper"),  # noqa: SIM115
@@ -152,9 +183,9 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(CheckpointError, match="the checkpoint holds no y"):
         put_back(saved(x=1), y=1)
     sgd = torch.optim.SGD([torch.zeros(2)])
-    with pytest.raises(CheckpointError, match="x had 1 parameters, and has 2 here"):
+    with pytest.raises(CheckpointError, match=r"x cannot be filled .*: it had 1 parameters, and has 2 here"):
         put_back(saved(x=sgd), x=torch.optim.SGD([torch.zeros(2), torch.zeros(2)]))
-    with pytest.raises(CheckpointError, match=r"x\.state\[0\]: the parameter had another shape or place, and is \[3\]"):
+    with pytest.raises(CheckpointError, match=r"x cannot .*: parameter 0 had another shape or place, and is \[3\]"):
         put_back(saved(x=sgd), x=torch.optim.SGD([torch.zeros(3)]))
 
 
@@ -182,10 +213,10 @@ def test_a_node_takes_its_row() -> None:
     (own,) = narrowed(streams, [torch.Generator()])
     assert own.initial_seed() == 1
     with pytest.raises(
-        CheckpointError, match=r"x may be stacked, a row for every node, or be shared by all .* shared_sta"
+        CheckpointError, match=r"x may be stacked, a row for each node, .*: declare it in the setup, with self\.keep_st"
     ):
         narrowed(rows(), None)
-    with pytest.raises(CheckpointError, match=r"x has an entry for each of 3 nodes, or by chance as many"):
+    with pytest.raises(CheckpointError, match=r"x has an item for each of 3 nodes, or by chance as many: declare"):
         narrowed([rows(), rows(), rows()], [rows()])
 
 
@@ -205,19 +236,58 @@ def test_rows_are_put_together() -> None:
 
 
 class Declared(Stateful):
-    shared_state = ("log",)
-
-    def __init__(self, log: list[Tensor]) -> None:
-        self.log = log
-
-
-def test_what_is_declared_shared_is_taken_as_it_is() -> None:
-    assert [t.tolist() for t in narrowed(Declared([rows()]), Declared([])).log] == [rows().tolist()]
-    assert [t.tolist() for t in joined([Declared([rows(1)])] * 3, Declared([])).log] == [rows(1).tolist()]
+    def setup(self, rows: int, shared: Any, stacked: Any) -> Declared:
+        self.keep_shared(shared=shared)
+        self.keep_stacked(stacked=stacked, counts=[0] * rows)
+        return self
 
 
-def test_views_of_a_shard_in_memory_are_where_they_were() -> None:
-    memory = torch.arange(10.0)
-    shard = saved(x=memory[4:6], y=memory[7:9])
-    assert shard.tensor(shard.tree["y"]).tolist() == [7.0, 8.0]
-    assert put_back(shard, x=None, y=None)["y"].tolist() == [7.0, 8.0]
+def test_what_is_declared_is_moved_without_a_look_at_shapes() -> None:
+    together = Declared().setup(3, [rows()], {"new": [rows(), (rows() + 1)]})
+    together.counts = [5, 6, 7]
+    apart = [Declared().setup(1, [rows()], {"new": [own, own + 1]}) for own in rows().split(1)]
+    for own, count in zip(apart, (5, 6, 7), strict=True):
+        own.counts = [count]
+    one = narrowed(together, Declared().setup(1, [], {}))
+    assert (one.counts, [t.tolist() for t in one.shared]) == ([6], [rows().tolist()])
+    assert [t.tolist() for t in one.stacked["new"]] == [rows()[1:2].tolist(), (rows()[1:2] + 1).tolist()]
+    all_three = joined(apart, Declared().setup(3, [], {}))
+    assert (all_three.counts, [t.tolist() for t in all_three.shared]) == ([5, 6, 7], [rows().tolist()])
+    assert [t.tolist() for t in all_three.stacked["new"]] == [rows().tolist(), (rows() + 1).tolist()]
+    apart[1].shared = [rows() + 1]
+    with pytest.raises(CheckpointError, match=r"x\.shared\[0\] differs between the nodes' processes"):
+        joined(apart, Declared().setup(3, [], {}))
+    with pytest.raises(ValueError, match=r"keep_stacked\(scale=…\): a scalar tensor has no row"):
+        Declared().keep_stacked(scale=torch.ones(()))
+
+
+def test_optimizers_of_rows_are_cut_with_their_state() -> None:
+    def optimizer(start: int, stop: int) -> torch.optim.Optimizer:
+        parameter = nn.Parameter(rows()[start:stop].clone())
+        parameter.grad = rows()[start:stop] + 1
+        made = torch.optim.Adam([parameter], lr=0.1)
+        made.step()
+        return made
+
+    class Holder(Stateful):
+        def __init__(self, start: int, stop: int) -> None:
+            self.keep_stacked(inner=optimizer(start, stop))
+
+    def state(holder: Holder) -> list[Any]:
+        (parameter,) = holder.inner.param_groups[0]["params"]  # type: ignore[attr-defined]
+        return [parameter.tolist(), *(t.tolist() for t in holder.inner.state[parameter].values())]  # type: ignore[attr-defined]
+
+    fresh = Holder(0, 1)
+    assert state(narrowed(Holder(0, 3), fresh)) == state(Holder(1, 2))
+    assert state(joined([Holder(k, k + 1) for k in range(3)], Holder(0, 3))) == state(Holder(0, 3))
+
+
+class Partial(Stateful):
+    derived = ("again",)
+
+
+def test_what_is_derived_is_not_saved() -> None:
+    one, other = Partial(), Partial()
+    one.number, one.again, other.again = 3, iter([1]), "kept"  # type: ignore[attr-defined]
+    put_back(saved(x=one), x=other)
+    assert vars(other) == {"number": 3, "again": "kept"}

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from vsim.checkpoint.files import CheckpointError, checkpoint_path, checkpoints_in, prepare_folder, step_of
+from vsim.checkpoint.files import checkpoint_path, checkpoints_in, prepare_folder, step_of
 from vsim.checkpoint.start import Saving, Start
 from vsim.cluster.ledger import Event, Ledger
 from vsim.cluster.randomness import isolated
+from vsim.cluster.state import CheckpointError
 from vsim.engine.memory import available_bytes
 from vsim.records.history import History, read_json, write_json
 from vsim.records.live import LiveRace

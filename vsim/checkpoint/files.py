@@ -7,15 +7,14 @@ then renamed, so that there is the old file or the new one, and never half of on
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +23,22 @@ import torch
 from torch import Tensor, nn
 
 from vsim.arguments import real_number, whole_number
+from vsim.checkpoint.fingerprint import differences, layout_of
+from vsim.checkpoint.snapshot import Shard, flat_bytes
 from vsim.cluster.collectives import reduce_rows
 from vsim.cluster.ledger import Event, Ledger
 from vsim.cluster.replicas import Replicas, Views
-from vsim.cluster.state import CheckpointError, Shard
+from vsim.cluster.state import CheckpointError
 from vsim.records.history import COLUMNS, History
 
-__all__ = ["Checkpoint", "CheckpointError", "checkpoints_in", "latest_checkpoint", "load_checkpoint"]
-
-FORMAT = 1
+FORMAT = 2
 # In a folder, so many are kept: the newest, and one to fall back on.
 KEPT = 2
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
-# What safetensors has a name for. Other dtypes are stored as their bytes.
-_STORED = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-}
+_NUMBERS = ("step", "num_nodes", "examples", "seconds", "fingerprint")
+# What every version of safetensors has a name for. Other dtypes are stored as their bytes.
+_STORED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8}
+_STORED |= {torch.int64, torch.int32, torch.int16, torch.int8}
 
 
 @dataclass(eq=False)
@@ -87,14 +77,14 @@ class Checkpoint:
     @property
     def weights(self) -> Tensor:
         """Stacked (K, P), on the CPU."""
-        rows = torch.cat([shard.tensor(shard.tree["weights"]) for shard in self.shards])
+        rows = torch.cat([shard.tensors["weights"] for shard in self.shards])
         return rows.expand(self.num_nodes, -1)  # equal nodes may share one row
 
     @property
     def buffers(self) -> Views:
         """Name → stacked (K, *shape), on the CPU."""
-        own = [{name: shard.tensor(node) for name, node in shard.tree["buffers"]["items"]} for shard in self.shards]
-        return {name: torch.cat([buffers[name] for buffers in own]) for name in own[0]}
+        names = [name for name, _ in self.shards[0].tree["buffers"]["items"]]
+        return {name: torch.cat([shard.tensors[f"buffers[{name!r}]"] for shard in self.shards]) for name in names}
 
     def mean_weights(self) -> Tensor:
         """Return the mean replica, shared (P,); equal replicas are it as they are."""
@@ -120,7 +110,7 @@ class Checkpoint:
             IndexError: there is no such node.
         """
         skeleton = Replicas.of(like, 1, torch.device("cpu"))
-        self.check_layout(layout_of(skeleton))
+        self.check_layout(skeleton)
         if node is None:
             return skeleton.as_module(self.mean_weights(), self.mean_buffers(), like)
         if not 0 <= node < self.num_nodes:
@@ -141,16 +131,15 @@ class Checkpoint:
             optimizer: keep the state of the nodes' inner optimizers where it fits: the same K, optimizer class, device
                 and `deterministic`, and options that keep the same tensors. False: it starts anew.
         """
-        forked = copy.copy(self)
-        forked.forks, forked.keeps_optimizer = True, optimizer
-        return forked
+        return replace(self, forks=True, keeps_optimizer=optimizer)
 
     def save(self, path: str | Path) -> None:
         """Write the file `path` atomically; its folder must exist."""
         _write(self, Path(path))
 
-    def check_layout(self, layout: Mapping[str, Any]) -> None:
+    def check_layout(self, replicas: Replicas) -> None:
         """Raise a CheckpointError if a model has other parameters or buffers than this one's."""
+        layout = layout_of(replicas)
         changes = list(differences({k: self.fingerprint.get(k) for k in layout}, layout))
         if changes:
             raise CheckpointError(f"the checkpoint is of another model: {'; '.join(changes)}")
@@ -160,38 +149,34 @@ class Checkpoint:
         return f"Checkpoint(step {self.step}, {self.num_nodes} nodes, {self.fingerprint.get('strategy', '')}{where})"
 
 
-def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the checkpoint in a file, or the newest one in a folder that can be used.
+def _equal_rows(stacked: Tensor) -> bool:
+    return torch.equal(stacked, stacked[:1].expand_as(stacked))
+
+
+# Folders --------------------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
+    """Return the checkpoint in a file, or of a folder that of a step, or the newest one that can be used.
 
     Nothing in it is executed. Where the newest of a folder is damaged, a UserWarning says so, and the one before it is
     returned.
 
+    Args:
+        step: which of a folder; None for the newest.
+
     Raises:
         CheckpointError: there is none, it is damaged, or it is something else.
-
-    Example:
-        >>> import tempfile, vsim
-        >>> from vsim.data import digits
-        >>> from vsim.models import MLP
-        >>> from vsim.strategy import DiLoCoStrategy, FedAvgStrategy
-        >>> trainer = vsim.Trainer(MLP(seed=0), digits()[0])
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = trainer.fit(
-        ...         strategy=DiLoCoStrategy(H=2), num_nodes=4, max_steps=6, save_dir=folder, progress=False
-        ...     )
-        ...     checkpoint = vsim.load_checkpoint(folder)
-        >>> checkpoint.step, tuple(checkpoint.weights.shape)
-        (6, (4, 26122))
-        >>> _ = trainer.fit(
-        ...     strategy=FedAvgStrategy(H=2), num_nodes=8, max_steps=8, resume=checkpoint.fork(), progress=False
-        ... )
-        >>> trainer.history["step"].tolist()
-        [6.0, 7.0, 8.0]
     """
     path = Path(path)
     if not path.is_dir():
         return _read(path)
     found = checkpoints_in(path)
+    if step is not None:
+        if checkpoint_path(path, step) not in found:
+            there = ", ".join(str(step_of(file)) for file in found) or "none"
+            raise CheckpointError(f"there is no checkpoint of step {step} in the folder {path}; there are: {there}")
+        return _read(checkpoint_path(path, step))
     if not found:
         raise CheckpointError(f"there is no checkpoint in the folder {path}")
     problems: list[str] = []
@@ -217,10 +202,8 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the files of checkpoints in a folder, by step; none where there is no folder."""
-    if not folder.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=step_of)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -230,9 +213,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int:
     """Return the step that the name of a checkpoint says."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return int(path.stem.removeprefix("step-"))
 
 
 def prepare_folder(folder: Path) -> None:
@@ -243,11 +224,10 @@ def prepare_folder(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".step-*.part"):
-            left.unlink()
         probe = folder / f".step-{os.getpid()}.part"
         probe.touch()
-        probe.unlink()
+        for left in folder.glob(".step-*.part"):
+            left.unlink()
     except OSError as error:
         raise CheckpointError(f"save_dir {str(folder)!r} cannot be written to: {error}") from error
 
@@ -255,93 +235,62 @@ def prepare_folder(folder: Path) -> None:
 def prune(folder: Path, step: int) -> None:
     """Remove all checkpoints up to `step` but the newest."""
     for old in [path for path in checkpoints_in(folder) if step_of(path) <= step][:-KEPT]:
-        with suppress(FileNotFoundError):
-            old.unlink()
+        old.unlink(missing_ok=True)
 
 
-def layout_of(replicas: Replicas) -> dict[str, Any]:
-    """Return what a model's weights and buffers are: the part of the fingerprint that a fork must share."""
-    return {
-        **{f"parameter {c.name}": [list(c.shape), str(replicas.weights.dtype)] for c in replicas.layout},
-        **{f"buffer {name}": [list(b.shape[1:]), str(b.dtype)] for name, b in replicas.buffers.items()},
-        "parameters": [c.name for c in replicas.layout],
-        "buffers": list(replicas.buffers),
-    }
-
-
-def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Iterable[str]:
-    """Yield what differs between two fingerprints, in words."""
-    for name in dict.fromkeys([*saved, *given]):
-        before, now = (side.get(name) for side in (saved, given))
-        if before != now:
-            yield f"{name} was {_shown(before)} and is {_shown(now)}"
-
-
-def _shown(value: Any) -> str:
-    text = "absent" if value is None else str(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"
-
-
-def _equal_rows(stacked: Tensor) -> bool:
-    return torch.equal(stacked, stacked[:1].expand_as(stacked))
-
-
-# The file ------------------------------------------------------------------------------------------------------------
+# The file -------------------------------------------------------------------------------------------------------------
 
 
 def _write(checkpoint: Checkpoint, path: Path) -> None:
     from safetensors.torch import save_file  # here, as only who saves needs it
 
-    tensors = _record_tensors(checkpoint)
-    trees: dict[str, int] = {}  # processes have the same, mostly; so for their shared tensors
-    keys: dict[tuple[int, str], list[str]] = {}
-    shards: list[dict[str, Any]] = []
-    for shard in checkpoint.shards:
-        tree = json.dumps(shard.tree)
-        own = []
-        for number, storage in enumerate(shard.storages):
-            alike = keys.setdefault((number, f"{storage.dtype}{storage.numel()}"), [])
-            stored = storage if storage.dtype in _STORED else storage.view(torch.uint8)
-            key = next((key for key in alike[:1] if _same_bytes(tensors[key], stored)), None)
-            if key is None:
-                key = f"{len(shards)}/{number}"
-                tensors[key] = stored
-                alike.append(key)
-            own.append([key, str(storage.dtype).removeprefix("torch.")])
-        shards.append({"tree": trees.setdefault(tree, len(trees)), "starts": shard.starts, "storages": own})
+    tensors: dict[str, Tensor] = {}
+    keys: dict[str, str] = {}  # what is equal, such as the processes' shared tensors, is written once
+    memory: set[int] = set()
+
+    def store(key: str, tensor: Tensor) -> list[Any]:
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        flat = flat_bytes(tensor)
+        tensor = flat.view(tensor.dtype).view(shape) if tensor.dtype in _STORED else flat
+        digest = _digest(tensor)
+        if digest not in keys:
+            pointer = tensor.untyped_storage().data_ptr()
+            tensors[key] = tensor.clone() if pointer in memory else tensor  # which safetensors wants apart
+            keys[digest] = key
+            memory.add(pointer)
+        return [keys[digest], dtype, shape]
+
+    shards = [
+        [shard.tree, {name: store(f"{name}{f' of node {i}' if i else ''}", t) for name, t in shard.tensors.items()}]
+        for i, shard in enumerate(checkpoint.shards)
+    ]
     text = json.dumps(
         {
             "format": FORMAT,
-            "step": checkpoint.step,
-            "num_nodes": checkpoint.num_nodes,
-            "examples": checkpoint.examples,
-            "seconds": checkpoint.seconds,
-            "fingerprint": checkpoint.fingerprint,
-            "record": _record_text(checkpoint),
-            "trees": [json.loads(tree) for tree in trees],
+            **{name: getattr(checkpoint, name) for name in _NUMBERS},
+            "record": _record_of(checkpoint, store),
             "shards": shards,
         }
     )
     part = path.with_name(f".{path.stem}.{os.getpid()}.part")
     try:
         save_file(tensors, part, {"vsim": text, "sha256": _checksum(text, tensors)})
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
+        _flush(part)
         os.replace(part, path)
     except BaseException:
         with suppress(OSError):
             part.unlink()
         raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
     with suppress(OSError):  # not every system lets a folder be opened
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _read(path: Path) -> Checkpoint:
@@ -363,22 +312,20 @@ def _read(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is not a checkpoint of vsim, or is torn: {error}") from error
     if metadata["sha256"] != _checksum(metadata["vsim"], tensors):
         raise CheckpointError(f"{path} is damaged: its contents do not have their checksum")
+
+    def load(stored: list[Any]) -> Tensor:
+        key, dtype, shape = stored
+        return tensors[key].view(getattr(torch, dtype)).view(shape)
+
     try:
         saved = json.loads(metadata["vsim"])
         if saved["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {saved['format']}, and this version of vsim reads {FORMAT}")
-        shards = [
-            Shard(
-                saved["trees"][shard["tree"]],
-                shard["starts"],
-                [tensors[key].view(_dtype(name)) for key, name in shard["storages"]],
-            )
-            for shard in saved["shards"]
-        ]
-        history, ledger = _record(saved["record"], tensors)
-        numbers = {key: saved[key] for key in ("step", "num_nodes", "examples", "seconds", "fingerprint")}
-        for key in ("step", "num_nodes", "examples"):
-            whole_number(key, saved[key], at_least=0)
+        shards = [Shard(tree, {name: load(stored) for name, stored in own.items()}) for tree, own in saved["shards"]]
+        history, ledger = _record(saved["record"], load)
+        numbers = {name: saved[name] for name in _NUMBERS}
+        for name in ("step", "num_nodes", "examples"):
+            whole_number(name, saved[name], at_least=0)
         real_number("seconds", saved["seconds"], at_least=0)
     except CheckpointError:
         raise
@@ -387,94 +334,41 @@ def _read(path: Path) -> Checkpoint:
     return Checkpoint(**numbers, history=history, ledger=ledger, shards=shards, path=path.absolute())
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
-    return dtype
+def _digest(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(flat_bytes(tensor).numpy().data).hexdigest()}"
 
 
 def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(text.encode())
-    for key in sorted(tensors):
-        tensor = tensors[key]
-        digest.update(f"\n{key} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(_bytes(tensor))
-    return digest.hexdigest()
+    digests = (f"\n{key} {_digest(tensors[key])}" for key in sorted(tensors))
+    return hashlib.sha256((text + "".join(digests)).encode()).hexdigest()
 
 
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
+# The record of the run ------------------------------------------------------------------------------------------------
 
 
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bytes(_bytes(a)) == bytes(_bytes(b))
-
-
-# The record of the run -----------------------------------------------------------------------------------------------
-
-
-def _record_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    history, ledger = checkpoint.history, checkpoint.ledger
-    numbers = [(e.step, e.payload_bytes, e.wire_bytes, e.total_wire_bytes) for e in ledger]
-    names = _names(ledger)
-    tables = [{name: i for i, name in enumerate(column)} for column in names]
-    which = [[table[key] for table, key in zip(tables, _key(e), strict=True)] for e in ledger]
-    return {
-        "history": torch.from_numpy(np.stack([history[name] for name in COLUMNS])),
-        "node_losses": torch.from_numpy(history.node_losses.copy()),
-        "ledger": torch.tensor(numbers, dtype=torch.float64).view(-1, 4),
-        "ledger_names": torch.tensor(which, dtype=torch.int32).view(-1, 3),
-    }
-
-
-def _key(event: Event) -> tuple[Any, ...]:
-    return event.collective, event.label, event.group_sizes
-
-
-def _names(ledger: Ledger) -> list[list[Any]]:
-    columns = list(zip(*(_key(event) for event in ledger), strict=True)) or [(), (), ()]
-    return [list(dict.fromkeys(column)) for column in columns]
-
-
-def _record_text(checkpoint: Checkpoint) -> dict[str, Any]:
+def _record_of(checkpoint: Checkpoint, store: Callable[[str, Tensor], list[Any]]) -> dict[str, Any]:
     history = checkpoint.history
+    kinds: dict[str, int] = {}  # what is sent is the same, mostly, from step to step
+    events = [[event.step, kinds.setdefault(json.dumps(event[1:]), len(kinds))] for event in checkpoint.ledger]
     return {
         "strategy": history.strategy,
         "executor": history.executor,
         "columns": list(COLUMNS),
-        "ledger_names": _names(checkpoint.ledger),
+        "rows": store("history", torch.from_numpy(np.stack([history[name] for name in COLUMNS]))),
+        "node_losses": store("node_losses", torch.from_numpy(history.node_losses)),
+        "events": store("ledger", torch.tensor(events, dtype=torch.int64).view(-1, 2)),
+        "event_kinds": [json.loads(kind) for kind in kinds],
     }
 
 
-def _record(text: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[History, Ledger]:
-    columns = dict(zip(text["columns"], tensors["history"].tolist(), strict=True))
-    losses = tensors["node_losses"].numpy()
-    history = History(text["strategy"], losses.shape[1])
-    history.executor = text["executor"]
-    rows = len(columns["step"])
-    for i in range(rows):
-        done = i - (rows - len(losses))
-        history.append({name: column[i] for name, column in columns.items()}, losses[done] if done >= 0 else None)
-    ledger = Ledger()
-    collectives, labels, sizes = text["ledger_names"]
-    for numbers, (a, b, c) in zip(tensors["ledger"].tolist(), tensors["ledger_names"].tolist(), strict=True):
-        step, payload_bytes, wire_bytes, total = numbers
-        event = Event(int(step), collectives[a], labels[b], payload_bytes, wire_bytes, total, tuple(sizes[c]))
-        ledger.record(event)
+def _record(saved: Mapping[str, Any], load: Callable[[list[Any]], Tensor]) -> tuple[History, Ledger]:
+    losses = load(saved["node_losses"]).numpy()
+    history, ledger = History(saved["strategy"], losses.shape[1]), Ledger()
+    history.executor = saved["executor"]
+    rows = [dict(zip(saved["columns"], row, strict=True)) for row in load(saved["rows"]).T.tolist()]
+    for i, row in enumerate(rows, len(losses) - len(rows)):
+        history.append(row, losses[i] if i >= 0 else None)
+    for step, kind in load(saved["events"]).tolist():
+        facts = [tuple(fact) if isinstance(fact, list) else fact for fact in saved["event_kinds"][kind]]
+        ledger.record(Event._make([step, *facts]))
     return history, ledger
-
-
-def copy_record(checkpoint: Checkpoint, history: History | None, ledger: Ledger | None) -> None:
-    """Fill an empty history, or ledger, with what the checkpoint's run did."""
-    if history is not None:
-        losses = checkpoint.history.node_losses
-        first = len(checkpoint.history) - len(losses)
-        columns = {name: checkpoint.history[name].tolist() for name in COLUMNS}
-        for i in range(len(checkpoint.history)):
-            row = {name: column[i] for name, column in columns.items()}
-            history.append(row, losses[i - first] if i >= first else None)
-        history.executor = checkpoint.history.executor
-    if ledger is not None:
-        for event in checkpoint.ledger:
-            ledger.record(event)

@@ -6,30 +6,28 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vsim.checkpoint.files import layout_of
-from vsim.checkpoint.resume import HORIZON
+from vsim.checkpoint.savable import Savable
+from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import described
 from vsim.strategy.base import Strategy
 
-if TYPE_CHECKING:
-    from vsim.training.config import RunConfig
-    from vsim.training.member import Member
-
+# What may differ in a run that goes on, by a rule of its own.
+HORIZON = "steps of the learning-rate schedule"
 _LONG = 256  # entries of a list above which it is compared as a whole
 
 
-def fingerprint(config: RunConfig, run: Member, lengths: list[int]) -> dict[str, Any]:
+def fingerprint(run: Savable, lengths: list[int]) -> dict[str, Any]:
     """Return argument → value, of everything that the course of a run depends on but its number of steps.
 
     Args:
         lengths: the number of examples of the shared training dataset, or of every node's.
     """
-    replicas = run.cluster.replicas
+    config, replicas = run.config, run.cluster.replicas
     loss, drop_last = config.loss_fn, bool(config.dataloader_kwargs.get("drop_last", False))
     found = {
         "num_nodes": config.num_nodes,
@@ -52,6 +50,29 @@ def fingerprint(config: RunConfig, run: Member, lengths: list[int]) -> dict[str,
     }
     kept: dict[str, Any] = json.loads(json.dumps(found))  # as it will be read: lists for tuples
     return kept
+
+
+def layout_of(replicas: Replicas) -> dict[str, Any]:
+    """Return what a model's weights and buffers are: the part of the fingerprint that a fork must share."""
+    return {
+        **{f"parameter {c.name}": [list(c.shape), str(replicas.weights.dtype)] for c in replicas.layout},
+        **{f"buffer {name}": [list(b.shape[1:]), str(b.dtype)] for name, b in replicas.buffers.items()},
+        "parameters": [c.name for c in replicas.layout],
+        "buffers": list(replicas.buffers),
+    }
+
+
+def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what differs between two fingerprints, in words."""
+    for name in dict.fromkeys([*saved, *given]):
+        before, now = (side.get(name) for side in (saved, given))
+        if before != now:
+            yield f"{name} was {_shown(before)} and is {_shown(now)}"
+
+
+def _shown(value: Any) -> str:
+    text = "absent" if value is None else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 def _module(module: nn.Module) -> str:

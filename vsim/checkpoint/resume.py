@@ -1,96 +1,115 @@
-"""Between a run and its checkpoints: taking one, going on from one, and what two runs must share for that."""
+"""Between a run and its checkpoints: taking one, going on from one, and forking another run."""
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vsim.checkpoint.files import (
-    Checkpoint,
-    CheckpointError,
-    checkpoint_path,
-    copy_record,
-    differences,
-    layout_of,
-    prune,
-)
-from vsim.checkpoint.restore import Restorer, write_rows
+from vsim.checkpoint.files import Checkpoint, checkpoint_path, prune
+from vsim.checkpoint.fingerprint import HORIZON, differences
+from vsim.checkpoint.restore import Restorer
+from vsim.checkpoint.savable import Savable
+from vsim.checkpoint.snapshot import Shard, Snapshot, flat_bytes, own_attributes, set_own_attributes
 from vsim.checkpoint.start import Saving
-from vsim.cluster.optim import NodeOptimizers, torch_optimizers
-from vsim.cluster.randomness import global_states, set_global_states
+from vsim.cluster.optim import torch_optimizers
+from vsim.cluster.randomness import set_global_states
 from vsim.cluster.replicas import Replicas
-from vsim.cluster.state import Shard, Snapshot
+from vsim.cluster.state import CheckpointError
 from vsim.private_torch import mark_stepped
 from vsim.records.history import History
 
-if TYPE_CHECKING:
-    from vsim.training.member import Member
 
-# In a fingerprint, what may differ in a run that goes on: its own rule is in `_check_same`.
-HORIZON = "steps of the learning-rate schedule"
+def _roots(run: Savable) -> dict[str, tuple[Any, str | None]]:
+    """Name → what is saved and restored, in this order, and its placement."""
+    replicas, strategy = run.cluster.replicas, run.strategy
+    return {
+        "weights": (replicas.weights, "stacked"),
+        "buffers": (replicas.buffers, "stacked"),
+        "generator": (run.cluster.generator, "shared"),
+        "streams": (list(run.streams), "stacked"),
+        "loss": (run.objective.loss_fn, "shared"),
+        "optimizers": (torch_optimizers(strategy.optim), "stacked"),
+        "strategy": (strategy, None),
+        "model": (own_attributes(replicas.module), "shared"),
+    }
 
 
-# Taking a checkpoint -------------------------------------------------------------------------------------------------
+def _known(run: Savable) -> dict[str, Any]:
+    cluster, replicas = run.cluster, run.cluster.replicas
+    names = ("module", "frozen", "layout")
+    return {
+        "cluster": cluster,
+        "collectives": cluster.collectives,
+        "ledger": run.ledger,
+        "replicas": replicas,
+        "stacked model": run.strategy.model,
+        **{name: getattr(replicas, name) for name in names},
+        **{f"layout[{i}]": columns for i, columns in enumerate(replicas.layout)},
+    }
+
+
+def _memory(run: Savable) -> dict[str, Tensor]:
+    return {"weights": run.cluster.replicas.weights, "gradients": run.cluster.replicas.grads}
+
+
+# Taking a checkpoint --------------------------------------------------------------------------------------------------
 
 
 class Checkpointer:
-    """Saves a run while it trains. Every process calls it; that of node 0 writes.
+    """Saves a run while it trains. Every process calls it; that of node 0, which keeps a history, writes."""
 
-    Args:
-        history: of the run so far; None in the processes that do not write.
-    """
-
-    def __init__(self, saving: Saving, history: History | None) -> None:
-        self.saving, self.history = saving, history
+    def __init__(self, saving: Saving) -> None:
+        self.saving = saving
+        self._saved = -1  # the step
         self._fixed: dict[str, str] = {}
 
-    def begin(self, run: Member) -> None:
+    def begin(self, run: Savable) -> None:
         """Look at everything once, so that what cannot be saved is said before training."""
         if self.saving.wanted:
-            self._fixed = _snapshot(run, None).fixed
+            self._fixed = _snapshot(run).fixed
 
-    def after_step(self, run: Member) -> None:
+    def after_step(self, run: Savable) -> None:
         """Save, if it is time to."""
         interval = self.saving.interval
         if self.saving.wanted and (run.done == run.max_steps or (interval and run.done % interval == 0)):
             self._save(run)
 
-    def on_interrupt(self, run: Member) -> None:
+    def on_interrupt(self, run: Savable) -> None:
         """Save a run that stops here."""
-        if not self.saving.wanted:
-            try:
+        try:
+            if self._saved != run.done:
                 self._save(run)
-            except CheckpointError as error:
-                warnings.warn(f"the interrupted run cannot be resumed: {error}", UserWarning, stacklevel=2)
-        elif not checkpoint_path(self.saving.folder, run.done).exists() or self.history is None:
-            self._save(run)
+        except CheckpointError as error:
+            if self.saving.wanted:
+                raise
+            warnings.warn(f"the interrupted run cannot be resumed: {error}", UserWarning, stacklevel=2)
 
-    def _save(self, run: Member) -> None:
+    def _save(self, run: Savable) -> None:
         run.check_weights()
-        snapshot = _snapshot(run, None)
-        made = {path: what for path, what in snapshot.fixed.items() if self._fixed.get(path, what) != what}
-        made |= {path: what for path, what in snapshot.fixed.items() if self._fixed and path not in self._fixed}
-        if made:
-            path, what = next(iter(made.items()))
-            raise CheckpointError(
-                f"{path} is a {what} that was made after the setup, and could not be filled in a run that resumes; "
-                "make it in the setup, or hold tensors, numbers, lists and dicts instead"
-            )
+        snapshot = _snapshot(run)
+        for path, what in snapshot.fixed.items():
+            if self._fixed and self._fixed.get(path) != what:
+                raise CheckpointError(
+                    f"{path} is a {what} that was made after the setup, and could not be filled in a run that resumes; "
+                    "make it in the setup, or hold tensors, numbers, lists and dicts instead"
+                )
         shards = _gathered(run, snapshot.shard())
-        if shards is not None and self.history is not None:
-            checkpoint = _checkpoint(run, shards, self.history)
-            checkpoint.save(checkpoint_path(self.saving.folder, run.done))
+        if shards and run.history is not None:
+            _checkpoint(run, shards, run.history).save(checkpoint_path(self.saving.folder, run.done))
             prune(self.saving.folder, run.done)
         if not run.is_alone:  # nobody goes on, to look into the folder perhaps, before the file is there
             with run.cluster.collectives.unbilled():
                 run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
+        self._saved = run.done
 
 
-def captured(run: Member) -> Checkpoint:
+def captured(run: Savable) -> Checkpoint:
     """Return the checkpoint of a run in the simulator that was interrupted or has ended.
 
     Its tensors share the memory of the run.
@@ -104,110 +123,52 @@ def captured(run: Member) -> Checkpoint:
             f"the last run stopped in the middle of step {run.cluster.step}, so that nothing whole is left of it in "
             "memory; resume from a checkpoint that it saved, or start anew"
         )
-    return _checkpoint(run, [_snapshot(run, run.left_states).shard()], history)
+    return _checkpoint(run, [_snapshot(run).shard()], history)
 
 
-def _checkpoint(run: Member, shards: list[Shard], history: History) -> Checkpoint:
-    return Checkpoint(
-        run.done,
-        run.cluster.num_nodes,
-        history,
-        run.ledger,
-        run.examples,
-        run.seconds,
-        run.fingerprint,
-        shards,
-    )
+def _checkpoint(run: Savable, shards: list[Shard], history: History) -> Checkpoint:
+    num_nodes = run.cluster.num_nodes
+    return Checkpoint(run.done, num_nodes, history, run.ledger, run.examples, run.seconds, run.fingerprint, shards)
 
 
-def _roots(run: Member) -> dict[str, Any]:
-    """Name → what is saved and restored, in the order in which it must be."""
-    replicas = run.cluster.replicas
-    loss = run.objective.loss_fn
-    return {
-        "weights": replicas.weights,
-        "buffers": replicas.buffers,
-        "generator": run.cluster.generator,
-        "nodes": list(run.streams),
-        "loss": dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {},
-        "strategy": run.strategy,
-        "model": {name: _own_attributes(module) for name, module in replicas.module.named_modules()},
-    }
+def _snapshot(run: Savable) -> Snapshot:
+    roots = {name: value for name, (value, _) in _roots(run).items()}
+    return Snapshot({**roots, "process": run.random_states}, _known(run), _memory(run))
 
 
-def _known(run: Member) -> dict[str, Any]:
-    cluster, replicas = run.cluster, run.cluster.replicas
-    return {
-        "cluster": cluster,
-        "collectives": cluster.collectives,
-        "ledger": run.ledger,
-        "replicas": replicas,
-        "module": replicas.module,
-        "frozen": replicas.frozen,
-        "model": run.strategy.model,
-        "layout": replicas.layout,
-        **{f"layout[{i}]": columns for i, columns in enumerate(replicas.layout)},
-    }
-
-
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module of the user's model keeps beside parameters and buffers: numbers, tensors, random generators."""
-    kinds = (bool, int, float, str, type(None), Tensor, torch.Generator)
-    common = vars(nn.Module()).keys()
-    return {name: value for name, value in vars(module).items() if name not in common and isinstance(value, kinds)}
-
-
-def _snapshot(run: Member, random_states: dict[str, Any] | None) -> Snapshot:
-    random = global_states(run.cluster.weights.device) if random_states is None else random_states
-    roots = {**_roots(run), "process": random}
-    return Snapshot(roots, _known(run), {"gradients": run.cluster.grads})
-
-
-def _gathered(run: Member, own: Shard) -> list[Shard] | None:
-    """Return the shards of all processes, at node 0; None at the others."""
+def _gathered(run: Savable, own: Shard) -> list[Shard]:
+    """Return the shards of all processes at node 0, and none at the others."""
     cluster = run.cluster
     if run.is_alone:
         return [own]
-    device = cluster.weights.device
-    sizes: list[Any] = [[str(t.dtype).removeprefix("torch."), t.numel()] for t in own.storages]
+
+    def gather(contents: Tensor) -> list[Tensor]:
+        """All processes' bytes (n,), which need not be equally many."""
+        counts = cluster.collectives.all_gather(torch.tensor([[len(contents)]]), label="checkpoint").flatten().tolist()
+        padded = torch.zeros(1, max(counts), dtype=torch.uint8, device=cluster.weights.device)
+        padded[0, : len(contents)] = contents
+        rows = cluster.collectives.all_gather(padded, label="checkpoint").cpu()
+        return [row[:count].clone() for row, count in zip(rows, counts, strict=True)]
+
+    flat = {path: flat_bytes(t) for path, t in own.tensors.items()}
+    kinds: list[Any] = [[path, str(t.dtype).removeprefix("torch."), list(t.shape)] for path, t in own.tensors.items()]
     with cluster.collectives.unbilled():
-
-        def gather(contents: Tensor, counts: list[int] | None = None) -> list[Tensor]:
-            """All processes' bytes (n,), which need not be equally many."""
-            if counts is None:
-                there = cluster.collectives.all_gather(torch.tensor([[len(contents)]]), label="checkpoint")
-                counts = there.flatten().tolist()
-            padded = torch.zeros(1, max(counts), dtype=torch.uint8, device=device)
-            padded[0, : len(contents)] = contents
-            rows = cluster.collectives.all_gather(padded, label="checkpoint").cpu()
-            return [row[:count] for row, count in zip(rows, counts, strict=True)]
-
-        text = json.dumps([own.tree, own.starts, sizes]).encode()
-        described_all = [
-            json.loads(row.numpy().tobytes()) for row in gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        ]
-        writes = cluster.replicas.first_node == 0
-        storages: list[list[Tensor]] = [[] for _ in described_all]
-        for number in range(max(len(sizes) for _, _, sizes in described_all)):
-            held: list[Any] = [sizes[number] if number < len(sizes) else ["uint8", 0] for _, _, sizes in described_all]
-            counts = [count * getattr(torch, dtype).itemsize for dtype, count in held]
-            contents = own.storages[number].view(torch.uint8) if number < len(own.storages) else torch.empty(0)
-            rows = gather(contents, counts)
-            if writes:
-                for into, row, (dtype, _) in zip(storages, rows, held, strict=True):
-                    into.append(row.clone().view(getattr(torch, dtype)))
-    if not writes:
-        return None
-    return [
-        Shard(tree, starts, own[: len(sizes)])
-        for (tree, starts, sizes), own in zip(described_all, storages, strict=True)
-    ]
+        text = bytearray(json.dumps([own.tree, kinds]).encode())
+        told = [json.loads(row.numpy().tobytes()) for row in gather(torch.frombuffer(text, dtype=torch.uint8))]
+        shards = [Shard(tree, {}) for tree, _ in told]
+        for i in range(max(len(kinds) for _, kinds in told)):
+            rows = gather(flat[kinds[i][0]] if i < len(kinds) else torch.empty(0, dtype=torch.uint8))
+            for shard, row, (_, of_shard) in zip(shards, rows, told, strict=True):
+                if run.history is not None and i < len(of_shard):
+                    path, dtype, shape = of_shard[i]
+                    shard.tensors[path] = row.view(getattr(torch, dtype)).view(shape)
+    return shards if run.history is not None else []
 
 
-# Going on ------------------------------------------------------------------------------------------------------------
+# Going on -------------------------------------------------------------------------------------------------------------
 
 
-def resume(run: Member, checkpoint: Checkpoint) -> None:
+def resume(run: Savable, checkpoint: Checkpoint) -> None:
     """Bring a run that was set up anew to where the checkpoint's was.
 
     Raises:
@@ -228,38 +189,34 @@ def resume(run: Member, checkpoint: Checkpoint) -> None:
         return
     run.seconds = checkpoint.seconds
     try:
-        _restore(run, checkpoint)
+        restorer = _restorer(run, checkpoint)
+        for name, (live, placement) in _roots(run).items():
+            restored = restorer.restore(name, live, placement)
+        set_own_attributes(run.cluster.replicas.module, restored)  # of the last, the model
+        if not restorer.moves:
+            states = restorer.restore("process", {})
+            if run.globals is None:
+                set_global_states(states, run.cluster.weights.device)
+            else:
+                run.globals.states = states
     except CheckpointError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
             f"the state in the checkpoint at step {checkpoint.step} cannot be put back: {error!r}"
         ) from error
-    copy_record(checkpoint, None, run.ledger)
+    run.ledger.continue_from(checkpoint.ledger)
 
 
-def _restore(run: Member, checkpoint: Checkpoint) -> None:
-    restorer = _restorer(run, checkpoint, checkpoint.shards)
-    for name, live in _roots(run).items():
-        restored = restorer.restore(name, live)
-        if name == "model":
-            for path, module in run.cluster.replicas.module.named_modules():
-                vars(module).update(restored[path])
-    if restorer.node is None and not restorer.joins:
-        set_global_states(restorer.restore("process", {}), run.cluster.weights.device)
-
-
-def _restorer(run: Member, checkpoint: Checkpoint, shards: list[Shard]) -> Restorer:
-    nodes, num_nodes = run.cluster.replicas.nodes, run.cluster.num_nodes
-    together_here = len(nodes) == num_nodes
-    if not checkpoint.together and not together_here:
+def _restorer(run: Savable, checkpoint: Checkpoint) -> Restorer:
+    nodes, shards = run.cluster.replicas.nodes, checkpoint.shards
+    if not checkpoint.together and not run.is_alone:
         shards = [shards[nodes.start]]
-    cut = nodes.start if checkpoint.together and not together_here else None
-    memory = {"gradients": run.cluster.grads}
-    return Restorer(shards, cut, num_nodes, _known(run), memory, run.cluster.weights.device)
+    cut = nodes.start if checkpoint.together and not run.is_alone else None
+    return Restorer(shards, cut, run.cluster.num_nodes, _known(run), _memory(run), run.cluster.weights.device)
 
 
-def _check_same(run: Member, checkpoint: Checkpoint) -> None:
+def _check_same(run: Savable, checkpoint: Checkpoint) -> None:
     saved, given = dict(checkpoint.fingerprint), dict(run.fingerprint)
     horizons = saved.pop(HORIZON, None), given.pop(HORIZON, None)
     changes = list(differences(saved, given))
@@ -276,24 +233,26 @@ def _check_same(run: Member, checkpoint: Checkpoint) -> None:
         )
 
 
+# Forks ----------------------------------------------------------------------------------------------------------------
+
+
 def begin_fork(checkpoint: Checkpoint, replicas: Replicas) -> None:
     """Let all nodes start from the mean of the checkpoint's, which is what a strategy is set up with."""
-    checkpoint.check_layout(layout_of(replicas))
-    write_rows(replicas.weights, checkpoint.mean_weights().to(replicas.weights).expand_as(replicas.weights))
+    checkpoint.check_layout(replicas)
+    replicas.weights.copy_(checkpoint.mean_weights())
     for name, mean in checkpoint.mean_buffers().items():
-        buffer = replicas.buffers[name]
-        write_rows(buffer, mean.to(buffer).expand_as(buffer)) if buffer.dim() > 1 else buffer.copy_(mean)
+        replicas.buffers[name].copy_(mean)
 
 
-def _go_on_as_fork(run: Member, checkpoint: Checkpoint) -> None:
-    cluster, strategy = run.cluster, run.strategy
-    replicas = cluster.replicas
-    for optimizer in torch_optimizers(strategy.optim):
+def _go_on_as_fork(run: Savable, checkpoint: Checkpoint) -> None:
+    cluster, strategy, replicas = run.cluster, run.strategy, run.cluster.replicas
+    optimizers = torch_optimizers(strategy.optim)
+    for optimizer in optimizers:
         mark_stepped(optimizer)
     for _ in range(checkpoint.step):
         for scheduler in strategy.schedulers:
             scheduler.step()
-    streams = _node_streams(checkpoint)
+    streams = [t for shard in checkpoint.shards for path, t in shard.tensors.items() if path.startswith("streams[")]
     same_device = checkpoint.fingerprint["device"] == run.fingerprint["device"]
     for node, stream in zip(replicas.nodes, run.streams, strict=True):
         if node < len(streams) and same_device:
@@ -301,37 +260,28 @@ def _go_on_as_fork(run: Member, checkpoint: Checkpoint) -> None:
     if checkpoint.num_nodes != cluster.num_nodes:
         return
     own = slice(replicas.nodes.start, replicas.nodes.stop)
-    weights, buffers = checkpoint.weights, checkpoint.buffers
-    one_row_for_all = len(replicas.weights) < len(replicas.nodes)
-    if not one_row_for_all:
-        write_rows(replicas.weights, weights[own].to(replicas.weights))
-    for name, b in buffers.items():
-        replicas.buffers[name].copy_(b[own])
+    for name, buffer in checkpoint.buffers.items():
+        replicas.buffers[name].copy_(buffer[own])
+    if replicas.shares_weights:
+        return
+    replicas.weights.copy_(checkpoint.weights[own])
     alike = ("strategy.optim_spec.cls", "deterministic", "device")
-    fits = all(checkpoint.fingerprint.get(key) == run.fingerprint.get(key) for key in alike)
-    if checkpoint.keeps_optimizer and fits and not one_row_for_all:
-        shards = []
-        for shard in checkpoint.shards:
-            items = shard.tree["strategy"]["items"]
-            shards.append(Shard({"optimizer": items["optim"]}, shard.starts, shard.storages))
-        restorer = _restorer(run, checkpoint, shards)
-        restorer.only_state = True
-        # A list, for it is filled with as many as the checkpoint has: one, if all nodes had the same.
-        of_nodes = list(strategy.optim.optimizers) if isinstance(strategy.optim, NodeOptimizers) else None
-        try:
-            restorer.restore("optimizer", strategy.optim)
-            states = [state for optimizer in torch_optimizers(strategy.optim) for state in optimizer.state.values()]
-            names = strategy.optim_spec.state_names()  # by its options
-            fits = all(state.keys() >= names for state in states)
-        except CheckpointError:  # such as one row of state for all nodes, where each has its own now
-            fits = False
-        if isinstance(strategy.optim, NodeOptimizers) and of_nodes is not None:
-            fits = fits and len(strategy.optim.optimizers) == len(of_nodes)
-            strategy.optim.optimizers[:] = of_nodes
+    if checkpoint.keeps_optimizer and all(checkpoint.fingerprint.get(k) == run.fingerprint.get(k) for k in alike):
+        _keep_state(run, checkpoint, optimizers)
+
+
+def _keep_state(run: Savable, checkpoint: Checkpoint, optimizers: Sequence[Any]) -> None:
+    """Let the inner optimizers go on with their state, or start anew if it does not fit: such as one row for all."""
+    settings = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in optimizers]
+    try:
+        restored = _restorer(run, checkpoint).restore("optimizers", list(optimizers), "stacked")
+        names = run.strategy.optim_spec.state_names()  # by its options
+        fits = len(restored) == len(optimizers)
+        fits = fits and all(own.keys() >= names for optimizer in optimizers for own in optimizer.state.values())
+    except CheckpointError:
+        fits = False
+    for optimizer, groups in zip(optimizers, copy.deepcopy(settings), strict=True):
+        for group, own in zip(optimizer.param_groups, groups, strict=True):
+            group.update(own)
         if not fits:
-            for optimizer in torch_optimizers(strategy.optim):
-                optimizer.state.clear()
-
-
-def _node_streams(checkpoint: Checkpoint) -> list[Tensor]:
-    return [shard.tensor(node["state"]) for shard in checkpoint.shards for node in shard.tree["nodes"]["items"]]
+            optimizer.state.clear()

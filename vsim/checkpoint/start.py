@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vsim.checkpoint.files import (
-    Checkpoint,
-    CheckpointError,
-    checkpoints_in,
-    copy_record,
-    load_checkpoint,
-    prepare_folder,
-    step_of,
-)
+from vsim.checkpoint.files import Checkpoint, checkpoints_in, load_checkpoint, prepare_folder, step_of
 from vsim.cluster.ledger import Ledger
+from vsim.cluster.state import CheckpointError
 from vsim.records.history import History
 
 
@@ -31,15 +24,15 @@ class Start:
         """Return the checkpoint."""
         if isinstance(self.checkpoint, Checkpoint):
             return self.checkpoint
-        checkpoint = load_checkpoint(self.checkpoint)
-        checkpoint.forks, checkpoint.keeps_optimizer = self.forks, self.keeps_optimizer
-        return checkpoint
+        return replace(load_checkpoint(self.checkpoint), forks=self.forks, keeps_optimizer=self.keeps_optimizer)
 
     def fill(self, history: History | None = None, ledger: Ledger | None = None) -> None:
         """Fill an empty history or ledger with what was done before, unless this is a fork."""
         checkpoint = self.open()
-        if not checkpoint.forks:
-            copy_record(checkpoint, history, ledger)
+        if history is not None and not checkpoint.forks:
+            history.continue_from(checkpoint.history)
+        if ledger is not None and not checkpoint.forks:
+            ledger.continue_from(checkpoint.ledger)
 
     def shipped(self, folder: Path) -> Start:
         """Return it as a file, which is written to `folder` if there is none."""
@@ -106,7 +99,8 @@ def saving_of(checkpoint_interval: int | None, save_dir: str | Path | None, star
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"save_dir {str(save_dir)!r} is not a folder")
     found = checkpoints_in(folder)
-    if found and not _goes_on_in(found, start):
+    at = None if start is None else start.open()
+    if found and (at is None or at.forks or not (at.path in found or step_of(found[-1]) <= at.step)):
         raise CheckpointError(
             f"save_dir {str(save_dir)!r} holds the checkpoints of a run, up to {found[-1].name}; give resume=True to "
             "go on with it, or another save_dir"
@@ -115,19 +109,9 @@ def saving_of(checkpoint_interval: int | None, save_dir: str | Path | None, star
     return Saving(folder, checkpoint_interval)
 
 
-def _goes_on_in(found: list[Path], start: Start | None) -> bool:
-    """Whether a run that begins at `start` goes on with the one whose checkpoints were found."""
-    if start is None or start.open().forks:
-        return False
-    checkpoint = start.open()
-    return checkpoint.path in found or step_of(found[-1]) <= checkpoint.step
-
-
 def kept_in_memory(saving: Saving) -> Checkpoint | None:
     """Return what processes saved of an interrupted run, to go on with when their folder may be gone."""
     if not checkpoints_in(saving.folder):
         return None
     checkpoint = load_checkpoint(saving.folder)
-    if not saving.wanted:
-        checkpoint.path = None
-    return checkpoint
+    return checkpoint if saving.wanted else replace(checkpoint, path=None)

@@ -55,6 +55,11 @@ class Ledger(Sequence[Event]):
         self.wire_bytes += event.wire_bytes
         self.total_wire_bytes += event.total_wire_bytes
 
+    def continue_from(self, other: Ledger) -> None:
+        """Begin with the events of another record."""
+        for event in other:
+            self.record(event)
+
     def __len__(self) -> int:
         return len(self._events)
 

@@ -84,6 +84,11 @@ class History:
         if node_losses is not None:
             self._node_losses.append(np.asarray(node_losses, dtype=np.float64))
 
+    def continue_from(self, other: History) -> None:
+        """Begin with the rows of another record."""
+        self._columns = {name: list(column) for name, column in other._columns.items()}
+        self._node_losses, self.executor = list(other._node_losses), other.executor
+
     def update_last(self, row: Mapping[str, float]) -> None:
         """Fill in measurements of the last row."""
         for name, value in row.items():

@@ -98,6 +98,8 @@ class Strategy(Stateful):
                 super().step()
     """
 
+    derived = ("_stepped", "_per_node", "settings")
+
     # Whether all nodes have equal weights at every step by construction, so that one row serves them all, and whether
     # only the mean of their gradients is used. Promises of one class, which its subclasses have to make themselves.
     shares_weights = False
@@ -244,11 +246,6 @@ class Strategy(Stateful):
         for scheduler in self.schedulers:
             scheduler.step()
         self.cluster.completed = self.cluster.step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return name → state of a run: all attributes, modules and optimizers included."""
-        derived = ("_stepped", "_per_node", "settings")
-        return {name: value for name, value in vars(self).items() if name not in derived}
 
     def clip(self) -> None:
         """Clip every node's gradient to `max_norm`, if there is one. Happens before every optimizer step."""

@@ -29,6 +29,10 @@ class DiLoCoCommunicator(CommunicationModule):
             `CompressedAverage`.
     """
 
+    outer_weights: Tensor  # φ, shared (P,)
+    outer_optim: Optimizer
+    derived = ("outer_gradient",)
+
     def __init__(
         self,
         H: int = 100,
@@ -56,11 +60,10 @@ class DiLoCoCommunicator(CommunicationModule):
         self.compressed = None if compressor is None else CompressedAverage(compressor, error_feedback)
 
     def setup(self, cluster: Cluster) -> None:
-        self.outer_weights = cluster.weights[0].clone()  # φ, shared (P,)
-        self.outer_gradient = torch.zeros_like(self.outer_weights)
-        self.outer_optim = self.outer_optim_spec.build_over(
-            self.outer_weights, self.outer_gradient, cluster.deterministic
-        )
+        weights = cluster.weights[0].clone()
+        self.outer_gradient = torch.zeros_like(weights)  # shared (P,)
+        outer_optim = self.outer_optim_spec.build_over(weights, self.outer_gradient, cluster.deterministic)
+        self.keep_shared(outer_weights=weights, outer_optim=outer_optim)
         if self.compressed is not None:
             self.compressed.setup(cluster)
 

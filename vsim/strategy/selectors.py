@@ -57,9 +57,13 @@ class ShuffledSequentialIndexSelector(IndexSelector):
     of the rounds, which is p where 1/p is whole. A tensor of n < c entries has nothing to share in c − n of them.
     """
 
+    order: Tensor  # shared (P,)
+    bounds: Tensor
+
     def setup(self, cluster: Cluster) -> None:
         self.count = round_up(1 / self.p)
-        self.order, self.bounds = _shuffled_chunks(cluster, cluster.replicas.layout, self.count)
+        order, bounds = _shuffled_chunks(cluster, cluster.replicas.layout, self.count)
+        self.keep_shared(order=order, bounds=bounds)
 
     def select(self, cluster: Cluster, round: int) -> Tensor:
         return _chunk(self.order, self.bounds, round % self.count)
@@ -71,6 +75,9 @@ class PartitionedIndexSelector(IndexSelector):
     Every entry of a tensor of n entries is shared once in every c rounds; the parts differ by at most one entry.
     """
 
+    orders: list[Tensor]  # shared
+    bounds: list[Tensor]
+
     def setup(self, cluster: Cluster) -> None:
         most = round_up(1 / self.p)
         # Tensors of equal c are cut together: all long ones, and for each length below ⌈1/p⌉ those of that length.
@@ -80,8 +87,7 @@ class PartitionedIndexSelector(IndexSelector):
             [c for c, own in zip(cluster.replicas.layout, counts, strict=True) if own == count] for count in self.counts
         ]
         cuts = [_shuffled_chunks(cluster, members, c) for members, c in zip(self.members, self.counts, strict=True)]
-        self.orders = [order for order, _ in cuts]
-        self.bounds = [bounds for _, bounds in cuts]
+        self.keep_shared(orders=[order for order, _ in cuts], bounds=[bounds for _, bounds in cuts])
 
     def select(self, cluster: Cluster, round: int) -> Tensor:
         for i, count in enumerate(self.counts):

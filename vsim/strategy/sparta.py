@@ -59,7 +59,7 @@ class SparseCommunicator(CommunicationModule):
         TypeError: two arguments contradict each other.
     """
 
-    shared_state = ("pending",)
+    pending: list[tuple[Tensor, Tensor]]  # shared columns (m,) and their means (m,), the oldest first
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class SparseCommunicator(CommunicationModule):
 
     def setup(self, cluster: Cluster) -> None:
         self.index_selector.setup(cluster)
-        self.pending: list[tuple[Tensor, Tensor]] = []  # columns (m,) and their means (m,), the oldest first
+        self.keep_shared(pending=[])
         stops = [c.stop for c in cluster.replicas.layout]
         self.tensor_stops = torch.tensor(stops, device=cluster.weights.device)
 
@@ -144,8 +144,10 @@ class SparseCommunicator(CommunicationModule):
 class _FurthestMoved(IndexSelector):
     """What the nodes nominate together: of every tensor, each its ⌈p·n⌉ entries that moved furthest since shared."""
 
+    last_shared: Tensor  # stacked (R, P)
+
     def setup(self, cluster: Cluster) -> None:
-        self.last_shared = cluster.weights.clone()  # (R, P); all nodes start equal
+        self.keep_stacked(last_shared=cluster.weights.clone())  # all nodes start equal
 
     def select(self, cluster: Cluster, round: int) -> Tensor:
         moved = cluster.weights - self.last_shared  # (R, P)

@@ -142,7 +142,7 @@ def _assemble_group(
     examples = _validation_examples(parts, device)
     evaluators: dict[int, Evaluator] = {}
     for part, member in zip(parts, members, strict=True):
-        member.fingerprint = fingerprint(part.config, member, part.batches.lengths)
+        member.fingerprint = fingerprint(member, part.batches.lengths)
         if part.config.start is not None:
             with part.here():
                 checkpoint = part.config.start.open()
@@ -193,7 +193,7 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
         [generator(config.seed, NODE, node, device=device) for node in part.nodes],
         objective,
         part.steps,
-        saver=None if config.saving is None else Checkpointer(config.saving, part.history),
+        saver=None if config.saving is None else Checkpointer(config.saving),
         draws=not is_vsims_own(config.strategy),
         interrupt=interrupt,
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vsim.checkpoint.files import CheckpointError
 from vsim.checkpoint.resume import captured
 from vsim.checkpoint.start import Start
 from vsim.cluster.collectives import StackedCollectives
 from vsim.cluster.ledger import Ledger
+from vsim.cluster.state import CheckpointError
 from vsim.engine import executor_class
 from vsim.training.assemble import assemble
 from vsim.training.member import Member, Part, Run

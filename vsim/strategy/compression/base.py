@@ -75,6 +75,8 @@ class CompressedAverage(CommunicationModule):
     Payload: the compressor's, every step.
     """
 
+    residual: list[Tensor]  # e_k, stacked, as the compressor arranges it
+
     def __init__(self, compressor: Compressor, error_feedback: bool | float | None = None) -> None:
         if not isinstance(compressor, Compressor):
             raise TypeError(f"compressor must be a Compressor object, got {compressor!r}")
@@ -92,9 +94,8 @@ class CompressedAverage(CommunicationModule):
 
     def setup(self, cluster: Cluster) -> None:
         self.compressor.setup(cluster)
-        self.residual: list[Tensor] = []  # e_k, stacked, as the compressor arranges it
-        if self.error_feedback:
-            self.residual = self.compressor.arrange(torch.zeros_like(cluster.grads), cluster)
+        zeros = torch.zeros_like(cluster.grads)
+        self.keep_stacked(residual=self.compressor.arrange(zeros, cluster) if self.error_feedback else [])
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         cluster.grads.copy_(self.average(cluster.grads, cluster, "gradients"))

@@ -36,6 +36,8 @@ class PowerSGD(Compressor):
     distance between the nodes.
     """
 
+    q: list[Tensor]  # shared (L, m, r), for the L matrices of each shape
+
     def __init__(self, rank: int = 2) -> None:
         self.rank = whole_number("rank", rank)
 
@@ -48,10 +50,12 @@ class PowerSGD(Compressor):
             (shapes.setdefault((n, m), []) if smaller else self.vectors).append(columns)
         self.matrices = list(shapes.values())
         self.size = cluster.replicas.num_parameters
-        self.q = [
-            torch.randn(len(group), m, self.rank, generator=cluster.generator).to(cluster.weights)  # (L, m, r)
-            for (_, m), group in shapes.items()
-        ]
+        self.keep_shared(
+            q=[
+                torch.randn(len(group), m, self.rank, generator=cluster.generator).to(cluster.weights)
+                for (_, m), group in shapes.items()
+            ]
+        )
 
     def arrange(self, rows: Tensor, cluster: Cluster) -> list[Tensor]:
         """Return the matrices, (R, L, n, m) for each shape, and last all vectors as one (R, …)."""

@@ -29,6 +29,7 @@ class QSGD(BlockQuantizer):
     """
 
     contractive = False
+    streams: list[torch.Generator]  # of the nodes held here
 
     def __init__(self, levels: int = 7, block_size: int = 512) -> None:
         super().__init__(block_size)
@@ -40,7 +41,8 @@ class QSGD(BlockQuantizer):
         seeds = torch.randint(2**62, (cluster.num_nodes,), generator=cluster.generator).tolist()
         self.codes = cluster.kernel(stochastic_codes)
         device = cluster.weights.device
-        self.streams = [torch.Generator(device).manual_seed(seeds[node]) for node in cluster.replicas.nodes]
+        streams = [torch.Generator(device).manual_seed(seeds[node]) for node in cluster.replicas.nodes]
+        self.keep_stacked(streams=streams)
 
     def operands(self, rows: Tensor) -> list[Tensor]:
         size, dtype = rows.shape[1], torch.promote_types(rows.dtype, torch.float32)

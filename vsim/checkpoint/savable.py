@@ -1,0 +1,51 @@
+"""What can be saved: the parts of a member of a run that a checkpoint is made of."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from vsim.cluster.cluster import Cluster
+from vsim.cluster.ledger import Ledger
+from vsim.cluster.randomness import OwnGlobals
+from vsim.engine.objective import Objective
+from vsim.records.history import History
+from vsim.strategy.base import Strategy
+
+
+class Savable(Protocol):
+    """A member of a run, see `vsim.training.member.Member`, which stands above this package."""
+
+    cluster: Cluster
+    strategy: Strategy
+    streams: list[torch.Generator]
+    objective: Objective
+    max_steps: int
+    fingerprint: dict[str, Any]
+    examples: int
+    tokens: int
+    seconds: float
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def history(self) -> History | None: ...
+
+    @property
+    def ledger(self) -> Ledger: ...
+
+    @property
+    def globals(self) -> OwnGlobals | None: ...
+
+    @property
+    def random_states(self) -> dict[str, Any]: ...
+
+    @property
+    def done(self) -> int: ...
+
+    @property
+    def is_alone(self) -> bool: ...
+
+    def check_weights(self) -> None: ...

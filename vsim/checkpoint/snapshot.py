@@ -1,0 +1,246 @@
+"""The state of a run as a tree, and its tensors by their path in it. `vsim.checkpoint.restore` puts both back.
+
+`Snapshot` walks from a few roots through attributes, lists and dicts. It ends at tensors, numbers and texts, which are
+the state, and at functions, classes and the like, which are not.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import io
+import random
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from vsim.cluster.state import CheckpointError, described, name_of
+
+Node = Any  # of a tree: None, a bool, a number, a text, or a dict with its "kind", as JSON has them
+_PLAIN = (type(None), bool, int, float, str)
+_FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+FIXED = (*_FUNCTIONS, torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, PurePath, range, slice)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# What a run that resumes can make anew; other sequences must be there.
+SEQUENCES = {name_of(cls): cls for cls in (list, tuple, torch.Size, set, frozenset)}
+
+
+@dataclass
+class Shard:
+    """What one process holds: a tree, and path → tensor."""
+
+    tree: dict[str, Node]
+    tensors: dict[str, Tensor]
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor as bytes (n,), not copied where they lie together already."""
+    flat = tensor.reshape(-1)  # an expanded scalar has a stride of 0
+    return (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+
+
+class Snapshot:
+    """The state of the objects that are reached from `roots`.
+
+    Args:
+        roots: name → object.
+        known: name → object that is not part of the state but may be referred to, such as the cluster.
+        memory: name → tensor whose memory is saved under the root of this name, if there is one, and nowhere else.
+
+    Attributes:
+        fixed: path → what is there and cannot be made anew from a tree: objects, functions.
+
+    Raises:
+        CheckpointError: something has a state that cannot be saved; it is named.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], known: Mapping[str, Any], memory: Mapping[str, Tensor]) -> None:
+        self.fixed: dict[str, str] = {}
+        self._memory = {t.untyped_storage().data_ptr(): (name, t.storage_offset()) for name, t in memory.items()}
+        # With the object itself, so that no id is used twice.
+        self._seen: dict[int, tuple[str, Any]] = {id(value): (name, value) for name, value in known.items()}
+        self._storages: dict[int, int] = {}  # where memory is → its number
+        self._tensors: dict[str, Tensor] = {}
+        self._tree = {name: self._node(value, name) for name, value in roots.items()}
+
+    def shard(self) -> Shard:
+        """Return tree and tensors. On the CPU the tensors are not copied."""
+        return Shard(self._tree, {path: tensor.detach().cpu() for path, tensor in self._tensors.items()})
+
+    def _node(self, value: Any, path: str) -> Node:
+        if type(value) in _PLAIN:
+            return value
+        if isinstance(value, FIXED):
+            return {"kind": "fixed", "is": self._fix(path, described(value))}
+        if id(value) in self._seen:
+            return {"kind": "seen", "path": self._seen[id(value)][0]}
+        self._seen[id(value)] = path, value
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.ndarray | np.generic):
+            return self._array(value, path)
+        name = name_of(type(value))
+        if isinstance(value, dict):
+            if type(value) not in (dict, collections.OrderedDict):
+                self._fix(path, name)
+            items = [[_key(key, path), self._node(item, f"{path}[{key!r}]")] for key, item in value.items()]
+            return {"kind": "dict", "items": items}
+        if name not in SEQUENCES:
+            self._fix(path, name)
+        if isinstance(value, list | tuple | set | frozenset | collections.deque):
+            own = list(value)
+            if isinstance(value, set | frozenset):
+                own.sort(key=lambda item: str((type(_key(item, path)), item)))
+            return {
+                "kind": "sequence",
+                "class": name,
+                "items": [self._node(v, f"{path}[{i}]") for i, v in enumerate(own)],
+            }
+        state = state_of(value)
+        if state is None:
+            raise CheckpointError(
+                f"{path} is a {name}, whose state cannot be saved; hold tensors, numbers, lists, dicts or generators "
+                "instead, or define state_dict() and load_state_dict() where it is held"
+            )
+        return {"kind": "object", "class": name, "items": {n: self._node(v, f"{path}.{n}") for n, v in state.items()}}
+
+    def _tensor(self, tensor: Tensor, path: str) -> Node:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            raise CheckpointError(
+                f"{path} is a tensor of layout {tensor.layout} on {tensor.device}; only dense are saved"
+            )
+        node = {"kind": "tensor", "at": path, "cpu": tensor.device.type == "cpu"}
+        node |= {"parameter": isinstance(tensor, nn.Parameter), "grad": tensor.requires_grad}
+        pointer = tensor.untyped_storage().data_ptr()
+        of, start = self._memory.get(pointer, (path, 0))
+        if of != path and tensor.numel():
+            place = [list(tensor.shape), list(tensor.stride()), tensor.storage_offset() - start]
+            return {**node, "kind": "view", "of": of, "place": place}
+        self._tensors[path] = tensor.resolve_conj().resolve_neg()
+        return {**node, "memory": self._storages.setdefault(pointer, len(self._storages))}
+
+    def _array(self, array: np.ndarray[Any, Any] | np.generic, path: str) -> Node:
+        if array.dtype.kind not in "biufc":
+            raise CheckpointError(f"{path} is an array of {array.dtype}, which cannot be saved; only numbers are")
+        data = self._tensor(torch.from_numpy(np.array(array, order="C").reshape(-1).view(np.uint8)), path)
+        scalar = isinstance(array, np.generic)
+        return {"kind": "array", "data": data, "shape": list(array.shape), "dtype": array.dtype.str, "scalar": scalar}
+
+    def _fix(self, path: str, what: str) -> str:
+        self.fixed[path] = what
+        return what
+
+
+def _key(key: Any, path: str) -> Node:
+    if type(key) in _PLAIN:
+        return key
+    if type(key) is tuple and all(type(part) in _PLAIN for part in key):
+        return list(key)
+    raise CheckpointError(f"{path} holds the key {key!r}; numbers, texts and tuples of them can be saved")
+
+
+# Objects: what their state is, and how they take it back --------------------------------------------------------------
+
+
+def state_of(value: Any) -> dict[str, Any] | None:
+    """Return name → state of an object; None where it has none that can be found."""
+    if isinstance(value, GENERATORS):
+        return {"state": _random_state(value)}
+    if isinstance(value, nn.Module):
+        named = {"parameters": dict(value.named_parameters()), "buffers": dict(value.named_buffers())}
+        return {**named, "own": own_attributes(value)}
+    if isinstance(value, Optimizer):
+        parameters = _parameters(value)
+        if {id(p) for p in value.state} - {id(p) for p in parameters}:
+            raise CheckpointError(f"{name_of(type(value))} keeps state for something that is none of its parameters")
+        own = {name: item for name, item in vars(value).items() if name not in _common_to_optimizers()}
+        groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in value.param_groups]
+        return {"state": [{"of": p, **value.state.get(p, {})} for p in parameters], "groups": groups, "own": own}
+    if all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+        state = value.state_dict()
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"{name_of(type(value))}.state_dict() must return a dict, got {type(state).__name__}")
+        return dict(state)
+    return dict(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, io.IOBase) else None
+
+
+def fill(value: Any, state: dict[str, Any]) -> None:
+    """Let an object have the state that `state_of` returned of it, or of its like.
+
+    Raises:
+        ValueError: something that must be there has another shape.
+    """
+    if isinstance(value, GENERATORS):
+        _set_random_state(value, state["state"])
+    elif isinstance(value, nn.Module):
+        for kind, live in (("parameters", value.named_parameters()), ("buffers", value.named_buffers())):
+            odd = [name for name, tensor in live if state[kind].get(name) is not tensor]
+            if odd:
+                raise ValueError(f"the {kind} {odd} had another shape or dtype")
+        set_own_attributes(value, state["own"])
+    elif isinstance(value, Optimizer):
+        parameters = _parameters(value)
+        if len(parameters) != len(state["state"]) or len(value.param_groups) != len(state["groups"]):
+            raise ValueError(f"it had {len(state['state'])} parameters, and has {len(parameters)} here")
+        for i, (p, own) in enumerate(zip(parameters, state["state"], strict=True)):
+            if own.pop("of") is not p:
+                raise ValueError(f"parameter {i} had another shape or place, and is {list(p.shape)} here")
+            if own or p in value.state:
+                value.state[p] = own
+        for group, settings in zip(value.param_groups, state["groups"], strict=True):
+            group.update(settings)
+        vars(value).update(state["own"])
+    elif callable(getattr(value, "load_state_dict", None)):
+        value.load_state_dict(state)
+    else:
+        vars(value).clear()
+        vars(value).update(state)
+
+
+def own_attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return path → name → value of what modules keep beside parameters and buffers: numbers, tensors, generators."""
+    kinds, common = (*_PLAIN, Tensor, torch.Generator), vars(nn.Module()).keys()
+    return {
+        path: {name: v for name, v in vars(own).items() if name not in common and isinstance(v, kinds)}
+        for path, own in module.named_modules()
+    }
+
+
+def set_own_attributes(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put back what `own_attributes` returned."""
+    for path, own in module.named_modules():
+        vars(own).update(state[path])
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@functools.cache
+def _common_to_optimizers() -> frozenset[str]:
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
+
+
+def _random_state(value: Any) -> Any:
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return value.get_state() if isinstance(value, torch.Generator) else value.get_state(legacy=False)
+
+
+def _set_random_state(value: Any, state: Any) -> None:
+    if isinstance(value, random.Random):
+        value.setstate(state)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
+    else:
+        value.set_state(state)
