@@ -110,6 +110,6 @@ def naming(name: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        if not name or type(error) not in (TypeError, ValueError):
+        if not name or type(error).__init__ not in (TypeError.__init__, ValueError.__init__):  # takes more than a text
             raise
         raise type(error)(f"{name}: {error}") from error

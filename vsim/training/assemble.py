@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.arguments import naming
 from vsim.checkpoint.fingerprint import fingerprint, settings_of
@@ -144,7 +144,7 @@ def _assemble_group(
     for part, member in zip(parts, members, strict=True):
         member.fingerprint = fingerprint(member, part.batches.lengths)
         if part.config.start is not None:
-            with part.here():
+            with part.here(), naming(part.config.label if len(parts) > 1 else ""):
                 checkpoint = part.config.start.open()
                 resume(member, checkpoint)
                 member.starts = checkpoint.forks
@@ -209,19 +209,26 @@ def _source(part: Part) -> Source:
 def _validation_examples(parts: Sequence[Part], device: torch.device) -> list[Any]:
     """Return each part's batch (N, …) of validation examples on `device`, None without validation data.
 
-    They are drawn anew only where they may be others: for other numbers of nodes.
+    Parts with equal examples get one batch, on which they are measured together.
     """
-    known: dict[int, Any] = {}
-    found = []
+    found: list[Any] = []
     for part in parts:
-        config = part.config
-        if config.val_dataset is not None and config.num_nodes not in known:
-            with part.here():
+        config, examples = part.config, None
+        if config.val_dataset is not None:
+            with part.here():  # a dataset may draw from the global generators
                 (dataset,) = resolve(config.val_dataset, config.num_nodes, range(1), False, "val_dataset")
                 examples = first_examples(dataset, config.val_size, config.dataloader_kwargs.get("collate_fn"))
-            known[config.num_nodes] = tree_map(lambda t: t.to(device), examples)
-        found.append(known.get(config.num_nodes))
+            known = next((other for other in found if _equal_examples(other, examples)), None)
+            examples = tree_map(lambda t: t.to(device), examples) if known is None else known
+        found.append(examples)
     return found
+
+
+def _equal_examples(one: Any, other: Any) -> bool:
+    ours, theirs = tree_leaves(one), tree_leaves(other)
+    return len(ours) == len(theirs) and all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.cpu(), b) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _fitting_minibatch(config: RunConfig, members: Sequence[Member], engine: Executor, batch: Any) -> int | None:
