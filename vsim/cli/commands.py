@@ -27,7 +27,8 @@ from vsim.cli.problem import (
 )
 from vsim.compare import compare
 from vsim.doctor import machine
-from vsim.records.comparison import ComparedRun, Comparison
+from vsim.records.compared import ComparedRun
+from vsim.records.comparison import Comparison
 from vsim.records.loggers import folder_name
 from vsim.records.plots import save
 from vsim.sweep import sweep
