@@ -174,6 +174,17 @@ def test_logs(tmp_path: Path) -> None:
         assert list(folder.glob("events.out.tfevents.*"))
 
 
+def test_a_sweep_that_is_saved_and_goes_on(tmp_path: Path) -> None:
+    losses = []
+    for steps, out, *more in ((8, "straight"), (4, "a", "--save-dir", "s"), (8, "b", "--save-dir", "s", "--resume")):
+        more = [tmp_path / "s" if one == "s" else one for one in more]
+        sweep = ["sweep", "--data", "digits", "--model", "mlp", "--val-size", 16, "--quiet", "--set", "H=2,3", *more]
+        assert run(*sweep, "--steps", steps, "--val-interval", 4, "--out", tmp_path / out) == 0
+        with open(tmp_path / out / "sweep.csv", newline="") as file:
+            losses.append([(line["H"], line["step"], line["train_loss"]) for line in csv.DictReader(file)])
+    assert losses[2] == losses[0] != losses[1]
+
+
 def test_text_from_a_file_and_the_seed(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)

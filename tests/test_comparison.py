@@ -16,7 +16,7 @@ from compared import STEPS, compared, three_strategies
 import vsim
 from vsim.models import MLP
 from vsim.records.history import COLUMNS, History
-from vsim.records.looks import COLOURS
+from vsim.records.looks import COLOURS, looks_of
 from vsim.records.plots import X_AXES, bands, overview
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
 
@@ -257,3 +257,9 @@ def test_of_many_runs_the_legend_names_families() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["DiLoCo (20)", "AllReduce"]
     lines = {line.get_label(): line.get_color() for line in figure.axes[0].get_lines()}
     assert len(set(lines.values())) == 21 and lines["AllReduce"] == COLOURS[1]
+    # Of one family the settings are read from the names.
+    names = [f"DiLoCo H={H}, inner_optim=SGD(lr={rate}, momentum=0.9)" for H in (1, 2, 3) for rate in range(5)]
+    looks = looks_of(names)
+    assert {look.colour for look in looks.by_name.values()} == set(COLOURS[:3])
+    assert list(looks.key) == ["H", "inner_optim"]
+    assert [text for text, _ in looks.key["inner_optim"]] == [f"SGD(lr={rate}, momentum=0.9)" for rate in range(5)]

@@ -42,6 +42,12 @@ EXPECTED: dict[str, list[str]] = {
     ],
     "mnist": [r"Data: scikit-learn's digits, as MNIST's files are not there", r"DeMo .*×", r"images are wrong"],
     "shakespeare": [r"Text: .*", r"=== AllReduce =", r"DiLoCo \+ SPARTA +reaches"],
+    "sweep": [
+        TABLE,
+        PICTURE,
+        r"DiLoCo H=\d+, outer_lr=[\d.]+ after \d+ % of the steps; of all: DiLoCo H=",
+        r"AllReduce lr=0\.3 *</td>.* 1\.0×",
+    ],
     "verify": [
         r"bit-identical over 20 steps \(2 nodes, 2,474 parameters: losses, weights, buffers, ",
         r"different after step 1, by more than rounding",

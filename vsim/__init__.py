@@ -7,7 +7,8 @@ from vsim.compat import exogym
 from vsim.compat.diloco_sim import DilocoSimulator
 from vsim.grid import grid
 from vsim.process.difference import Difference
-from vsim.records.comparison import ComparedRun, Comparison
+from vsim.records.compared import ComparedRun
+from vsim.records.comparison import Comparison
 from vsim.records.history import History
 from vsim.records.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from vsim.records.swept import Sweep

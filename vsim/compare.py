@@ -244,18 +244,21 @@ def _compared(runner: Runner) -> ComparedRun:
 
 
 def rungs(count: int, max_steps: int, factor: int) -> list[tuple[int, int]]:
-    """Return when `halving` lets only the best go on, as (step, how many): the steps of all rungs cost about the same.
+    """Return when `halving` lets only the best go on, as (step, how many).
 
-    >>> rungs(27, 270, 3)
-    [(10, 9), (30, 3), (90, 1)]
+    They are at T / f, T / f², … of T steps while more than one is left, but none in the first tenth of the run, where
+    losses say little yet of how it ends.
+
+    >>> rungs(27, 270, 3), rungs(3, 100, 2)
+    ([(30, 9), (90, 3)], [(25, 2), (50, 1)])
     """
-    kept = []
-    while count > 1:
-        count = -(-count // factor)
-        kept.append(count)
-    steps = (max_steps // factor ** (len(kept) - i) for i in range(len(kept)))
-    # Where there are fewer steps than rungs, the first ones are one.
-    return [(step, left) for step, left in dict(zip(steps, kept, strict=True)).items() if step]
+    steps: list[int] = []
+    while factor ** len(steps) < count and 10 * (step := max_steps // factor ** (len(steps) + 1)) >= max(max_steps, 10):
+        steps.insert(0, step)
+    kept = [count]
+    for _ in steps:
+        kept.append(-(-kept[-1] // factor))
+    return list(zip(steps, kept[1:], strict=True))
 
 
 def _own(entry: Entry) -> dict[str, Any]:

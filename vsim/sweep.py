@@ -37,9 +37,9 @@ def sweep(
         settings: its arguments by name, and `num_nodes` and `batch_size` if they vary. A list is varied, anything else
             is the same for all; a value that is itself a list is put in a list. See `vsim.grid`.
         num_nodes: K, unless it is one of the settings.
-        halving: a factor f: successive halving [Jamieson and Talwalkar 2016, arXiv:1502.07943]. At each rung (steps
-            T / f, T / f², … of T) only the best 1 / f of the settings, by their mean loss over the seeds, go on. The
-            others are kept, with `stopped_at`.
+        halving: a factor f: successive halving [Jamieson and Talwalkar 2016, arXiv:1502.07943]. At each rung (after
+            T / f, T / f², … of T steps, none in the first tenth) only the best 1 / f of the settings, by their mean
+            loss over the seeds, go on. The others are kept, with `stopped_at`.
         options: every other argument of `compare`, the same for all.
 
     Returns:

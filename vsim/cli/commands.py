@@ -27,7 +27,8 @@ from vsim.cli.problem import (
 )
 from vsim.compare import compare
 from vsim.doctor import machine
-from vsim.records.comparison import ComparedRun, Comparison
+from vsim.records.compared import ComparedRun
+from vsim.records.comparison import Comparison
 from vsim.records.loggers import folder_name
 from vsim.records.plots import save
 from vsim.sweep import sweep
@@ -164,7 +165,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The arguments that `fit`, `compare` and `sweep` have in common."""
     if arguments.resume is True and arguments.save_dir is None:
-        raise ValueError("--resume needs --save-dir DIR, or the PATH of a checkpoint")
+        or_a_path = ", or the PATH of a checkpoint" if arguments.command == "train" else ""
+        raise ValueError(f"--resume needs --save-dir DIR{or_a_path}")
     every = max(1, arguments.steps // 10) if arguments.val_interval is None else arguments.val_interval
     options = {
         "num_nodes": 4 if arguments.nodes is None else arguments.nodes,

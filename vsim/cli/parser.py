@@ -96,22 +96,19 @@ def _add_train(kinds: Any) -> None:
     command = _command(kinds, "train", "train with one strategy, and keep the model")
     command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
     _add_outcome(command)
-    _add_saving(command)
+    _add_saving(command, of_one_run=True)
     command.set_defaults(run=commands.run_train)
 
 
-def _add_saving(command: argparse.ArgumentParser) -> None:
+def _add_saving(command: argparse.ArgumentParser, of_one_run: bool = False) -> None:
     saving = command.add_argument_group("checkpoints")
     saving.add_argument("--save-dir", type=Path, metavar="DIR", help="save at the end, and when interrupted (Ctrl-C)")
     saving.add_argument("--checkpoint-interval", type=int, metavar="STEPS", help="save every so many steps too")
-    saving.add_argument(
-        "--resume",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="PATH",
-        help="go on with the run in --save-dir, or with the checkpoint at PATH",
-    )
+    if of_one_run:
+        purpose = "go on with the run in --save-dir, or with the checkpoint at PATH"
+        saving.add_argument("--resume", nargs="?", const=True, default=False, metavar="PATH", help=purpose)
+    else:
+        saving.add_argument("--resume", action="store_true", help="go on with what is in --save-dir")
 
 
 def _add_verify(kinds: Any) -> None:

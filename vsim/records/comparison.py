@@ -8,14 +8,11 @@ import io
 import math
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from torch import nn
-
-from vsim.cluster.ledger import Event, Ledger
 from vsim.extras import extra
+from vsim.records.compared import ComparedRun
 from vsim.records.history import COLUMNS, History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.looks import MANY, Looks, looks_of
 from vsim.records.plots import Y_LABELS, bands, overview
@@ -26,46 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Self = TypeVar("Self", bound="Comparison")
-# What files hold of a run beside history and ledger.
-_PLAIN = ("failure", "seed", "diverged_at", "stopped_at")
-
-
-@dataclass
-class ComparedRun:
-    """One strategy's run.
-
-    Attributes:
-        model: the mean of the nodes' final models; None if the run did not end, or was read from a file.
-        failure: why the run did not end, or "".
-        seed: of everything random in it.
-        error: what was raised, if the run failed.
-        diverged_at: the first step with a loss or weights that are not finite; None: there was none.
-        stopped_at: the step after which a sweep with `halving` took it out; None: it went on.
-    """
-
-    history: History
-    ledger: Ledger
-    model: nn.Module | None = None
-    failure: str = ""
-    seed: int = 42
-    error: Exception | None = None
-    diverged_at: int | None = None
-    stopped_at: int | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether it got to its last step."""
-        return not self.failure and self.stopped_at is None
-
-    @property
-    def failed(self) -> bool:
-        """Whether it diverged or raised; a run that was interrupted, or stopped by `halving`, has not."""
-        return bool(self.failure) and not self.failure.startswith("interrupted")
-
-    @property
-    def note(self) -> str:
-        """Why it did not get to its last step, or ""."""
-        return f"stopped after step {self.stopped_at}" if self.stopped_at is not None else self.failure
 
 
 class Comparison(Mapping[str, ComparedRun]):
@@ -235,27 +192,14 @@ class Comparison(Mapping[str, ComparedRun]):
     _keys: tuple[str, ...] = ("allreduce_bytes", "runs")
 
     def _as_plain(self) -> dict[str, Any]:
-        runs = [
-            {
-                "strategy": name,
-                **{key: getattr(run, key) for key in _PLAIN},
-                "history": run.history.as_plain(),
-                "events": [list(event) for event in run.ledger],
-            }
-            for name, runs in self._runs.items()
-            for run in runs
-        ]
+        runs = [{"strategy": name, **run.as_plain()} for name, runs in self._runs.items() for run in runs]
         return {"allreduce_bytes": self.allreduce_bytes, "runs": runs}
 
     @classmethod
     def _from_plain(cls: type[Self], content: Mapping[str, Any]) -> Self:
         comparison = cls._empty(content)
         for run in content["runs"]:
-            ledger = Ledger()
-            for event in run["events"]:
-                ledger.record(Event._make([*event[:-1], tuple(event[-1])]))
-            plain = {key: run[key] for key in _PLAIN}
-            comparison.add(run["strategy"], ComparedRun(History.from_plain(run["history"]), ledger, **plain))
+            comparison.add(run["strategy"], ComparedRun.from_plain(run))
         return comparison
 
     @classmethod

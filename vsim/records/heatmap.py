@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vsim.records.plots import STYLE, label_decades
+from vsim.records.plots import STYLE, label_decades, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,13 +48,12 @@ def heatmap(
 
     (x_name, x_values), (y_name, y_values) = x, y
     if ax is None:
-        import matplotlib.pyplot as plt
+        import matplotlib
 
-        with plt.rc_context(STYLE):
-            width = min(6.8, max(3.3, 1.4 + 0.42 * len(x_values)))
-            size = (width, min(6.0, 1.05 + 0.4 * len(y_values)))
-            ax = plt.subplots(figsize=size, dpi=150, layout="constrained")[1]
-            return heatmap(cells, x, y, label, remark, ax)
+        width = min(6.8, max(3.3, 1.4 + 0.42 * len(x_values)))
+        new = new_figure(width, min(6.0, 1.05 + 0.4 * len(y_values)))
+        with matplotlib.rc_context(STYLE):
+            return heatmap(cells, x, y, label, remark, new.subplots())
     known = [cell.value for cell in cells.values() if math.isfinite(cell.value)]
     colours = ScalarMappable(_norm(known), _MAP)
     figure = ax.get_figure(root=True)

@@ -20,6 +20,9 @@ MANY = 12
 # A legend names at most so many values of one setting, evenly spaced among all.
 _KEYS = 8
 
+# "H=5" in a name, or "inner_optim=SGD(lr=0.1, momentum=0.9)".
+_SETTING = re.compile(r"(\w+)=([^,(]*(?:\([^)]*\))?)")
+
 
 @dataclass(frozen=True)
 class Look:
@@ -46,6 +49,8 @@ class Looks:
 def looks_of(names: Sequence[str]) -> Looks:
     """Return looks for names in this order; of more than `MANY`, those that differ in settings alone are a family.
 
+    If all are of one family, the settings in their names say the look, as of `looks_by`.
+
     >>> looks_of(["AllReduce", "DiLoCo"]).by_name["DiLoCo"].colour
     '#E69F00'
     >>> [text for text, _ in looks_of(["AllReduce", *(f"DiLoCo H={H}, lr=0.1" for H in range(20))]).key[""]]
@@ -62,6 +67,9 @@ def looks_of(names: Sequence[str]) -> Looks:
                 for i, name in enumerate(names)
             }
         )
+    settings = {name: dict(_SETTING.findall(name)) for name in names}
+    if len(families) == 1 and len({tuple(own) for own in settings.values()}) == 1:
+        return looks_by(settings, list(settings[names[0]]), names)
     looks, key = {}, []
     for i, (family, members) in enumerate(families.items()):
         look = Look(COLOURS[i], marker=MARKERS[i])

@@ -91,12 +91,11 @@ def bands(
 
     column, divisor, label, logarithmic = X_AXES[one_of("x", x, X_AXES)]
     if ax is None:
-        import matplotlib.pyplot as plt  # here, as it takes time, and may open windows
+        import matplotlib
 
-        with plt.rc_context(STYLE):
-            height = 4.2 if legend and looks is not None and looks.key else 3.2
-            ax = plt.subplots(figsize=(4.4, height), dpi=150, layout="constrained")[1]
-            return bands(runs, x, y, ax, legend, looks, diverged)
+        figure = new_figure(4.4, 4.2 if legend and looks is not None and looks.key else 3.2)
+        with matplotlib.rc_context(STYLE):
+            return bands(runs, x, y, figure.subplots(), legend, looks, diverged)
     looks, diverged = looks or looks_of(list(runs)), diverged or {}
     silent, drawn, thin = [], [], len(runs) > MANY
     for i, (name, histories) in enumerate(_lists(runs).items()):
@@ -136,13 +135,13 @@ def bands(
         ax.set_ylim(within)
     if silent:
         ax.set_title(f"not shown, as nothing is sent: {', '.join(silent)}", fontsize=7.5, color="0.4", loc="right")
-    figure = ax.get_figure(root=True)
-    if legend and ax.get_lines() and figure is not None:
+    whole = ax.get_figure(root=True)
+    if legend and ax.get_lines() and whole is not None:
         handles, labels, columns = _legend(ax, looks, diverged)
         # A key, which says what colours and dashes stand for, has its place below.
         place: Any = {}
         if looks.key:
-            below = ScaledTranslation(0, -34 / 72, figure.dpi_scale_trans)  # the axis' numbers and label
+            below = ScaledTranslation(0, -34 / 72, whole.dpi_scale_trans)  # the axis' numbers and label
             place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": ax.transAxes + below}
             place |= {"handlelength": 2.4, "columnspacing": 1.2, "labelspacing": 0.3}
         ax.legend(handles, labels, ncols=columns, frameon=False, **{"handlelength": 3.2, **place})
@@ -181,6 +180,14 @@ def overview(
         if title:
             figure.suptitle(title, fontsize=9, x=0.01, ha="left")
     return figure
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return a figure of pyplot, which a notebook shows; sizes are in inches."""
+    import matplotlib.pyplot as plt  # here, as it takes time, and may open windows
+
+    # Not in the context of a style, at whose end settings of the backend would be lost that the first figure makes.
+    return plt.figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
 def save(figure: Figure | Axes, path: str | Path) -> None:

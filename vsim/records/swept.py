@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vsim.arguments import one_of
-from vsim.records.comparison import ComparedRun, Comparison
+from vsim.records.compared import ComparedRun
+from vsim.records.comparison import Comparison
 from vsim.records.heatmap import Cell, heatmap
 from vsim.records.history import COLUMNS
 from vsim.records.looks import Looks, looks_by
