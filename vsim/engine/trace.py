@@ -151,9 +151,9 @@ class TraceExecutor(VmapExecutor):
         if in_question:
             raise StaleTraceError(
                 "the model's Python computes something else by now than was captured of it at step "
-                f"{trace.captured_at}: {odd} differs at step {self.step}. Under compile='trace' its Python runs once for "
-                f"every shape of batch, so that the steps from {min(in_question)} on may be wrong; with compile=False "
-                "it runs at every step"
+                f"{trace.captured_at}: {odd} differs at step {self.step}. Under compile='trace' its Python runs once "
+                f"for every shape of batch, so that the steps from {min(in_question)} on may be wrong; with "
+                "compile=False it runs at every step"
             )
         self._refuse(
             f"{odd} differs between step {trace.captured_at}, called again, and its Python at step {self.step}"
