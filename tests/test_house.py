@@ -20,9 +20,6 @@ UNTIL_TYPES_STAND_BELOW = "RunConfig, StepReport and Run do not stand below thei
 LONG = {
     "checkpoint/files.py": "declared state",
     "checkpoint/restore.py": "declared state",
-    "engine/batched.py": "traced steps",
-    "engine/guards.py": "traced steps",
-    "engine/lowering.py": "traced steps",
 }
 
 

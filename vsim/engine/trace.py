@@ -34,11 +34,18 @@ class StaleTraceError(RuntimeError):
 
 @dataclass
 class _Trace:
-    """The operations of a step: what calls them, and the steps when they were captured and last compared."""
+    """The operations of a step.
+
+    Attributes:
+        call: calls them again.
+        captured_at, compared_at: the steps of the capture and of the last comparison.
+        called_from: the first step since then that was computed by them; 0: none.
+    """
 
     call: Callable[..., Tensor]
     captured_at: int
     compared_at: int = 0
+    called_from: int = 0
 
 
 class TraceExecutor(VmapExecutor):
@@ -54,7 +61,7 @@ class TraceExecutor(VmapExecutor):
     Raises, from `losses_and_grads`:
         TraceError: the step cannot be captured, or the one after it already differs. With compile="auto" the steps go
             on without a trace instead, and `reason` has the message.
-        StaleTraceError: a later comparison fails; the steps since the last one are named.
+        StaleTraceError: a comparison fails after steps that were computed by the trace, which are named.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,6 +94,7 @@ class TraceExecutor(VmapExecutor):
             return super()._backward(batch, share, first)  # the first comparison wants other weights, too
         if self._is_due(trace):
             return self._compare(trace, batch, share, first)
+        trace.called_from = trace.called_from or self.step
         try:
             with self._moved_up_to_date():
                 return trace.call(*leaves)
@@ -137,16 +145,19 @@ class TraceExecutor(VmapExecutor):
         ours = self._left(losses)
         odd = next((name for name, value in traced.items() if not _agree(value, ours[name])), None)
         if odd is None:
-            trace.compared_at = self.step
-        elif not trace.compared_at:
-            self._refuse(f"{odd} differs between its first step, called again, and its Python at step {self.step}")
-        else:
+            trace.compared_at, trace.called_from = self.step, 0
+            return losses
+        in_question = [t.called_from for t in self._traces.values() if t.called_from]
+        if in_question:
             raise StaleTraceError(
-                f"the model's Python computes something else by now than was captured of it at step "
-                f"{trace.captured_at}: since step {trace.compared_at + 1}, found at step {self.step}, where {odd} "
-                "differs. Under compile='trace' its Python runs once for every shape of batch, so the steps in between "
-                "may be wrong; with compile=False it runs at every step"
+                "the model's Python computes something else by now than was captured of it at step "
+                f"{trace.captured_at}: {odd} differs at step {self.step}. Under compile='trace' its Python runs once "
+                f"for every shape of batch, so that the steps from {min(in_question)} on may be wrong; with "
+                "compile=False it runs at every step"
             )
+        self._refuse(
+            f"{odd} differs between step {trace.captured_at}, called again, and its Python at step {self.step}"
+        )
         return losses
 
     def _refuse(self, why: str, error: Exception | None = None) -> None:
