@@ -18,8 +18,6 @@ MOST_FLOORS, MOST_LINES, MOST_LINES_OF_A_FILE = 10, 15_000, 400
 # What does not hold yet, each with what will make it hold.
 UNTIL_TYPES_STAND_BELOW = "RunConfig, StepReport and Run do not stand below their users yet"
 LONG = {
-    "checkpoint/files.py": "declared state",
-    "checkpoint/restore.py": "declared state",
     "engine/batched.py": "traced steps",
     "engine/guards.py": "traced steps",
     "engine/lowering.py": "traced steps",
