@@ -327,13 +327,6 @@ def test_checkpoints_of_another_run_are_not_overwritten(tmp_path: Path) -> None:
         fit(FedAvgStrategy(H=2), max_steps=5, save_dir=tmp_path)
     with pytest.raises(CheckpointError, match="holds the checkpoints of a run"):
         fit(FedAvgStrategy(H=2), max_steps=9, save_dir=tmp_path, resume=load_checkpoint(tmp_path).fork())
-    strategies = {"a": Strategy(), "b": Strategy()}
-    with pytest.raises(ValueError, match=r"save_dir, resume belongs to one run, and compare\(\) trains 2 strategies"):
-        vsim.compare(small_mlp(), vectors(), strategies=strategies, num_nodes=2, save_dir=tmp_path, resume=True)
-    with pytest.raises(ValueError, match=r"save_dir belongs to one run, and compare\(\) trains with 3 seeds"):
-        vsim.compare(
-            small_mlp(), vectors(), strategies={"a": Strategy()}, num_nodes=2, save_dir=tmp_path, seeds=[0, 1, 2]
-        )
 
 
 def test_a_file_says_all_without_running_anything(tmp_path: Path) -> None:

@@ -17,10 +17,7 @@ MOST_FLOORS, MOST_LINES, MOST_LINES_OF_A_FILE = 10, 15_000, 400
 
 # What does not hold yet, each with what will make it hold.
 UNTIL_TYPES_STAND_BELOW = "RunConfig, StepReport and Run do not stand below their users yet"
-LONG = {
-    "checkpoint/files.py": "declared state",
-    "checkpoint/restore.py": "declared state",
-}
+LONG: dict[str, str] = {}
 
 
 def to_come(reason: str) -> pytest.MarkDecorator:
@@ -98,13 +95,7 @@ def test_only_faces_import_faces() -> None:
     assert {name for name, uses in files().items() if "vsim" in uses} <= {"vsim.__main__", "vsim.cli"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=to_come(UNTIL_TYPES_STAND_BELOW) if name in ("checkpoint", "records") else ())
-        for name in BELOW_TRAINING
-    ],
-)
+@pytest.mark.parametrize("name", BELOW_TRAINING)
 def test_what_is_below_training_does_not_import_it(name: str) -> None:
     assert not rooms().get(name, set()) & {"training", "process", *FACES}
 

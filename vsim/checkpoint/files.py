@@ -296,6 +296,7 @@ def _flush(path: Path) -> None:
 def _read(path: Path) -> Checkpoint:
     from safetensors import SafetensorError, safe_open
 
+    problem = "is not a checkpoint of vsim, or is torn: "
     try:
         if path.stat().st_size == 0:
             raise CheckpointError(f"{path} is empty")
@@ -304,33 +305,31 @@ def _read(path: Path) -> Checkpoint:
             if not {"vsim", "sha256"} <= metadata.keys():
                 raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of vsim")
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        if metadata["sha256"] != _checksum(metadata["vsim"], tensors):
+            raise CheckpointError(f"{path} is damaged: its contents do not have their checksum")
+        problem = "does not hold what a checkpoint of vsim holds: "
+        saved = json.loads(metadata["vsim"])
+        if saved["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {saved['format']}, and this version of vsim reads {FORMAT}")
+        for name in ("step", "num_nodes", "examples"):
+            whole_number(name, saved[name], at_least=0)
+        real_number("seconds", saved["seconds"], at_least=0)
+
+        def load(stored: list[Any]) -> Tensor:
+            key, dtype, shape = stored
+            return tensors[key].view(getattr(torch, dtype)).view(shape)
+
+        shards = [Shard(tree, {name: load(stored) for name, stored in own.items()}) for tree, own in saved["shards"]]
+        history, ledger = _record(saved["record"], load)
+        numbers = {name: saved[name] for name in _NUMBERS}
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint at {path}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (SafetensorError, UnicodeDecodeError, TypeError, KeyError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint of vsim, or is torn: {error}") from error
-    if metadata["sha256"] != _checksum(metadata["vsim"], tensors):
-        raise CheckpointError(f"{path} is damaged: its contents do not have their checksum")
-
-    def load(stored: list[Any]) -> Tensor:
-        key, dtype, shape = stored
-        return tensors[key].view(getattr(torch, dtype)).view(shape)
-
-    try:
-        saved = json.loads(metadata["vsim"])
-        if saved["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {saved['format']}, and this version of vsim reads {FORMAT}")
-        shards = [Shard(tree, {name: load(stored) for name, stored in own.items()}) for tree, own in saved["shards"]]
-        history, ledger = _record(saved["record"], load)
-        numbers = {name: saved[name] for name in _NUMBERS}
-        for name in ("step", "num_nodes", "examples"):
-            whole_number(name, saved[name], at_least=0)
-        real_number("seconds", saved["seconds"], at_least=0)
-    except CheckpointError:
-        raise
-    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path} does not hold what a checkpoint of vsim holds: {error!r}") from error
+    except (SafetensorError, LookupError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{path} {problem}{error}") from error
     return Checkpoint(**numbers, history=history, ledger=ledger, shards=shards, path=path.absolute())
 
 

@@ -130,42 +130,30 @@ class Restorer:
         return rows[:1] if one else rows
 
     def _placement(self, parts: list[Tensor], shape: torch.Size | None, path: str) -> str:
-        """Return whether what nobody has declared is stacked or shared, by its shape."""
+        """Return whether what nobody has declared is stacked or shared: by the shape that it has after the setup."""
+        saved, here = (1, self._num_nodes) if len(parts) > 1 else (self._num_nodes, 1)
         first = parts[0].shape
-        if len(parts) > 1:
-            if first[:1] != (1,) or any(part.shape != first for part in parts):
-                return "shared"
-            if shape is not None:
-                return "stacked" if shape[:1] == (self._num_nodes,) else "shared"
-            if not all(_equal(part, parts[0]) for part in parts):
-                return "stacked"
-        elif shape == first or first[:1] != (self._num_nodes,):
+        if shape == first or first[0] != saved:
             return "shared"
-        elif shape is not None and shape[:1] == (1,):
+        if shape is not None and shape[:1] == (here,):
             return "stacked"
         raise CheckpointError(
             f"{path} may be stacked, a row for each node, or be shared by all with the same first dimension: declare "
             "it in the setup, with self.keep_stacked() or self.keep_shared(), or resume with the backend that saved it"
         )
 
-    def _view(self, saved: Saved, live: Any, path: str, placement: str | None) -> Tensor:
-        """A view of memory that is restored elsewhere, or holds no state."""
-        node, memory = saved[0][1], self._memory[saved[0][1]["of"]]
-        size, stride, offset = node["place"]
-        if isinstance(live, Tensor) and live.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
-            here = [list(live.shape), list(live.stride()), live.storage_offset() - memory.storage_offset()]
-            if self.moves or here == node["place"]:
-                return live
-        if self.moves:
-            raise CheckpointError(f"{path} became a view of the nodes' {node['of']} during the run; not so here")
-        made = memory.detach().as_strided(size, stride, memory.storage_offset() + offset)
-        return nn.Parameter(made, node["grad"]) if node["parameter"] else made
+    def _view(self, saved: Saved, live: Any, path: str, placement: str | None) -> Any:
+        """A view, which the setup has made, of memory that is restored elsewhere or holds no state."""
+        memory = self._memory[saved[0][1]["of"]].untyped_storage().data_ptr()
+        if not isinstance(live, Tensor) or live.untyped_storage().data_ptr() != memory:
+            raise CheckpointError(f"{path} was a view of the nodes' {saved[0][1]['of']}, and is {_shown(live)} here")
+        return live
 
     def _array(self, saved: Saved, live: Any, path: str, placement: str | None) -> Any:
-        node = saved[0][1]
-        data = self._tensor([(shard, n["data"]) for shard, n in saved], None, path, "shared")
-        value = data.numpy().view(np.dtype(node["dtype"])).reshape(node["shape"])
-        return value[()] if node["scalar"] else value
+        if any(repr(n) != repr(saved[0][1]) for _, n in saved):
+            raise _differs(path)
+        value = np.array(saved[0][1]["items"], saved[0][1]["dtype"])
+        return value[()] if saved[0][1]["scalar"] else value
 
     # Containers and objects
 
@@ -236,7 +224,7 @@ class Restorer:
         state = {}
         for name in first["items"]:
             own = [(shard, n["items"][name]) for shard, n in saved]
-            placed = "shared" if isinstance(live, GENERATORS) else declared.get(name, placement)
+            placed = "shared" if isinstance(live, tuple(GENERATORS)) else declared.get(name, placement)
             state[name] = self._value(own, old.get(name, _ABSENT), f"{path}.{name}", placed)
         try:
             fill(live, state)

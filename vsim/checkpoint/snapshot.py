@@ -11,7 +11,7 @@ import functools
 import io
 import random
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -28,7 +28,13 @@ Node = Any  # of a tree: None, a bool, a number, a text, or a dict with its "kin
 _PLAIN = (type(None), bool, int, float, str)
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 FIXED = (*_FUNCTIONS, torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, PurePath, range, slice)
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# Of random generators: how their state is read, and put back.
+GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    np.random.Generator: (lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
+    np.random.RandomState: (lambda g: g.get_state(legacy=False), np.random.RandomState.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+}
 # What a run that resumes can make anew; other sequences must be there.
 SEQUENCES = {name_of(cls): cls for cls in (list, tuple, torch.Size, set, frozenset)}
 
@@ -64,7 +70,7 @@ class Snapshot:
 
     def __init__(self, roots: Mapping[str, Any], known: Mapping[str, Any], memory: Mapping[str, Tensor]) -> None:
         self.fixed: dict[str, str] = {}
-        self._memory = {t.untyped_storage().data_ptr(): (name, t.storage_offset()) for name, t in memory.items()}
+        self._memory = {t.untyped_storage().data_ptr(): name for name, t in memory.items()}
         # With the object itself, so that no id is used twice.
         self._seen: dict[int, tuple[str, Any]] = {id(value): (name, value) for name, value in known.items()}
         self._storages: dict[int, int] = {}  # where memory is → its number
@@ -86,7 +92,10 @@ class Snapshot:
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if isinstance(value, np.ndarray | np.generic):
-            return self._array(value, path)
+            if value.dtype.kind not in "biuf":
+                raise CheckpointError(f"{path} is an array of {value.dtype}, which cannot be saved; only numbers are")
+            scalar = isinstance(value, np.generic)
+            return {"kind": "array", "items": value.tolist(), "dtype": value.dtype.str, "scalar": scalar}
         name = name_of(type(value))
         if isinstance(value, dict):
             if type(value) not in (dict, collections.OrderedDict):
@@ -120,19 +129,12 @@ class Snapshot:
         node = {"kind": "tensor", "at": path, "cpu": tensor.device.type == "cpu"}
         node |= {"parameter": isinstance(tensor, nn.Parameter), "grad": tensor.requires_grad}
         pointer = tensor.untyped_storage().data_ptr()
-        of, start = self._memory.get(pointer, (path, 0))
+        of = self._memory.get(pointer, path)
         if of != path and tensor.numel():
-            place = [list(tensor.shape), list(tensor.stride()), tensor.storage_offset() - start]
-            return {**node, "kind": "view", "of": of, "place": place}
+            self._fix(path, f"view of the nodes' {of}")
+            return {"kind": "view", "of": of}
         self._tensors[path] = tensor.resolve_conj().resolve_neg()
         return {**node, "memory": self._storages.setdefault(pointer, len(self._storages))}
-
-    def _array(self, array: np.ndarray[Any, Any] | np.generic, path: str) -> Node:
-        if array.dtype.kind not in "biufc":
-            raise CheckpointError(f"{path} is an array of {array.dtype}, which cannot be saved; only numbers are")
-        data = self._tensor(torch.from_numpy(np.array(array, order="C").reshape(-1).view(np.uint8)), path)
-        scalar = isinstance(array, np.generic)
-        return {"kind": "array", "data": data, "shape": list(array.shape), "dtype": array.dtype.str, "scalar": scalar}
 
     def _fix(self, path: str, what: str) -> str:
         self.fixed[path] = what
@@ -152,8 +154,9 @@ def _key(key: Any, path: str) -> Node:
 
 def state_of(value: Any) -> dict[str, Any] | None:
     """Return name → state of an object; None where it has none that can be found."""
-    if isinstance(value, GENERATORS):
-        return {"state": _random_state(value)}
+    for kind, (read, _) in GENERATORS.items():
+        if isinstance(value, kind):
+            return {"state": read(value)}
     if isinstance(value, nn.Module):
         named = {"parameters": dict(value.named_parameters()), "buffers": dict(value.named_buffers())}
         return {**named, "own": own_attributes(value)}
@@ -178,8 +181,9 @@ def fill(value: Any, state: dict[str, Any]) -> None:
     Raises:
         ValueError: something that must be there has another shape.
     """
-    if isinstance(value, GENERATORS):
-        _set_random_state(value, state["state"])
+    write = next((write for kind, (_, write) in GENERATORS.items() if isinstance(value, kind)), None)
+    if write is not None:
+        write(value, state["state"])
     elif isinstance(value, nn.Module):
         for kind, live in (("parameters", value.named_parameters()), ("buffers", value.named_buffers())):
             odd = [name for name, tensor in live if state[kind].get(name) is not tensor]
@@ -227,20 +231,3 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 @functools.cache
 def _common_to_optimizers() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
-
-
-def _random_state(value: Any) -> Any:
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    return value.get_state() if isinstance(value, torch.Generator) else value.get_state(legacy=False)
-
-
-def _set_random_state(value: Any, state: Any) -> None:
-    if isinstance(value, random.Random):
-        value.setstate(state)
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = state
-    else:
-        value.set_state(state)

@@ -28,11 +28,11 @@ class Stateful:
 
     All other attributes are found and saved as well; whether they are stacked is told from the shapes that they have
     after the setup. Where those do not tell, moving the run to another backend is a `CheckpointError` that asks for a
-    declaration. Tensors and containers may be made at any time; generators, optimizers and objects must be made in the
-    setup, for a run that resumes fills them and makes none. Tensors that share memory do so again if the setup has
-    made them so. A value of another kind (an iterator, a file) is a `CheckpointError` when the run starts to save;
-    override `state_dict` and `load_state_dict` to say what the state is. What a function keeps in its closure is not
-    seen.
+    declaration. Tensors and containers may be made at any time; generators, optimizers, objects and views of the nodes'
+    weights or gradients must be made in the setup, for a run that resumes fills them and makes none. Tensors that share
+    memory do so again if the setup has made them so. A value of another kind (an iterator, a file) is a
+    `CheckpointError` when the run starts to save; override `state_dict` and `load_state_dict` to say what the state is.
+    What a function keeps in its closure is not seen.
 
     Attributes:
         derived: names of attributes that follow from the rest, and are not saved.
