@@ -84,11 +84,6 @@ class History:
         if node_losses is not None:
             self._node_losses.append(np.asarray(node_losses, dtype=np.float64))
 
-    def update_last(self, row: Mapping[str, float]) -> None:
-        """Fill in measurements of the last row."""
-        for name, value in row.items():
-            self._columns[name][-1] = float(value)
-
     @property
     def node_losses(self) -> NDArray[np.float64]:
         """(T, K): the training loss of every node at every step."""
