@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import math
 import subprocess
@@ -553,16 +552,18 @@ def test_the_names_of_the_earlier_modules_are_the_same_objects() -> None:
     assert spec.cls is torch.optim.SGD and spec.kwargs == {"lr": 0.1}
 
 
-@pytest.mark.parametrize("path", ["vsim.logger", "vsim.strategy.optim", "vsim.strategy.sparta_diloco"])
-def test_the_names_of_the_earlier_modules_are_imported_first_and_travel(path: str) -> None:
-    name = {"vsim.logger": "CSVLogger", "vsim.strategy.optim": "ensure_optim_spec"}.get(path, "SPARTADiLoCoStrategy")
-    module = importlib.import_module(path)
-    shipped = cloudpickle.dumps((module, getattr(module, name), lambda: getattr(module, name)))
+def test_the_names_of_the_earlier_modules_are_imported_first_and_travel() -> None:
+    from vsim.strategy import optim, sparta_diloco
+
+    things = (optim, optim.ensure_optim_spec, sparta_diloco, sparta_diloco.SPARTADiLoCoStrategy)
+    shipped = cloudpickle.dumps((*things, lambda: optim.ensure_optim_spec))
     code = f"""
-import {path}, importlib.util, pickle, sys
-from {path} import {name}
-module, thing, ask = pickle.loads({shipped!r})
-assert module is {path} is sys.modules[{path!r}] and thing is {name} is ask()
-assert importlib.util.find_spec({path!r}).name == {path!r}
+import vsim.strategy.optim, importlib.util, pickle, sys
+from vsim.strategy.optim import ensure_optim_spec
+from vsim.strategy.sparta_diloco import SPARTADiLoCoStrategy
+optim, ensure, both, strategy, ask = pickle.loads({shipped!r})
+assert optim is vsim.strategy.optim is sys.modules["vsim.strategy.optim"] and both is vsim.strategy.sparta_diloco
+assert ensure is ensure_optim_spec is ask() and strategy is SPARTADiLoCoStrategy
+assert importlib.util.find_spec("vsim.strategy.optim").name == "vsim.strategy.optim"
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

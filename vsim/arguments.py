@@ -113,3 +113,8 @@ def naming(name: str) -> Iterator[None]:
         if not name or type(error).__init__ not in (TypeError.__init__, ValueError.__init__):  # takes more than a text
             raise
         raise type(error)(f"{name}: {error}") from error
+
+
+def is_factory(dataset: Any) -> bool:
+    """Whether an argument is a function that makes each node's dataset."""
+    return callable(dataset) and not hasattr(dataset, "__getitem__")

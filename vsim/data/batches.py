@@ -21,7 +21,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from vsim.arguments import a_function, reject_unknown, true_or_false, whole_number
+from vsim.arguments import a_function, is_factory, reject_unknown, true_or_false, whole_number
 from vsim.cluster.randomness import LOADER, generator
 from vsim.data.order import Order
 
@@ -272,11 +272,6 @@ def resolve(dataset: Any, num_nodes: int, ranks: range, train: bool, what: str) 
         made = [dataset(rank, num_nodes, train) for rank in ranks]
         return [_checked(d, f"{what}({rank}, {num_nodes}, {train})") for rank, d in zip(ranks, made, strict=True)]
     return [_checked(dataset, what)]
-
-
-def is_factory(dataset: Any) -> bool:
-    """Whether an argument is a function that makes each node's dataset."""
-    return callable(dataset) and not hasattr(dataset, "__getitem__")
 
 
 def _checked(dataset: Any, what: str) -> Dataset[Any]:

@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from vsim_kernels.alignment import aligned
 
+from vsim.arguments import is_factory
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import LOADER, drawing_from, generator, isolated
 from vsim.cluster.replicas import Views
-from vsim.data.batches import check_tensors, is_factory, loader_options, resolve
+from vsim.data.batches import check_tensors, loader_options, resolve
 from vsim.data.order import Order
 from vsim.engine import Executor
 from vsim.engine.base import check_depends, cloned, keep_assigned, write_or_add

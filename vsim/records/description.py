@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from vsim.arguments import is_factory
 from vsim.cluster.optim import OptimSpec
-from vsim.data.batches import is_factory
 from vsim.version import __version__
 
 # Deeper objects are described by their class alone.

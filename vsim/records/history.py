@@ -89,11 +89,6 @@ class History:
         self._columns = {name: list(column) for name, column in other._columns.items()}
         self._node_losses, self.executor = list(other._node_losses), other.executor
 
-    def update_last(self, row: Mapping[str, float]) -> None:
-        """Fill in measurements of the last row."""
-        for name, value in row.items():
-            self._columns[name][-1] = float(value)
-
     @property
     def node_losses(self) -> NDArray[np.float64]:
         """(T, K): the training loss of every node at every step."""
