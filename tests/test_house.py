@@ -15,9 +15,6 @@ FACES = {"bench", "cli", "compare", "compat", "doctor", "grid", "logger", "race"
 BELOW_TRAINING = ["arguments", "checkpoint", "cluster", "data", "engine", "extras", "network", "records", "strategy"]
 MOST_FLOORS, MOST_LINES, MOST_LINES_OF_A_FILE = 10, 15_000, 400
 
-# What does not hold yet, each with what will make it hold.
-LONG: dict[str, str] = {}
-
 
 def to_come(reason: str) -> pytest.MarkDecorator:
     return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
@@ -79,7 +76,6 @@ def chain(graph: dict[str, set[str]]) -> list[str]:
     return max((below(name, []) for name in sorted(graph)), key=len)
 
 
-@to_come("training/member.py and training/evaluate.py name each other's types")
 def test_no_file_is_imported_in_a_circle() -> None:
     assert chain(files())
 
@@ -106,11 +102,7 @@ def test_kernels_import_nothing_of_vsim(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, id=name, marks=to_come(LONG[name]) if name in LONG else ())
-        for path in (*FILES, *KERNELS)
-        for name in ["/".join(path.relative_to(ROOT).parts[1:])]
-    ],
+    [pytest.param(path, id="/".join(path.relative_to(ROOT).parts[1:])) for path in (*FILES, *KERNELS)],
 )
 def test_a_file_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_A_FILE
