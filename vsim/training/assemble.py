@@ -32,6 +32,7 @@ from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
 from vsim.training.member import Group, Member, Part, Run
 from vsim.training.optimizers import Optimizers
+from vsim.training.rows import can_join, rows_of
 
 
 def prepare(
@@ -98,7 +99,7 @@ def _grouped(parts: Sequence[Part]) -> list[list[int]]:
     groups: list[list[int]] = []
     for i, part in enumerate(parts):
         for group in groups:
-            if not any(part.shares) and _are_alike(parts[group[0]], part):
+            if can_join(part) and can_join(parts[group[0]]) and _are_alike(parts[group[0]], part):
                 group.append(i)
                 break
         else:
@@ -110,8 +111,7 @@ def _are_alike(first: Part, other: Part) -> bool:
     """Whether losses and gradients of two parts can be computed in one call."""
     one, two = first.config, other.config
     return (
-        first.shares == other.shares
-        and first.steps == other.steps
+        first.steps == other.steps
         and one.minibatch_size == two.minibatch_size
         and first.minibatch_size == other.minibatch_size
         and batch_shapes(first.batches, one, first.steps) == batch_shapes(other.batches, two, other.steps)
@@ -123,18 +123,13 @@ def _assemble_group(
     parts: Sequence[Part], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt
 ) -> tuple[Group, list[Member]]:
     config, steps = parts[0].config, parts[0].steps
-    share_weights, share_grads = parts[0].shares
-    models, counts = [part.config.model for part in parts], [len(part.nodes) for part in parts]
-    whole = Replicas.of_several(models, counts, device, share_weights, share_grads)
+    rows = rows_of(parts, device)
+    whole = rows.whole
     whole.module.train()
-    if len(parts) == 1:
-        whole.first_node = parts[0].nodes.start
     objective = Objective(whole.module, copy.deepcopy(config.loss_fn)).to(device)
     settings = Settings(config.autocast, config.deterministic, config.chunk_size, config.compile, steps)
-    members, start = [], 0
-    for part, count in zip(parts, counts, strict=True):
-        replicas = whole if len(parts) == 1 else whole.rows(start, start + count, part.nodes.start)
-        start += count
+    members = []
+    for part, replicas in zip(parts, rows.parts, strict=True):
         with part.here(), naming(part.config.label if len(parts) > 1 else ""):
             members.append(_member(part, replicas, objective, interrupt))
     streams = [stream for member in members for stream in member.streams]
@@ -166,7 +161,7 @@ def _assemble_group(
         if own is not None:
             member.evaluator = evaluators.setdefault(id(own), Evaluator(engine, own, batch_size, at_once))
     optimizers = Optimizers([member.strategy for member in members])
-    return Group(members, engine, batches, minibatch_size, optimizers), members
+    return Group(members, rows, engine, batches, minibatch_size, optimizers), members
 
 
 def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Interrupt) -> Member:

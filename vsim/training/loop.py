@@ -96,7 +96,7 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
         member.cluster.step = step
         member.known_events, member.lr = len(member.ledger), member.strategy.lr
     try:
-        losses = group.executor.losses_and_grads(batch, group.minibatch_size)
+        losses = group.losses_and_grads(batch)
     except Exception as error:  # of the model or the data: nobody's own
         for member in members:
             _leave(run, member, error)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
@@ -190,11 +191,20 @@ class Member:
         raise FloatingPointError(f"non-finite {where}. A lower learning rate, warmup_steps or max_norm usually helps")
 
 
+class GroupMatrix(Protocol):
+    """Rows that are computed together, some of them copies of one that a member holds."""
+
+    def copy_out(self) -> None: ...
+
+    def gather_gradients(self) -> None: ...
+
+
 @dataclass(eq=False)
 class Group:
     """Members whose losses and gradients are computed together: their nodes are rows of one matrix, in this order.
 
     Attributes:
+        matrix: their rows; see `vsim.training.rows`.
         executor: computes the losses and gradients of all rows.
         batches: stacked batches (R, B, …) for all rows, on any device.
         minibatch_size: examples per node at once; None: the whole batch.
@@ -202,10 +212,18 @@ class Group:
     """
 
     members: list[Member]
+    matrix: GroupMatrix
     executor: Executor
     batches: Iterator[Any]
     minibatch_size: int | None
     optimizers: Optimizers
+
+    def losses_and_grads(self, batch: Any) -> Tensor:
+        """Return the losses (R,) of a stacked batch (R, B, …), and leave every member its gradients."""
+        self.matrix.copy_out()
+        losses = self.executor.losses_and_grads(batch, self.minibatch_size)
+        self.matrix.gather_gradients()
+        return losses
 
     @property
     def rows(self) -> list[tuple[Member, slice]]:
@@ -249,7 +267,7 @@ class Run:
         """The members that still take steps."""
         return [member for member in self.members if member.trains]
 
-    @property
+    @cached_property
     def is_alone(self) -> bool:
         """Whether all nodes are held in this process."""
         return all(member.is_alone for member in self.members)

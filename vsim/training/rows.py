@@ -1,0 +1,78 @@
+"""The rows of a group: the nodes of all its members below each other in one matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from vsim.cluster.replicas import Replicas, matrix
+from vsim.training.member import Part
+
+# Models of at most so many weights are computed with a row per node also where the nodes are equal: a call of its own
+# would take longer than the copies of the row.
+_SMALL = 2**16
+
+
+def can_join(part: Part) -> bool:
+    """Whether a part can be computed with others: its nodes have rows of their own, or copying the row costs little."""
+    trainable = sum(p.numel() for p in part.config.model.parameters() if p.requires_grad)
+    return not any(part.shares) or trainable <= _SMALL
+
+
+@dataclass
+class Rows:
+    """What is computed, and what the members hold.
+
+    Attributes:
+        whole: all nodes. parts: those of every member, views of `whole`; but members whose nodes are equal by
+            construction hold one row of weights, and of gradients if only their mean is wanted.
+        spread: such members among others, with their rows of `whole`.
+    """
+
+    whole: Replicas
+    parts: list[Replicas]
+    spread: list[tuple[Replicas, slice]] = field(default_factory=list)
+
+    @torch.no_grad()
+    def copy_out(self) -> None:
+        """Give the nodes of members that hold one row that row."""
+        for own, rows in self.spread:
+            self.whole.weights[rows].copy_(own.weights)
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        """Give members that want only the mean of their nodes' gradients that mean."""
+        for own, rows in self.spread:
+            if own.shares_grads:
+                torch.mean(self.whole.grads[rows], 0, keepdim=True, out=own.grads)
+
+
+def rows_of(parts: Sequence[Part], device: torch.device) -> Rows:
+    """Lay out the rows of parts that are computed together, in their order."""
+    models, counts = [part.config.model for part in parts], [len(part.nodes) for part in parts]
+    if len(parts) == 1:
+        share_weights, share_grads = parts[0].shares
+        whole = Replicas.of_several(models, counts, device, share_weights, share_grads)
+        whole.first_node = parts[0].nodes.start
+        return Rows(whole, [whole])
+    whole = Replicas.of_several(models, counts, device)
+    # Below each other, so that their optimizers can be stepped in one call, too.
+    num_shared = sum(part.shares[0] for part in parts), sum(part.shares[1] for part in parts)
+    weights, grads = (matrix(n, whole.num_parameters, whole.weights.dtype, device) for n in num_shared)
+    found, start, next_weights, next_grads = Rows(whole, []), 0, 0, 0
+    for part, count in zip(parts, counts, strict=True):
+        rows = slice(start, start + count)
+        own = whole.rows(rows.start, rows.stop, part.nodes.start)
+        share_weights, share_grads = part.shares
+        if share_weights:
+            row = weights[next_weights : next_weights + 1].copy_(own.weights[:1])
+            own, next_weights = replace(own, weights=row), next_weights + 1
+            found.spread.append((own, rows))
+        if share_grads:
+            own.grads = grads[next_grads : next_grads + 1]
+            next_grads += 1
+        found.parts.append(own)
+        start += count
+    return found
