@@ -131,7 +131,9 @@ class CompiledExecutor(VmapExecutor):
 
     @torch.no_grad()
     def _grads_and_losses(self, piece: Piece, batch: Any) -> tuple[list[Tensor], Tensor]:
-        weights = {name: leaf.detach() for name, leaf in piece.leaves.items()}
+        # Each with a storage of its own: views of one that a model writes to would become one operand, whose size the
+        # compiler takes from the views, without the gap that ends the matrix.
+        weights = {name: torch.from_dlpack(leaf.detach()) for name, leaf in piece.leaves.items()}
         shapes = tuple(t.shape for t in tree_leaves((weights, batch)))
         # Other shapes are other graphs, as many as a sweep wants: torch's limit is for all runs of the process. It
         # stands at every other step, where it stops a model whose Python is never the same.
