@@ -30,10 +30,11 @@ SETTINGS: dict[str, Any] = {"H": [5, 10, 50], "outer_lr": [0.4, 0.7, 1.0], "lr":
 
 def sweep_of(model: Any, steps: int) -> Callable[..., vsim.Comparison]:
     train, val = digits()
-    options: dict[str, Any] = {"num_nodes": 4, "max_steps": steps, "seeds": [1, 2, 3], "progress": False}
+    options: dict[str, Any] = {"num_nodes": 4, "max_steps": steps, "progress": False}
 
-    def run(**more: Any) -> vsim.Comparison:
-        return vsim.sweep(model, train, val, strategy=DiLoCoStrategy, settings=SETTINGS, **options, **more)
+    def run(of: int | None = None, **more: Any) -> vsim.Comparison:
+        settings, seeds = (SETTINGS, [1, 2, 3]) if of is None else ({"H": [10], "lr": 1e-3}, [1])
+        return vsim.sweep(model, train, val, strategy=DiLoCoStrategy, settings=settings, seeds=seeds, **options, **more)
 
     return run
 
@@ -74,32 +75,44 @@ def timed(run: Callable[..., Any], **options: Any) -> tuple[float, float]:
     return whole, sum(float(h["seconds"][-1] - h["seconds"][1]) for h in histories)
 
 
+def compiled(name: str, run: Callable[..., Any], rounds: int) -> None:
+    """Compare the steps alone, of one member 27 times and of all: compiling is paid once per shape."""
+    options: dict[str, Any] = {"executor": "vmap", "compile": True}
+    timed(run, **options), timed(run, of=1, **options)
+    pairs = [(timed(run, of=1, **options)[1], timed(run, **options)[1]) for _ in range(rounds)]
+    apart, together = (statistics.median(side) for side in zip(*pairs, strict=True))
+    ratio = statistics.median(27 * one / all_of_them for one, all_of_them in pairs)
+    print(f"{name:12}{'full':8}{27 * apart:9.2f}{together:12.2f}{'–':>7}{ratio:10.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--compile", nargs="*", choices=["trace", "full"], default=[])
+    parser.add_argument("--compile", nargs="*", choices=["trace", "full"], default=[], help="full: sweeps only")
     parser.add_argument("--only", nargs="+")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    modes = {"eager": False, **{name: True if name == "full" else name for name in arguments.compile}}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     print(f"{'workload':12}{'mode':8}{'apart s':>9}{'together s':>12}{'times':>7}{'per step':>10}")
     for name, run in workloads().items():
         if arguments.only and name not in arguments.only:
             continue
-        for mode, compile in modes.items():
+        if "full" in arguments.compile and name in ("mlp", "cnn"):
+            compiled(name, run, arguments.rounds)
+        for compile in [False, *(["trace"] if "trace" in arguments.compile else [])]:
             options: dict[str, Any] = {"executor": "vmap", "compile": compile}
-            timed(run, **options)  # compiles, and loads what is loaded once
-            pairs = [
-                [timed(run, together=together, **options) for together in order]
-                for order in [(False, True), (True, False)] * arguments.rounds
-            ][: arguments.rounds]
-            apart = [pair[i % 2] for i, pair in enumerate(pairs)]
-            together = [pair[1 - i % 2] for i, pair in enumerate(pairs)]
+            timed(run, **options)  # what is loaded once
+            orders = [(False, True), (True, False)] * arguments.rounds
+            apart, together = [], []
+            for order in orders[: arguments.rounds]:
+                both = {side: timed(run, together=side, **options) for side in order}
+                apart.append(both[False])
+                together.append(both[True])
             whole, steps = (
                 statistics.median(a[i] / t[i] for a, t in zip(apart, together, strict=True)) for i in (0, 1)
             )
             seconds = [statistics.median(s for s, _ in side) for side in (apart, together)]
+            mode = compile or "eager"
             print(f"{name:12}{mode:8}{seconds[0]:9.2f}{seconds[1]:12.2f}{whole:7.2f}{steps:10.2f}", flush=True)
 
 
