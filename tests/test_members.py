@@ -465,3 +465,26 @@ def test_another_comparison_does_not_resume(tmp_path: Path) -> None:
         vsim.compare(small_mlp(), vectors(), strategies={"a": Strategy(lr=0.5)}, resume=True, **options)
     with pytest.raises(ValueError, match="resume=True needs save_dir"):
         vsim.compare(small_mlp(), vectors(), strategies={"a": Strategy()}, num_nodes=2, resume=True)
+
+
+# One after the other --------------------------------------------------------------------------------------------------
+
+
+class Raises(Strategy):
+    def step(self) -> None:
+        raise RuntimeError("never")
+
+
+def test_one_after_the_other_loses_nothing_either() -> None:
+    options = {**OPTIONS, "num_nodes": 2, "together": False}
+    strategies = {"good": Strategy(), "bad": broken(2, 1e-2), "raises": Raises(), "also good": FedAvgStrategy()}
+    with pytest.warns(UserWarning, match="bad: non-finite loss|raises: never"):
+        result = vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, **options)
+    assert result["bad"].diverged_at == 3 and result["raises"].failure == "RuntimeError: never"
+    assert result["good"].model is not None and result["also good"].model is not None
+    heard: list[int] = []
+    refused = {"fine": Strategy(), "islands": FedAvgStrategy(island_size=5)}
+    hook = {"train_loss_hook": lambda step, _: heard.append(step)}
+    with pytest.raises(ValueError, match="island_size must be a whole number from 1 to 2, got 5"):
+        vsim.compare(small_mlp(), vectors(), strategies=refused, **options, **hook)
+    assert heard == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import time
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ from vsim.training.member import Member, Run
 
 # Of a device's free memory, so much is for the matrices of members that train together; the rest is for activations.
 _SHARE_OF_MATRICES = 0.5
+_SECONDS_BETWEEN = 0.1  # what a progress bar says of all runs
 
 
 @dataclass(eq=False)
@@ -119,9 +121,20 @@ class Race:
         if len(heats) > 1 and self.together:
             sizes = ", ".join(str(len(heat)) for heat in heats)
             warnings.warn(f"trained in groups that fit into memory: {sizes} runs", UserWarning, stacklevel=3)
+        for heat in heats[1:]:  # what is refused is refused before the first one trains, which says so for itself
+            self._prepared([replace(runner.config, start=None, saving=None) for runner in heat])
         with _Watch(self) as watch:
             for heat in heats:
                 self._run_heat(heat, watch)
+
+    def _prepared(self, configs: Sequence[RunConfig], runners: Sequence[tuple[Recorder, Runner]] = ()) -> Run:
+        """Return the run of these configurations, which reports to `runners`."""
+        if runners:
+            recorders, own = [recorder for recorder, _ in runners], [runner for _, runner in runners]
+            return prepare(configs, recorders, [r.history for r in own], self.device, [r.ledger for r in own])
+        with isolated(configs[0].seed, self.device):
+            histories = [History(config.label, config.num_nodes) for config in configs]
+            return prepare(configs, [Recorder(history) for history in histories], histories, self.device)
 
     def _run_heat(self, heat: Sequence[Runner], watch: _Watch) -> None:
         running = self._resumed(heat)
@@ -134,13 +147,9 @@ class Race:
                 stack.push(lambda kind, error, trace, own=runner, recorder=recorder: _finish(recorder, own, error))
             seed = running[0].config.seed
             with isolated(seed, self.device):
-                run = prepare(
-                    [runner.config for runner in running],
-                    list(recorders.values()),
-                    [runner.history for runner in running],
-                    self.device,
-                    [runner.ledger for runner in running],
-                )
+                configs = [runner.config for runner in running]
+                run = self._prepared(configs, [(recorders[runner], runner) for runner in running])
+                run.tolerant, run.ends_early = True, not any(runner.model for runner in self.runners)
                 run.extra_validations = [step for step, _ in self.rungs]
                 run.stopping = lambda run: self._stopped(run, running)
                 run.watch = lambda run: self._collect(run, running, watch)
@@ -305,6 +314,7 @@ class _Watch:
         self.bar: Any = None
         self.live: LiveRace | None = None
         self.histories: dict[str, list[History]] = {}
+        self._next = 0.0
         if race.progress == "plot":
             self.live = LiveRace(self.histories, race.title)
 
@@ -317,19 +327,20 @@ class _Watch:
                     own.append(runner.history)
             self.live.update(run.max_steps)
             return
-        if not race.progress:
+        now = time.perf_counter()
+        if not race.progress or (now < self._next and run.training):
             return
+        self._next = now + _SECONDS_BETWEEN
         if self.bar is None:
             from tqdm.auto import tqdm
 
             self.bar = tqdm(total=0, unit="step", desc=race.title, dynamic_ncols=True, disable=None)
-        heats = {runner for runner in race.runners if runner.has_begun}
         self.bar.total = run.max_steps * len(race.runners)
-        self.bar.n = sum(int(runner.history["step"][-1]) for runner in heats)
-        losses = [runner.history.last("train_loss") for runner in heats if runner.error is None]
-        left = len(race.runners) - len(run.training)
-        ahead = f"best loss {min(losses):.3f}" if losses else ""
-        self.bar.set_postfix_str(ahead + (f", {left} not training" if left else ""), refresh=False)
+        self.bar.n = sum(max(0, len(runner.history) - 1) for runner in race.runners)
+        losses = [sum(m.node_losses) / len(m.node_losses) for m in run.training if m.node_losses]
+        left = sum(not member.trains for member in run.members)
+        best = f"best loss {min(losses):.3f}" if losses else ""
+        self.bar.set_postfix_str(best + (f", {left} not training" if left else ""), refresh=False)
         self.bar.update(0)
 
     def __enter__(self) -> _Watch:

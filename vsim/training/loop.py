@@ -181,7 +181,8 @@ class _own(AbstractContextManager[None]):
 
 def _leave(run: Run, member: Member, error: Exception) -> None:
     """Let a member leave the run, whose others go on; raise the error where nobody would, or nothing would be lost."""
-    if not run.tolerant or (member.done == 0 and not isinstance(error, FloatingPointError)):
+    nothing_lost = run.ends_early and member.done == 0
+    if not run.tolerant or (nothing_lost and not isinstance(error, FloatingPointError)):
         raise error
     member.error = error
     # Its rows are computed on until the others are put together anew: with numbers that do no harm.

@@ -247,6 +247,7 @@ class Run:
         correlation_interval: steps between measurements of how far apart the replicas are; None: never.
         interrupt: asks the run to stop after a step.
         tolerant: whether a member that fails leaves the others to go on; if not, its error ends the run.
+        ends_early: whether an error in the first step, when nothing would be lost, ends the run all the same.
         watch: called as f(run) when a step is reported for all.
         stopping: called as f(run) after a step; the members that it returns stop there.
     """
@@ -259,6 +260,7 @@ class Run:
     correlation_interval: int | None = None
     interrupt: Interrupt = field(default_factory=Interrupt)
     tolerant: bool = False
+    ends_early: bool = True
     watch: Callable[[Run], None] | None = None
     stopping: Callable[[Run], Collection[Member]] | None = None
 
