@@ -200,6 +200,7 @@ def test_text_from_a_file_and_the_seed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["compare", "--strategies", "diloco:h=50"], "unknown argument 'h'; did you mean 'H'"),
         (["compare", "--strategies", "dilocco"], "strategy must be one of .* got 'dilocco'; did you mean 'diloco'"),
         (["compare", "--strategies", "diloco:H"], "expected argument=value after the colon, got 'H'"),
         (["compare", "--strategies", "diloco:h=3"], "unknown argument 'h'.*Valid: H"),

@@ -26,7 +26,8 @@ def reject_unknown(given: Iterable[str], valid: Iterable[str], where: str) -> No
     valid = list(valid)
     for name in given:
         if name not in valid:
-            nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+            alike = {one.lower(): one for one in reversed(valid)}
+            nearest = [alike[one] for one in difflib.get_close_matches(name.lower(), alike, n=1, cutoff=0.5)]
             hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
             raise TypeError(f"{where} got an unknown argument {name!r}{hint} Valid: {', '.join(valid)}")
 
