@@ -377,7 +377,7 @@ def test_the_face_of_diloco_sim(options: dict[str, Any], message: str) -> None:
         (["--strategy", "sparta:p_sparta=2"], "p_sparta must be > 0 and <= 1, got 2"),
         (["--strategy", ""], "strategy must be one of"),
         (["--lr", "nan"], "lr must be >= 0, got nan"),
-        (["--seed", "-1"], "must be a whole number >= 0, got -1"),
+        (["--seed", "-1"], "seed: got -1; None or an integer from 0 to"),
         (["--batch-size", "0"], "batch_size must be a whole number >= 1, got 0"),
         (["--resume", "absent"], "there is no checkpoint at absent"),
         (["--checkpoint-interval", "3"], "checkpoint_interval has no effect without save_dir"),
