@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vsim.arguments import naming
 from vsim.checkpoint.files import checkpoint_path, checkpoints_in, prepare_folder, step_of
 from vsim.checkpoint.start import Saving, Start
 from vsim.cluster.ledger import Event, Ledger
@@ -132,7 +133,8 @@ class Race:
         if runners:
             recorders, own = [recorder for recorder, _ in runners], [runner for _, runner in runners]
             return prepare(configs, recorders, [r.history for r in own], self.device, [r.ledger for r in own])
-        with isolated(configs[0].seed, self.device):
+        alone = configs[0].label if len(configs) == 1 else ""  # which nobody else names
+        with isolated(configs[0].seed, self.device), naming(alone):
             histories = [History(config.label, config.num_nodes) for config in configs]
             return prepare(configs, [Recorder(history) for history in histories], histories, self.device)
 
@@ -149,7 +151,8 @@ class Race:
             with isolated(seed, self.device):
                 configs = [runner.config for runner in running]
                 run = self._prepared(configs, [(recorders[runner], runner) for runner in running])
-                run.tolerant, run.ends_early = True, not any(runner.model for runner in self.runners)
+                run.tolerant = True
+                run.ends_early = not any(r.has_begun for r in self.runners if r not in running)
                 run.extra_validations = [step for step, _ in self.rungs]
                 run.stopping = lambda run: self._stopped(run, running)
                 run.watch = lambda run: self._collect(run, running, watch)
@@ -171,11 +174,11 @@ class Race:
     def _collect(self, run: Run, running: Sequence[Runner], watch: _Watch) -> None:
         """Note who has left, and show how far all are."""
         for member, runner in zip(run.members, running, strict=True):
-            left = runner.error is not None or runner.stopped_at is not None
             runner.ledger, runner.error = member.ledger, member.error
             if member.stopped and runner.stopped_at is None:
                 runner.stopped_at = member.done
-            if not left and not member.trains and runner.folder is not None:
+            is_over = not member.trains or member.done == member.max_steps
+            if is_over and runner.folder is not None and not (runner.folder / "end.json").exists():
                 _write_end(runner)
         watch.show(run)
 
@@ -230,7 +233,7 @@ class Race:
                 )
             for folder in self._folders():
                 prepare_folder(folder)
-            write_json(path, about)
+            _write_whole(path, about)
             return
         if not path.exists():
             raise CheckpointError(f"there is no comparison to resume in the folder {str(self.folder)!r}")
@@ -258,12 +261,14 @@ class Race:
             for path in checkpoints_in(runner.folder):
                 if step_of(path) > common:
                     path.unlink()
-            if common and _ended_by(ends[runner], common):
-                _take_end(runner, ends[runner])
+            end = ends[runner] if _ended_by(ends[runner], common) else None
+            if common and end is not None and not end["finished"]:
+                _take_end(runner, end)
                 continue
-            (runner.folder / "end.json").unlink(missing_ok=True)
+            if not common or end is None:
+                (runner.folder / "end.json").unlink(missing_ok=True)
             if common:
-                start = Start(checkpoint_path(runner.folder, common))
+                start = Start(checkpoint_path(runner.folder, common if end is None else end["step"]))
                 start.fill(runner.history)
                 runner.config = replace(runner.config, start=start)
             running.append(runner)
@@ -359,30 +364,41 @@ class _Watch:
 def _write_end(runner: Runner) -> None:
     assert runner.folder is not None
     content = {
-        "step": runner.history["step"][-1],
+        "step": int(runner.history["step"][-1]),
+        "finished": _length(runner) if runner.error is None and runner.stopped_at is None else None,
         "stopped": runner.stopped_at is not None,
         "diverged": isinstance(runner.error, FloatingPointError),
         "error": "" if runner.error is None else str(runner.error),
         "history": runner.history.as_plain(),
         "events": [list(event) for event in runner.ledger],
     }
-    part = runner.folder / "end.part"
+    _write_whole(runner.folder / "end.json", content)
+
+
+def _length(runner: Runner) -> list[int | None]:
+    """Return what decides how many steps a run has; a longer one goes on where this one ended."""
+    return [runner.config.max_steps, runner.config.num_epochs]
+
+
+def _write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Write a file that is whole or not there at all, whenever the process is killed."""
+    part = path.with_suffix(".part")
     write_json(part, content)
-    part.replace(runner.folder / "end.json")
+    part.replace(path)
 
 
 def _read_end(runner: Runner) -> dict[str, Any] | None:
     assert runner.folder is not None
     path = runner.folder / "end.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    end: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return None if end is None or end["finished"] not in (None, _length(runner)) else end
 
 
 def _ended_by(end: dict[str, Any] | None, step: int) -> bool:
     return end is not None and end["step"] <= step
 
 
-def _take_end(runner: Runner, end: dict[str, Any] | None) -> None:
-    assert end is not None
+def _take_end(runner: Runner, end: dict[str, Any]) -> None:
     runner.history = History.from_plain(end["history"])
     for event in end["events"]:
         runner.ledger.record(Event._make([*event[:-1], tuple(event[-1])]))

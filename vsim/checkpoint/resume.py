@@ -169,7 +169,7 @@ def _gathered(run: Savable, own: Shard) -> list[Shard]:
 
 
 def resume(run: Savable, checkpoint: Checkpoint) -> None:
-    """Bring a run that was set up anew to where the checkpoint's was.
+    """Bring a run that was set up anew to where the checkpoint's was, the global random generators included.
 
     Raises:
         CheckpointError: it was another run, or has gone further than this one shall; what differs is named.
@@ -194,11 +194,7 @@ def resume(run: Savable, checkpoint: Checkpoint) -> None:
             restored = restorer.restore(name, live, placement)
         set_own_attributes(run.cluster.replicas.module, restored)  # of the last, the model
         if not restorer.moves:
-            states = restorer.restore("process", {})
-            if run.globals is None:
-                set_global_states(states, run.cluster.weights.device)
-            else:
-                run.globals.states = states
+            set_global_states(restorer.restore("process", {}), run.cluster.weights.device)
     except CheckpointError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:

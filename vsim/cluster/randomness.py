@@ -6,6 +6,7 @@ overlap and adding a node or a consumer does not move another's numbers.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,12 +88,22 @@ class OwnGlobals:
 
     Args:
         seed: theirs follow from it, as in `isolated`. device: whose generators belong to them.
+
+    Attributes:
+        states: as they are now. at_setup: as they were when the member's data were there, and nothing else.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
         with isolated(seed, device):
             self.states = global_states(device)
+        self.at_setup = self.states
+
+    def anew(self) -> OwnGlobals:
+        """Return those of the same member as it is set up once more."""
+        other = copy.copy(self)
+        other.states = self.at_setup
+        return other
 
     @contextmanager
     def here(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from vsim.cluster.replicas import Replicas
 from vsim.engine.objective import Numbers, Objective
@@ -26,6 +26,7 @@ class OwnState:
     def __init__(self, replicas: Replicas, objective: Objective) -> None:
         self.replicas, self.objective = replicas, objective
         self._frozen = {name: (t, version(t)) for name, t in replicas.frozen.items()}
+        self._of_loss = {n: (b, version(b)) for n, b in self._loss_buffers() if replicas.num_held > 1}
         self._may_count = True
         self._at_first: Numbers | None = None
         self._made: dict[str, tuple[int, int]] | None = None  # buffers that forward has made, after the first step
@@ -57,6 +58,14 @@ class OwnState:
                     f"the model changes {name} in forward, a parameter that requires no gradient and that the nodes "
                     "share: make it a buffer (register_buffer), of which every node has its own"
                 )
+        if self._of_loss:
+            for name, buffer in self._loss_buffers():
+                tensor, at_first = self._of_loss.get(name, (buffer, version(buffer)))
+                if buffer is not tensor or version(tensor) != at_first:
+                    raise ValueError(
+                        f"loss_fn changes its buffer {name}, which all nodes that are computed together share: make it "
+                        "a buffer of the model, which returns its loss itself, so that every node has its own"
+                    )
         if not self._may_make:
             return
         made = {n: b for n, b in self.objective.model.named_buffers() if n not in self.replicas.buffers}
@@ -70,6 +79,10 @@ class OwnState:
                 "that every node has its own"
             )
         self._may_make, self._made = bool(made) and self._made is None, now
+
+    def _loss_buffers(self) -> list[tuple[str, Tensor]]:
+        loss_fn = self.objective.loss_fn
+        return list(loss_fn.named_buffers()) if isinstance(loss_fn, nn.Module) else []
 
 
 def numbers_of(model: nn.Module) -> Numbers:

@@ -109,9 +109,9 @@ class VmapExecutor(Executor):
             f"the {kind} of {name}"
             for kind in expected
             for name, value in expected[kind].items()
-            if not torch.equal(ours[kind][name], value)
+            if not _equal(ours[kind][name], value)
         ]
-        if not torch.equal(losses, expected_losses) or odd:
+        if not _equal(losses, expected_losses) or odd:
             before.restore()
             first = odd[0] if odd else "the loss"
             raise InexactError(
@@ -264,6 +264,11 @@ def even_pieces(num_nodes: int, at_once: int) -> list[slice]:
     count = -(-num_nodes // at_once)
     bounds = [num_nodes * i // count for i in range(count + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, NaN to NaN: a node that has diverged says nothing against its form."""
+    return torch.equal(one, other) or bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
 
 
 def _of_first(stacked: Any) -> Any:

@@ -83,14 +83,24 @@ def is_vsims_own(strategy: Strategy) -> bool:
 
 
 def _is_vsims(value: Any, seen: set[int]) -> bool:
-    if id(value) in seen or not hasattr(value, "__dict__") or isinstance(value, type | torch.dtype):
+    if isinstance(value, type):  # such as an optimizer's
+        return is_vsims(value) or _is_torchs(value)
+    if id(value) in seen or not hasattr(value, "__dict__") or isinstance(value, torch.dtype):
         return True
     seen.add(id(value))
-    home = type(value).__module__.partition(".")[0]
-    if isinstance(value, Strategy | CommunicationModule) or home not in ("torch", "builtins"):
+    if isinstance(value, Strategy | CommunicationModule) or not _is_torchs(type(value)):
         inside = [v for own in vars(value).values() for v in (own if isinstance(own, list | tuple) else [own])]
-        return home == "vsim" and all(_is_vsims(item, seen) for item in inside)
+        return is_vsims(type(value)) and all(_is_vsims(item, seen) for item in inside)
     return True
+
+
+def is_vsims(cls: type) -> bool:
+    """Whether a class is one of vsim's."""
+    return cls.__module__.partition(".")[0] == "vsim"
+
+
+def _is_torchs(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("torch", "builtins")
 
 
 def settings_order(strategy: Strategy) -> tuple[str, ...]:

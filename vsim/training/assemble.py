@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -60,6 +60,8 @@ def prepare(
             batches = Batches(
                 datasets, config.num_nodes, config.batch_size, config.shuffle, config.seed, config.dataloader_kwargs
             )
+        if own is not None:
+            own.at_setup = own.states
         nodes, collectives = range(config.num_nodes), StackedCollectives(config.num_nodes, ledger)
         parts.append(Part(config, report, history, nodes, collectives, batches, own))
     return assemble(parts, executor_class(configs[0].executor, configs[0].compile), device)
@@ -146,7 +148,8 @@ def _assemble_group(
     if len({member.done for member in members}) > 1:
         raise ValueError(f"members that train together are at different steps: {[member.done for member in members]}")
     engine.step = members[0].done
-    batches = joint_batches([_source(part) for part in parts], members[0].done)
+    fetching: dict[Hashable, Part] = {}
+    batches = joint_batches([_source(part, fetching) for part in parts], members[0].done)
     minibatch_size = parts[0].minibatch_size or config.minibatch_size
     if config.memory_share is not None and members[0].done < steps:
         first = next(batches)
@@ -194,11 +197,15 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
     )
 
 
-def _source(part: Part) -> Source:
+def _source(part: Part, fetching: dict[Hashable, Part]) -> Source:
+    """Return the batches of a part; `fetching` has the first part of every order, which fetches for the others."""
     config = part.config
-    shared = one_in_memory(part.batches) is not None or is_vsims_own(config.strategy)
-    key = (config.seed, config.num_nodes, config.batch_size, id(config.train_dataset)) if shared else (id(part),)
-    return Source(part.batches, key, part.here if one_in_memory(part.batches) is None else nullcontext)
+    runs_code, shared = one_in_memory(part.batches) is None, is_vsims_own(config.strategy)
+    same = (config.seed, config.num_nodes, config.batch_size, id(config.train_dataset))
+    key: Hashable = same if shared or not runs_code else id(part)
+    if runs_code:  # what is drawn where one fetches is drawn for all, who draw nothing else
+        part.globals = fetching.setdefault(key, part).globals
+    return Source(part.batches, key, part.here if runs_code else nullcontext)
 
 
 def _validation_examples(parts: Sequence[Part], device: torch.device) -> list[Any]:

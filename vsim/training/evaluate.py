@@ -128,7 +128,8 @@ def _of_nodes(member: Member) -> _Rows:
 
 def _of_cluster(member: Member) -> _Rows:
     """The global model and, where it is another one, the mean replica."""
-    global_weights, mean_weights = member.strategy.global_weights(), member.cluster.mean_weights()
+    global_weights, mean_weights = member.global_weights, member.cluster.mean_weights()
+    assert global_weights is not None
     candidates = torch.stack([global_weights, mean_weights])  # (2, P)
     if torch.equal(global_weights, mean_weights):
         candidates = candidates[:1]

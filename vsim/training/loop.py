@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from vsim.arguments import naming
 from vsim.cluster.optim import torch_optimizers
 from vsim.cluster.randomness import global_states
 from vsim.engine.allocator import keeping_freed_memory
@@ -33,7 +34,8 @@ def train(run: Run) -> None:
         with run.interrupt:
             for member in run.training:
                 if member.saver is not None:
-                    member.saver.begin(member)
+                    with naming(member.config.label if len(run.members) > 1 else ""):
+                        member.saver.begin(member)
             for _ in steps(run):
                 pass
             if run.is_alone and run.interrupt.requested:
@@ -60,7 +62,7 @@ def steps(run: Run) -> Iterator[int]:
 
 def _steps(run: Run) -> Iterator[int]:
     _report_start(run)
-    first = min((member.done for member in run.training), default=run.max_steps)
+    first = min((m.done for m in run.training if m.done < m.max_steps), default=run.max_steps)
     for step in range(first + 1, run.max_steps + 1):
         stops = False
         for group in run.groups:
@@ -91,11 +93,11 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
         return False
     started = time.perf_counter()
     device = members[0].cluster.weights.device
-    batch = tree_map(lambda t: t.to(device, non_blocking=True), next(group.batches))
     for member in members:
         member.cluster.step = step
         member.known_events, member.lr = len(member.ledger), member.strategy.lr
     try:
+        batch = tree_map(lambda t: t.to(device, non_blocking=True), next(group.batches))
         losses = group.losses_and_grads(batch)
     except Exception as error:  # of the model or the data: nobody's own
         for member in members:
@@ -147,10 +149,12 @@ def _take_own_steps(run: Run, group: Group) -> None:
     for member in plain:
         with _own(run, member):
             member.strategy.begin_step()
-    group.optimizers.step({member.strategy for member in plain if member.trains})
+    alone = group.optimizers.step({member.strategy for member in plain if member.trains})
     for member in stepping:
         if member.trains:
             with _own(run, member):
+                if member.strategy in alone:
+                    member.strategy.optim.step()
                 (member.strategy.take_step if member.strategy.is_per_node else member.strategy.finish_step)()
                 if member.done != member.cluster.step:
                     raise TypeError(f"{type(member.strategy).__name__}.step() must end with super().step()")
@@ -199,7 +203,7 @@ def _report_start(run: Run) -> None:
     starting = [member for member in run.training if member.starts]
     found = _measurements(run, starting, first=True)
     for group in run.groups:
-        for member in set(group.members).intersection(starting):
+        for member in [m for m in group.members if m in starting and m.trains]:
             row: dict[str, float] = {"step": member.done, "examples": member.examples}
             row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0} | found[member]
             with _own(run, member):
@@ -255,7 +259,19 @@ def _measurements(run: Run, members: Sequence[Member], first: bool = False) -> M
         return found
     step = members[0].done
     on_time = first or bool(run.val_interval and step % run.val_interval == 0) or step in run.extra_validations
-    found.update(validate([member for member in members if on_time or step == member.max_steps]))
+    for group in run.groups:
+        own = [m for m in group.members if m in found and m.evaluator and (on_time or step == m.max_steps)]
+        for member in own:
+            with _own(run, member), torch.no_grad():
+                member.global_weights = member.strategy.global_weights()
+        own = [member for member in own if member.trains]
+        try:
+            found.update(validate(own))
+        except Exception as error:  # of the model or the data: nobody's own
+            for member in own:
+                _leave(run, member, error)
+        for member in own:
+            member.global_weights = None
     if run.correlation_interval is not None and step % run.correlation_interval == 0:
         for member in members:
             with member.cluster.collectives.unbilled():

@@ -122,6 +122,8 @@ class Member:
     node_losses: list[float] = field(default_factory=list)
     lr: float = 0.0
     known_events: int = 0
+    # Those that are measured next, shared (P,).
+    global_weights: Tensor | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -248,6 +250,7 @@ class Run:
         interrupt: asks the run to stop after a step.
         tolerant: whether a member that fails leaves the others to go on; if not, its error ends the run.
         ends_early: whether an error in the first step, when nothing would be lost, ends the run all the same.
+        regroups: whether members that remain are put together anew; see `vsim.training.regroup`.
         watch: called as f(run) when a step is reported for all.
         stopping: called as f(run) after a step; the members that it returns stop there.
     """
@@ -261,6 +264,7 @@ class Run:
     interrupt: Interrupt = field(default_factory=Interrupt)
     tolerant: bool = False
     ends_early: bool = True
+    regroups: bool = True
     watch: Callable[[Run], None] | None = None
     stopping: Callable[[Run], Collection[Member]] | None = None
 

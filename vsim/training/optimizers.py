@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vsim.cluster.optim import ELEMENTWISE, StackedOptimizer
+from vsim.cluster.optim import ELEMENTWISE
 from vsim.private_torch import mark_stepped
 from vsim.strategy.base import Strategy
+from vsim.training.alike import is_vsims
 
 
 class Optimizers:
@@ -28,27 +29,23 @@ class Optimizers:
     """
 
     def __init__(self, strategies: Sequence[Strategy]) -> None:
-        self._steps: list[_Call] = []
+        self._together: list[tuple[list[Strategy], _Together]] = []
         for _, same in groupby(_runs(strategies), key=lambda pair: pair[0]):
             neighbours = [strategy for _, strategy in same]
             if len(neighbours) > 1:
-                self._steps.append((neighbours, _Together(neighbours)))
-            else:
-                self._steps.append((neighbours, neighbours[0].optim))
+                self._together.append((neighbours, _Together(neighbours)))
 
-    def step(self, taking: set[Strategy]) -> None:
-        """Step the optimizers of the strategies in `taking`."""
-        remaining: list[_Call] = []
-        for strategies, optimizer in self._steps:
-            if isinstance(optimizer, _Together) and not (optimizer.agree() and taking.issuperset(strategies)):
+    def step(self, taking: set[Strategy]) -> set[Strategy]:
+        """Step those optimizers of the strategies in `taking` that go together; return the others, who step alone."""
+        remaining = []
+        for strategies, optimizer in self._together:
+            if not (optimizer.agree() and taking.issuperset(strategies)):
                 optimizer.part()
-                remaining += [([s], s.optim) for s in strategies]
             else:
-                remaining.append((strategies, optimizer))
-        self._steps = remaining
-        for strategies, optimizer in self._steps:
-            if taking.issuperset(strategies):
                 optimizer.step()
+                remaining.append((strategies, optimizer))
+        self._together = remaining
+        return taking.difference(*(strategies for strategies, _ in remaining))
 
 
 class _Together:
@@ -115,9 +112,6 @@ class _Together:
                     own[key] = value.clone()  # the number of steps, which the others count on
 
 
-_Call = tuple[list[Strategy], StackedOptimizer | _Together]  # the optimizers of some strategies, stepped as one
-
-
 def _runs(strategies: Sequence[Strategy]) -> list[tuple[int, Strategy]]:
     """Number the strategies so that neighbours which can be stepped together have the same number."""
     numbered, number = [(0, strategies[0])], 0
@@ -142,9 +136,14 @@ def _can_join(upper: Strategy, lower: Strategy) -> bool:
 
 
 def _is_plain(strategy: Strategy) -> bool:
-    """Whether the strategy's optimizer is the one that its `OptimSpec` builds over the rows, and steps once a step."""
+    """Whether the strategy's optimizer is the one that its `OptimSpec` builds over the rows, and steps once a step.
+
+    A class of a user's own may do anything with it: reset its state, give it hooks.
+    """
     optimizer = strategy.optim
-    if strategy.is_per_node or not isinstance(optimizer, Optimizer) or type(optimizer) not in ELEMENTWISE:
+    if not is_vsims(type(strategy)) or strategy.is_per_node:
+        return False
+    if not isinstance(optimizer, Optimizer) or type(optimizer) not in ELEMENTWISE:
         return False
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     weights = strategy.cluster.replicas.weights

@@ -20,21 +20,25 @@ _SHARE = 0.2
 def regroup(run: Run) -> None:
     """Put the members of a run that still train into matrices of their own, if enough rows would be saved.
 
-    They resume from a snapshot in memory, so that nothing of them changes. Where a snapshot cannot be taken, as of a
-    strategy with a state that cannot be saved, everything stays as it is.
+    They resume from a snapshot in memory, so that nothing of them changes. Where they cannot, as with a strategy whose
+    state cannot be saved, or be filled in one that is set up anew, or with worker processes that fetch their data, all
+    stay where they are.
     """
     remaining = run.training
     rows = sum(member.cluster.replicas.num_held for group in run.groups for member in group.members)
     kept = sum(member.cluster.replicas.num_held for member in remaining)
-    if not remaining or rows - kept < _SHARE * rows:
-        return
-    try:
-        parts = [_snapshot(member) for member in remaining]
-    except CheckpointError:
+    if not remaining or not run.regroups or rows - kept < _SHARE * rows:
         return
     device = remaining[0].cluster.weights.device
     config = remaining[0].config
-    fresh = assemble(parts, executor_class(config.executor, config.compile), device, run.interrupt)
+    if config.dataloader_kwargs.get("num_workers"):
+        return
+    try:
+        parts = [_snapshot(member) for member in remaining]
+        fresh = assemble(parts, executor_class(config.executor, config.compile), device, run.interrupt)
+    except CheckpointError:
+        run.regroups = False
+        return
     successors = dict(zip(remaining, fresh.members, strict=True))
     for old, new in successors.items():
         new.seconds, new.draws = old.seconds, old.draws
@@ -52,5 +56,6 @@ def _snapshot(member: Member) -> Part:
         part,
         config=config,
         collectives=StackedCollectives(config.num_nodes, Ledger()),
+        globals=None if part.globals is None else part.globals.anew(),
         minibatch_size=member.minibatch_size,
     )
