@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vsim.data.joint import BatchSource
+from vsim.data.joint import BatchSource, one_in_memory
 from vsim.strategy.base import CommunicationModule, Strategy
 from vsim.training.config import RunConfig
 
@@ -18,7 +18,8 @@ def batch_shapes(batches: BatchSource, config: RunConfig, num_steps: int) -> tup
     uneven = len(set(batches.lengths)) > 1  # the nodes go through their data without a break: all batches are full
     last = int(batches.shard_sizes.max()) % config.batch_size
     own_collation = config.dataloader_kwargs.get("collate_fn") is not None
-    if own_collation:  # such as padding to the longest of a node's examples: equal only for equal examples
+    single = config.batch_size == config.num_nodes == 1 and one_in_memory(batches) is None  # of any length
+    if own_collation or single:  # such as padding to the longest of a node's examples: equal only for equal examples
         return config.batch_size, config.num_nodes, config.seed, config.shuffle
     if drop_last or uneven or not last or num_steps < batches.steps_per_epoch:
         return (config.batch_size,)

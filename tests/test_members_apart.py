@@ -1,0 +1,284 @@
+"""What one member does, draws or suffers is its own, tried by strategies, data and losses that would spread it."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from separate import small_mlp, vectors
+from test_members import OPTIONS, Jittered, Killed, alone, assert_is_its_own_fit, assert_same, broken, killed_at
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import vsim
+from vsim.models import MLP
+from vsim.strategy import (
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    FedAvgStrategy,
+    OptimSpec,
+    SPARTAStrategy,
+    Strategy,
+)
+
+Strategies = dict[str, Strategy]
+
+
+def compare(
+    strategies: Strategies, data: Any = None, start: nn.Module | None = None, **options: Any
+) -> vsim.Comparison:
+    data = vectors() if data is None else data
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        start = small_mlp() if start is None else start
+        return vsim.compare(start, data, data, strategies=strategies, **{**OPTIONS, "num_nodes": 2, **options})
+
+
+def assert_own_fits(
+    strategies: Strategies,
+    besides: Strategies | None = None,
+    data: Callable[[], Any] = vectors,
+    make: Callable[[], nn.Module] = small_mlp,
+    **options: Any,
+) -> None:
+    """Compare strategies, `besides` first, and each with its own fit to the bit."""
+    result = compare({**(besides or {}), **strategies}, data(), make(), seeds=[1, 2], **options)
+    for name, (i, seed) in itertools.product(strategies, enumerate((1, 2))):
+        own = alone(strategies[name], make(), data(), data(), **{"num_nodes": 2, "seed": seed, **options})
+        assert_is_its_own_fit(result.runs(name)[i], own)
+
+
+def plain() -> Strategies:
+    return {"fedavg": FedAvgStrategy(H=2, lr=1e-2), "sparta": SPARTAStrategy(0.3, lr=1e-2)}
+
+
+# Random numbers -------------------------------------------------------------------------------------------------------
+
+
+class Noisy(torch.optim.Optimizer):
+    """Draws from the process's generator, as Langevin dynamics does."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"]).add_(torch.randn_like(p), alpha=1e-3)
+
+
+def noisy() -> Strategies:
+    return {f"noisy {h}": FedAvgStrategy(H=h, inner_optim=OptimSpec(Noisy, lr=1e-2)) for h in (2, 3)}
+
+
+def test_what_is_drawn_stays_each_members_own_when_others_have_left() -> None:
+    assert_own_fits({**plain(), **noisy()}, {"bad": broken(2, 1e-2)}, data=Jittered)
+
+
+def test_what_is_drawn_resumes_to_the_bit(tmp_path: Path) -> None:
+    strategies = {"bad": broken(3, 1e-2), **plain(), **noisy()}
+    saved: dict[str, Any] = {"checkpoint_interval": 2}
+    expected = compare(strategies, Jittered(), save_dir=tmp_path / "whole", **saved)
+    with pytest.raises(Killed):
+        compare(strategies, Jittered(), save_dir=tmp_path / "race", train_loss_hook=killed_at(5), **saved)
+    assert_same(compare(strategies, Jittered(), save_dir=tmp_path / "race", resume=True, **saved), expected)
+    # One that did not fetch its own data goes on alone all the same.
+    for name in ("sparta", "noisy 3"):
+        trainer = vsim.Trainer(small_mlp(), Jittered(), Jittered())
+        options = {**OPTIONS, "num_nodes": 2, "max_steps": 9, "strategy": strategies[name]}
+        trainer.fit(resume=vsim.load_checkpoint(tmp_path / "race" / name.replace(" ", "_")), **options)
+        own = alone(strategies[name], small_mlp(), Jittered(), Jittered(), num_nodes=2, max_steps=9)
+        assert trainer.history.node_losses.tolist() == own.history.node_losses.tolist()
+
+
+# State ----------------------------------------------------------------------------------------------------------------
+
+
+class Resets(FedAvgStrategy):
+    """Begins anew with its optimizer's state."""
+
+    def after_optimizer(self) -> None:
+        super().after_optimizer()
+        if self.local_step == 2:
+            self.optim.state.clear()  # type: ignore[union-attr]
+        if self.local_step == 4:
+            for state in self.optim.state.values():  # type: ignore[union-attr]
+                state["step"].zero_()
+
+
+class Hooked(FedAvgStrategy):
+    """Has its optimizer call something after every step."""
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        super()._init_node(model, rank, num_nodes)
+        self.optim.register_step_post_hook(lambda *_: self.cluster.weights.mul_(0.99))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("cls", [Resets, Hooked])
+def test_a_strategy_of_ones_own_may_do_anything_with_its_optimizer(cls: type[FedAvgStrategy]) -> None:
+    own: Strategies = {"own": cls(H=2, lr=1e-2), "own too": cls(H=3, lr=1e-2)}
+    assert_own_fits({"before": FedAvgStrategy(H=2, lr=1e-2), **own, "after": FedAvgStrategy(H=3, lr=1e-2)})
+
+
+class MadeOnTheWay(FedAvgStrategy):
+    """Has a state that a run which is set up anew cannot be given."""
+
+    def after_optimizer(self) -> None:
+        super().after_optimizer()
+        if not hasattr(self, "stream"):
+            self.stream = torch.Generator().manual_seed(3)
+        self.cluster.weights.mul_(1 + 0.01 * float(torch.rand(1, generator=self.stream)))
+
+
+def test_members_that_cannot_be_put_together_anew_stay_where_they_are() -> None:
+    assert_own_fits({"own": MadeOnTheWay(H=2, lr=1e-2), **plain()}, {"bad": broken(2, 1e-2)}, data=Jittered)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
+
+    def forward(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+
+def test_the_rows_of_one_that_diverged_prove_nothing_about_the_others() -> None:
+    """The last batch of an epoch is of another shape, whose vectorized form is compared with the nodes' own anew."""
+    strategies: Strategies = {f"{h}": FedAvgStrategy(H=h, lr=1e-2) for h in range(1, 7)}
+    options = {"executor": "vmap", "batch_size": 6, "max_steps": None, "num_epochs": 2}
+    assert_own_fits(strategies, {"bad": broken(1, 1e-2)}, make=Normed, **options)
+
+
+class RunningScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, y)
+        self.scale.mul_(0.9).add_(0.1 * float(loss.detach()))
+        return loss / self.scale
+
+
+def test_a_loss_that_all_nodes_would_change_is_refused() -> None:
+    options = {"start": MLP(12, (16,), 5, seed=0), "loss_fn": RunningScale(), "executor": "loop", "num_nodes": 1}
+    with pytest.raises(ValueError, match="loss_fn changes its buffer scale, which all nodes"):
+        compare(plain(), **options)
+    assert compare({"alone": Strategy()}, **options)["alone"].ended
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategies", [{"bad": broken(2, 1e-2)}, {"bad": broken(2, 1e-2), **plain()}])
+def test_one_that_diverges_is_kept_also_where_nobody_trains_beside_it(strategies: Strategies) -> None:
+    result = compare(strategies, together=False)
+    assert list(result) == list(strategies)
+    assert {name: run.diverged_at for name, run in result.items()} == dict.fromkeys(result) | {"bad": 3}
+
+
+def test_what_is_refused_is_refused_first_also_one_after_the_other() -> None:
+    heard: list[int] = []
+    strategies: Strategies = {**plain(), "islands": FedAvgStrategy(island_size=5)}
+    with pytest.raises(ValueError, match="islands: island_size must be a whole number from 1 to 2, got 5"):
+        compare(strategies, together=False, train_loss_hook=lambda step, _: heard.append(step))
+    assert heard == []
+
+
+class Fails(FedAvgStrategy):
+    def before_optimizer(self) -> None:
+        raise RuntimeError("at once")
+
+
+def test_one_that_fails_at_once_takes_nothing_from_those_before_it() -> None:
+    with pytest.raises(RuntimeError, match="at once"):
+        compare({**plain(), "bad": Fails(H=2)})
+    result = compare({**plain(), "bad": Fails(H=2)}, together=False)
+    assert [run.failure for run in result.values()] == ["", "", "RuntimeError: at once"]
+
+
+class Unmeasurable(CommunicationModule):
+    def global_weights(self, cluster: Any) -> Tensor | None:
+        if cluster.step == 4:
+            raise ValueError("no global model")
+        return None
+
+
+def test_one_that_cannot_be_measured_leaves() -> None:
+    assert_own_fits(plain(), {"bad": CommunicateOptimizeStrategy([Unmeasurable()], lr=1e-2)})
+
+
+class Rotten(Jittered):
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        if self.fetched > 80:
+            raise OSError("unreadable")
+        return super().__getitem__(i)
+
+
+def test_what_was_done_is_kept_when_the_data_fail() -> None:
+    result = compare(plain(), Rotten())
+    assert {run.failure for run in result.values()} == {"OSError: unreadable"}
+    assert all(len(run.history) > 1 for run in result.values())
+
+
+def test_a_state_that_cannot_be_saved_is_said_with_whose_it_is(tmp_path: Path) -> None:
+    class Holds(FedAvgStrategy):
+        def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+            super()._init_node(model, rank, num_nodes)
+            self.items = iter([1, 2])
+
+    with pytest.raises(vsim.CheckpointError, match=r"^own: strategy\.items is a "):
+        compare({**plain(), "own": Holds(H=2)}, save_dir=tmp_path / "race")
+
+
+# Lengths --------------------------------------------------------------------------------------------------------------
+
+
+def test_runs_of_different_lengths_resume_where_each_was(tmp_path: Path) -> None:
+    heard: list[int] = []
+
+    def swept(hook: Any = None, **options: Any) -> vsim.Sweep:
+        settings = {"H": 2, "lr": 1e-2, "num_nodes": [1, 2, 4]}  # 8, 4 and 2 steps
+        options |= {**OPTIONS, "max_steps": None, "num_epochs": 2, "train_loss_hook": hook, "val_interval": 3}
+        return vsim.sweep(small_mlp(), vectors(), vectors(), strategy=FedAvgStrategy, settings=settings, **options)
+
+    expected, saved = swept(), {"save_dir": tmp_path / "race", "checkpoint_interval": 1}
+    with pytest.raises(Killed):
+        swept(killed_at(7), **saved)
+    assert_same(swept(lambda step, _: heard.append(step), resume=True, **saved), expected)
+    assert heard == [7, 8]
+    assert_same(swept(lambda step, _: heard.append(step), resume=True, **saved), expected)
+    assert heard == [7, 8]
+
+
+class Documents(Dataset[Any]):
+    """Texts of several lengths, which a batch of one need not pad."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(3 + i % 4), torch.tensor(float(i))
+
+
+class Slope(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch: Any) -> Tensor:
+        return 1e-3 * (batch[0].sum(1) * self.slope - batch[1]).square().mean()
+
+
+def test_single_examples_may_have_any_length() -> None:
+    assert_own_fits(
+        {"alone": Strategy(lr=1e-2)}, data=Documents, make=Slope, num_nodes=1, batch_size=1, val_size=1, val_interval=3
+    )
