@@ -89,10 +89,10 @@ def test_the_callers_style_is_left_alone() -> None:
     assert dict(matplotlib.rcParams) == before
 
 
-def test_nothing_of_a_figure_overlaps(tmp_path: Path) -> None:
-    figure = overview(
-        {f"a strategy with a long name, {i}": history(12) for i in range(9)} | {"silent": history(3, 0, 0)}, "title"
-    )
+@pytest.mark.parametrize("silent", [["silent"], [f"a setting that sends nothing, {i}" for i in range(9)]])
+def test_nothing_of_a_figure_overlaps(tmp_path: Path, silent: list[str]) -> None:
+    runs = {f"a strategy with a long name, {i}": history(12) for i in range(9)}
+    figure = overview(runs | {name: history(3, 0, 0) for name in silent}, "title")
     save(figure, tmp_path / "f.png")
     figure.draw_without_rendering()
     boxes = [ax.get_tightbbox() for ax in figure.axes] + [figure.legends[0].get_window_extent()]
