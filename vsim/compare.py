@@ -26,11 +26,11 @@ from vsim.training.interrupt import Interrupted
 
 @dataclass(frozen=True)
 class Entry:
-    """What one name of a comparison stands for; everything else is the same for all of them.
+    """One name of a comparison: its own arguments; all others are the same for every name.
 
     Attributes:
         num_nodes: K.
-        batch_size: examples a node and step; None: that of the others.
+        batch_size: examples per node and step; None: that of the others.
     """
 
     strategy: Strategy
@@ -59,38 +59,39 @@ def compare(
 ) -> Comparison:
     """Train the same model on the same data in the same order with several strategies, all of them together.
 
-    The nodes of all runs are rows of one matrix, so that what has equal shapes is computed in one call. Each run has
-    its own history, ledger and random streams; with `deterministic=True` it is bitwise equal to its own `Trainer.fit`,
-    and otherwise up to rounding.
+    The nodes of all runs are rows of one matrix, and runs of equal shapes are computed in one call. Each run has its
+    own history, ledger and random streams; with `deterministic=True` it is bitwise equal to its own `Trainer.fit`,
+    otherwise equal up to rounding.
 
     Args:
-        model: that all runs start from; or a function f(seed) → model, so that every seed has initial weights of its
-            own, the same for all strategies.
+        model: the model that all runs start from; or a function f(seed) → model, so that every seed has its own initial
+            weights, the same for all strategies.
         train_dataset, val_dataset, loss_fn, device: as of `Trainer`.
         strategies: name → strategy; or name → dict of these, such as a `vsim.grid`, whose names then begin with it.
         num_nodes: K.
-        seeds: train every strategy once with each of them, instead of once with `seed`: tables then show mean ±
-            standard deviation, and figures bands.
+        seeds: train every strategy once with each seed, instead of once with `seed`: tables then show mean ± standard
+            deviation, and figures bands.
         logger, run_name, wandb_project: as of `Trainer.fit`. Every strategy is a run of its own, called
-            "<run_name>/<name of the strategy>", which is also its folder; without a run name the date and time are it.
+            "<run_name>/<name of the strategy>", which is also its folder; the default run name is date and time.
             vsim's own loggers are copied for every run; an object of your own hears all runs, step by step.
         together: train all runs at the same time, in groups that fit into half of the free memory, or into the share
-            `max_memory_usage` of all of it; False: one after the other.
-        save_dir: a folder for the checkpoints of all runs, a folder each, which `load_checkpoint` and `Trainer.fit`
-            can read; at the end, when interrupted, and every `checkpoint_interval` steps.
-        resume: go on with the comparison in `save_dir`, to the bit, from the last step at which all of it was saved.
+            `max_memory_usage` of the whole memory; False: one after the other.
+        save_dir: a folder for the checkpoints of all runs, with a folder for each, which `load_checkpoint` and
+            `Trainer.fit` can read. All are saved at the end, when interrupted, and every `checkpoint_interval` steps.
+        resume: resume the comparison in `save_dir` from the last step at which all of its runs were saved, bitwise
+            equal to one that was never stopped.
         fit_options: every other argument of `Trainer.fit`, the same for all.
 
     Returns:
-        A `Comparison`. All strategies are set up before the first one trains, so that what is refused is refused
-        early, by name. A run that fails later is kept with what it did and with the reason, and the others go on. On an
-        interrupt all runs are at the same step, and come back. Both with a warning. The seconds of a history are its
-        share, by nodes, of the time that the runs took together.
+        A `Comparison`. All strategies are set up before the first one trains, so that mistakes are found early, and
+        named. A run that fails later is kept with its record and the reason, and the others continue. After an
+        interrupt all runs are at the same step and are returned. A warning tells of both. The seconds of a history are
+        its share, by nodes, of the time that the runs took together.
 
     Raises:
         TypeError, ValueError: as `Trainer.fit`.
         CheckpointError: a ValueError: `save_dir` holds another comparison, or nothing to resume.
-        Exception: whatever a run raises in its first step, except for a non-finite loss: nothing would be lost.
+        Exception: an error of a run in its first step, when nothing is lost yet; but not a non-finite loss.
     """
     if not isinstance(strategies, Mapping):
         raise TypeError(f"strategies must be a dict of name → strategy, got {type(strategies).__name__}")
@@ -141,7 +142,7 @@ def run_members(
     """Train every entry with every seed; see `compare` for the arguments and for what it raises.
 
     Args:
-        halving: let only the best 1 / halving of the entries (on average over the seeds) go on at each of the `rungs`.
+        halving: only the best 1 / halving of the entries (on average over the seeds) continue at each of the `rungs`.
             The others are kept with `stopped_at`.
     """
     seeds = _checked_seeds(seeds, fit_options)
@@ -221,7 +222,7 @@ def _checked_seeds(seeds: Sequence[int] | None, fit_options: dict[str, Any]) -> 
 
 
 def _compared(runner: Runner) -> ComparedRun:
-    """Return the outcome of a runner; a UserWarning says if it did not get to its end."""
+    """Return the outcome of a runner, with a UserWarning if it did not reach its end."""
     failure, error = "", runner.error
     if error is not None:
         diverged = isinstance(error, FloatingPointError)
@@ -229,7 +230,7 @@ def _compared(runner: Runner) -> ComparedRun:
         warnings.warn(f"{runner.config.label}: {error}", UserWarning, stacklevel=4)
     elif runner.interrupted_at is not None:
         failure = f"interrupted after step {runner.interrupted_at}"
-        text = f"{runner.config.label}: {failure}; the comparison holds what was done"
+        text = f"{runner.config.label}: {failure}; the comparison holds its steps so far"
         warnings.warn(text, UserWarning, stacklevel=4)
     return ComparedRun(
         runner.history,
@@ -244,10 +245,10 @@ def _compared(runner: Runner) -> ComparedRun:
 
 
 def rungs(count: int, max_steps: int, factor: int) -> list[tuple[int, int]]:
-    """Return when `halving` lets only the best go on, as (step, how many).
+    """Return the rungs of `halving` as (step, number of names that continue).
 
-    They are at T / f, T / f², … of T steps while more than one is left, but none in the first tenth of the run, where
-    losses say little yet of how it ends.
+    They are at T / f, T / f², … of T steps while more than one name is left, but none is in the first tenth of the run,
+    where losses say little about the end.
 
     >>> rungs(27, 270, 3), rungs(3, 100, 2)
     ([(30, 9), (90, 3)], [(25, 2), (50, 1)])
@@ -262,13 +263,13 @@ def rungs(count: int, max_steps: int, factor: int) -> list[tuple[int, int]]:
 
 
 def _own(entry: Entry) -> dict[str, Any]:
-    """The arguments of `fit` that are the entry's."""
+    """Return the entry's own arguments of `fit`."""
     own = {"strategy": entry.strategy, "num_nodes": entry.num_nodes}
     return own if entry.batch_size is None else {**own, "batch_size": entry.batch_size}
 
 
 def _made(model: Any, seed: int) -> nn.Module:
-    if not callable(model) or isinstance(model, type):  # a class takes its first argument for something else
+    if not callable(model) or isinstance(model, type):  # the first argument of a class is no seed
         raise TypeError(f"model must be a torch.nn.Module, or a function f(seed) that makes one, got {model!r}")
     made = model(seed)
     if not isinstance(made, nn.Module):

@@ -33,20 +33,21 @@ from vsim.training.interrupt import Interrupted
 from vsim.training.loop import train
 from vsim.training.member import Member, Run
 
-# Of a device's free memory, so much is for the matrices of members that train together; the rest is for activations.
+# The share of a device's free memory for the matrices of members that train together; the rest is for activations.
 _SHARE_OF_MATRICES = 0.5
 _SECONDS_BETWEEN = 0.1  # what a progress bar says of all runs
 
 
 @dataclass(eq=False)
 class Runner:
-    """One run of a race, and what becomes of it.
+    """One run of a race, and its outcome.
 
     Attributes:
         name: of its strategy or setting, the same for all seeds.
-        config: what it is. hooks: for training and validation losses. log: for its loggers.
-        history, ledger, model: its record, and the mean of its nodes' final models if it got there.
-        error: why it left. stopped_at: the step after which the race took it out. interrupted_at: where it was then.
+        config: its checked arguments. hooks: for training and validation losses. log: drives its loggers.
+        history, ledger, model: its record, and the mean of its nodes' final models if it reached its end.
+        error: why it left. stopped_at: the step after which a rung took it out. interrupted_at: the last step before an
+            interrupt.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Runner:
 
     @property
     def has_begun(self) -> bool:
+        """Whether there is a record."""
         return len(self.history) > 0
 
     @property
@@ -77,7 +79,7 @@ class Runner:
 
     @property
     def folder(self) -> Path | None:
-        """Where it is saved."""
+        """The folder of its checkpoints; None: it is not saved."""
         return None if self.config.saving is None else self.config.saving.folder
 
 
@@ -86,13 +88,14 @@ class Race:
     """Trains runners together.
 
     Args:
-        runners: that start under identical conditions.
-        device: where.
+        runners: the runs, which start under identical conditions.
+        device: where they are computed.
         together: whether they train at the same time, as rows of one matrix; if not, one after the other.
-        memory_share: the share of the device's memory that this process may hold; None: half of what is free.
-        rungs: (step, names that go on): after these steps the race takes the others out; see `vsim.sweep`.
-        progress: a bar, "plot" for a figure, or False. title: what stands with it.
-        folder: where all runners are saved together, each in a folder of its own. resume: go on with what is there.
+        memory_share: the share of the device's memory that this process may hold; None: half of the free memory.
+        rungs: (step, number of names that continue): after these steps the other names are taken out; see `vsim.sweep`.
+        progress: a bar, "plot" for a figure, or False. title: of the bar or figure.
+        folder: where all runners are saved together, each in a folder of its own. resume: whether to resume the race in
+            that folder.
     """
 
     runners: Sequence[Runner]
@@ -109,8 +112,8 @@ class Race:
         """Train all runners to their ends.
 
         Raises:
-            Interrupted: by Ctrl-C; what was done is with the runners.
-            Exception: what a runner raises in its first step, unless its loss is not finite: nothing would be lost.
+            Interrupted: by Ctrl-C; the runners hold their steps so far.
+            Exception: an error of a runner in its first step, when nothing is lost yet; but not a non-finite loss.
         """
         self._check_folder()
         heats = self._heats()
@@ -144,7 +147,7 @@ class Race:
             return
         with ExitStack() as stack:
             recorders = {r: Recorder(r.history, False, r.config.label, *r.hooks, r.log) for r in running}
-            # Every log hears of its own run's end.
+            # Every log is told the end of its own run.
             for runner, recorder in recorders.items():
                 stack.push(lambda kind, error, trace, own=runner, recorder=recorder: _finish(recorder, own, error))
             seed = running[0].config.seed
@@ -156,7 +159,7 @@ class Race:
                 run.extra_validations = [step for step, _ in self.rungs]
                 run.stopping = lambda run: self._stopped(run, running)
                 run.watch = lambda run: self._collect(run, running, watch)
-                for member in self._stopped(run, running):  # by a rung that it was saved at
+                for member in self._stopped(run, running):  # at a rung, where it was saved
                     member.stopped = True
                 try:
                     train(run)
@@ -172,7 +175,7 @@ class Race:
                         runner.model = member.mean_model()
 
     def _collect(self, run: Run, running: Sequence[Runner], watch: _Watch) -> None:
-        """Note who has left, and show how far all are."""
+        """Note which members have left, and show the progress of all."""
         for member, runner in zip(run.members, running, strict=True):
             runner.ledger, runner.error = member.ledger, member.error
             if member.stopped and runner.stopped_at is None:
@@ -217,9 +220,9 @@ class Race:
     # Saved together --------------------------------------------------------------------------------------------------
 
     def _check_folder(self) -> None:
-        """Raise a CheckpointError unless the folder is empty, or that of this race which resumes.
+        """Raise a CheckpointError unless the folder is empty, or holds this very race, which resumes.
 
-        What the race is stands in a file of its own, which is there before anything is saved.
+        race.json describes the race; it is written before anything is saved.
         """
         if self.folder is None:
             return
@@ -228,8 +231,8 @@ class Race:
         if not self.resume:
             if path.exists() or any(checkpoints_in(folder) for folder in self._folders()):
                 raise CheckpointError(
-                    f"save_dir {str(self.folder)!r} holds the checkpoints of a comparison; give resume=True to go on "
-                    "with it, or another save_dir"
+                    f"save_dir {str(self.folder)!r} holds the checkpoints of a comparison; give resume=True to "
+                    "resume it, or another save_dir"
                 )
             for folder in self._folders():
                 prepare_folder(folder)
@@ -248,7 +251,7 @@ class Race:
         return (runner.folder for runner in self.runners if runner.folder is not None)
 
     def _resumed(self, heat: Sequence[Runner]) -> list[Runner]:
-        """Bring runners to the last step at which all of them were saved; return those that train on from there."""
+        """Bring runners back to the last step at which all of them were saved; return those that train on."""
         if self.folder is None or not self.resume:
             return list(heat)
         ends = {runner: _read_end(runner) for runner in heat}
@@ -281,7 +284,7 @@ def saving_in(folder: Path, name: str, interval: int | None) -> Saving:
 
 
 def matrix_bytes(config: RunConfig) -> float:
-    """Return about what the weights, gradients, optimizer and strategy of a run take."""
+    """Return an estimate of the bytes that weights, gradients, optimizer and strategy of a run take."""
     trainable = [p for p in config.model.parameters() if p.requires_grad]
     row = sum(p.nbytes for p in trainable)
     buffers = sum(b.nbytes for b in config.model.buffers())
@@ -289,7 +292,7 @@ def matrix_bytes(config: RunConfig) -> float:
     weights = 1 if in_one and config.strategy.shares_weights else config.num_nodes
     grads = 1 if in_one and config.strategy.shares_grads else config.num_nodes
     moments = len(config.strategy.optim_spec.state_names() - {"step"})
-    # What strategies keep: outer weights and momentum, a residual per node.
+    # The state of strategies: outer weights and momentum, a residual per node.
     return float(row * (weights * (1 + moments) + grads + config.num_nodes + 3) + buffers * config.num_nodes)
 
 
@@ -312,7 +315,7 @@ def _finish(recorder: Recorder, runner: Runner, error: BaseException | None) -> 
 
 
 class _Watch:
-    """What a user sees of a race: a bar, or all curves in one figure."""
+    """Shows a race to the user: a bar, or all curves in one figure."""
 
     def __init__(self, race: Race) -> None:
         self.race = race
@@ -358,7 +361,7 @@ class _Watch:
             self.live.close()
 
 
-# How a runner ended, in its folder ------------------------------------------------------------------------------------
+# The end of a runner, in its folder -----------------------------------------------------------------------------------
 
 
 def _write_end(runner: Runner) -> None:

@@ -13,7 +13,7 @@ from vsim.grid import known_settings, made, points
 from vsim.records.swept import Sweep
 from vsim.strategy.base import Strategy
 
-# What settings may vary beside the arguments of the strategy.
+# Arguments of a run that may be settings, beside those of the strategy.
 OF_THE_RUN = ("num_nodes", "batch_size")
 
 
@@ -39,11 +39,11 @@ def sweep(
         num_nodes: K, unless it is one of the settings.
         halving: a factor f: successive halving [Jamieson and Talwalkar 2016, arXiv:1502.07943]. At each rung (after
             T / f, T / f², … of T steps, none in the first tenth) only the best 1 / f of the settings, by their mean
-            loss over the seeds, go on. The others are kept, with `stopped_at`.
+            loss over the seeds, continue. The others are kept, with `stopped_at`. Early rungs favour fast starters.
         options: every other argument of `compare`, the same for all.
 
     Returns:
-        A `Sweep`. All settings are set up before the first one trains; one that is refused is named.
+        A `Sweep`. All settings are set up before the first one trains; a setting that is refused is named.
 
     Raises:
         TypeError, ValueError: as `grid` and `compare`.

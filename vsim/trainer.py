@@ -56,8 +56,8 @@ class Trainer:
         history: the `History` of the last run. ledger: its `Ledger`. strategy: its own copy of the strategy.
         loggers: those of the last run.
         run_label: what progress bar and history call the next runs; None: by their strategy.
-        after_step: called as f(member) in every process when a step is done, before it is reported (see
-            `vsim.training.member.Member`); with backend="process" it must be picklable. None: nothing.
+        after_step: called as f(member) in every process when a step is done, before the step is reported (see
+            `vsim.training.member.Member`); with backend="process" it must be picklable. None: nothing is called.
 
     Example:
         >>> from vsim import Trainer
@@ -101,7 +101,7 @@ class Trainer:
         self.loggers: list[Logger] = []
         self.run_label: str | None = None
         self.after_step: Callable[[Member], None] | None = None
-        self._last: Member | Checkpoint | None = None  # what resume=True goes on with where there is no save_dir
+        self._last: Member | Checkpoint | None = None  # what resume=True resumes without a save_dir
 
     def options(self, **options: Any) -> FitOptions:
         """Return the arguments of `fit`, checked, with their defaults."""
@@ -138,7 +138,10 @@ class Trainer:
     def prepare(self, **options: Any) -> Run:
         """Return the run of `fit(**options)` in the simulator before its first step; nothing is trained or logged.
 
-        `vsim.training.loop.steps` takes its steps one by one.
+        `vsim.training.loop.steps(run)` takes its steps one by one.
+
+        Raises:
+            TypeError, ValueError: as `fit`; or the backend is not the simulator.
         """
         chosen = self.options(**options)
         if chosen.backend != "stacked":
@@ -152,8 +155,9 @@ class Trainer:
         """Take the first steps of `fit(**options)` and tell how they are computed; nothing is kept of them.
 
         Returns:
-            An `Explanation`, which shows itself: the form that every operation takes and whether it has the bits of one
-            node, the memory of a node, the executor and why, and the share of the machine's peak that a step achieves.
+            An `Explanation`, which shows itself: the form that every operation takes and whether that is bitwise equal
+            to one node alone, the memory per node, the executor and why, and the share of the machine's peak that a
+            step achieves.
         """
         if options.get("backend", "stacked") != "stacked":
             raise ValueError("explain() is about the simulator; backend='process' runs eager PyTorch")
@@ -202,11 +206,12 @@ class Trainer:
         """Train, and return the mean of the nodes' final models as an ordinary nn.Module.
 
         Args:
-            strategy: how the nodes train and communicate. The run works on a copy, so that it can be used again.
+            strategy: how the nodes train and communicate. The run works on a copy, so that the object can be used
+                again.
             num_nodes: K.
             num_epochs: passes over the data; `max_steps`: optimizer steps, instead of or as a limit on epochs: with
                 max_steps given, the run has exactly so many steps.
-            batch_size: examples a node and step. Gradients may be accumulated over `minibatch_size` examples at a
+            batch_size: examples per node and step. Gradients may be accumulated over `minibatch_size` examples at a
                 time, or in `gradient_accumulation` pieces; give one of the two.
             shuffle: a new order every epoch.
             val_size: validation examples used; val_interval: steps between validations (None: first and last only).
@@ -215,13 +220,13 @@ class Trainer:
             autocast: compute in bfloat16 where torch.autocast does; weights stay as they are.
             executor: "vmap" (all nodes at once), "loop" (one by one) or "auto": whichever is fastest on the first steps
                 of this run; `history.executor_reason` has the times. See `vsim.engine.AutoExecutor`.
-            deterministic: the bits of separate processes in eager PyTorch, on CPU in float32. The first step is then
-                computed in both ways and compared.
-            compile: "trace": the model's Python runs once for every shape of batch; then only its operations are called
-                again, with the same bits (see `vsim.engine.TraceExecutor`). True: torch.compile the loss and its
-                gradient, and the strategy's kernels for which it was measured to pay (see `vsim_kernels.compiled`), in
-                some ten seconds. "auto": trace at once, and compile if the remaining steps are expected to repay it.
-                False: the model's own Python runs at every step. Not for executor="loop".
+            deterministic: bitwise equal to separate processes in eager PyTorch, on CPU in float32. The first step is
+                then computed both ways and compared.
+            compile: "trace": the model's Python runs once for every shape of batch; from then on only its operations
+                are called, bitwise equal to False (see `vsim.engine.TraceExecutor`). True: torch.compile the loss and
+                its gradient, and those kernels of strategies for which that was measured to pay (see
+                `vsim_kernels.compiled`), in some ten seconds. "auto": trace at once, and compile if the remaining steps
+                are expected to repay it. False: the model's own Python runs at every step. Not for executor="loop".
             chunk_size: nodes that "vmap" computes at once. The activations of one chunk are in memory at a time.
             backend: "stacked", the simulator; or "process": a process for every node over torch.distributed, in
                 ordinary eager PyTorch on this machine, or under torchrun this process as one of its ranks.
@@ -232,11 +237,11 @@ class Trainer:
             save_dir: a folder for checkpoints: at the end, when the run is interrupted by Ctrl-C (which takes effect
                 after the current step; a second one at once), and every `checkpoint_interval` steps. The newest two
                 are kept.
-            resume: go on with a run, to the bit as if it had not stopped: from the newest checkpoint in a folder or
-                from a file; with True from `save_dir`, or without one with this trainer's last run, if it was
+            resume: resume a run, bitwise equal to one that was never stopped: from the newest checkpoint in a folder or
+                from a file; with True from `save_dir`, or without a save_dir this trainer's last run, if that was
                 interrupted or has ended (then with a larger `max_steps`). Everything that the course of a run depends
-                on must be as it was, but for its length; `Checkpoint.fork` starts another run from a checkpoint. What
-                worker processes of a DataLoader draw is not restored.
+                on must be as before, except its length; `Checkpoint.fork` starts another run from a checkpoint. Draws
+                of a DataLoader's worker processes are not restored.
             correlation_interval: steps between measurements of the replicas' divergence and correlation.
             dataloader_kwargs: num_workers, collate_fn, drop_last and so on. `collate_fn` gets one node's samples.
             max_memory_usage: the share, 0 < f ≤ 1, of the device's memory that this process may hold (with
@@ -256,7 +261,7 @@ class Trainer:
         Raises:
             TypeError, ValueError: an argument is unknown, out of range, or would have no effect.
             CheckpointError: a ValueError: a checkpoint is damaged or of another run, or something cannot be saved.
-            KeyboardInterrupt: the run was interrupted; `history` and `ledger` hold what it did.
+            KeyboardInterrupt: the run was interrupted; `history` and `ledger` hold its steps so far.
             FloatingPointError: a node's loss is not finite, or its weights when they are to be saved or returned; step
                 and nodes are named.
             NodeFailure: with backend="process", a node's process died; what a node raises is raised here, caused by a

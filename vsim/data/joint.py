@@ -1,4 +1,4 @@
-"""The batches of members that train together, below each other; what several see in one order is fetched once."""
+"""The batches of members that train together, below each other; those of one data order are fetched once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vsim.data.batches import Batches, in_memory
 
 
 class BatchSource(Protocol):
-    """Where a member's batches come from: `vsim.data.batches.Batches`, or one node's own loader."""
+    """The source of a member's batches: `vsim.data.batches.Batches`, or one node's own loader."""
 
     lengths: list[int]
     steps_per_epoch: int
@@ -30,7 +30,7 @@ class Source:
 
     Attributes:
         key: equal for members that see the same examples in the same order.
-        context: makes the context in which examples are fetched.
+        context: creates the context in which examples are fetched.
     """
 
     batches: BatchSource
@@ -39,10 +39,10 @@ class Source:
 
 
 def joint_batches(sources: Sequence[Source], start_step: int) -> Iterator[Any]:
-    """Yield stacked batches (R, B, …) of all members from the 0-based `start_step` on, without end.
+    """Yield stacked batches (R, B, …) of all members from the 0-based `start_step` on, endlessly.
 
     Args:
-        sources: of the members, in the order of their rows.
+        sources: one per member, in the order of their rows.
     """
     if len(sources) == 1:
         return _fetched(sources[0], start_step)
@@ -56,7 +56,7 @@ def joint_batches(sources: Sequence[Source], start_step: int) -> Iterator[Any]:
 
 
 def one_in_memory(batches: BatchSource) -> Any:
-    """Return the dataset that all nodes share, if it is held in tensors: fetching from it runs no user's code."""
+    """Return the dataset that all nodes share, if it is held in tensors, so that fetching runs no code of the user."""
     return batches.shared_in_memory if isinstance(batches, Batches) else None
 
 
@@ -74,7 +74,7 @@ def _gathered(
     keys: Sequence[Hashable],
     start_step: int,
 ) -> Iterator[Any]:
-    """One dataset that is held in tensors: the batches of all members are one gather."""
+    """Yield batches of one dataset that is held in tensors: those of all members are one gather."""
     orders = {key: batches.order.batches(start_step) for key, batches in sources.items()}
     while True:
         positions = {key: next(order) for key, order in orders.items()}
