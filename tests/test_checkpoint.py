@@ -378,7 +378,7 @@ def other_dropout() -> nn.Module:
         ({"strategy": FedAvgStrategy(H=3)}, r"strategy was vsim\..*DiLoCoStrategy and is vsim\..*FedAvgStrategy"),
         (
             {"strategy": DiLoCoStrategy(H=4, optim_spec=ADAMW)},
-            r"step 7 is of another run: strategy\.communication_modules\[0\]\.H was 3 and is 4\. To go on .* "
+            r"step 7 is of another run: strategy\.communication_modules\[0\]\.H was 3 and is 4\. To start .* "
             r"fork: resume=load_checkpoint\('.*step-00000007\.safetensors'\)\.fork\(\)",
         ),
         ({"strategy": DiLoCoStrategy(H=3, optim_spec=OptimSpec("adamw", lr=2e-2))}, r"lr'\] was 0\.01 and is 0\.02"),
@@ -628,7 +628,7 @@ def test_errors_are_shipped() -> None:
         ({"save_dir": f"{__file__}/sub"}, CheckpointError, "cannot be written to: .*Not a directory"),
         ({"save_dir": "/proc/vsim"}, CheckpointError, "save_dir '/proc/vsim' cannot be written to"),
         ({"resume": 3}, TypeError, "resume must be True, a path or a Checkpoint, got 3"),
-        ({"resume": True}, CheckpointError, "goes on with this trainer's last run, and there is none in memory"),
+        ({"resume": True}, CheckpointError, "resumes this trainer's last run, and there is none in memory"),
         ({"resume": "no/such"}, CheckpointError, "there is no checkpoint at no/such"),
     ],
     ids=lambda x: str(x)[:40],

@@ -215,12 +215,12 @@ def test_text_from_a_file_and_the_seed(tmp_path: Path) -> None:
         (["compare", "--mnist-folder", "."], "--mnist-folder has no effect without --data mnist"),
         (["compare", "--device", "tpu"], "device 'tpu'"),
         (["compare", "--log-dir", "x"], "--log-dir has no effect without --run-name or --tensorboard"),
-        (["compare", "--deterministic", "--compile", "full"], "compile=True does not have them"),
+        (["compare", "--deterministic", "--compile", "full"], "which compile=True is not"),
         (
             ["compare", "--executor", "vmap", "--compile", "auto"],
             "compile=.auto. is a choice that executor=.auto. makes",
         ),
-        (["compare", "--deterministic", "--autocast"], "autocast=True does not have them"),
+        (["compare", "--deterministic", "--autocast"], "which autocast=True is not"),
         (["compare", "--run-name", "../x"], "run_name must name a folder within the log folder"),
     ],
 )

@@ -47,7 +47,7 @@ def test_only_what_pays_is_compiled() -> None:
 
 
 def test_it_is_refused_where_bits_are_promised() -> None:
-    with pytest.raises(ValueError, match="deterministic=True promises the bits of eager float32; compile=True"):
+    with pytest.raises(ValueError, match="deterministic=True is bitwise equal to eager float32, which compile=True"):
         Trainer(MLP(), digits()[0]).fit(strategy=Strategy(), num_nodes=2, compile=True, deterministic=True)
 
 

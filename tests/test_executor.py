@@ -340,7 +340,7 @@ def test_the_error_names_the_operation_and_the_way_out() -> None:
 @pytest.mark.parametrize("in_evaluation_only", [False, True])
 @pytest.mark.parametrize("val_interval", [1, None])
 def test_auto_goes_on_with_the_loop(in_evaluation_only: bool, val_interval: int | None) -> None:
-    with pytest.warns(UserWarning, match=r"executor='auto' goes on with 'loop': .*loss > 0") as caught:
+    with pytest.warns(UserWarning, match=r"executor='auto' continues with 'loop': .*loss > 0") as caught:
         auto = fit(Branching(in_evaluation_only), "auto", val_interval=val_interval)
     assert len(caught) == 1 and auto.history.executor == "loop"
     loop = fit(Branching(in_evaluation_only), "loop", val_interval=val_interval)
@@ -356,7 +356,7 @@ def test_auto_goes_on_with_the_loop(in_evaluation_only: bool, val_interval: int 
 def test_a_failed_attempt_leaves_no_trace() -> None:
     # Vmapped, the dropout draws and BatchNorm updates come before the branch: the loop must not see them.
     auto, loop = make(AutoExecutor, Branching()), make(LoopExecutor, Branching())
-    with pytest.warns(UserWarning, match="goes on with 'loop'"):
+    with pytest.warns(UserWarning, match="continues with 'loop'"):
         losses = auto.losses_and_grads(batch_of(TASKS[0]))
     assert torch.equal(losses, loop.losses_and_grads(batch_of(TASKS[0])))
     assert torch.equal(auto.replicas.grads, loop.replicas.grads)
@@ -374,7 +374,7 @@ def test_a_failed_attempt_at_evaluation_leaves_no_trace() -> None:
 
     batch = [t[0] for t in batch_of(TASKS[0])]
     auto, loop = make(AutoExecutor, Restless()), make(LoopExecutor, Restless())
-    with pytest.warns(UserWarning, match="goes on with 'loop'"):
+    with pytest.warns(UserWarning, match="continues with 'loop'"):
         losses, _ = evaluated(auto, batch)
     assert torch.equal(losses, evaluated(loop, batch)[0])
 

@@ -253,7 +253,7 @@ class Annealed(Model):
 @pytest.mark.parametrize(
     ("changes", "steps", "message"),
     [
-        (150, 300, r"of it at step 1: the loss differs at step 202\..*the steps from 103 on.*compile=False"),
+        (150, 300, r"captured at step 1: the loss differs at step 202\..*the steps from 103 on.*compile=False"),
         (104, 120, r"differs at step 120\..*the steps from 103 on"),  # the last step is compared, too
     ],
 )

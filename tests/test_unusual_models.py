@@ -238,7 +238,7 @@ def test_they_train_as_separate_models(kind: type[Classifier], width: int, optio
         minibatch_size=2,
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "executor='auto' goes on with 'loop'", UserWarning)
+        warnings.filterwarnings("ignore", "executor='auto' continues with 'loop'", UserWarning)
         trainer = trained(kind(width), **options)
     assert trainer.strategy is not None
     tolerance: dict[str, float] = {"rtol": 0, "atol": 0} if "deterministic" in options else {}
@@ -286,7 +286,7 @@ def test_padding_has_no_gradient_where_it_is_compiled() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
 def test_what_cannot_be_compiled_leaves_nothing_behind() -> None:
-    with pytest.warns(UserWarning, match="executor='auto' goes on with 'loop'"):
+    with pytest.warns(UserWarning, match="executor='auto' continues with 'loop'"):
         assert trained(Checkpointed(16), compile=True).history.executor == "loop"
     assert trained(ClippedWithoutGrad(16), compile=True).history.executor == "compiled"
 
@@ -310,7 +310,7 @@ def test_what_vmap_cannot_do_may_come_late(deterministic: bool) -> None:
     )
     trainer = Trainer(model, vectors())
     strategy = FedAvgStrategy(H=H, optim_spec=SGD)
-    with pytest.warns(UserWarning, match="executor='auto' goes on with 'loop'"):
+    with pytest.warns(UserWarning, match="executor='auto' continues with 'loop'"):
         trainer.fit(strategy=strategy, deterministic=deterministic, progress=False, **options)
     assert trainer.strategy is not None
     tolerance: dict[str, float] = {"rtol": 0, "atol": 0} if deterministic else {}
@@ -373,7 +373,7 @@ def test_frequencies_are_of_a_nodes_own_batch_where_nodes_share_their_weights(ex
 def test_what_cannot_be_vectorized_is_refused_by_name(kind: type[Classifier]) -> None:
     with pytest.raises(VmapError, match=r"cannot be vectorised over nodes.*executor='loop' runs it node by node"):
         trained(kind(16), executor="vmap")
-    with pytest.warns(UserWarning, match="executor='auto' goes on with 'loop'"):
+    with pytest.warns(UserWarning, match="executor='auto' continues with 'loop'"):
         trainer = trained(kind(16))
     assert trainer.history.executor == "loop"
 
@@ -412,7 +412,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:executor='auto' goes on with 'loop'")
+@pytest.mark.filterwarnings("ignore:executor='auto' continues with 'loop'")
 @pytest.mark.parametrize("executor", ["auto", "loop"])
 @pytest.mark.parametrize(("make", "message"), REFUSED)
 def test_what_no_node_could_have_of_its_own_is_refused(

@@ -1,8 +1,8 @@
-"""Checkpoints: what a run is after a step, in one file.
+"""Checkpoints: snapshots of a run after a step, each in one file.
 
-The file is in the safetensors format: tensors, and a JSON text that says what they are, so that reading it never runs
-code. A checksum over both tells whether a byte has changed. It is written under another name, flushed to the disk and
-then renamed, so that there is the old file or the new one, and never half of one.
+The file is in the safetensors format: tensors, and a JSON text that describes them, so that reading it never runs
+code. A checksum over both tells whether a byte has changed. The file is written under another name, flushed to the disk
+and then renamed, so that there is the old file or the new one, and never half of one.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _STORED |= {torch.int64, torch.int32, torch.int16, torch.int8}
 
 @dataclass(eq=False)
 class Checkpoint:
-    """A run as it was after a step.
+    """A snapshot of a run after a step.
 
     Attributes:
         step: t, completed optimizer steps.
         num_nodes: K.
         history, ledger: the record of the run up to this step.
         examples: that all nodes had trained on. seconds: of training.
-        fingerprint: what the run was: argument → value.
+        fingerprint: everything that the run's course depends on: argument → value.
         shards: the state, one of all nodes together (from the simulator), or one of every node (from its process).
         path: the file that it was loaded from, if it was.
         forks: whether a run that starts from it is a new one; see `fork`. keeps_optimizer: whether the fork's inner
-            optimizer goes on with its state, where it fits.
+            optimizer keeps its state, where that fits.
     """
 
     step: int
@@ -122,8 +122,8 @@ class Checkpoint:
 
         Strategy, number of nodes, batch size, data, seed and learning rate may be others; the model must have the same
         parameters. Step, examples and the position in the data (that of the new run's order at this step) and in the
-        learning-rate schedule go on. With the same K every node goes on with its own weights, buffers and stream of
-        random numbers, with another K all start from the mean. A strategy's own state (outer weights, residuals, means
+        learning-rate schedule continue. With the same K every node keeps its own weights, buffers and stream of random
+        numbers, with another K all start from the mean. A strategy's own state (outer weights, residuals, means
         on their way) starts anew, from the mean replica. History and ledger start at this step, with 0 bytes; those of
         the run so far stay with the checkpoint.
 
@@ -195,7 +195,7 @@ def load_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """Return `folder` if there is a checkpoint in it, else None.
 
-    `fit(…, save_dir=d, resume=latest_checkpoint(d))` goes on with a run where there is one, and else starts it.
+    `fit(…, save_dir=d, resume=latest_checkpoint(d))` resumes a run if there is one, and starts it otherwise.
     """
     return Path(folder) if checkpoints_in(Path(folder)) else None
 
@@ -207,17 +207,17 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return where in a folder the checkpoint of a step is."""
+    """Return the path of the checkpoint of a step in a folder."""
     return folder / f"step-{step:08d}.safetensors"
 
 
 def step_of(path: Path) -> int:
-    """Return the step that the name of a checkpoint says."""
+    """Return the step in the name of a checkpoint."""
     return int(path.stem.removeprefix("step-"))
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make a folder for checkpoints, and remove what writing was cut off in the middle of.
+    """Create a folder for checkpoints, and remove files that were only partly written.
 
     Raises:
         CheckpointError: it cannot be written to.

@@ -1,4 +1,4 @@
-"""What a run is, as far as its course depends on it: two runs with one fingerprint can go on from each other."""
+"""Everything that the course of a run depends on: runs with equal fingerprints can resume from each other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import described
 from vsim.strategy.base import Strategy
 
-# What may differ in a run that goes on, by a rule of its own.
+# An entry that may differ in a run that resumes, by a rule of its own.
 HORIZON = "steps of the learning-rate schedule"
 _LONG = 256  # entries of a list above which it is compared as a whole
 
 
 def fingerprint(run: Savable, lengths: list[int]) -> dict[str, Any]:
-    """Return argument → value, of everything that the course of a run depends on but its number of steps.
+    """Return argument → value for everything that the course of a run depends on, except its number of steps.
 
     Args:
         lengths: the number of examples of the shared training dataset, or of every node's.
@@ -53,7 +53,7 @@ def fingerprint(run: Savable, lengths: list[int]) -> dict[str, Any]:
 
 
 def layout_of(replicas: Replicas) -> dict[str, Any]:
-    """Return what a model's weights and buffers are: the part of the fingerprint that a fork must share."""
+    """Return shapes and dtypes of a model's weights and buffers: the part of the fingerprint that a fork must share."""
     return {
         **{f"parameter {c.name}": [list(c.shape), str(replicas.weights.dtype)] for c in replicas.layout},
         **{f"buffer {name}": [list(b.shape[1:]), str(b.dtype)] for name, b in replicas.buffers.items()},
@@ -63,7 +63,7 @@ def layout_of(replicas: Replicas) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what differs between two fingerprints, in words."""
+    """Yield the differences between two fingerprints, in words."""
     for name in dict.fromkeys([*saved, *given]):
         before, now = (side.get(name) for side in (saved, given))
         if before != now:

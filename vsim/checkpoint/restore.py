@@ -1,12 +1,12 @@
-"""The state of a run put back: a tree that `vsim.checkpoint.snapshot` took, into the objects of a run set up anew.
+"""Restoring the state of a run: a tree of `vsim.checkpoint.snapshot`, into the objects of a run that was set up anew.
 
-`Restorer` walks these objects as `Snapshot` did, and writes what was saved into the tensors that are there. Nothing is
-imported or called by a name from the tree: objects must be there already.
+`Restorer` walks these objects as `Snapshot` did, and writes the saved values into the tensors that are there. Nothing
+is imported or called by a name from the tree: objects must be there already.
 
 The nodes of a run may be held together, as rows of stacked tensors, or apart, one row in each process. A tree that was
-taken one way can be put back the other way: what is stacked is cut into rows or put together, what is shared must be
-equal. Which of the two a value is has been declared (see `vsim.cluster.state.Stateful`), or is told from the shapes in
-the run that was set up.
+taken one way can be restored the other way: stacked values are cut into rows or put together, shared values must be
+equal. The placement of a value is declared (see `vsim.cluster.state.Stateful`), or inferred from the shapes in the run
+that was set up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ABSENT: Any = object()
 
 
 class Restorer:
-    """Writes what was saved into the objects of a run that was set up anew.
+    """Writes saved values into the objects of a run that was set up anew.
 
     Args:
         shards: one, from a run whose nodes are held as here; one of every node, if they were apart and are together
@@ -38,7 +38,7 @@ class Restorer:
         device: where tensors that are made anew go, if they were not on the CPU.
 
     Raises:
-        CheckpointError: what was saved does not fit what is there.
+        CheckpointError: a saved value does not fit the object that is there.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Restorer:
         return rows[:1] if one else rows
 
     def _placement(self, parts: list[Tensor], shape: torch.Size | None, path: str) -> str:
-        """Return whether what nobody has declared is stacked or shared: by the shape that it has after the setup."""
+        """Return whether an undeclared value is stacked or shared: by its shape after the setup."""
         saved, here = (1, self._num_nodes) if len(parts) > 1 else (self._num_nodes, 1)
         first = parts[0].shape
         if shape == first or first[0] != saved:

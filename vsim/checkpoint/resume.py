@@ -1,4 +1,4 @@
-"""Between a run and its checkpoints: taking one, going on from one, and forking another run."""
+"""Between a run and its checkpoints: taking one, resuming from one, and forking another run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vsim.records.history import History
 
 
 def _roots(run: Savable) -> dict[str, tuple[Any, str | None]]:
-    """Name → what is saved and restored, in this order, and its placement."""
+    """Return name → object, in the order of saving and restoring, and its placement."""
     replicas, strategy = run.cluster.replicas, run.strategy
     return {
         "weights": (replicas.weights, "stacked"),
@@ -70,7 +70,7 @@ class Checkpointer:
         self._fixed: dict[str, str] = {}
 
     def begin(self, run: Savable) -> None:
-        """Look at everything once, so that what cannot be saved is said before training."""
+        """Take a snapshot once, so that state which cannot be saved is reported before training."""
         if self.saving.wanted:
             self._fixed = _snapshot(run).fixed
 
@@ -103,7 +103,7 @@ class Checkpointer:
         if shards and run.history is not None:
             _checkpoint(run, shards, run.history).save(checkpoint_path(self.saving.folder, run.done))
             prune(self.saving.folder, run.done)
-        if not run.is_alone:  # nobody goes on, to look into the folder perhaps, before the file is there
+        if not run.is_alone:  # no process continues before the file is there: it might look into the folder
             with run.cluster.collectives.unbilled():
                 run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
         self._saved = run.done
@@ -165,14 +165,14 @@ def _gathered(run: Savable, own: Shard) -> list[Shard]:
     return shards if run.history is not None else []
 
 
-# Going on -------------------------------------------------------------------------------------------------------------
+# Resuming -------------------------------------------------------------------------------------------------------------
 
 
 def resume(run: Savable, checkpoint: Checkpoint) -> None:
-    """Bring a run that was set up anew to where the checkpoint's was, the global random generators included.
+    """Bring a run that was set up anew to the state of the checkpoint, the global random generators included.
 
     Raises:
-        CheckpointError: it was another run, or has gone further than this one shall; what differs is named.
+        CheckpointError: the checkpoint is of another run, or beyond this run's last step; the differences are named.
     """
     if not checkpoint.forks:
         _check_same(run, checkpoint)
@@ -224,7 +224,7 @@ def _check_same(run: Savable, checkpoint: Checkpoint) -> None:
     if changes:
         where = f"load_checkpoint({str(checkpoint.path)!r})" if checkpoint.path else "the checkpoint"
         raise CheckpointError(
-            f"the checkpoint at step {checkpoint.step} is of another run: {'; '.join(changes)}. To go on from its "
+            f"the checkpoint at step {checkpoint.step} is of another run: {'; '.join(changes)}. To start from its "
             f"weights all the same, fork: resume={where}.fork()"
         )
 
@@ -267,7 +267,7 @@ def _go_on_as_fork(run: Savable, checkpoint: Checkpoint) -> None:
 
 
 def _keep_state(run: Savable, checkpoint: Checkpoint, optimizers: Sequence[Any]) -> None:
-    """Let the inner optimizers go on with their state, or start anew if it does not fit: such as one row for all."""
+    """Let the inner optimizers keep their state, or start anew if it does not fit, such as one row for all nodes."""
     settings = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in optimizers]
     try:
         restored = _restorer(run, checkpoint).restore("optimizers", list(optimizers), "stacked")

@@ -1,4 +1,4 @@
-"""What can be saved: the parts of a member of a run that a checkpoint is made of."""
+"""The parts of a member of a run that a checkpoint is made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user asks for: where a run starts, and where and when it is saved."""
+"""The user's arguments on checkpoints: where a run starts, and where and when it is saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vsim.records.history import History
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run goes on: a checkpoint, or the file of one, which every process reads for itself."""
+    """Where a run starts: a checkpoint, or the file of one, which every process reads for itself."""
 
     checkpoint: Checkpoint | Path
     forks: bool = False
@@ -27,7 +27,7 @@ class Start:
         return replace(load_checkpoint(self.checkpoint), forks=self.forks, keeps_optimizer=self.keeps_optimizer)
 
     def fill(self, history: History | None = None, ledger: Ledger | None = None) -> None:
-        """Fill an empty history or ledger with what was done before, unless this is a fork."""
+        """Fill an empty history or ledger with the record so far, unless this is a fork."""
         checkpoint = self.open()
         if history is not None and not checkpoint.forks:
             history.continue_from(checkpoint.history)
@@ -51,7 +51,7 @@ class Saving:
     Attributes:
         folder: gets a file a checkpoint.
         interval: steps between checkpoints; None: only at the end, and when the run is interrupted.
-        wanted: whether the user asked for it. If not, only an interrupted run is saved, to go on with in this process.
+        wanted: whether the user asked for it. If not, only an interrupted run is saved, to be resumed in this process.
     """
 
     folder: Path
@@ -60,7 +60,7 @@ class Saving:
 
 
 def start_of(resume: Any, save_dir: str | Path | None, last: Any) -> Start | None:
-    """Return where a run goes on that is given `resume`; None: at the beginning.
+    """Return where a run starts that is given `resume`; None: at the beginning.
 
     Args:
         resume: True (from `save_dir`, or without one from the `last` run of this trainer), a file, a folder, or a
@@ -73,7 +73,7 @@ def start_of(resume: Any, save_dir: str | Path | None, last: Any) -> Start | Non
     if resume is True and save_dir is None:
         if last is None:
             raise CheckpointError(
-                "resume=True without save_dir goes on with this trainer's last run, and there is none in memory; give "
+                "resume=True without save_dir resumes this trainer's last run, and there is none in memory; give "
                 "save_dir, or the path of a checkpoint"
             )
         return Start(last)
@@ -103,14 +103,14 @@ def saving_of(checkpoint_interval: int | None, save_dir: str | Path | None, star
     if found and (at is None or at.forks or not (at.path in found or step_of(found[-1]) <= at.step)):
         raise CheckpointError(
             f"save_dir {str(save_dir)!r} holds the checkpoints of a run, up to {found[-1].name}; give resume=True to "
-            "go on with it, or another save_dir"
+            "resume it, or another save_dir"
         )
     prepare_folder(folder)
     return Saving(folder, checkpoint_interval)
 
 
 def kept_in_memory(saving: Saving) -> Checkpoint | None:
-    """Return what processes saved of an interrupted run, to go on with when their folder may be gone."""
+    """Return the checkpoint that processes saved of an interrupted run, to resume when their folder may be gone."""
     if not checkpoints_in(saving.folder):
         return None
     checkpoint = load_checkpoint(saving.folder)

@@ -1,4 +1,4 @@
-"""What a strategy works on: the nodes held here, how they communicate, and what they decide together."""
+"""The cluster that a strategy works on: the nodes held here, their collectives, and their shared decisions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Cluster:
     Attributes:
         replicas: the weights, gradients and buffers of the nodes held here.
         collectives: the only way from one node to another.
-        generator: what all nodes decide together (masks, islands, cohorts) is drawn from here. It lives on the
-            CPU, so that the decisions do not depend on the device.
+        generator: for random decisions of all nodes together (masks, islands, cohorts). It lives on the CPU, so that
+            the decisions do not depend on the device.
         shard_sizes: (K,) the number of examples that each node has.
         max_steps: the number of steps of the whole run.
-        deterministic: whether results must have the bits of the multi-process run.
+        deterministic: whether results must be bitwise equal to the multi-process run.
         compile: whether to use compiled kernels where that pays.
         completed: t, the optimizer steps completed.
     """

@@ -1,4 +1,4 @@
-"""What a collective is, and its stacked implementation: reductions down the node dimension.
+"""The collectives, and their stacked implementation: reductions down the node dimension.
 
 Every collective takes a *stacked* tensor (R, …): a row for each node held here (all K in the simulator). A result that
 is equal on all nodes comes back once, as a *shared* tensor; one that differs between groups comes back stacked. This
@@ -74,11 +74,10 @@ class Collectives(ABC):
         Args:
             stacked: (R, …).
             op: "mean", "sum", "max" or "min".
-            label: what this is, for the ledger.
+            label: its name in the ledger.
             groups: a partition of range(K); every group then reduces on its own.
-            weights: (K,), one a node, for a weighted mean; they are scaled to sum to 1 in every group.
-            payload_bytes: what one node hands in, if that is not its row as it stands (packed indices, fewer
-                bits).
+            weights: (K,), one per node, for a weighted mean; they are scaled to sum to 1 in every group.
+            payload_bytes: what one node hands in, if that is not its row as it is (packed indices, fewer bits).
 
         Returns:
             Shared (…); with `groups`, stacked (R, …): every row the result of its own group.
@@ -104,7 +103,7 @@ class Collectives(ABC):
 
     @contextmanager
     def unbilled(self) -> Iterator[None]:
-        """Leave calls out of the ledger for a block: what is measured about a run is not part of it."""
+        """Leave calls out of the ledger for a block: measurements of a run are not part of the run."""
         before, self._billed = self._billed, False
         try:
             yield

@@ -31,7 +31,7 @@ ELEMENTWISE = frozenset(
         torch.optim.ASGD,
     }
 )
-# One pass over memory instead of one for each operation; the last bits differ from the separate operations'.
+# One pass over memory instead of one for each operation; the last bits differ from those of separate operations.
 _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
 _CHOICE_OF_KERNEL = {"fused", "foreach", "differentiable", "capturable"}
 
@@ -82,7 +82,7 @@ class OptimSpec:
             raise kind(f"{self} is not possible: {error}") from error
 
     def state_names(self) -> frozenset[str]:
-        """Return the names of what it keeps for a tensor; nothing for a class that is not torch's."""
+        """Return the names of the state that it keeps for a tensor; none for a class that is not torch's."""
         if self.cls not in OPTIMIZERS.values():  # a user's own may have something else in mind
             return frozenset()
         sample = torch.zeros(2, 2, requires_grad=True)  # which any of torch's takes
@@ -244,7 +244,7 @@ def resolve_optim(
 def clip_by_node(replicas: Replicas, max_norm: float, exact: bool) -> None:
     """Scale every node's gradient so that its 2-norm is at most `max_norm`, as torch's clip_grad_norm_ does.
 
-    With `exact` the norm is taken tensor by tensor with torch's own function, for the bits of a node alone; otherwise
+    With `exact` the norm is taken tensor by tensor with torch's own function, bitwise equal to a node alone; otherwise
     over whole rows at once.
     """
     grads = replicas.grads

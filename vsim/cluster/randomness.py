@@ -84,7 +84,7 @@ def set_global_states(states: dict[str, Any], device: torch.device) -> None:
 
 
 class OwnGlobals:
-    """The global random generators as one member of a run would find them alone.
+    """The global random generators as one member of a run would find them if it trained alone.
 
     Args:
         seed: theirs follow from it, as in `isolated`. device: whose generators belong to them.
@@ -134,8 +134,8 @@ def preserved() -> Iterator[None]:
 def isolated(seed: int, device: torch.device) -> Iterator[None]:
     """Run a block with the global generators of torch, numpy and Python seeded from `seed`, then put them back.
 
-    vsim itself draws from its own streams. This is for what a user's dataset, model or hook draws: it becomes a
-    function of `seed`, and the process's state is afterwards what it was before.
+    vsim itself draws from its own streams. This is for draws of a user's dataset, model or hook: they become a function
+    of `seed`, and the process's state is restored afterwards.
     """
     generators = {default_generator(torch.device("cpu")), default_generator(device)}
     torch_states = [(g, g.get_state()) for g in generators]

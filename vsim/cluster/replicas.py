@@ -33,10 +33,10 @@ class Replicas:
         module: a private copy of the user's model: the code and the module tree. Its own tensors are not used.
         layout: the column range of every trainable parameter, in the order of `model.named_parameters()`.
             Tied parameters are one range, under the first of their names.
-        weights: stacked (K, P), one row a node; rows are contiguous and begin at multiples of 64 bytes, with gaps of
+        weights: stacked (K, P), one row per node; rows are contiguous and begin at multiples of 64 bytes, with gaps of
             zeros behind them if need be (see `vsim_kernels.alignment`, and `with_gaps`). (1, P) where the nodes are
             equal and share one row.
-        grads: stacked (K, P), likewise; (1, P) where only the mean over the nodes is wanted. Entries of parameters that
+        grads: stacked (K, P), likewise; (1, P) where only the mean over the nodes is needed. Entries of parameters that
             the loss does not reach are zero.
         num_held: the nodes held here: K in the simulator.
         buffers: name → stacked (K, *shape), dense: BatchNorm statistics and the like, a copy for every node.

@@ -1,4 +1,4 @@
-"""What lasts from step to step: declared where it is made, and saved with the run."""
+"""State that lasts from step to step: declared where it is created, and saved with the run."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ class CheckpointError(ValueError):
 
 
 class Stateful:
-    """What lasts from step to step, to be saved with a run. The base of strategies, modules, selectors, compressors.
+    """State that lasts from step to step, and is saved with a run. Base of strategies, modules, selectors, compressors.
 
-    State is declared when it is made, which is in the setup:
+    State is declared when it is created, in the setup:
 
         self.keep_shared(outer_weights=cluster.weights[0].clone())  # equal on all nodes
         self.keep_stacked(residual=torch.zeros_like(cluster.weights))  # a row for each node held here
 
     Both set the attributes, which may be set again later. A value is a tensor, a number, a text, a random generator (of
     torch, numpy or Python), an optimizer, or a list, tuple, dict or set of those; stacked, also a list with an item for
-    each node held here. The declaration says what becomes of the value when a run that was saved by one process resumes
+    each node held here. The declaration decides how the value moves when a run that was saved by one process resumes
     with a process for each node, or the other way round: a stacked value is cut or put together, a shared one must be
     equal on all nodes.
 
-    All other attributes are found and saved as well; whether they are stacked is told from the shapes that they have
-    after the setup. Where those do not tell, moving the run to another backend is a `CheckpointError` that asks for a
+    All other attributes are found and saved as well; their placement is inferred from the shapes that they have after
+    the setup. Where the shapes are ambiguous, moving the run to another backend is a `CheckpointError` that asks for a
     declaration. Tensors and containers may be made at any time; generators, optimizers, objects and views of the nodes'
     weights or gradients must be made in the setup, for a run that resumes fills them and makes none. Tensors that share
     memory do so again if the setup has made them so. A value of another kind (an iterator, a file) is a
     `CheckpointError` when the run starts to save; override `state_dict` and `load_state_dict` to say what the state is.
-    What a function keeps in its closure is not seen.
+    Values in the closure of a function are not found.
 
     Attributes:
         derived: names of attributes that follow from the rest, and are not saved.
@@ -41,11 +41,11 @@ class Stateful:
     derived: ClassVar[tuple[str, ...]] = ()
 
     def keep_shared(self, **values: Any) -> None:
-        """Set attributes that last, and are equal on all nodes."""
+        """Set attributes that last from step to step, and are equal on all nodes."""
         self._keep("shared", values)
 
     def keep_stacked(self, **values: Any) -> None:
-        """Set attributes that last, and have a row, or an item of a list, for each node held here.
+        """Set attributes that last from step to step, with a row, or an item of a list, for each node held here.
 
         Raises:
             ValueError: a tensor has no dimension for the nodes.
@@ -64,14 +64,14 @@ class Stateful:
         return {name: value for name, value in vars(self).items() if name not in (*self.derived, "_placements")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned. Called after the setup for a run; here it sets all attributes."""
+        """Restore what `state_dict` returned. Called after the setup for a run; here it sets all attributes."""
         for name in self.state_dict().keys() - state.keys():
             delattr(self, name)
         vars(self).update(state)
 
 
 def placements_of(value: Any) -> dict[str, str]:
-    """Return name → "stacked" or "shared", for what an object has declared."""
+    """Return name → "stacked" or "shared", for the attributes that an object has declared."""
     declared: dict[str, str] = vars(value).get("_placements", {}) if isinstance(value, Stateful) else {}
     return declared
 

@@ -1,4 +1,4 @@
-"""What autograd keeps of a batch between the forward and the backward pass."""
+"""The bytes that autograd keeps of a batch between the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vsim.engine.base import Executor, cloned, undone
 
 
 def activation_bytes(executor: Executor, batch: Any) -> int:
-    """Return what autograd keeps of one node's batch between the forward and the backward pass.
+    """Return the bytes that autograd keeps of one node's batch between the forward and the backward pass.
 
     Every storage counts once. Parameters, buffers and the batch itself do not count: they are there anyway.
 

@@ -22,7 +22,7 @@ from vsim.engine.trace import TraceError, TraceExecutor
 from vsim.engine.vmap import VmapError, VmapExecutor
 from vsim.private_torch import unwatched
 
-# What trying other executors may cost, beside the best: seconds, and a share of the run.
+# The budget for trying other executors than the best: in seconds, and as a share of the run.
 BUDGET_SECONDS, BUDGET_SHARE = 1.0, 0.03
 _TIMED_STEPS = 3  # of each, after the first and those in which it prepares
 # Seconds that compiling is expected to take until one has been measured in this process, and the share of the remaining
@@ -51,19 +51,20 @@ class _Candidate:
 
 
 class AutoExecutor(Executor):
-    """Tries vmap, with all nodes at once and with fewer, and the loop on the first steps, and goes on with the fastest.
+    """Tries vmap, with all nodes at once and with fewer, and the loop on the first steps; continues with the fastest.
 
-    The same seed gives the same bits, however the trial ends: it is made where all candidates have the same bits (see
-    `vsim.engine.lowering`; with deterministic=True that is every model). For other models the choice is by rule: vmap,
-    whose fast forms of convolution, reductions and the like differ from the loop's in the last bits, or the loop where
-    the convolutions are so large that they have no faster form. Likewise where vmap would take one node at a time.
+    Runs with the same seed are bitwise equal, however the trial ends: there is a trial only where all candidates are
+    bitwise equal (see `vsim.engine.lowering`; with deterministic=True for every model). For other models the choice is
+    by
+    rule: vmap, whose fast forms of convolutions, reductions and the like differ from the loop in the last bits, or the
+    loop where the convolutions are so large that they have no faster form, or where vmap would take one node at a time.
 
-    Every step that is tried counts as training. A trial that is expected to cost more than BUDGET_SECONDS, or more than
-    BUDGET_SHARE of the run, is not begun, and one that does is broken off. What was chosen is remembered in this
-    process for the same model, shapes and settings. A model that cannot be vmapped goes on with the loop, with a
-    warning that says why. With compile="trace" or "auto" a trace is the first candidate, whose bits are vmap's; "auto"
-    then compiles, if the remaining steps are expected to repay it, and keeps what is faster, which the last bits may
-    depend on, but not with deterministic=True; compile=True has no other candidate.
+    Every step of a trial counts as training. A trial that is expected to cost more than BUDGET_SECONDS, or more than
+    BUDGET_SHARE of the run, is not begun, and one that does is broken off. The choice is remembered in this process for
+    the same model, shapes and settings. A run whose model cannot be vmapped continues with the loop, with a warning
+    that says why. With compile="trace" or "auto" a trace, bitwise equal to vmap, is the first candidate; "auto" then
+    compiles, if the remaining steps are expected to repay it and deterministic is False, and keeps the faster of both,
+    on which the last bits may depend. compile=True has no other candidate.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -148,7 +149,7 @@ class AutoExecutor(Executor):
         return candidate.executor
 
     def _go_on(self, seconds: float) -> None:
-        """Decide what the next step is computed with, after one of so many seconds by the candidate on trial."""
+        """Choose the executor of the next step, after a step of so many seconds by the candidate on trial."""
         candidate, best = self.candidates[self.on_trial], min(c.best for c in self.candidates)
         if best == float("inf"):
             return
@@ -171,7 +172,7 @@ class AutoExecutor(Executor):
             why = "by rule: convolutions of this size are computed node by node anyway"
         else:
             return
-        if self.settings.compile == "auto":  # which goes on to compile, if that pays
+        if self.settings.compile == "auto":  # which compiles next, if that pays
             self.candidates, self.by_rule = self.candidates[-1:], f"; {why}"
         else:
             self._settle_on(self.candidates[-1], why)
@@ -179,8 +180,8 @@ class AutoExecutor(Executor):
     def _convolves_alone(self, batch: Any, minibatch_size: int | None) -> bool:
         """Whether vmap would compute most convolutions node by node, where it costs more than the loop.
 
-        That is a property of the model and its shapes, told by a forward pass: whenever it is asked the answer is the
-        same, so that a resumed run takes the same executor.
+        That is a property of the model and its shapes, found by a forward pass: the answer is always the same, so that
+        a resumed run takes the same executor.
         """
         vmap = self.chosen
         has_kernels = any(len(c.shape) > 2 for c in self.replicas.layout)
@@ -191,7 +192,7 @@ class AutoExecutor(Executor):
         before = Before(self)
         try:
             forms = vmap.forms(next(minibatches(batch, minibatch_size))[0])
-        except VmapError:  # which the first step is going to meet, too
+        except VmapError:  # which the first step will raise, too
             return False
         finally:
             before.restore()
@@ -202,7 +203,7 @@ class AutoExecutor(Executor):
         return alone > together
 
     def _leave_out_what_differs(self, vmap: VmapExecutor) -> None:
-        """Drop the candidates whose bits depend on the choice."""
+        """Drop the candidates that are not bitwise equal to the others."""
         if not self.settings.exact and not batches_agree():
             self.candidates = [c for c in self.candidates if c.label in ("trace", "vmap")]
             self.by_rule = "; others not tried: with these threads products may have other last bits in batches"
@@ -258,7 +259,7 @@ class AutoExecutor(Executor):
         return False
 
     def _recall(self, batch: Any, minibatch_size: int | None) -> None:
-        """Take what was chosen before for the same work."""
+        """Take the choice that was made before for the same work."""
         r = self.replicas
         self.key = (
             type(self.objective.model),
@@ -283,7 +284,7 @@ class AutoExecutor(Executor):
         known = (id(self.chosen), work, tuple(t.shape for t in tree_leaves(arguments) if isinstance(t, Tensor)))
         if known in self.proven:
             return getattr(self.chosen, work)(*arguments)
-        with unwatched():  # of somebody who counts what a step takes
+        with unwatched():  # a mode that counts the operations of a step must not see this
             # Of the weights in the very first step only: later there is the optimizer's state beside them.
             first = self.is_first and work == "losses_and_grads"
             before = Before(self, [a for a in arguments if isinstance(a, torch.Generator)], weights=first)
@@ -299,7 +300,7 @@ class AutoExecutor(Executor):
         return outcome
 
     def _give_up(self, error: Exception) -> None:
-        """Go on with the next simpler executor, after one that cannot run this model."""
+        """Continue with the next simpler executor, after one that cannot run this model."""
         parts = (self.replicas, self.objective, self.generators)
         if self.settings.compile == "trace":
             raise TraceError(f"the model cannot be traced: {error}") from error
@@ -310,4 +311,4 @@ class AutoExecutor(Executor):
         self.settled = True
         self.why = str(error)
         if not isinstance(error, InexactError):  # that the loop is taken changes no bit of an exact run
-            warnings.warn(f"executor='auto' goes on with {self.chosen.name!r}: {error}", UserWarning, stacklevel=2)
+            warnings.warn(f"executor='auto' continues with {self.chosen.name!r}: {error}", UserWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""What an executor is: it computes the losses and gradients of all nodes, in training and in evaluation."""
+"""The base of executors, which compute the losses and gradients of all nodes, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from vsim.private_torch import tensor_tables
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run wants to be computed.
+    """How a run is to be computed.
 
     Attributes:
         autocast: compute in bfloat16 where torch.autocast does.
-        exact: every node has the bits of eager PyTorch on that node alone.
-        chunk_size: nodes computed at once, where that is a choice; None: as many as is best.
-        compile: compile the loss and its gradient; "trace": capture their operations; "auto": whichever is fastest, and
-            compile if the steps that remain repay it.
+        exact: every node is bitwise equal to eager PyTorch on that node alone.
+        chunk_size: nodes computed at once, where that is a choice; None: the best number.
+        compile: compile the loss and its gradient; "trace": capture their operations; "auto": trace, and compile if the
+            remaining steps repay it.
         num_steps: the steps of the run, for choices that have to be repaid; None: unknown.
     """
 
@@ -48,14 +48,14 @@ class Executor(ABC):
         replicas: the nodes. Gradients are written to `replicas.grads`, buffers are updated in place. Where the nodes
             share one row of weights, it is everyone's; where they share one row of gradients, that gets their mean.
         objective: the user's model (that of `replicas.module`) and loss.
-        generators: one for each node, for what is random inside its model.
+        generators: one for each node, for randomness inside its model.
         settings: how to compute.
 
     Attributes:
-        name: what it is, for the history.
-        reason: why it was chosen, if somebody chose.
-        is_ready: whether the last step took the time that the next ones of its kind are going to take.
-        step: the number of the run's step that is computed, from 1; a run that is resumed sets what was done.
+        name: its name in the history.
+        reason: why it was chosen, if there was a choice.
+        is_ready: whether the last step took as long as the next ones of its kind will.
+        step: the number of the run's step that is computed, from 1; a run that resumes sets the completed steps.
     """
 
     name: str
@@ -96,15 +96,15 @@ class Executor(ABC):
     def _leaf(self, rows: Tensor) -> Tensor:
         """Return a parameter or buffer (R, *shape) for the model: itself, or a copy if it begins at an odd place.
 
-        The copy is brought up to date within `_moved_up_to_date`, and what the model writes to it is brought back. For
-        what an odd place does, see `vsim_kernels.alignment`.
+        The copy is brought up to date within `_moved_up_to_date`, and whatever the model writes to it is copied back.
+        `vsim_kernels.alignment` says why odd places matter.
 
         Args:
             rows: a part of the replicas' tensors.
         """
         if is_aligned(rows):
-            # Not detach(), by which all parameters would have one version: a model that changes one of them in place
-            # would be told that it has changed another, which a backward pass needs.
+            # Not detach(), after which all parameters would share one version counter: a model that changes one of them
+            # in place would appear to have changed another, which a backward pass needs.
             return rows.data
         copy = empty_rows(len(rows), rows.shape[1:], rows.dtype, rows.device)
         self._moved.append((copy, rows))
@@ -118,7 +118,7 @@ class Executor(ABC):
         copies, places = zip(*self._moved, strict=True)
         torch._foreach_copy_(copies, places)
         yield
-        # Always: what is written through `.data`, or by BatchNorm, leaves no trace in a tensor's version.
+        # Always: writes through `.data`, or by BatchNorm, leave no trace in a tensor's version.
         torch._foreach_copy_(places, copies)
 
     @torch.no_grad()
@@ -127,8 +127,8 @@ class Executor(ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Return stacked (losses, accuracies), both (R,), of weights (R, P) on one shared batch (B, …).
 
-        The model is in evaluation mode meanwhile, and what it draws comes from `stream`, the same for every row.
-        Nothing of the training state changes. `accuracies` is None where the objective knows none.
+        The model is in evaluation mode meanwhile, and draws from `stream`, the same numbers for every row. Nothing of
+        the training state changes. `accuracies` is None where the objective knows none.
         """
         with evaluating(self.objective):
             return self._evaluate(weights, buffers, batch, stream)
@@ -140,7 +140,7 @@ class Executor(ABC):
     def _evaluate(
         self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute what `evaluate` returns; here row by row, in ordinary eager PyTorch."""
+        """Compute the results of `evaluate`; here row by row, in ordinary eager PyTorch."""
         outcomes = []
         state = stream.get_state()
         for row, own_weights in enumerate(weights):
@@ -178,14 +178,14 @@ class Executor(ABC):
     def _precision(self) -> AbstractContextManager[Any]:
         if not self.settings.autocast:
             return nullcontext()
-        # No cache: casts of one node's weights must not be kept for the next node's.
+        # No cache: casts of one node's weights must not be kept for the next node.
         return torch.autocast(self.replicas.weights.device.type, torch.bfloat16, cache_enabled=False)
 
 
 class Places:
-    """Where the tensors of a module hang in its tree, under which others can take their place.
+    """The places of a module's tensors in its tree, where other tensors can take their place.
 
-    That is torch.func.functional_call, which searches the tree at every call, where here it is searched once.
+    As torch.func.functional_call, which searches the tree at every call, while here it is searched once.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -198,7 +198,7 @@ class Places:
         self._of = {name: where[id(tensor)] for name, tensor in named}  # of tied tensors, several
 
     def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Put tensors where those of these names are, and return what was there."""
+        """Put tensors in the places of these names, and return the tensors that were there."""
         before = {}
         for name, tensor in tensors.items():
             for table, key in self._of[name]:
@@ -207,7 +207,7 @@ class Places:
 
 
 def cloned(batch: Any) -> Any:
-    """Return a copy of a batch, for a call after which it is needed again: a model may change it in place."""
+    """Return a copy of a batch that is needed again after a call: a model may change its batch in place."""
     return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, batch)
 
 
@@ -236,10 +236,10 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 class Before:
-    """What a step changes beside gradients, as it was before: buffers, random streams, what a model changes of itself.
+    """A snapshot of the state that a step changes beside gradients: buffers, random streams, a model's own numbers.
 
     Args:
-        executor: whose step.
+        executor: the executor that takes the step.
         streams: other generators that are drawn from.
         weights: keep the weights as well, which takes a matrix of memory.
     """
@@ -254,7 +254,7 @@ class Before:
         self.tensors = [(t, t.clone()) for t in changed]
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore the snapshot."""
         for stream, state in self.streams:
             stream.set_state(state)
         for tensor, value in self.tensors:
@@ -265,10 +265,10 @@ class Before:
 
 
 def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:
-    """Write to a buffer what the model has assigned in its place.
+    """Write to a buffer the tensor that the model has assigned in its place.
 
     Raises:
-        ValueError: that is of another shape or dtype, or no tensor.
+        ValueError: it has another shape or dtype, or is no tensor.
     """
     if not isinstance(value, Tensor) or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
         now = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
@@ -281,7 +281,7 @@ def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:
 
 @contextmanager
 def undone(executor: Executor) -> Iterator[None]:
-    """Put back at the end of a block what computing losses changes: buffers and random streams."""
+    """Restore buffers and random streams, which computing losses changes, at the end of a block."""
     before = Before(executor, [torch.default_generator])
     try:
         yield
@@ -292,8 +292,8 @@ def undone(executor: Executor) -> Iterator[None]:
 def write_gradients(losses: Tensor, leaves: list[Tensor], grads: list[Tensor], share: float, first: bool) -> None:
     """Write or add the gradients of share · sum(losses) to `grads`."""
     check_depends(losses)
-    # The gradient of a sum over nodes is every node's own gradient: no node's loss reads another's weights. Where they
-    # share their weights it is the sum over the nodes.
+    # The gradient of a sum over nodes is every node's own gradient: no node's loss reads another's weights. Where nodes
+    # share their weights, it is the sum over the nodes.
     shares = torch.full_like(losses, share)
     pieces = torch.autograd.grad(losses, leaves, shares, allow_unused=True, materialize_grads=True)
     write_or_add(grads, pieces, first)
@@ -306,7 +306,7 @@ def check_depends(losses: Tensor) -> None:
 
 
 def write_or_add(grads: list[Tensor], pieces: Sequence[Tensor], first: bool) -> None:
-    """Write (if first) or add tensors to those of `grads`, where they may lie already."""
+    """Write (if first) or add tensors to those of `grads`, in whose memory they may lie already."""
     pieces = [p.to_dense() if p.is_sparse else p for p in pieces]  # sparse ones are of Embedding(sparse=True)
     if not first:
         torch._foreach_add_(grads, pieces)

@@ -1,9 +1,9 @@
 """The operations of K models at once, on stacked tensors (K, …); matrix products are in `vsim.engine.products`.
 
-Products, attention and dropout masks are batched over the nodes. What is cheap beside them (norms, losses, activations)
-and what has a fast kernel for one node (convolution) runs node by node: one node's activations fit in the caches, and
-every operation here then has the bits of the eager operation on that node alone, forward and backward. Each is an
-ordinary function of plain tensors; `vsim.engine.lowering` puts them in the place of functorch's rules.
+Products, attention and dropout masks are batched over the nodes. Operations that are cheap beside them (norms, losses,
+activations) or have a fast kernel for one node (convolution) run node by node: one node's activations fit in the
+caches, and every operation here is then bitwise equal to the eager operation on that node alone, forward and backward.
+Each is an ordinary function of plain tensors; `vsim.engine.lowering` puts them in the place of functorch's rules.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from vsim.private_torch import (
 )
 
 # A compiled call takes as many nodes at once as keep so many bytes between forward and backward pass. Compiled code
-# loses little by being called more often, and what it keeps is read again from the caches: a step of 16 GPTs takes 0.94
-# of the time that it takes in two pieces, one of 4 ResNets 0.95.
+# loses little by being called more often, and activations are then read again from the caches: a step of 16 GPTs takes
+# 0.94 of the time that it takes in two pieces, a step of 4 ResNets 0.95.
 ACTIVATIONS_AT_ONCE = 40_000_000
 _MOST_GRAPHS = 256  # torch's own limit of what one process compiles
 
@@ -41,11 +41,11 @@ class CompiledExecutor(VmapExecutor):
     """`VmapExecutor` with losses and gradients compiled by torch.compile into one graph, by functorch's own rules.
 
     On a CPU a call takes as many nodes as keep ACTIVATIONS_AT_ONCE bytes, unless `settings.chunk_size` says how many.
-    What is random in the model draws from one stream for all nodes, a different draw for each: reproducible, but not
+    Random operations of the model draw from one stream for all nodes, different numbers for each: reproducible, but not
     the draws of the other executors.
 
     Attributes:
-        compile_seconds: what the first step took; None before it.
+        compile_seconds: the duration of the first step; None before it.
 
     Raises, at the first step:
         CompileError: the model breaks the graph (the operation and its line are named), or there is no compiler.
@@ -92,10 +92,10 @@ class CompiledExecutor(VmapExecutor):
         return losses
 
     def _cut_for(self, batch: Any) -> None:
-        """Choose the pieces for batches of these shapes. The same shapes have the same ones, also in a resumed run."""
+        """Choose the pieces for batches of these shapes: the same pieces for the same shapes, also in a resumed run."""
         shapes = tuple(t.shape for t in tree_leaves(batch))
         if shapes not in self._pieces_of:
-            with unwatched():  # of somebody who counts this step's operations
+            with unwatched():  # a mode that counts the operations of this step must not see this
                 of_node = activation_bytes(self, tree_map(lambda t: t[0], batch))
             at_once = min(self.at_once, max(1, ACTIVATIONS_AT_ONCE // max(1, of_node)))
             # Pieces of one size are one graph.
@@ -107,7 +107,7 @@ class CompiledExecutor(VmapExecutor):
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         if self.settings.chunk_size is None and self.replicas.weights.device.type == "cpu":
             self._cut_for(batch)
-        if is_watched():  # somebody counts operations or memory, which a compiled graph hides
+        if is_watched():  # a mode counts operations or memory, which a compiled graph hides
             return self._uncompiled(batch, share, first)
         losses = []
         try:
@@ -135,8 +135,8 @@ class CompiledExecutor(VmapExecutor):
         # compiler takes from the views, without the gap that ends the matrix.
         weights = {name: torch.from_dlpack(leaf.detach()) for name, leaf in piece.leaves.items()}
         shapes = tuple(t.shape for t in tree_leaves((weights, batch)))
-        # Other shapes are other graphs, as many as a sweep wants: torch's limit is for all runs of the process. It
-        # stands at every other step, where it stops a model whose Python is never the same.
+        # Other shapes need other graphs, as many as a sweep has: torch's limit counts all runs of the process. At every
+        # other step the limit holds, and stops a model whose Python is different at every call.
         limit = nullcontext() if shapes in self.known else recompile_limit(_MOST_GRAPHS)
         with limit:
             grads, losses = self.compiled(weights, piece.buffers, batch)
@@ -144,7 +144,7 @@ class CompiledExecutor(VmapExecutor):
         return list(grads.values()), losses
 
     def _try_uncompiled(self, batch: Any) -> None:
-        """Raise what is wrong with the model itself; the compiler's errors say it badly, or not at all."""
+        """Raise an error that is the model's own, which the compiler's errors say badly, or not at all."""
         before = Before(self)
         self._uncompiled(tree_map(rows_apart, batch), 1.0, True)
         before.restore()

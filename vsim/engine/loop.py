@@ -14,7 +14,7 @@ from vsim.engine.base import Executor, check_depends, write_or_add
 
 
 class LoopExecutor(Executor):
-    """Node after node, in ordinary eager PyTorch: the bits of K separate processes, for any model."""
+    """Node after node, in ordinary eager PyTorch: bitwise equal to K separate processes, for any model."""
 
     name = "loop"
 
@@ -22,7 +22,7 @@ class LoopExecutor(Executor):
         super().__init__(*args, **kwargs)
         r = self.replicas
         self.names = [c.name for c in r.layout]
-        # Where the weights of a node are, and the parameters that the model gets, which look at them.
+        # The weights of a node, and the parameters that the model gets, which are views of them.
         homes = [[self._leaf(w)[0] for w in r.views(rows).values()] for rows in r.weights.split(1)]
         leaves = [[home.detach().requires_grad_() for home in own] for own in homes]
         grads = [list(r.views(row).values()) for row in r.grads]
@@ -42,7 +42,7 @@ class LoopExecutor(Executor):
             for number, node in enumerate(self.nodes):
                 own_batch = tree_map(lambda t, number=number: t[number], batch)
                 parameters = dict(zip(self.names, node.leaves, strict=True))
-                # Until the gradients are there: a checkpointed part of the model is computed again for them.
+                # Until the gradients are computed: a checkpointed part of the model runs again for them.
                 streams, tensors = drawing_from(self.generators[number]), self._placed(parameters, node.buffers)
                 with self._own_state.of(range(number, number + 1)), streams, tensors:
                     with self._precision():
@@ -56,7 +56,7 @@ class LoopExecutor(Executor):
 
 
 class _Node(NamedTuple):
-    """Where the weights of a node are, its parameters that look at them, its gradients, and its buffers by name."""
+    """The weights of a node, its parameters that are views of them, its gradients, and its buffers by name."""
 
     homes: list[Tensor]
     leaves: list[Tensor]
@@ -65,7 +65,7 @@ class _Node(NamedTuple):
 
 
 def _gradients(loss: Tensor, leaves: list[Tensor], share: float) -> list[Tensor]:
-    """Return the gradients of share · loss. By `backward`, as in any script: a reentrant checkpoint wants that."""
+    """Return the gradients of share · loss. By `backward`, as in any script: a reentrant checkpoint requires that."""
     check_depends(loss)
     loss.backward(torch.full_like(loss, share))
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
@@ -75,7 +75,7 @@ def _gradients(loss: Tensor, leaves: list[Tensor], share: float) -> list[Tensor]
 
 
 def _keep_assigned(node: _Node) -> None:
-    """Put weights where they belong that the model has assigned anew, by `weight.data = …`."""
+    """Copy weights back that the model has assigned by `weight.data = …`."""
     for leaf, home in zip(node.leaves, node.homes, strict=True):
         if leaf.data_ptr() != home.data_ptr():
             home.copy_(leaf.detach())

@@ -1,13 +1,14 @@
-"""What operations become when they run for K nodes at once, under torch.func.vmap.
+"""The forms of operations that run for K nodes at once, under torch.func.vmap.
 
 functorch has a rule for most operations that puts the node dimension into the operation. For some it is slow, for some
 its result differs in the last bits from the operation on one node, and random ones do not draw from the nodes' own
 generators. A `Lowering` puts the functions of `vsim.engine.batched` and `vsim.engine.products` in their place, while
 the model's code stays as it is.
 
-With `exact=True` every operation has the bits of eager PyTorch on one node. Matrix products and attention are batched
-(their kernels compute every matrix alike), exactly rounded arithmetic and what only moves data is left to functorch,
-and everything else is called once for each node. What cannot be done so is refused by name.
+With `exact=True` every operation is bitwise equal to eager PyTorch on one node. Matrix products and attention are
+batched (their kernels compute every matrix alike), exactly rounded arithmetic and mere moves of data are left to
+functorch, and all other operations are called once for each node. An operation that cannot be called so is refused by
+name.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Lowering(Nodes, TorchFunctionMode):
         return self._note(func, "functorch", func(*args, **kwargs))
 
     def _may_differ(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether functorch's form of the operation may have other bits than the operation on one node."""
+        """Whether functorch's form of the operation may differ from the operation on one node in the last bits."""
         name = name_of(func)
         if name == "__get__" or not any(isinstance(t, Tensor) for t in tree_leaves((args, kwargs))):
             return False
@@ -91,7 +92,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Correctly rounded, entry by entry: the same bits wherever an entry lies in memory.
+# Correctly rounded, entry by entry: bitwise equal wherever an entry lies in memory.
 _EXACT_ARITHMETIC = _names(
     """
     add sub mul div neg abs square sqrt reciprocal true_divide subtract multiply divide negative absolute sign

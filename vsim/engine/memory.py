@@ -23,7 +23,7 @@ from vsim.engine import Executor
 from vsim.engine.base import cloned, undone
 from vsim.private_torch import TorchDispatchMode, storage_key
 
-# What the bytes of tensors do not show: workspaces inside of kernels, and what an allocator loses to fragments. On the
+# Bytes beside those of tensors: workspaces inside of kernels, and an allocator's loss to fragmentation. On the
 # CPU that is the C library's, whose heap was measured to take 1.25 to 1.6 times as much.
 _ALLOWANCE, _ALLOWANCE_CPU = 1.1, 1.5
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # of an optimizer: how it computes, not what it keeps
@@ -45,7 +45,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device, share: float | None = None) -> int:
-    """Return what this process may still take of a device's memory: what is free, or up to a share of all of it."""
+    """Return the bytes of a device that this process may still take: the free ones, or up to a share of all."""
     if share is not None:
         return int(share * total_bytes(device) - occupied_bytes(device))
     if device.type == "cuda":
@@ -56,7 +56,7 @@ def available_bytes(device: torch.device, share: float | None = None) -> int:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return what this process holds of a device's memory: a GPU allocator's pool, or the resident set."""
+    """Return the bytes of a device that this process holds: a GPU allocator's pool, or the resident set."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     if device.type == "mps":
@@ -65,7 +65,7 @@ def held_bytes(device: torch.device) -> int:
 
 
 def occupied_bytes(device: torch.device) -> int:
-    """Return what of that is in use by tensors; on the CPU, where the two are not told apart, the resident set."""
+    """Return the bytes in use by tensors; on the CPU, where the two cannot be told apart, the resident set."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else held_bytes(device)
 
 
@@ -136,8 +136,8 @@ class _Moments(TorchDispatchMode):
 def step_moments(executor: Executor, batch: Any) -> list[int]:
     """Return what the gradients of a stacked batch (K, B, …) take beside the replicas: bytes after every operation.
 
-    They are computed as in training, by the executor's own way, and left in `replicas.grads`; buffers and random
-    streams are afterwards as they were.
+    The gradients are computed as in training, in the executor's own way, and left in `replicas.grads`; buffers and
+    random streams are restored afterwards.
     """
     batch = tree_map(rows_apart, cloned(batch))  # as a step's are
     with undone(executor), _Moments() as watch:
@@ -188,7 +188,7 @@ def fitting_minibatch(
 
     Args:
         executor: computes them. optimizers: whose state is still to come. batch: a stacked batch (K, B, …).
-        budget_bytes: what the process may hold of the device's memory, with what it holds already.
+        budget_bytes: of the device's memory, that the process may hold in total.
     """
     grads = executor.replicas.grads
     needed = step_bytes(executor, batch)

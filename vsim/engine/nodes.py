@@ -14,23 +14,23 @@ from vsim.private_torch import add_batch_dim, batch_dim, batch_level, is_wrapped
 
 
 class InexactError(ValueError):
-    """An operation has no form for all nodes at once that is known to have the bits of one node alone."""
+    """An operation has no form for all nodes at once that is known to be bitwise equal to one node alone."""
 
 
 class Nodes:
     """The nodes of one vmapped call, whose tensors rules take apart and put together.
 
     Args:
-        streams: a generator for each node of the vmapped call, in order; what is random draws from them. None: from
+        streams: a generator for each node of the vmapped call, in order, for random operations. None: they draw from
             the default generator, the same for all nodes.
-        exact: only operations with the bits of one node alone; others raise an InexactError.
-        places: id of a stacked parameter → where its gradient is wanted. What computes a parameter's whole gradient may
-            write it there and return that tensor as the gradient; each place is used once.
+        exact: only operations that are bitwise equal to one node alone; others raise an InexactError.
+        places: id of a stacked parameter → the tensor for its gradient. An operation that computes a parameter's whole
+            gradient may write it there and return that tensor as the gradient; each place is used once.
 
     Attributes:
         num_nodes: the nodes of this vmapped call.
         way: how the operation that is being computed is called, as its rule says.
-        differing: the operations that took a form which may have other bits than one node alone.
+        differing: the operations whose form may differ from one node alone in the last bits.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Nodes:
         return stacked.movedim(dim, 0) if dim else stacked
 
     def spread(self, t: Tensor) -> Tensor | None:
-        """Return (K, …) of a tensor that may be the same for all nodes; None for what is not ours."""
+        """Return (K, …) of a tensor that may be the same for all nodes; None for a tensor of another transform."""
         stacked = self.of(t)
         if stacked is None and not is_wrapped(t):
             return t.expand(self.num_nodes, *t.shape)
@@ -115,8 +115,8 @@ class Nodes:
         if not self.exact:
             return NotImplementedError(f"{name_of(func)} {why} and has no form for all nodes at once")
         return InexactError(
-            f"{name_of(func)} {why} and has no form for all nodes at once that is known to have the bits of one node "
-            "alone; with deterministic=True use executor='loop'"
+            f"{name_of(func)} {why} and has no form for all nodes at once that is known to be bitwise equal to one "
+            "node alone; with deterministic=True use executor='loop'"
         )
 
     def needs_grad(self, t: Tensor) -> bool:
@@ -126,7 +126,7 @@ class Nodes:
         return t.requires_grad
 
     def note_product(self, name: str) -> None:
-        """Note that a product is batched, which may differ in its bits."""
+        """Note that a product is batched, which may differ in the last bits."""
         if not self.exact and not products.batches_agree():
             self.differing.add(name)
 

@@ -1,4 +1,4 @@
-"""What is minimised: the user's model and loss as one module from a batch to a scalar."""
+"""The function that is minimised: the user's model and loss as one module from a batch to a scalar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model keeps beside its trainable parameters and the buffers that it began with."""
+"""State of a model beside its trainable parameters and registered buffers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vsim.private_torch import is_wrapped, version
 
 
 class OwnState:
-    """Gives every node numbers of its own, and refuses what the nodes would share without being asked.
+    """Gives every node numbers of its own, and refuses state that the nodes would share silently.
 
-    Numbers among the attributes of modules are for models that count in Python. Whether one does is seen in the first
-    step; if it does not, nothing more is done about them.
+    Numbers among the attributes of modules are for models that count in Python. The first step shows whether a model
+    does; if it does not, they are left alone from then on.
 
     Args:
         replicas: the nodes. objective: whose modules these are; it holds the numbers of all nodes, so that several
@@ -38,18 +38,18 @@ class OwnState:
         if not self._may_count:
             yield
             return
-        if self._at_first is None:  # not before: a run that is resumed goes on with the checkpoint's
+        if self._at_first is None:  # not before: a run that resumes has the checkpoint's numbers
             self._at_first = numbers_of(self.objective)
         put_numbers(self.objective, self.objective.numbers.get(nodes[0], self._at_first))
         yield
         self.objective.numbers.update(dict.fromkeys(nodes, numbers_of(self.objective)))
 
     def check(self) -> None:
-        """Look at what a step has left.
+        """Check the state of the model after a step.
 
         Raises:
-            ValueError: a frozen parameter has changed; or forward has made a buffer that is not the same for all nodes
-                and steps. The first two steps tell: one that stays as it is made, such as a mask, does no harm.
+            ValueError: a frozen parameter has changed; or forward has created a buffer that is not the same for all
+                nodes and steps. The first two steps tell; a constant buffer, such as a mask, does no harm.
         """
         self._may_count = self._may_count and any(n != self._at_first for n in self.objective.numbers.values())
         for name, (tensor, at_first) in self._frozen.items():

@@ -1,4 +1,4 @@
-"""Matrix products of K models at once, on stacked tensors (K, …), with the bits that each has alone.
+"""Matrix products of K models at once, on stacked tensors (K, …), each bitwise equal to the product alone.
 
 A library's batched product computes every matrix as its single product does, mostly. Where it does not (very small
 ones, sums so long that threads divide them, operands at odd places in memory, some processors with several threads)
@@ -31,8 +31,8 @@ def linear(
     """x (K, …, in), weight (K, out, in), bias (K, out) → (K, …, out): one product for all nodes.
 
     weight_grad, bias_grad: where the gradients are written, if they are wanted in a place of their own: rows of the
-    nodes' gradient matrix, for instance. The gradients of autograd are then these tensors. exact: with the bits of one
-    node alone also where that takes a call for each, see `agree`.
+    nodes' gradient matrix, for instance. The gradients of autograd are then these tensors. exact: bitwise equal
+    to one node alone, even where that takes a call for each, see `agree`.
     """
     if x.dim() == 2:  # one example a node, without a batch dimension
         return linear(x[:, None], weight, bias, weight_grad, bias_grad, exact)[:, 0]
@@ -87,7 +87,7 @@ def _by_columns(matrices: Tensor) -> bool:
 
 
 def agree(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether the matrices of a (K, n, m) · b (K, m, p) + bias (K, p) have in one call the bits that they have alone.
+    """Whether one call computes the matrices of a (K, n, m) · b (K, m, p) + bias (K, p) bitwise as a call for each.
 
     Several threads may divide a batch in another way than one matrix, and on some CPUs that shows in the last bits. The
     library decides by shapes, places in memory and the number of threads. On a CPU where a sample of products shows a
@@ -99,7 +99,7 @@ def agree(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
 
 
 def batches_agree() -> bool:
-    """Whether no product of a sample of batches has other bits than alone, on this CPU and its threads."""
+    """Whether all products of a sample are bitwise equal in a batch and alone, on this CPU with its threads."""
     return _sample_agrees(torch.get_num_threads())
 
 
@@ -153,7 +153,7 @@ def _all_are(matrices: Tensor, matrix: Tensor) -> bool:
 
 
 def _products(a: Tensor, b: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
-    """a (K, n, m), b (K, m, p), bias (K, p) → a · b + bias, (K, n, p); exact: with the bits of one product each."""
+    """a (K, n, m), b (K, m, p), bias (K, p) → a · b + bias, (K, n, p); exact: each bitwise equal to one product."""
     (nodes, rows, inner), columns = a.shape, b.shape[2]
     if nodes == 1:
         alone = a.new_empty(1, rows, columns)

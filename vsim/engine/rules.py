@@ -1,7 +1,7 @@
-"""The table of rules: what an operation of torch becomes for K nodes at once.
+"""The table of rules: the form of each operation of torch for K nodes at once.
 
-A rule takes the vmapped nodes and the operation's arguments, and returns its result, or NotImplemented where
-functorch's own rule, or a call for each node, is to do it.
+A rule takes the vmapped nodes and the operation's arguments, and returns its result, or NotImplemented to leave the
+operation to functorch's own rule or to a call for each node.
 """
 
 from __future__ import annotations

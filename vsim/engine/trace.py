@@ -29,7 +29,7 @@ class TraceError(RuntimeError):
 
 
 class StaleTraceError(RuntimeError):
-    """The model's Python computes something else by now than what was captured of it."""
+    """The model's Python no longer computes the operations that were captured."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Trace:
     Attributes:
         call: calls them again.
         captured_at, compared_at: the steps of the capture and of the last comparison.
-        called_from: the first step since then that was computed by them; 0: none.
+        called_from: the first step since then that they computed; 0: none.
     """
 
     call: Callable[..., Tensor]
@@ -51,17 +51,17 @@ class _Trace:
 class TraceExecutor(VmapExecutor):
     """`VmapExecutor` whose model's Python runs once for every shape of batch, as under jax.jit or in CUDA graphs.
 
-    The operations of that step (torch's make_fx notes them) are called again from then on, with the same arguments, so
-    that every bit is the same. What the model's Python reads then (numbers, attributes, branches) and tensors that it
-    makes of numbers stay as they were; all other tensors are read anew at every step.
+    The operations of that step (captured by torch's make_fx) are called from then on, with the same arguments, bitwise
+    equal to `VmapExecutor`. Values that the model's Python read (numbers, attributes, branches) and tensors that it
+    created from numbers stay as they were; all other tensors are read at every step.
 
-    The next step, every hundredth from there and the last are computed both ways, and must agree to the bit in losses,
-    gradients, weights, buffers and random streams; on other devices than a CPU, but for rounding.
+    The next step, every hundredth from there on and the last are computed both ways, and must be bitwise equal in
+    losses, gradients, weights, buffers and random streams; on devices other than a CPU, equal up to rounding.
 
     Raises, from `losses_and_grads`:
-        TraceError: the step cannot be captured, or the one after it already differs. With compile="auto" the steps go
-            on without a trace instead, and `reason` has the message.
-        StaleTraceError: a comparison fails after steps that were computed by the trace, which are named.
+        TraceError: the step cannot be captured, or the first comparison fails. With compile="auto" the run continues
+            without a trace instead, and `reason` has the message.
+        StaleTraceError: a later comparison fails; the steps that the trace computed since the last one are named.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +99,7 @@ class TraceExecutor(VmapExecutor):
             with self._moved_up_to_date():
                 return trace.call(*leaves)
         except Exception:
-            super()._backward(batch, share, first)  # raises it again, saying where in the model
+            super()._backward(batch, share, first)  # raises the error again, with its place in the model
             raise
 
     def _is_due(self, trace: _Trace) -> bool:
@@ -125,7 +125,7 @@ class TraceExecutor(VmapExecutor):
                 call = _operations(step, leaves)
         except Exception as error:
             before.restore()
-            computed = super()._backward(batch, share, first)  # raises what is wrong with the model itself
+            computed = super()._backward(batch, share, first)  # raises the error if it is the model's own
             self._refuse(str(error).strip().split("\n")[0], error)
             return computed
         self._seconds += time.perf_counter() - started
@@ -133,7 +133,7 @@ class TraceExecutor(VmapExecutor):
         return losses[0]
 
     def _compare(self, trace: _Trace, batch: Any, share: float, first: bool) -> Tensor:
-        """Compute a step both ways. What counts is the model's own."""
+        """Compute a step both ways, and keep the result of the model's own Python."""
         self.is_ready = False
         leaves, _ = tree_flatten(batch)
         before = _BeforePiece(self, leaves, first)
@@ -150,7 +150,7 @@ class TraceExecutor(VmapExecutor):
         in_question = [t.called_from for t in self._traces.values() if t.called_from]
         if in_question:
             raise StaleTraceError(
-                "the model's Python computes something else by now than was captured of it at step "
+                "the model's Python no longer computes the operations that were captured at step "
                 f"{trace.captured_at}: {odd} differs at step {self.step}. Under compile='trace' its Python runs once "
                 f"for every shape of batch, so that the steps from {min(in_question)} on may be wrong; with "
                 "compile=False it runs at every step"
@@ -167,7 +167,7 @@ class TraceExecutor(VmapExecutor):
             raise TraceError(f"{self._refusal}; with compile=False its Python runs at every step") from error
 
     def _left(self, losses: Tensor, clone: bool = False) -> dict[str, Tensor]:
-        """Return what a step leaves, by name."""
+        """Return the tensors that a step leaves, by name."""
         r = self.replicas
         kept = Tensor.clone if clone else Tensor.detach
         return {
@@ -180,7 +180,7 @@ class TraceExecutor(VmapExecutor):
 
 
 class _BeforePiece(Before):
-    """`Before`, of a piece of a batch: with the gradients that it adds to, and its examples, which may change."""
+    """`Before` for a piece of a batch: with the gradients that are added to, and the examples, which may change."""
 
     def __init__(self, executor: Executor, leaves: list[Tensor], first: bool) -> None:
         super().__init__(executor)
@@ -203,7 +203,7 @@ def _operations(step: Callable[..., Tensor], leaves: list[Tensor]) -> Callable[.
 
 @torch.no_grad()
 def _shorten(module: GraphModule) -> None:
-    """Leave out what a repeated step does not need: views of what stays, such as weights, are made once."""
+    """Drop operations that a repeated step does not need: views of lasting tensors, such as weights, are made once."""
     graph, names = module.graph, itertools.count()
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.detach.default:
@@ -214,14 +214,14 @@ def _shorten(module: GraphModule) -> None:
                 module.register_buffer(name := f"view_{next(names)}", view)
                 with graph.inserting_before(node):
                     node.replace_all_uses_with(graph.get_attr(name))
-    # Neither room nor views that nothing uses; asserts use nothing and are wanted.
+    # Unused allocations and views go; asserts, which nothing uses, stay.
     graph.eliminate_dead_code(lambda node: node.is_impure() or "_assert" in str(node.target))
     module.recompile()
-    vars(module).update(module.named_buffers())  # found sooner than by the attribute access of modules
+    vars(module).update(module.named_buffers())  # found faster than by the attribute access of modules
 
 
 def _lie(leaves: list[Tensor]) -> tuple[Hashable, ...]:
-    """Return all that the operations on a batch depend on but its numbers: layouts, and which tensors are one."""
+    """Return a key for batches on which the same operations work: their layouts, and which tensors are the same."""
     first_with = [next(i for i, other in enumerate(leaves) if other is leaf) for leaf in leaves]
     return tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT) for t in leaves), tuple(first_with)
 
@@ -234,5 +234,5 @@ def _agree(traced: Tensor, computed: Tensor) -> bool:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bits, which NaNs have, too."""
+    """Whether two tensors of one shape and dtype are bitwise equal, NaNs included."""
     return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other)))

@@ -47,12 +47,12 @@ class Piece(NamedTuple):
 class VmapExecutor(Executor):
     """All nodes together: `torch.func.vmap` over a call with a node's tensors, in pieces that stay in the caches.
 
-    With `settings.exact` the first step with a batch of every shape is computed by the loop as well, and an
-    InexactError says if a bit differs.
+    With `settings.exact` the first step with a batch of every shape is computed by the loop as well; an InexactError is
+    raised if the results are not bitwise equal.
 
     Attributes:
-        calls: how often the first step called each operation in which way, see `Lowering`.
-        differing: its operations that may have other bits than in the loop.
+        calls: how often the first step called each operation in each way, see `Lowering`.
+        differing: its operations that may differ from the loop in the last bits.
     """
 
     name = "vmap"
@@ -60,19 +60,19 @@ class VmapExecutor(Executor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.at_once = self.nodes_at_once(self.replicas, self.settings)
-        self.proven: set[Any] = set()  # shapes of batches for which the bits were compared
+        self.proven: set[Any] = set()  # shapes of batches for which the results were compared
         self.calls: Counter[tuple[str, str]] = Counter()
         self.differing: set[str] = set()
         self.pieces: list[Piece] = []
         self._cut(even_pieces(self.replicas.num_held, self.at_once))
 
     def _cut(self, pieces: list[slice]) -> None:
-        """Have the nodes computed in these pieces from now on."""
+        """Compute the nodes in these pieces from now on."""
         r = self.replicas
         self.pieces.clear()
         self._moved.clear()
-        # A shared row of weights is one leaf for all where only the sum of the gradients is wanted. For a gradient of
-        # each node's own it is seen K times.
+        # A shared row of weights is one leaf for all nodes where only the sum of the gradients is needed. For gradients
+        # per node the row is expanded to K.
         in_common = None
         if r.shares_grads:
             in_common = {name: self._leaf(w)[0].detach().requires_grad_() for name, w in r.views(r.weights).items()}
@@ -115,7 +115,7 @@ class VmapExecutor(Executor):
             before.restore()
             first = odd[0] if odd else "the loss"
             raise InexactError(
-                f"the vectorized form of this model does not have the bits of its nodes alone: {first} differs; with "
+                f"the vectorized form of this model is not bitwise equal to its nodes alone: {first} differs; with "
                 "deterministic=True use executor='loop'"
             )
         self.proven.add(shapes)
@@ -169,7 +169,7 @@ class VmapExecutor(Executor):
                 write_gradients(losses, leaves, piece.grads, share / self.replicas.num_held, first and number == 0)
             else:
                 write_gradients(losses, leaves, piece.grads, share, first)
-        except Exception as error:  # such as of a part that is computed again for the backward pass: outside of vmap
+        except Exception as error:  # of a part that is computed again for the backward pass, outside of vmap, say
             LoopExecutor(self.replicas, self.objective, self.generators, self.settings)._backward(batch, share, True)
             raise VmapError(_explain_vmap_failure(error)) from error
 
@@ -247,7 +247,7 @@ class VmapExecutor(Executor):
             raise
 
     def _works_alone(self, weights: Views, buffers: Views, batch: Any) -> bool:
-        """Whether a node's own model runs on its own batch: then vmap is what failed."""
+        """Whether a node's own model runs on its own batch, so that the failure is vmap's."""
         try:
             with torch.enable_grad(), without_torch_function():  # it may differentiate something itself
                 self._outcome(weights, buffers, batch, with_accuracy=False)

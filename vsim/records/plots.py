@@ -134,9 +134,8 @@ def bands(
     if y.endswith("loss") and (within := limits(drawn)) is not None:
         ax.set_ylim(within)
     if silent:
-        which = (
-            ", ".join(silent) if len(silent) <= 2 else f"{len(silent)} of {len(drawn)}"
-        )  # names must fit above the axes
+        # Names must fit above the axes.
+        which = ", ".join(silent) if len(silent) <= 2 else f"{len(silent)} of {len(drawn)}"
         ax.set_title(f"not shown, as nothing is sent: {which}", fontsize=7.5, color="0.4", loc="right")
     whole = ax.get_figure(root=True)
     if legend and ax.get_lines() and whole is not None:

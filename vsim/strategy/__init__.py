@@ -1,4 +1,4 @@
-"""The strategies: how the nodes of a cluster train and what they tell each other."""
+"""The strategies: how the nodes of a cluster train and communicate."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a strategy is: an inner optimizer, and what the nodes communicate before and after it.
+"""The base of strategies: an inner optimizer, and communication of the nodes before and after it.
 
     gradients ─► modules' communicate_gradients ─► clip ─► optimizer ─► modules' communicate ─► schedule ─► t + 1
                 └────────── before_optimizer ──────────┘              └───── after_optimizer ─────┘
@@ -40,7 +40,7 @@ class CommunicationModule(Stateful):
     """One way of communicating, at one or both of two moments of every step. Subclass it; both do nothing here."""
 
     def setup(self, cluster: Cluster) -> None:
-        """Prepare for a run on `cluster`: make the state that lasts from step to step."""
+        """Prepare for a run on `cluster`: create and declare the state that lasts from step to step."""
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         """Change `cluster.grads` in place, before clipping and the optimizer step number `cluster.step`."""
@@ -72,7 +72,7 @@ class Strategy(Stateful):
     """An inner optimizer and an ordered list of communication modules. The base to subclass.
 
     Args:
-        communication_modules: what is communicated, in this order. None: every node trains alone.
+        communication_modules: communicate in this order. Without any, every node trains alone.
         optim_spec, inner_optim: the inner optimizer (two spellings; give one): an `OptimSpec`, a torch.optim class or
             its name in small letters. Default AdamW.
         lr, inner_lr: its learning rate (two spellings).
@@ -86,9 +86,10 @@ class Strategy(Stateful):
     Attributes during a run:
         model: the stacked model: `parameters()` yields tensors (K, *shape) with stacked `.grad`.
         optim: the inner optimizer. num_nodes: K. local_step: completed steps. cluster: everything else.
-        settings: how it was made, which a run that is resumed must share.
+        settings: the arguments that it was made with, which must be the same in a run that resumes.
 
-    A subclass may override `step` with code written as if for one node, ending with `super().step()`:
+    A subclass may override `before_optimizer` or `after_optimizer`, or `step` with code written as if for one node,
+    which must end with `super().step()`:
 
         class AverageGradients(Strategy):
             def step(self):
@@ -101,7 +102,7 @@ class Strategy(Stateful):
     derived = ("_stepped", "_per_node", "settings")
 
     # Whether all nodes have equal weights at every step by construction, so that one row serves them all, and whether
-    # only the mean of their gradients is used. Promises of one class, which its subclasses have to make themselves.
+    # only the mean of their gradients is used. Promises of one class; its subclasses have to repeat them.
     shares_weights = False
     shares_grads = False
 
@@ -197,11 +198,11 @@ class Strategy(Stateful):
 
     @torch.no_grad()
     def take_step(self) -> None:
-        """Do step number `cluster.step`, whose gradients are in `cluster.grads`."""
+        """Take step number `cluster.step`, whose gradients are in `cluster.grads`."""
         for parameter, grad in self._stepped:
             if parameter.grad is None:  # after self.optim.zero_grad() in the last step
                 parameter.grad = grad
-        # The same code runs at every step, so that the first is watched for all.
+        # The same code runs at every step, so that watching the first one is enough.
         watched = self.is_per_node and self.cluster.completed == 0 and not self.cluster.compile
         optimizers = torch_optimizers(self.optim) if self.is_per_node else []
         with (
@@ -213,13 +214,13 @@ class Strategy(Stateful):
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Do what comes before the optimizer; for the training loop, which steps the optimizers of many together."""
+        """Take the part of a step before the optimizer; for the training loop, which steps many optimizers together."""
         with communicating_through(self.cluster.collectives):
             self.before_optimizer()
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Do what comes after the optimizer."""
+        """Take the part of a step after the optimizer."""
         with communicating_through(self.cluster.collectives):
             self.after_optimizer()
         self.model.write_back()
@@ -232,7 +233,7 @@ class Strategy(Stateful):
         self.after_optimizer()
 
     def before_optimizer(self) -> None:
-        """Communicate the gradients, and clip them, which for per-node code happens where it steps its optimizer."""
+        """Communicate the gradients, then clip them; per-node code clips where it steps its optimizer."""
         self.model.write_back()
         for module in self.communication_modules:
             module.communicate_gradients(self.cluster)

@@ -38,9 +38,9 @@ def all_reduce(
     Args:
         tensor: stacked (K, …), changed in place.
         op: the reduction, also as torch.distributed names it: ReduceOp.SUM, AVG, MAX or MIN.
-        label: what this is, for the ledger.
+        label: its name in the ledger.
         groups: a partition of the nodes, as lists or tensors of their numbers: every group then reduces on its own.
-        payload_bytes: what one node sends, if that is not its row as it stands: fewer bits, for instance.
+        payload_bytes: what one node sends, if that is not its row as it is: fewer bits, for instance.
     """
     partition = None if groups is None else [[int(node) for node in group] for group in groups]
     collectives = _collectives("all_reduce", tensor)

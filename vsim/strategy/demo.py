@@ -19,7 +19,7 @@ class DeMoStrategy(Strategy):
         q_k = the largest DCT coefficients of every tile of δ_k;  δ_k ← δ_k − DCT⁻¹(q_k)
         θ ← θ − lr · sign(DCT⁻¹(mean of the q_k, of each coefficient over the nodes that sent it))
 
-    The weights of all nodes stay equal to the bit; the momentum δ_k is each node's own. See `DCTTopK` for tiles, bytes
+    The weights of all nodes stay bitwise equal; the momentum δ_k is each node's own. See `DCTTopK` for tiles, bytes
     and warnings.
 
     Args:

@@ -52,7 +52,7 @@ class StackedModel(nn.Module):
         )
 
     def write_back(self) -> None:
-        """Bring what was assigned (`p.grad = …`, `p.data = …`) into the matrix, where everything else looks."""
+        """Copy assigned tensors (`p.grad = …`, `p.data = …`) into the matrix, which all other code reads."""
         for parameter, weights, grads in self._views:
             if parameter.data_ptr() != weights.data_ptr():
                 weights.copy_(parameter)
@@ -82,8 +82,8 @@ class StackedModel(nn.Module):
 class PerNodeStep(ExitStack):
     """The context of a strategy's own `step`, which is written as if for one node and may call its optimizer itself.
 
-    What such code has assigned is then brought into the matrix, and the gradients are clipped, before the optimizer
-    sees them.
+    Before the optimizer steps, tensors that such code has assigned are copied into the matrix, and the gradients are
+    clipped.
 
     Args:
         model: the stacked model. optimizers: in the order in which they are stepped, one or one per node; none if the

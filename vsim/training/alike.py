@@ -1,4 +1,4 @@
-"""Which members of a run are alike: in the shapes of their batches, in their model's code, in their optimizer."""
+"""Which members of a run are alike: in the shapes of their batches, the code of their model, their optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vsim.training.config import RunConfig
 
 
 def batch_shapes(batches: BatchSource, config: RunConfig, num_steps: int) -> tuple[Any, ...]:
-    """Return what decides the shapes of all batches of a run: equal for members whose shapes always are."""
+    """Return a key for the shapes of all batches of a run: equal only for members with equal shapes at every step."""
     drop_last = bool(config.dataloader_kwargs.get("drop_last", False))
     uneven = len(set(batches.lengths)) > 1  # the nodes go through their data without a break: all batches are full
     last = int(batches.shard_sizes.max()) % config.batch_size
@@ -27,7 +27,7 @@ def batch_shapes(batches: BatchSource, config: RunConfig, num_steps: int) -> tup
 
 
 def same_model(first: nn.Module, other: nn.Module) -> bool:
-    """Whether two models have the same code and constants, so that they may differ in weights and buffers only."""
+    """Whether two models have the same code and constants, and differ in weights and buffers only."""
     if first is other:
         return True
     modules, others = dict(first.named_modules()), dict(other.named_modules())
@@ -44,7 +44,7 @@ def _same_module(first: nn.Module, other: nn.Module) -> bool:
 
 
 def _same_tensors(first: nn.Module, other: nn.Module) -> bool:
-    """Whether shapes, dtypes and what is trained agree, and the values of what is not."""
+    """Whether shapes, dtypes and trainability of all tensors agree, and the values of frozen parameters."""
     for of in (nn.Module.named_parameters, nn.Module.named_buffers):
         own, theirs = (dict(of(model)) for model in (first, other))
         if list(own) != list(theirs):
@@ -59,7 +59,7 @@ def _same_tensors(first: nn.Module, other: nn.Module) -> bool:
 
 
 def _equal(first: Any, other: Any) -> bool:
-    """Whether two attributes are equal, as far as that can be told; if not, they are not."""
+    """Whether two attributes are known to be equal; objects that cannot be compared count as different."""
     if first is other:
         return True
     if type(first) is not type(other):
@@ -74,12 +74,12 @@ def _equal(first: Any, other: Any) -> bool:
         return same_model(first, other)
     try:
         return bool(first == other)
-    except Exception:  # such as of arrays
+    except Exception:  # arrays, for instance
         return False
 
 
 def is_vsims_own(strategy: Strategy) -> bool:
-    """Whether all code of a strategy is vsim's, which draws from the run's own generators and no other."""
+    """Whether all code of a strategy is vsim's own, which draws only from the run's generators."""
     return _is_vsims(strategy, set())
 
 

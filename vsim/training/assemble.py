@@ -45,11 +45,11 @@ def prepare(
     """Set up members that train together, all their nodes in this process.
 
     Args:
-        configs: of the members. reports, histories, ledgers: where their outcomes go.
+        configs: one per member. reports, histories, ledgers: likewise; they receive the outcomes.
 
     Raises:
         CheckpointError: a member does not fit the checkpoint that it starts from.
-        TypeError, ValueError: something in a configuration is refused; with several members the one is named.
+        TypeError, ValueError: a configuration is refused; with several members, the member is named.
     """
     ledgers = [Ledger() for _ in configs] if ledgers is None else ledgers
     parts = []

@@ -1,4 +1,4 @@
-"""What a run is, in checked arguments."""
+"""The checked arguments of a run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vsim.strategy.base import Strategy
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What one member of a run is, for any backend: the arguments of `Trainer` and `fit`, checked. See there.
+    """One member of a run, for any backend: the arguments of `Trainer` and `fit`, checked. See there.
 
     Attributes:
-        label: what messages and progress call it.
+        label: its name in messages and progress.
         executor: the name of one of EXECUTORS.
-        after_step: called as f(member) in every process when a step is done, before it is reported.
-        memory_share: of the device's memory, for a process: chooses the minibatch size.
-        start: the checkpoint that it resumes or forks from. saving: where it is saved.
+        after_step: called as f(member) in every process when a step is done, before the step is reported.
+        memory_share: the share of the device's memory for this process, by which the minibatch size is chosen.
+        start: the checkpoint that the member resumes or forks from. saving: where it is saved.
     """
 
     model: nn.Module

@@ -62,7 +62,7 @@ class Evaluator:
             return {member: _columns(member, next(measured), next(measured)) for member in members}
 
     def _measure(self, rows: Sequence[_Rows]) -> list[_Measured]:
-        """Measure all rows, those of several members in one call where they draw alike and are few."""
+        """Measure all rows; members with equal draws share a call, up to `rows_at_once` rows."""
         calls: list[list[_Rows]] = []
         for own in rows:
             room = self.rows_at_once - sum(len(r.weights) for r in calls[-1]) if calls else 0
@@ -81,7 +81,7 @@ class Evaluator:
         return found
 
     def _measure_together(self, rows: Sequence[_Rows]) -> tuple[list[_Measured], bool]:
-        """Measure rows in one call per piece of the data; tell as well whether the model drew random numbers."""
+        """Measure rows in one call per piece of the data; return also whether the model drew random numbers."""
         weights, buffers = rows[0].weights, rows[0].buffers
         if len(rows) > 1:
             weights = torch.cat([own.weights for own in rows])
@@ -105,7 +105,7 @@ class Evaluator:
 
 
 def validate(members: Sequence[Member]) -> dict[Member, dict[str, float]]:
-    """Return member → its validation columns, of those with validation data; a group is measured together."""
+    """Return member → its validation columns, for members with validation data; a group is measured together."""
     by_evaluator: dict[Any, list[Member]] = {}
     for member in members:
         if member.evaluator is not None:
@@ -157,7 +157,7 @@ def _columns(member: Member, nodes: _Measured, overall: _Measured) -> dict[str, 
 
 
 def replica_spread(weights: Tensor) -> dict[str, float]:
-    """Return how far apart stacked weights (K, P) are.
+    """Return two measures of the distance between stacked weights (K, P).
 
     divergence: sqrt(mean_k |θ_k − θ̄|²) / |θ̄|, the root mean square distance from the mean replica relative to its
     length. correlation: the mean over pairs of nodes of the Pearson correlation of their weights, NaN for one node.

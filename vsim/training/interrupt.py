@@ -1,4 +1,4 @@
-"""Ctrl-C during a run: the step is completed first, so that what is left is whole."""
+"""Ctrl-C during a run: the current step is completed first, so that the state is whole."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from types import FrameType
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was interrupted between two steps. What it had done is whole, and `fit(resume=True)` goes on from there."""
+    """A run was interrupted between two steps. Its state is whole, and `fit(resume=True)` resumes it."""
 
 
 class Interrupt:
-    """A request to stop after the current step. Within the context, the first Ctrl-C makes it; a second raises at once.
+    """A request to stop after the current step. Within the context the first Ctrl-C requests; a second raises at once.
 
-    A handler is installed in the main thread only, and only in place of Python's own: whoever handles SIGINT in another
-    way goes on doing so.
+    A handler is installed in the main thread only, and only in place of Python's own: another handler of SIGINT stays.
 
     Attributes:
         requested: whether the run should stop.

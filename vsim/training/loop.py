@@ -45,7 +45,7 @@ def train(run: Run) -> None:
 
 
 def end(run: Run) -> None:
-    """Let go of what only training needs, and note how it has left the random generators of the process."""
+    """Release what only training needs, and note the states in which training left the process's random generators."""
     for member in run.members:
         device = member.cluster.weights.device
         if member.globals is None:
@@ -55,7 +55,10 @@ def end(run: Run) -> None:
 
 
 def steps(run: Run) -> Iterator[int]:
-    """Train, and yield the number of every step when it is done and reported."""
+    """Train, and yield the number of every step when it is done and reported.
+
+    Beside `train`, no interrupt is awaited, and `end` is left to the caller.
+    """
     with keeping_freed_memory():
         yield from _steps(run)
 
@@ -99,7 +102,7 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
     try:
         batch = tree_map(lambda t: t.to(device, non_blocking=True), next(group.batches))
         losses = group.losses_and_grads(batch)
-    except Exception as error:  # of the model or the data: nobody's own
+    except Exception as error:  # of the model or the data, which all members of the group share
         for member in members:
             _leave(run, member, error)
         return False
@@ -118,9 +121,10 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
 
 
 def _keep_losses(run: Run, group: Group, losses: Tensor, step: int) -> bool:
-    """Let every member know the losses of its nodes (K,); one with a loss that is not finite leaves.
+    """Give every member the losses of its nodes (K,); a member with a non-finite loss leaves.
 
-    Returns whether a process of the run has been asked to stop after this step.
+    Returns:
+        Whether a process of the run has been asked to stop after this step.
     """
     stops = False
     values = losses.tolist() if run.is_alone else []
@@ -143,7 +147,7 @@ def _keep_losses(run: Run, group: Group, losses: Tensor, step: int) -> bool:
 
 
 def _take_own_steps(run: Run, group: Group) -> None:
-    """Let every member communicate and step. The optimizers of those that do so in the common order go together."""
+    """Let every member communicate and step. Members without a `step` of their own share calls of optimizers."""
     stepping = [member for member in group.members if member.trains and member.cluster.step > member.done]
     plain = [member for member in stepping if not member.strategy.is_per_node]
     for member in plain:
@@ -163,7 +167,7 @@ def _take_own_steps(run: Run, group: Group) -> None:
 
 
 class _own(AbstractContextManager[None]):
-    """The context of what a member does by itself: with its own random state, and whose errors are its own."""
+    """The context for code of one member: with its own random state; an error is that member's alone."""
 
     def __init__(self, run: Run, member: Member) -> None:
         self.run, self.member = run, member
@@ -174,7 +178,7 @@ class _own(AbstractContextManager[None]):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self.globals.__exit__(kind, error, trace)
-        if isinstance(error, KeyboardInterrupt) and self.run.tolerant:  # of a hook: all others take this step, too
+        if isinstance(error, KeyboardInterrupt) and self.run.tolerant:  # in a hook: all other members finish this step
             self.run.interrupt.request()
             return True
         if not isinstance(error, Exception) or not self.run.tolerant:
@@ -184,12 +188,12 @@ class _own(AbstractContextManager[None]):
 
 
 def _leave(run: Run, member: Member, error: Exception) -> None:
-    """Let a member leave the run, whose others go on; raise the error where nobody would, or nothing would be lost."""
+    """Let a member leave while the others continue; raise the error if it is alone, or if nothing would be lost."""
     nothing_lost = run.ends_early and member.done == 0
     if not run.tolerant or (nothing_lost and not isinstance(error, FloatingPointError)):
         raise error
     member.error = error
-    # Its rows are computed on until the others are put together anew: with numbers that do no harm.
+    # Its rows are still computed until the others are regrouped: with harmless numbers.
     replicas = member.cluster.replicas
     for tensor in (replicas.weights, replicas.grads):
         tensor.zero_()
@@ -253,7 +257,7 @@ def _save(run: Run, member: Member, stops: bool) -> None:
 
 
 def _measurements(run: Run, members: Sequence[Member], first: bool = False) -> Mapping[Member, dict[str, float]]:
-    """Return the validation and divergence columns that are due at this step; at the first and last row they are."""
+    """Return the validation and divergence columns that are due; validation always is in the first and last row."""
     found: dict[Member, dict[str, float]] = {member: {} for member in members}
     if not members:
         return found
@@ -281,7 +285,7 @@ def _measurements(run: Run, members: Sequence[Member], first: bool = False) -> M
 
 
 def _of_all_nodes(losses: Tensor, run: Run, member: Member) -> tuple[list[float], bool]:
-    """Return the losses of all nodes (K,) as numbers, and whether all stop after this step: one has been asked to."""
+    """Return the losses of all nodes (K,) as numbers, and whether all stop after this step because one was asked to."""
     asked = torch.full((len(losses),), run.interrupt.requested, dtype=torch.float64)
     both = torch.stack([losses.cpu().double(), asked], dim=1)  # (R, 2): one message
     with member.cluster.collectives.unbilled():
@@ -290,10 +294,10 @@ def _of_all_nodes(losses: Tensor, run: Run, member: Member) -> tuple[list[float]
 
 
 def tokens_in(batch: Any) -> int:
-    """Return the number of token ids of one node in a stacked batch, 0 if it does not hold token ids.
+    """Return the number of token ids per node in a stacked batch, 0 if the batch holds no token ids.
 
-    It does if its inputs (`batch["input_ids"]`, or the first tensor) are whole numbers of shape (K, B, T); all of them
-    count, padding too.
+    Inputs (`batch["input_ids"]`, or the first tensor) are token ids if they are whole numbers of shape (K, B, T); all
+    of them count, padding too.
 
     >>> tokens_in([torch.zeros(4, 8, 64, dtype=torch.long), torch.zeros(4, 8, 64, dtype=torch.long)])
     512

@@ -38,14 +38,14 @@ class Saver(Protocol):
 
 @dataclass
 class Part:
-    """A member to be: its configuration, and what its backend gives it.
+    """The parts of a member before it is set up: its configuration, and those that its backend provides.
 
     Attributes:
-        report: gets the outcome of every step. history: the record that these go to, where this process keeps one.
-        nodes: those held in this process. collectives: how they communicate with each other and with the others.
-        batches: stacked batches (R, B, …) for them.
-        globals: the global random generators that are its own, where other members need theirs.
-        minibatch_size: examples per node whose gradients are computed at once, if that was found out before.
+        report: gets the outcome of every step. history: the record of these outcomes, where this process keeps one.
+        nodes: those held in this process. collectives: how they communicate with each other and with the other nodes.
+        batches: stacked batches (R, B, …) for these nodes.
+        globals: its own global random generators, if it trains beside others; None: the process's.
+        minibatch_size: examples per node whose gradients are computed at once, if that is known already.
     """
 
     config: RunConfig
@@ -78,25 +78,26 @@ class Part:
 
 @dataclass(eq=False)
 class Member:
-    """One strategy with one seed and one setting on K nodes: all that is its own, whoever trains beside it.
+    """One strategy with one seed and one setting on K nodes: its own state and record, whoever trains beside it.
 
     Attributes:
-        part: what it was made from.
+        part: its configuration, and the parts that its backend provided.
         cluster: its nodes, rows of the group's matrix. strategy: the run's own copy.
-        streams: a random generator per node, for what is random in its model.
+        streams: a random generator per node, for randomness in the model.
         objective: model and loss, shared with its group.
         max_steps: steps to train.
         minibatch_size: examples per node whose gradients are computed at once; None for the whole batch.
-        evaluator: measures it on the validation data; None: there is none.
-        saver: saves it; None: nobody does.
-        fingerprint: what it is; see `vsim.checkpoint.fingerprint`.
-        examples, tokens, seconds: trained on, and for, before a resume as well. Members that train together share the
-            seconds of a step by their nodes.
-        starts: whether its first row is still to be reported: not if it resumes.
+        evaluator: measures it on the validation data; None: there are no such data.
+        saver: saves it; None: it is not saved.
+        fingerprint: everything that its course depends on; see `vsim.checkpoint.fingerprint`.
+        examples, tokens, seconds: totals of training, including those before a resume. Members that train together
+            share the seconds of a step in proportion to their nodes.
+        starts: whether its first row is still to be reported; False if it resumes.
         draws: whether code of its strategy may draw from the global random generators.
         left_states: of the process's generators, as training left them.
         error: why it left the run before the others.
-        stopped: whether it was asked to end before the others.
+        stopped: whether it was asked to stop before the others.
+        node_losses: the losses of its nodes (K,) in the step that is being taken, or was taken last.
     """
 
     part: Part
@@ -127,12 +128,12 @@ class Member:
 
     @property
     def config(self) -> RunConfig:
-        """What it is, in checked arguments."""
+        """Its checked arguments."""
         return self.part.config
 
     @property
     def report(self) -> Reporter:
-        """Where the outcome of every step goes."""
+        """Gets the outcome of every step."""
         return self.part.report
 
     @property
@@ -159,7 +160,7 @@ class Member:
 
     @property
     def ledger(self) -> Ledger:
-        """What it has communicated."""
+        """The record of its communication."""
         return self.cluster.collectives.ledger
 
     @property
@@ -178,7 +179,7 @@ class Member:
         return cluster.replicas.as_module(cluster.mean_weights(), cluster.mean_buffers(), like=self.config.model)
 
     def check_weights(self) -> None:
-        """Raise a FloatingPointError if weights are not finite: no loss of a later step is going to tell."""
+        """Raise a FloatingPointError if weights are not finite; after the last step no loss would show it."""
         cluster = self.cluster
         if bool(cluster.mean_weights().isfinite().all()):
             return
@@ -194,7 +195,7 @@ class Member:
 
 
 class GroupMatrix(Protocol):
-    """Rows that are computed together, some of them copies of one that a member holds."""
+    """Rows that are computed together, some of them copies of the one row that a member holds."""
 
     def copy_out(self) -> None: ...
 
@@ -240,18 +241,18 @@ class Group:
 
 @dataclass(eq=False)
 class Run:
-    """Members that are set up to train together: everything that the loop needs.
+    """Members that are set up to train together: all that the training loop needs.
 
     Attributes:
-        members: in the order in which they were given. groups: the same, as they are computed.
+        members: in the order in which they were given. groups: the same members, as they are computed.
         val_interval: steps between validations, beside the first and the last; None: only these.
-        extra_validations: steps that are validated, too.
-        correlation_interval: steps between measurements of how far apart the replicas are; None: never.
+        extra_validations: further steps with a validation.
+        correlation_interval: steps between measurements of the replicas' divergence and correlation; None: never.
         interrupt: asks the run to stop after a step.
-        tolerant: whether a member that fails leaves the others to go on; if not, its error ends the run.
-        ends_early: whether an error in the first step, when nothing would be lost, ends the run all the same.
-        regroups: whether members that remain are put together anew; see `vsim.training.regroup`.
-        watch: called as f(run) when a step is reported for all.
+        tolerant: whether the others continue when a member fails; if not, its error ends the run.
+        ends_early: whether an error in the first step, when nothing is lost yet, ends the run all the same.
+        regroups: whether the remaining members are put together anew; see `vsim.training.regroup`.
+        watch: called as f(run) when a step is reported for all members.
         stopping: called as f(run) after a step; the members that it returns stop there.
     """
 
@@ -280,6 +281,6 @@ class Run:
 
     @property
     def only(self) -> tuple[Member, Group]:
-        """The member, and its group, of a run that has one."""
+        """The member and its group, of a run with one member."""
         ((member,), (group,)) = self.members, self.groups
         return member, group

@@ -19,10 +19,10 @@ from vsim.training.alike import is_vsims
 class Optimizers:
     """Steps the optimizers of members whose rows lie below each other in one matrix.
 
-    A call of an optimizer takes longer than its arithmetic where the rows are few. So neighbours whose optimizers are
-    of one class with equal options are stepped as one, whose parameter is all their rows. Each keeps an optimizer of
-    its own all the same, whose state is its rows of the common one: schedules, checkpoints and a member that goes on
-    alone see nothing else.
+    Where rows are few, a call of an optimizer takes longer than its arithmetic. Neighbours whose optimizers are of one
+    class with equal options are therefore stepped as one optimizer, whose parameter is all their rows. Each member
+    keeps an optimizer of its own all the same, whose state is its rows of the common state: schedules, checkpoints and
+    a member that continues alone see nothing else.
 
     Args:
         strategies: in the order of their rows.
@@ -81,7 +81,7 @@ class _Together:
         self._share()
 
     def _gather(self) -> None:
-        """Begin with the state that the parts have, which may come from a checkpoint."""
+        """Begin with the state of the parts, which may come from a checkpoint."""
         states = [part.state[p] for part, p in zip(self.parts, self.parameters, strict=True) if part.state.get(p)]
         if len(states) == len(self.parts):
             rows = [len(p) for p in self.parameters]
@@ -104,7 +104,7 @@ class _Together:
             start = stop
 
     def part(self) -> None:
-        """Let every part go on alone, with the state that it has."""
+        """Let every part continue alone, with its state."""
         for part, parameter in zip(self.parts, self.parameters, strict=True):
             own = part.state[parameter]
             for key, value in own.items():

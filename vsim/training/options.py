@@ -115,7 +115,7 @@ class FitOptions:
         inexact = {"autocast=True": self.autocast, "compile=True": self.compile is True}
         if self.deterministic and any(inexact.values()):
             given = next(name for name, chosen in inexact.items() if chosen)
-            raise ValueError(f"deterministic=True promises the bits of eager float32; {given} does not have them")
+            raise ValueError(f"deterministic=True is bitwise equal to eager float32, which {given} is not")
         if self.executor == "vmap" and self.compile == "auto":
             allowed = "give True, False or 'trace' with 'vmap'"
             raise ValueError(f"compile='auto' is a choice that executor='auto' makes; {allowed}")

@@ -13,16 +13,15 @@ from vsim.engine import executor_class
 from vsim.training.assemble import assemble
 from vsim.training.member import Member, Part, Run
 
-# Until so large a share of the rows has left, they are computed for nothing rather than moved.
+# Members are moved when this share of the rows has left; until then those rows are computed for nothing.
 _SHARE = 0.2
 
 
 def regroup(run: Run) -> None:
     """Put the members of a run that still train into matrices of their own, if enough rows would be saved.
 
-    They resume from a snapshot in memory, so that nothing of them changes. Where they cannot, as with a strategy whose
-    state cannot be saved, or be filled in one that is set up anew, or with worker processes that fetch their data, all
-    stay where they are.
+    They resume from a snapshot in memory, bitwise unchanged. All stay where they are if one cannot: a strategy whose state
+    cannot be saved, or filled in a strategy that is set up anew, or worker processes that fetch its data.
     """
     remaining = run.training
     rows = sum(member.cluster.replicas.num_held for group in run.groups for member in group.members)
@@ -49,7 +48,7 @@ def regroup(run: Run) -> None:
 
 
 def _snapshot(member: Member) -> Part:
-    """Return the member as it is, to be assembled again."""
+    """Return the parts of a member in its present state, to be assembled again."""
     part = member.part
     config = replace(part.config, start=Start(captured(member)), memory_share=None)
     return replace(

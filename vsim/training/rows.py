@@ -23,7 +23,7 @@ def can_join(part: Part) -> bool:
 
 @dataclass
 class Rows:
-    """What is computed, and what the members hold.
+    """The rows that are computed, and those that the members hold.
 
     Attributes:
         whole: all nodes. parts: those of every member, views of `whole`; but members whose nodes are equal by
@@ -37,13 +37,13 @@ class Rows:
 
     @torch.no_grad()
     def copy_out(self) -> None:
-        """Give the nodes of members that hold one row that row."""
+        """Copy the one row of members with equal nodes to all their rows."""
         for own, rows in self.spread:
             self.whole.weights[rows].copy_(own.weights)
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        """Give members that want only the mean of their nodes' gradients that mean."""
+        """Write the mean gradient of members that use only the mean."""
         for own, rows in self.spread:
             if own.shares_grads:
                 torch.mean(self.whole.grads[rows], 0, keepdim=True, out=own.grads)

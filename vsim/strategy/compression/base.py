@@ -1,4 +1,4 @@
-"""What a compressor is, and averaging with one: error feedback."""
+"""The base of compressors, and averaging with one: error feedback."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Compressor(Stateful):
     """How nodes average vectors with fewer bytes. A subclass defines `exchange`.
 
     Attributes:
-        contractive: whether a message is nearer to the vector than nothing is. Only then does what it lacks die away
-            when it is sent later: error feedback.
+        contractive: whether a message is nearer to the vector than 0 is. Only then do errors die away when they are
+            sent later (error feedback).
     """
 
     contractive = True
 
     def setup(self, cluster: Cluster) -> None:
-        """Prepare for a run on `cluster`: make the state that lasts from step to step."""
+        """Prepare for a run on `cluster`: create and declare the state that lasts from step to step."""
 
     def arrange(self, rows: Tensor, cluster: Cluster) -> list[Tensor]:
         """Return stacked `rows` (R, P) in the form that this compressor works on, and the error is kept in.
@@ -49,9 +49,9 @@ class Compressor(Stateful):
         """Send what the nodes hold, and return the average of what arrives.
 
         Args:
-            arranged: from `arrange`. It is overwritten: if contractive, by what the messages lack.
+            arranged: from `arrange`. It is overwritten: if contractive, by the errors of the messages.
             cluster: the nodes.
-            label: what this is, for the ledger.
+            label: its name in the ledger.
 
         Returns:
             Shared tensors (…), arranged alike.

@@ -1,4 +1,4 @@
-"""What compressors with a code for every entry and a scale for every block of entries have in common."""
+"""The base of compressors with a code for every entry and a scale for every block of entries."""
 
 from __future__ import annotations
 

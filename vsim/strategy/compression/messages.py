@@ -1,4 +1,4 @@
-"""What compressors send: several tensors as one message, and the bytes of indices, values and codes."""
+"""The messages of compressors: several tensors as one message, and the bytes of indices, values and codes."""
 
 from __future__ import annotations
 
