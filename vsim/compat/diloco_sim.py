@@ -17,7 +17,7 @@ from vsim.cluster.optim import OptimSpec
 from vsim.data.order import Order
 from vsim.engine.objective import LossFunction
 from vsim.records.history import History
-from vsim.records.loggers import perplexity
+from vsim.records.loggers.rows import perplexity
 from vsim.strategy import DiLoCoStrategy, SPARTADiLoCoStrategy, Strategy
 from vsim.trainer import Trainer
 
@@ -34,12 +34,8 @@ class TrainStats:
 
 
 @dataclass(frozen=True)
-class EvalStats:
+class EvalStats(TrainStats):
     """What `eval_loss_hook` gets: the validation loss of the global model, exp(loss), and the number of the step."""
-
-    loss: float
-    perplexity: float
-    step: int
 
 
 class DilocoSimulator:
@@ -178,7 +174,7 @@ def _fewer_steps(
 
 
 def _with_stats(
-    hook: Callable[[Any], Any] | None, name: str, stats: type[TrainStats] | type[EvalStats]
+    hook: Callable[[Any], Any] | None, name: str, stats: type[TrainStats]
 ) -> Callable[[int, float], Any] | None:
     """Return what `fit` calls as f(step, loss) for a hook that takes `stats`."""
     if hook is not None and not callable(hook):
