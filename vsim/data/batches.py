@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_structure
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from vsim.arguments import a_function, is_factory, reject_unknown, true_or_false, whole_number
 from vsim.cluster.randomness import LOADER, generator
