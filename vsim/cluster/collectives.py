@@ -77,8 +77,7 @@ class Collectives(ABC):
             label: what this is, for the ledger.
             groups: a partition of range(K); every group then reduces on its own.
             weights: (K,), one a node, for a weighted mean; they are scaled to sum to 1 in every group.
-            payload_bytes: what one node hands in, if that is not its row as it stands (packed indices, fewer
-                bits).
+            payload_bytes: what one node hands in, if that is not its row as it stands (packed indices, fewer bits).
 
         Returns:
             Shared (…); with `groups`, stacked (R, …): every row the result of its own group.
