@@ -172,8 +172,8 @@ class NodeBatches:
 
     def _in_stream(self, step: int) -> Iterator[Any]:
         offset = self._order.offsets[self._rank]
-        positions = (p[self._rank] - offset for p in self._order.batches(step))
-        yield from self._loader(batch_sampler=_Lists(positions))
+        positions = ((p[self._rank] - offset).tolist() for p in self._order.batches(step))
+        yield from self._loader(batch_sampler=positions)
 
     def _loader(self, **kwargs: Any) -> DataLoader[Any]:
         stream = generator(self._config.seed, LOADER)
@@ -188,17 +188,6 @@ class _From:
 
     def __iter__(self) -> Iterator[list[int]]:
         return itertools.islice(iter(self.batches), self.start, None)
-
-
-class _Lists:
-    """A batch sampler from an iterator of index tensors."""
-
-    def __init__(self, positions: Iterator[Tensor]) -> None:
-        self.positions = positions
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for p in self.positions:
-            yield p.tolist()
 
 
 @dataclass(frozen=True)
