@@ -108,10 +108,9 @@ class DilocoSimulator:
     ) -> None:
         if not callable(model_cls) or isinstance(model_cls, nn.Module):
             raise TypeError(f"model_cls must be a class, called with model_kwargs; got {model_cls!r}")
-        for name, steps in {"num_nodes": num_nodes, "batch_size": batch_size, "num_epochs": num_epochs}.items():
-            whole_number(name, steps)
-        whole_number("eval_iters", eval_iters)
-        whole_number("diloco_interval", diloco_interval)
+        counts = {"num_nodes": num_nodes, "batch_size": batch_size, "num_epochs": num_epochs}
+        for name, count in {**counts, "eval_iters": eval_iters, "diloco_interval": diloco_interval}.items():
+            whole_number(name, count)
         if max_local_step is not None:
             whole_number("max_local_step", max_local_step)
         if real_number("p_sparta", p_sparta, at_least=0, at_most=1) == 0 and sparta_interval != 1:
