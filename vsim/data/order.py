@@ -14,10 +14,8 @@ def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, e
 
     Padded, as by DistributedSampler, by starting over, so that every node has L = ceil(num_examples / K).
     """
-    if shuffle:
-        order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(seed + epoch))
-    else:
-        order = torch.arange(num_examples)
+    stream = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(num_examples, generator=stream) if shuffle else torch.arange(num_examples)
     length = -(-num_examples // num_nodes)
     padded = order.repeat(-(-length * num_nodes // num_examples))[: length * num_nodes]
     return padded.view(length, num_nodes).T  # node k takes every K-th, from k on
