@@ -129,7 +129,8 @@ def driven_apart(strategy: Strategy, model: nn.Module, gradients: Tensor, determ
 
     def node(rank: int) -> None:
         try:
-            replicas = Replicas.of(model, 1, torch.device("cpu"), first_node=rank)
+            replicas = Replicas.of(model, 1, torch.device("cpu"))
+            replicas.first_node = rank
             collectives = _SplitCollectives(meeting, rank, num_nodes)
             run = _started(strategy, replicas, collectives, deterministic)
             for given in gradients:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from vsim import Trainer
-from vsim.bench import SmallResNet
+from vsim.bench.workloads import SmallResNet
 from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.data import digits

@@ -80,7 +80,7 @@ def test_compiled_kernels_train_alike(strategy: Strategy) -> None:
 @pytest.mark.parametrize("share_grads", [False, True])
 def test_pieces_of_nodes_and_of_batches_add_up(share_grads: bool) -> None:
     def made(kind: type[Executor], **options: int) -> Executor:
-        r = Replicas.of(small_mlp(0.0), 5, torch.device("cpu"), share_weights=share_grads, share_grads=share_grads)
+        r = Replicas.of_several([small_mlp(0.0)], [5], torch.device("cpu"), share_grads, share_grads)
         return kind(r, Objective(r.module), [generator(0, NODE, k) for k in range(5)], Settings(**options))
 
     ours, theirs = made(CompiledExecutor, chunk_size=2), made(VmapExecutor)

@@ -26,9 +26,9 @@ from vsim.engine import (
     Settings,
     VmapError,
     VmapExecutor,
-    minibatches,
     vmap,
 )
+from vsim.engine.base import minibatches
 from vsim.engine.objective import Objective
 from vsim.strategy import SimpleReduceStrategy, Strategy
 

@@ -31,7 +31,8 @@ import vsim
 from vsim import CSVLogger, TensorBoardLogger, Trainer, WandbLogger
 from vsim.records.description import describe
 from vsim.records.history import History
-from vsim.records.loggers import Logger, RunLog, check_run_name, folder_name, train_row
+from vsim.records.loggers import Logger, RunLog, check_run_name, folder_name
+from vsim.records.loggers.rows import train_row
 from vsim.records.report import StepReport
 from vsim.strategy import DeMoStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
 from vsim.training.loop import tokens_in

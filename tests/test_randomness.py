@@ -27,7 +27,8 @@ from vsim.cluster.randomness import (
 )
 from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Batches
-from vsim.engine import VmapExecutor, evaluating
+from vsim.engine import VmapExecutor
+from vsim.engine.base import evaluating
 from vsim.engine.objective import Objective
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_every_node_has_its_own_buffers() -> None:
 
 
 def test_a_row_slice_shares_memory() -> None:
-    replicas = Replicas.of(small_cnn(), 5, CPU, first_node=10)
+    replicas = replace(Replicas.of(small_cnn(), 5, CPU), first_node=10)
     assert replicas.nodes == range(10, 15)
     part = replicas.rows(1, 3)
     assert part.nodes == range(11, 13) and part.num_held == 2

@@ -25,11 +25,7 @@ from vsim.training.member import Run
 
 # Side of the matrices whose product measures the machine's peak: large enough to reach it, small enough to be quick.
 _PEAK_SIDE = 1024
-_FORMS = {
-    "batched": "one call for all nodes",
-    "node by node": "one call a node",
-    "functorch": "functorch's own rule",
-}
+_FORMS = {"batched": "one call for all nodes", "node by node": "one call a node", "functorch": "functorch's own rule"}
 
 
 @dataclass(frozen=True)
@@ -154,10 +150,7 @@ def machine() -> str:
         ("torch", torch.__version__),
         ("CPU threads", torch.get_num_threads()),
         ("CPU capability", torch.backends.cpu.get_cpu_capability()),
-        (
-            "bfloat16 products",
-            "in hardware" if cpu_multiplies_bfloat16() else "emulated: slower than float32",
-        ),
+        ("bfloat16 products", "in hardware" if cpu_multiplies_bfloat16() else "emulated: slower than float32"),
         ("CUDA", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
         ("MPS", "there" if torch.backends.mps.is_available() else "none"),
     ]

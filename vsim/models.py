@@ -170,8 +170,7 @@ class GPT(_LossModel):
         layers: number of transformer blocks.
         width: size of the residual stream; a multiple of heads.
         heads: attention heads a block.
-        dropout: probability on the embedding and on what each block adds, in [0, 1). The attention
-            weights have none.
+        dropout: probability on the embedding and on what each block adds, in [0, 1). The attention weights have none.
         seed: as for `MLP`.
 
     Raises:

@@ -24,17 +24,8 @@ from vsim.strategy.base import Strategy
 from vsim.trainer import Trainer
 
 _FIT_OPTIONS = (
-    "batch_size",
-    "minibatch_size",
-    "gradient_accumulation",
-    "shuffle",
-    "val_size",
-    "val_interval",
-    "seed",
-    "timeout_seconds",
-    "correlation_interval",
-    "dataloader_kwargs",
-    "progress",
+    *("batch_size", "minibatch_size", "gradient_accumulation", "shuffle", "val_size", "val_interval", "seed"),
+    *("timeout_seconds", "correlation_interval", "dataloader_kwargs", "progress"),
 )
 
 

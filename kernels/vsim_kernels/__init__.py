@@ -12,13 +12,7 @@ from .compiled import COMPILING_PAYS, compiled
 from .dct import dct_matrix, dct_tiles, idct_tiles, largest_divisor, matrix_shape, tile_shape
 from .lowrank import left_factor, low_rank, orthogonalize, right_factor
 from .masking import write_entries_
-from .quantize import (
-    dequantize,
-    majority_vote,
-    quantize,
-    stochastic_codes,
-    uniform_quantize,
-)
+from .quantize import dequantize, majority_vote, quantize, stochastic_codes, uniform_quantize
 from .select import bernoulli_indices, chunk_sizes
 from .topk import scatter_mean, topk_entries
 

@@ -3,9 +3,8 @@
 x is *stacked* (K, N), one row a node; `index` is *shared* (m,) int64 and names distinct columns. x may be a
 row slice of a larger matrix: it is read and written through its strides and never reallocated.
 
-`scatter_` with an expanded index walks along each row and takes strided rows as they are. On a CPU advanced
-indexing walks down the columns: up to three times slower. Compiling does not pay there: the compiled code copies all
-of x.
+`scatter_` with an expanded index walks along each row and takes strided rows as they are. On a CPU advanced indexing
+walks down the columns: up to three times slower. Compiling does not pay there: the compiled code copies all of x.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ def quantize(x: Tensor, bits: int, dim: int | None = None) -> tuple[Tensor, Tens
         bits ≥ 2:  L = 2^(bits−1) − 1,  scale = max|x| / L,  code = round(x / scale) in −L … L
         bits = 1:  scale = mean|x|,     code = −1 where x < 0, else +1
 
-    Rounding is to the nearest, ties to even, so the error is at most scale / 2 and 0 stays 0 (from 2 bits
-    on). One bit has no code for 0; mean|x| is then the scale of least squared error. One code of the 2^bits
-    is unused.
+    Rounding is to the nearest, ties to even, so the error is at most scale / 2 and 0 stays 0 (from 2 bits on). One bit
+    has no code for 0; mean|x| is then the scale of least squared error. One code of the 2^bits is unused.
 
     Args:
         x: any shape, floating.

@@ -42,8 +42,7 @@ def bernoulli_indices(
     Raises:
         ValueError: an argument is out of range, or the generator is not a CPU generator.
 
-    Source: Devroye (1986), Non-Uniform Random Variate Generation, chapter X.2 (geometric variates by
-    inversion).
+    Source: Devroye (1986), Non-Uniform Random Variate Generation, chapter X.2 (geometric variates by inversion).
 
     >>> bernoulli_indices(4, 1.0, torch.Generator())
     tensor([0, 1, 2, 3])

@@ -57,9 +57,8 @@ def scatter_mean(index: Tensor, values: Tensor, n: int) -> Tensor:
 
         out[i, j] = Σ_{k: j ∈ index[k, i]} value / #{k: j ∈ index[k, i]}
 
-    An entry sent with value 0 counts as sent. Sums run over the nodes in rank order with one scatter a node,
-    whose indices are distinct: bitwise equal on every run, also where a scatter with collisions adds
-    atomically in any order.
+    An entry sent with value 0 counts as sent. Sums run over the nodes in rank order with one scatter a node, whose
+    indices are distinct: bitwise equal on every run, also where a scatter with collisions adds atomically in any order.
 
     Args:
         index: *stacked* (K, M, s) int64, the entries each node sent of each of M tiles, distinct in a tile.

@@ -9,22 +9,8 @@ All candidates of a line take turns, in another order every round, so that a mac
 all. What is reported are medians, and medians of ratios.
 """
 
-from vsim.bench.measure import Line, StrategyLine, bench, bench_strategies
+from vsim.bench.measure import bench, bench_strategies
 from vsim.bench.show import figure, save, strategy_table, table
-from vsim.bench.workloads import BATCH_SIZE, MODELS, NODES, SmallResNet, Workload
+from vsim.bench.workloads import MODELS
 
-__all__ = [
-    "BATCH_SIZE",
-    "MODELS",
-    "NODES",
-    "Line",
-    "SmallResNet",
-    "StrategyLine",
-    "Workload",
-    "bench",
-    "bench_strategies",
-    "figure",
-    "save",
-    "strategy_table",
-    "table",
-]
+__all__ = ["MODELS", "bench", "bench_strategies", "figure", "save", "strategy_table", "table"]

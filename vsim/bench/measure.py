@@ -78,10 +78,8 @@ def bench(
     """
     lines = []
     for name in models:
-        for num_nodes in nodes:
-            workload = MODELS[name]
-            if num_nodes > workload.most_nodes:
-                continue
+        workload = MODELS[name]
+        for num_nodes in (k for k in nodes if k <= workload.most_nodes):
             line = _measure(name, workload, num_nodes, compile, rounds)
             lines.append(line)
             if progress is not None:
@@ -109,13 +107,12 @@ def bench_strategies(
     strategies: Mapping[str, Callable[[], Strategy]],
     *,
     rounds: int | None = None,
-    progress: Callable[[StrategyLine], None] | None = None,
 ) -> list[StrategyLine]:
     """Time ten steps of every strategy in turn, for every model at every K that it is meant for.
 
     Args:
         models: names among MODELS. nodes: values of K. strategies: label → what makes it; ratios are to the first.
-        rounds: of taking turns; default: by model. progress: gets every line when it is done.
+        rounds: of taking turns; default: by model.
     """
     lines = []
     for name in models:
@@ -142,8 +139,6 @@ def bench_strategies(
                 held = replicas.weights.nbytes + replicas.grads.nbytes
                 line.held_bytes[label] = held + optimizer_bytes(member.strategy.optim)
             lines.append(line)
-            if progress is not None:
-                progress(line)
     return lines
 
 

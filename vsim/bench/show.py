@@ -24,10 +24,8 @@ _STYLES = {"separate": "k:", "loop": "C1--", "vmap": "C0-", "trace": "C3-", "com
 def table(lines: Sequence[Line]) -> str:
     """Return the lines as a table: milliseconds a step, ratios to K separate modules, to the floor, and of memory."""
     compiled = ["compiled"] if any("compiled" in line.seconds for line in lines) else []
-    timed, compared = (
-        ["separate", "vmap", "trace", "loop", "exact", *compiled],
-        ["vmap", "trace", "exact", "exact, fused", "auto", *compiled],
-    )
+    timed = ["separate", "vmap", "trace", "loop", "exact", *compiled]
+    compared = ["vmap", "trace", "exact", "exact, fused", "auto", *compiled]
     to_floor = ["vmap", *compiled]
     rows = [
         [

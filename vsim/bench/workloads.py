@@ -35,18 +35,14 @@ class _Residual(nn.Module):
 class SmallResNet(nn.Module):
     """The layers of ResNet-18 [He et al. 2016, arXiv:1512.03385] with a quarter of its channels, for 32×32 images."""
 
-    def __init__(self, channels: Sequence[int] = (16, 32, 64, 128), num_classes: int = 10) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        layers: list[nn.Module] = [
-            nn.Conv2d(3, channels[0], 3, 1, 1, bias=False),
-            nn.BatchNorm2d(channels[0]),
-            nn.ReLU(),
-        ]
-        depth = channels[0]
-        for i, next_depth in enumerate(channels):
+        depth = 16
+        layers: list[nn.Module] = [nn.Conv2d(3, depth, 3, 1, 1, bias=False), nn.BatchNorm2d(depth), nn.ReLU()]
+        for i, next_depth in enumerate((16, 32, 64, 128)):
             layers += [_Residual(depth, next_depth, 1 if i == 0 else 2), _Residual(next_depth, next_depth, 1)]
             depth = next_depth
-        self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(depth, num_classes))
+        self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(depth, 10))
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
         return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])

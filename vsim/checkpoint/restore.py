@@ -185,10 +185,8 @@ class Restorer:
             kinds = {item["kind"] if isinstance(item, dict) else "plain" for item in items}
             if not kinds & {"tensor", "view", "array"} and (placement == "stacked" or "plain" not in kinds):
                 # Such as a generator or an optimizer for each node.
-                own = (
-                    [(shard, of_node[0]) for shard, of_node in lists] if spreads else [(first, items[self._node or 0])]
-                )
-                return [([item], "shared") for item in own]
+                own = [(shard, of_node[0]) for shard, of_node in lists]
+                return [([item], "shared") for item in (own if spreads else [(first, items[self._node or 0])])]
             if placement is None:
                 raise CheckpointError(
                     f"{path} has an item for each of {self._num_nodes} nodes, or by chance as many: declare it in the "

@@ -64,19 +64,17 @@ def _epilog() -> str:
 
 def _add_compare(kinds: Any) -> None:
     purpose = "train the same model with several strategies, and compare loss and bytes"
-    command = _command(kinds, "compare", purpose, several_seeds=True)
+    command = _command(kinds, "compare", purpose, one_strategy=False, several_seeds=True)
     command.add_argument(
         "--strategies", nargs="+", default=list(STRATEGIES), metavar="NAME", help="what to compare (default: all)"
     )
     _add_outcome(command)
-    _add_saving(command)
     command.set_defaults(run=commands.run_compare)
 
 
 def _add_sweep(kinds: Any) -> None:
     purpose = "train with every combination of some settings of a strategy, and find the best"
     command = _command(kinds, "sweep", purpose, several_seeds=True)
-    command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
     command.add_argument(
         "--set",
         nargs="+",
@@ -88,19 +86,16 @@ def _add_sweep(kinds: Any) -> None:
         "--halving", type=int, metavar="F", help="at each of several rungs, let only the best 1/F of the settings go on"
     )
     _add_outcome(command)
-    _add_saving(command)
     command.set_defaults(run=commands.run_sweep, nodes=None)
 
 
 def _add_train(kinds: Any) -> None:
     command = _command(kinds, "train", "train with one strategy, and keep the model")
-    command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
-    _add_outcome(command)
-    _add_saving(command, of_one_run=True)
+    _add_outcome(command, of_one_run=True)
     command.set_defaults(run=commands.run_train)
 
 
-def _add_saving(command: argparse.ArgumentParser, of_one_run: bool = False) -> None:
+def _add_saving(command: argparse.ArgumentParser, of_one_run: bool) -> None:
     saving = command.add_argument_group("checkpoints")
     saving.add_argument("--save-dir", type=Path, metavar="DIR", help="save at the end, and when interrupted (Ctrl-C)")
     saving.add_argument("--checkpoint-interval", type=int, metavar="STEPS", help="save every so many steps too")
@@ -114,7 +109,6 @@ def _add_saving(command: argparse.ArgumentParser, of_one_run: bool = False) -> N
 def _add_verify(kinds: Any) -> None:
     purpose = "train in the simulator and in one process a node, and compare the bits after every step"
     command = _command(kinds, "verify", purpose)
-    command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
     command.add_argument("--threads", type=int, help="CPU threads of every process (default: the machine's / K)")
     command.add_argument("--executor", choices=EXECUTORS, default="auto", help="of the simulator (default: auto)")
     command.set_defaults(run=commands.run_verify, steps=50)
@@ -123,7 +117,6 @@ def _add_verify(kinds: Any) -> None:
 def _add_doctor(kinds: Any) -> None:
     purpose = "tell how this machine would compute a run: forms of operations, memory, executor, share of the peak"
     command = _command(kinds, "doctor", purpose)
-    command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
     _add_computing(command)
     command.set_defaults(run=commands.run_doctor)
 
@@ -147,7 +140,9 @@ def _add_bench(kinds: Any) -> None:
     command.set_defaults(run=commands.run_bench)
 
 
-def _command(kinds: Any, name: str, purpose: str, several_seeds: bool = False) -> argparse.ArgumentParser:
+def _command(
+    kinds: Any, name: str, purpose: str, one_strategy: bool = True, several_seeds: bool = False
+) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = kinds.add_parser(
         name,
         help=purpose,
@@ -172,6 +167,8 @@ def _command(kinds: Any, name: str, purpose: str, several_seeds: bool = False) -
         repeat = "train with each of them, instead of one --seed: mean, deviation and bands"
         seed.add_argument("--seeds", nargs="+", type=int, metavar="N", help=repeat)
     run.add_argument("--quiet", action="store_true", help="no progress bar")
+    if one_strategy:
+        command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
     return command
 
 
@@ -189,7 +186,7 @@ def _add_computing(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_outcome(command: argparse.ArgumentParser) -> None:
+def _add_outcome(command: argparse.ArgumentParser, of_one_run: bool = False) -> None:
     validation = command.add_argument_group("validation")
     validation.add_argument("--val-size", type=int, default=256, help="validation examples (default: %(default)s)")
     validation.add_argument("--val-interval", type=int, metavar="STEPS", help="default: ten times in a run")
@@ -200,3 +197,4 @@ def _add_outcome(command: argparse.ArgumentParser) -> None:
     logs.add_argument("--wandb-project", metavar="NAME", help="log to this project of Weights & Biases")
     logs.add_argument("--log-dir", type=Path, metavar="LOG_DIR", help="default: logs")
     command.add_argument("--out", type=Path, default=Path("vsim-out"), metavar="DIR", help="default: vsim-out")
+    _add_saving(command, of_one_run)

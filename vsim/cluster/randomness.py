@@ -19,6 +19,7 @@ from vsim.private_torch import default_mps_generator
 
 # The first element of every stream's key: who draws from it.
 NODE, SHARED, GLOBAL, EVALUATION, LOADER = range(5)
+_CPU = torch.device("cpu")
 
 
 def derive_seed(seed: int, *key: int) -> int:
@@ -68,7 +69,7 @@ def drawing_from(stream: torch.Generator) -> Iterator[None]:
 def global_states(device: torch.device) -> dict[str, Any]:
     """Return the states of the global generators of torch (CPU and `device`), numpy and Python."""
     return {
-        "torch": default_generator(torch.device("cpu")).get_state(),
+        "torch": default_generator(_CPU).get_state(),
         "device": default_generator(device).get_state(),
         "numpy": np.random.get_state(legacy=False),  # noqa: NPY002
         "python": random.getstate(),
@@ -77,7 +78,7 @@ def global_states(device: torch.device) -> dict[str, Any]:
 
 def set_global_states(states: dict[str, Any], device: torch.device) -> None:
     """Put the global generators in `states`, from `global_states`."""
-    default_generator(torch.device("cpu")).set_state(states["torch"])
+    default_generator(_CPU).set_state(states["torch"])
     default_generator(device).set_state(states["device"])
     np.random.set_state(states["numpy"])  # noqa: NPY002
     random.setstate(states["python"])
@@ -108,26 +109,22 @@ class OwnGlobals:
     @contextmanager
     def here(self) -> Iterator[None]:
         """Within this context the process's generators are this member's, which move on by what is drawn."""
-        before = global_states(self.device)
-        set_global_states(self.states, self.device)
-        try:
-            yield
-        finally:
-            self.states = global_states(self.device)
-            set_global_states(before, self.device)
+        with preserved(self.device):
+            set_global_states(self.states, self.device)
+            try:
+                yield
+            finally:
+                self.states = global_states(self.device)
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
-    """Put the global generators of torch (on the CPU), numpy and Python back at the end of a block."""
-    torch_state = torch.default_generator.get_state()
-    numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
+def preserved(device: torch.device = _CPU) -> Iterator[None]:
+    """Put the global generators of torch (on the CPU and `device`), numpy and Python back at the end of a block."""
+    before = global_states(device)
     try:
         yield
     finally:
-        torch.default_generator.set_state(torch_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        random.setstate(python_state)
+        set_global_states(before, device)
 
 
 @contextmanager
@@ -137,17 +134,9 @@ def isolated(seed: int, device: torch.device) -> Iterator[None]:
     vsim itself draws from its own streams. This is for draws of a user's dataset, model or hook: they become a function
     of `seed`, and the process's state is restored afterwards.
     """
-    generators = {default_generator(torch.device("cpu")), default_generator(device)}
-    torch_states = [(g, g.get_state()) for g in generators]
-    numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
-    for g in generators:
-        g.manual_seed(derive_seed(seed, GLOBAL, 0))
-    np.random.seed(derive_seed(seed, GLOBAL, 1) % 2**32)  # noqa: NPY002
-    random.seed(derive_seed(seed, GLOBAL, 2))
-    try:
+    with preserved(device):
+        for g in (default_generator(_CPU), default_generator(device)):
+            g.manual_seed(derive_seed(seed, GLOBAL, 0))
+        np.random.seed(derive_seed(seed, GLOBAL, 1) % 2**32)  # noqa: NPY002
+        random.seed(derive_seed(seed, GLOBAL, 2))
         yield
-    finally:
-        for g, state in torch_states:
-            g.set_state(state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        random.setstate(python_state)

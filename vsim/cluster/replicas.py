@@ -56,26 +56,9 @@ class Replicas:
     first_node: int = 0
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        num_nodes: int,
-        device: torch.device,
-        first_node: int = 0,
-        share_weights: bool = False,
-        share_grads: bool = False,
-    ) -> Replicas:
-        """Put `num_nodes` copies of `model` on `device`; all start from its weights and buffers.
-
-        With `share_weights` they have one row of weights, and with `share_grads` one of gradients as well.
-
-        Raises:
-            ValueError: nothing is trainable, a parameter is not initialised yet or has gradient hooks, or the trainable
-                parameters do not share one floating-point dtype and one device; the odd ones are named.
-        """
-        replicas = cls.of_several([model], [num_nodes], device, share_weights, share_grads)
-        replicas.first_node = first_node
-        return replicas
+    def of(cls, model: nn.Module, num_nodes: int, device: torch.device) -> Replicas:
+        """Put `num_nodes` copies of `model` on `device`; see `of_several`."""
+        return cls.of_several([model], [num_nodes], device)
 
     @classmethod
     def of_several(
@@ -86,11 +69,16 @@ class Replicas:
         share_weights: bool = False,
         share_grads: bool = False,
     ) -> Replicas:
-        """Put so many copies of each of several models below each other; see `of`.
+        """Put so many copies of each of several models below each other; each starts from its weights.
 
         Args:
             models: alike but for the values of their weights and buffers; the code is that of the first.
-            counts: the nodes of each. With `share_weights` there is one model.
+            counts: the nodes of each.
+            share_weights: they have one row of weights; there is one model then. share_grads: one of gradients as well.
+
+        Raises:
+            ValueError: nothing is trainable, a parameter is not initialised yet or has gradient hooks, or the trainable
+                parameters do not share one floating-point dtype and one device; the odd ones are named.
         """
         trainable = {name: p for name, p in models[0].named_parameters() if p.requires_grad}
         _check_trainable(trainable)

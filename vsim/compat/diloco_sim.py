@@ -17,7 +17,7 @@ from vsim.cluster.optim import OptimSpec
 from vsim.data.order import Order
 from vsim.engine.objective import LossFunction
 from vsim.records.history import History
-from vsim.records.loggers import perplexity
+from vsim.records.loggers.rows import perplexity
 from vsim.strategy import DiLoCoStrategy, SPARTADiLoCoStrategy, Strategy
 from vsim.trainer import Trainer
 
@@ -34,12 +34,8 @@ class TrainStats:
 
 
 @dataclass(frozen=True)
-class EvalStats:
+class EvalStats(TrainStats):
     """What `eval_loss_hook` gets: the validation loss of the global model, exp(loss), and the number of the step."""
-
-    loss: float
-    perplexity: float
-    step: int
 
 
 class DilocoSimulator:
@@ -112,10 +108,9 @@ class DilocoSimulator:
     ) -> None:
         if not callable(model_cls) or isinstance(model_cls, nn.Module):
             raise TypeError(f"model_cls must be a class, called with model_kwargs; got {model_cls!r}")
-        for name, steps in {"num_nodes": num_nodes, "batch_size": batch_size, "num_epochs": num_epochs}.items():
-            whole_number(name, steps)
-        whole_number("eval_iters", eval_iters)
-        whole_number("diloco_interval", diloco_interval)
+        counts = {"num_nodes": num_nodes, "batch_size": batch_size, "num_epochs": num_epochs}
+        for name, count in {**counts, "eval_iters": eval_iters, "diloco_interval": diloco_interval}.items():
+            whole_number(name, count)
         if max_local_step is not None:
             whole_number("max_local_step", max_local_step)
         if real_number("p_sparta", p_sparta, at_least=0, at_most=1) == 0 and sparta_interval != 1:
@@ -178,7 +173,7 @@ def _fewer_steps(
 
 
 def _with_stats(
-    hook: Callable[[Any], Any] | None, name: str, stats: type[TrainStats] | type[EvalStats]
+    hook: Callable[[Any], Any] | None, name: str, stats: type[TrainStats]
 ) -> Callable[[int, float], Any] | None:
     """Return what `fit` calls as f(step, loss) for a hook that takes `stats`."""
     if hook is not None and not callable(hook):

@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_structure
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from vsim.arguments import a_function, is_factory, reject_unknown, true_or_false, whole_number
 from vsim.cluster.randomness import LOADER, generator
@@ -28,17 +20,8 @@ from vsim.data.order import Order
 DatasetFactory = Callable[[int, int, bool], Dataset[Any]]
 Data = Dataset[Any] | DatasetFactory
 LOADER_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "drop_last",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
+    *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
 )
 
 
@@ -112,7 +95,8 @@ class Batches:
         dataset = self._datasets[0] if len(self._datasets) == 1 else _EndToEnd(self._datasets)
         loader: DataLoader[Any] = DataLoader(
             dataset,
-            batch_sampler=_NodeByNode(self.order, start_step),
+            # The indices of a step, those of node 0 first.
+            batch_sampler=(positions.flatten().tolist() for positions in self.order.batches(start_step)),
             generator=generator(self._seed, LOADER),
             **{
                 **self._options,
@@ -142,17 +126,6 @@ def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[st
     if options.get("num_workers") is not None:
         options["num_workers"] = whole_number("dataloader_kwargs: num_workers", options["num_workers"], at_least=0)
     return options, true_or_false("dataloader_kwargs: drop_last", options.pop("drop_last", False))
-
-
-class _NodeByNode:
-    """A batch sampler: the indices of a step, those of node 0 first."""
-
-    def __init__(self, order: Order, start_step: int) -> None:
-        self.order, self.start_step = order, start_step
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for positions in self.order.batches(self.start_step):
-            yield positions.flatten().tolist()
 
 
 class _CollateTogether:

@@ -69,10 +69,7 @@ def _fetched(source: Source, start_step: int) -> Iterator[Any]:
 
 
 def _gathered(
-    fields: Callable[[Tensor], list[Tensor]],
-    sources: dict[Hashable, Any],
-    keys: Sequence[Hashable],
-    start_step: int,
+    fields: Callable[[Tensor], list[Tensor]], sources: dict[Hashable, Any], keys: Sequence[Hashable], start_step: int
 ) -> Iterator[Any]:
     """Yield batches of one dataset that is held in tensors: those of all members are one gather."""
     orders = {key: batches.order.batches(start_step) for key, batches in sources.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,15 +14,14 @@ def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, e
 
     Padded, as by DistributedSampler, by starting over, so that every node has L = ceil(num_examples / K).
     """
-    if shuffle:
-        order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(seed + epoch))
-    else:
-        order = torch.arange(num_examples)
+    stream = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(num_examples, generator=stream) if shuffle else torch.arange(num_examples)
     length = -(-num_examples // num_nodes)
     padded = order.repeat(-(-length * num_nodes // num_examples))[: length * num_nodes]
     return padded.view(length, num_nodes).T  # node k takes every K-th, from k on
 
 
+@dataclass(eq=False)
 class Order:
     """The examples of every step of a run, as positions in the concatenation of all nodes' datasets.
 
@@ -37,29 +37,21 @@ class Order:
         drop_last: drop the smaller last batch of an epoch.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        num_nodes: int,
-        batch_size: int,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool = False,
-    ) -> None:
-        self.lengths = list(lengths)
-        self.num_nodes = num_nodes
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.shared = len(self.lengths) == 1
-        self.offsets = torch.tensor([0, *self.lengths[:-1]]).cumsum(0)
-        self.even = len(set(self.lengths)) == 1
-        if self.shared:
-            self.shard_sizes = torch.full((num_nodes,), -(-self.lengths[0] // num_nodes))
-        else:
-            self.shard_sizes = torch.tensor(self.lengths)
-        longest = int(self.shard_sizes.max())
-        self.steps_per_epoch = longest // batch_size if drop_last else -(-longest // batch_size)
+    lengths: list[int]
+    num_nodes: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        self.lengths = lengths = list(self.lengths)
+        self.shared = len(lengths) == 1
+        self.offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        self.even = len(set(lengths)) == 1
+        own = [-(-lengths[0] // self.num_nodes)] * self.num_nodes if self.shared else lengths
+        self.shard_sizes = torch.tensor(own)
+        self.steps_per_epoch = max(own) // self.batch_size if self.drop_last else -(-max(own) // self.batch_size)
 
     def check(self) -> None:
         """Raise a ValueError if the shared dataset has fewer examples than nodes, or `drop_last` leaves no batch."""

@@ -82,8 +82,7 @@ class Vocabulary:
 class TextDataset(TensorDataset):
     """Windows over a text: x is (N, block_size) int64, y the same windows one character later.
 
-    Both are views of `ids`, so a small stride costs no memory. Characters after the last whole window are
-    left out.
+    Both are views of `ids`, so a small stride costs no memory. Characters after the last whole window are left out.
 
     Args:
         ids: the text, (length,) int64 with length > block_size.

@@ -1,7 +1,7 @@
 """Losses and gradients of all nodes: vectorized, traced, compiled, node by node, or whichever is fastest."""
 
 from vsim.engine.auto import AutoExecutor
-from vsim.engine.base import Before, Executor, Settings, evaluating, minibatches
+from vsim.engine.base import Executor, Settings
 from vsim.engine.compiled import CompiledExecutor, CompileError
 from vsim.engine.loop import LoopExecutor
 from vsim.engine.trace import StaleTraceError, TraceError, TraceExecutor
@@ -22,7 +22,6 @@ __all__ = [
     "COMPILE",
     "EXECUTORS",
     "AutoExecutor",
-    "Before",
     "CompileError",
     "CompiledExecutor",
     "Executor",
@@ -33,7 +32,5 @@ __all__ = [
     "TraceExecutor",
     "VmapError",
     "VmapExecutor",
-    "evaluating",
     "executor_class",
-    "minibatches",
 ]

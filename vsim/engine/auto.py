@@ -69,24 +69,20 @@ class AutoExecutor(Executor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        parts = (self.replicas, self.objective, self.generators)
         settings = self.settings
-
-        def vmap_of(chunk_size: int | None) -> Callable[[], Executor]:
-            return lambda: VmapExecutor(*parts, replace(settings, chunk_size=chunk_size))
-
         self.at_once = at_once = VmapExecutor.nodes_at_once(self.replicas, settings)
-        self.candidates = [_Candidate("vmap", vmap_of(settings.chunk_size))]
+        self.candidates = [_Candidate("vmap", self._maker(VmapExecutor))]
         long_enough = settings.num_steps is None or settings.num_steps >= _FEWEST_STEPS_TO_TRACE
         if settings.compile == "trace" or (settings.compile == "auto" and long_enough):
-            self.candidates.insert(0, _Candidate("trace", lambda: TraceExecutor(*parts, settings)))
+            self.candidates.insert(0, _Candidate("trace", self._maker(TraceExecutor)))
         if settings.compile is True:
-            self.candidates = [_Candidate("compiled", lambda: CompiledExecutor(*parts, settings))]
+            self.candidates = [_Candidate("compiled", self._maker(CompiledExecutor))]
         else:
             if settings.chunk_size is None and at_once >= 4 and not self.replicas.shares_grads:
                 fewer = -(-at_once // 4)
-                self.candidates.append(_Candidate(f"vmap, {fewer} nodes at a time", vmap_of(fewer)))
-            self.candidates.append(_Candidate("loop", lambda: LoopExecutor(*parts, settings)))
+                make_fewer = self._maker(VmapExecutor, chunk_size=fewer)
+                self.candidates.append(_Candidate(f"vmap, {fewer} nodes at a time", make_fewer))
+            self.candidates.append(_Candidate("loop", self._maker(LoopExecutor)))
         self.on_trial = 0
         self.spent = 0.0
         self.is_first = False  # the first step of this process is being computed
@@ -142,6 +138,10 @@ class AutoExecutor(Executor):
         self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
     ) -> tuple[Tensor, Tensor | None]:
         return self._attempt("_evaluate", weights, buffers, batch, stream)
+
+    def _maker(self, kind: type[Executor], **changes: Any) -> Callable[[], Executor]:
+        settings = replace(self.settings, **changes)
+        return lambda: kind(self.replicas, self.objective, self.generators, settings)
 
     def _executor(self, candidate: _Candidate) -> Executor:
         if candidate.executor is None:
@@ -231,8 +231,7 @@ class AutoExecutor(Executor):
         self.why = f"measured a step: {times}{not_tried}{self.by_rule}"
         if self.settings.compile == "auto" and best.label != "compiled" and self._compiling_pays(best.best):
             self.on_trial = len(self.candidates)
-            parts = (self.replicas, self.objective, self.generators, self.settings)
-            self.candidates.append(_Candidate("compiled", lambda: CompiledExecutor(*parts)))
+            self.candidates.append(_Candidate("compiled", self._maker(CompiledExecutor)))
             return
         compiled = self.candidates[-1]
         if compiled.label == "compiled" and compiled.first is not None:
@@ -301,13 +300,11 @@ class AutoExecutor(Executor):
 
     def _give_up(self, error: Exception) -> None:
         """Continue with the next simpler executor, after one that cannot run this model."""
-        parts = (self.replicas, self.objective, self.generators)
         if self.settings.compile == "trace":
             raise TraceError(f"the model cannot be traced: {error}") from error
-        if isinstance(error, CompileError):
-            self.chosen = VmapExecutor(*parts, replace(self.settings, compile=False))
-        else:
-            self.chosen = LoopExecutor(*parts, self.settings)
+        compiles = isinstance(error, CompileError)
+        make = self._maker(VmapExecutor, compile=False) if compiles else self._maker(LoopExecutor)
+        self.chosen = make()
         self.settled = True
         self.why = str(error)
         if not isinstance(error, InexactError):  # that the loop is taken changes no bit of an exact run

@@ -50,13 +50,9 @@ def dropout(x: Tensor, p: float, whole_features: bool, streams: Sequence[torch.G
     return x * mask.div_(1 - p)
 
 
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """x (K, …) → the same shape."""
-    out: Tensor = _Gelu.apply(x, approximate)
-    return out
-
-
 class _Gelu(torch.autograd.Function):
+    """x (K, …), approximate as of F.gelu → the shape of x."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(x)
@@ -76,13 +72,9 @@ class _Gelu(torch.autograd.Function):
         return out, None
 
 
-def embedding(indices: Tensor, table: Tensor, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
-    """indices (K, …) into table (K, V, d) → (K, …, d); the row `padding_idx` of every table gets no gradient."""
-    out: Tensor = _Embedding.apply(indices, table, padding_idx, scale_grad_by_freq)
-    return out
-
-
 class _Embedding(torch.autograd.Function):
+    """indices (K, …) into table (K, V, d) → (K, …, d); the row `padding_idx` of every table gets no gradient."""
+
     @staticmethod
     def forward(ctx: Any, indices: Tensor, table: Tensor, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
         nodes, rows = table.shape[:2]
@@ -108,18 +100,14 @@ class _Embedding(torch.autograd.Function):
         return None, table_grad, None, None
 
 
-def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """x (K, …, *shape), weight and bias (K, *shape) → the shape of x."""
-    out: Tensor = _LayerNorm.apply(x, list(shape), weight, bias, eps)
-    return out
-
-
 class _LayerNorm(torch.autograd.Function):
+    """x (K, …, *shape), weight and bias (K, *shape) → the shape of x."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+        ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        x = x.contiguous()
+        x, shape = x.contiguous(), list(shape)
         y = torch.empty_like(x)
         mean, rstd = x.new_empty(2, *x.shape[: x.dim() - len(shape)], *[1] * len(shape)).unbind(0)  # 1 / deviation
         for own_x, own_y, own_mean, own_rstd, w, b in each_node(x, y, mean, rstd, weight, bias):
@@ -146,13 +134,9 @@ class _LayerNorm(torch.autograd.Function):
         return grads[0], None, grads[1], grads[2], None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """logits (K, N, C), targets (K, N) of class numbers → (K,): every node's mean over its N."""
-    out: Tensor = _CrossEntropy.apply(logits, targets, ignore_index)
-    return out
-
-
 class _CrossEntropy(torch.autograd.Function):
+    """logits (K, N, C), targets (K, N) of class numbers → (K,): every node's mean over its N."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         logits = logits.contiguous()
@@ -174,15 +158,6 @@ class _CrossEntropy(torch.autograd.Function):
         index = targets.clamp(min=0)[..., None]
         sparse = torch.zeros_like(log_probabilities).scatter_(2, index, scale.to(log_probabilities)[..., None])
         return aten._log_softmax_backward_data(sparse, log_probabilities, 2, log_probabilities.dtype), None, None
-
-
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """x (K, B, C, *size), weight (K, out, in, *kernel), bias (K, out) → (K, B, out, *size).
-
-    geometry: stride, padding, dilation as lists, transposed, output_padding, groups; as of aten's convolution.
-    """
-    out: Tensor = _Convolution.apply(x, weight, bias, *geometry)
-    return out
 
 
 def grouped_convolution(
@@ -241,6 +216,11 @@ def _nodes(x: Tensor, nodes: int) -> Tensor:
 
 
 class _Convolution(torch.autograd.Function):
+    """x (K, B, C, *size), weight (K, out, in, *kernel), bias (K, out) → (K, B, out, *size).
+
+    geometry: stride, padding, dilation as lists, transposed, output_padding, groups; as of aten's convolution.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
         x, weight = rows_apart(x), rows_apart(weight)
@@ -276,22 +256,9 @@ def of_examples(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return y.transpose(0, 1) if inside else y
 
 
-def batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Tensor:
-    """x (K, B, C, …), everything else (K, C) → the shape of x; the running statistics are updated in place."""
-    out: Tensor = _BatchNorm.apply(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    return out
-
-
 class _BatchNorm(torch.autograd.Function):
+    """x (K, B, C, …), everything else (K, C) → the shape of x; the running statistics are updated in place."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -324,3 +291,12 @@ class _BatchNorm(torch.autograd.Function):
 def _wanted(parts: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
     """Return the gradients that are needed, and None for the others."""
     return [part if need else None for part, need in zip(parts, needed, strict=True)]
+
+
+# As functions.
+gelu: Callable[..., Tensor] = _Gelu.apply
+embedding: Callable[..., Tensor] = _Embedding.apply
+layer_norm: Callable[..., Tensor] = _LayerNorm.apply
+cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply
+convolution: Callable[..., Tensor] = _Convolution.apply
+batch_norm: Callable[..., Tensor] = _BatchNorm.apply

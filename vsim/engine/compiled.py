@@ -108,7 +108,7 @@ class CompiledExecutor(VmapExecutor):
         if self.settings.chunk_size is None and self.replicas.weights.device.type == "cpu":
             self._cut_for(batch)
         if is_watched():  # a mode counts operations or memory, which a compiled graph hides
-            return self._uncompiled(batch, share, first)
+            return super()._backward(batch, share, first)
         losses = []
         try:
             with drawing_from(self.generators[0]), self._moved_up_to_date(), without_performance_warnings():
@@ -146,12 +146,8 @@ class CompiledExecutor(VmapExecutor):
     def _try_uncompiled(self, batch: Any) -> None:
         """Raise an error that is the model's own, which the compiler's errors say badly, or not at all."""
         before = Before(self)
-        self._uncompiled(tree_map(rows_apart, batch), 1.0, True)
+        super()._backward(tree_map(rows_apart, batch), 1.0, True)
         before.restore()
-
-    def _uncompiled(self, batch: Any, share: float, first: bool) -> Tensor:
-        with self._moved_up_to_date():
-            return self._computed(batch, share, first)
 
 
 def _without_gradient_of_padding(module: Any, inputs: tuple[Tensor], outputs: Tensor) -> Tensor:

@@ -120,16 +120,16 @@ _WHOLE = _names(
 )
 _RANDOM: frozenset[Any] = frozenset(
     {
+        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like),
         *(
-            torch.rand,
-            torch.randn,
-            torch.randint,
-            torch.randperm,
-            torch.rand_like,
-            torch.randn_like,
             torch.randint_like,
+            torch.bernoulli,
+            torch.normal,
+            torch.multinomial,
+            torch.poisson,
+            torch.binomial,
+            torch.Tensor.bernoulli,
         ),
-        *(torch.bernoulli, torch.normal, torch.multinomial, torch.poisson, torch.binomial, torch.Tensor.bernoulli),
         *(torch.Tensor.multinomial, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax),
         *(F.fractional_max_pool2d, F.fractional_max_pool3d),
     }

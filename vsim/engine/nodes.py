@@ -34,10 +34,7 @@ class Nodes:
     """
 
     def __init__(
-        self,
-        streams: Sequence[Any] | None,
-        exact: bool = False,
-        places: Mapping[int, Tensor] | None = None,
+        self, streams: Sequence[Any] | None, exact: bool = False, places: Mapping[int, Tensor] | None = None
     ) -> None:
         super().__init__()
         self.streams = streams

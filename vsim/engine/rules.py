@@ -310,13 +310,8 @@ def _pooling_rule(function: Rule, dims: int, is_exact: bool) -> Rule:
 
 RULES: dict[Any, Rule] = {
     F.linear: _linear,
-    torch.matmul: _matmul,
-    torch.Tensor.matmul: _matmul,
-    torch.Tensor.__matmul__: _matmul,
-    torch.bmm: _matmul,
-    torch.Tensor.bmm: _matmul,
-    torch.mm: _matmul,
-    torch.Tensor.mm: _matmul,
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.bmm, torch.Tensor.bmm, torch.mm, torch.Tensor.mm), _matmul),
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout_rule(whole_features=False),
     F.dropout1d: _dropout_rule(whole_features=True, without_batch=2),
@@ -331,17 +326,10 @@ RULES: dict[Any, Rule] = {
     F.layer_norm: _layer_norm,
     F.group_norm: _group_norm,
     F.cross_entropy: _cross_entropy,
-    F.conv1d: _convolution_rule(1),
-    F.conv2d: _convolution_rule(2),
-    F.conv3d: _convolution_rule(3),
     F.batch_norm: _batch_norm,
-    F.max_pool1d: _pooling_rule(F.max_pool1d, 1, is_exact=True),
-    F.max_pool2d: _pooling_rule(F.max_pool2d, 2, is_exact=True),
-    F.max_pool3d: _pooling_rule(F.max_pool3d, 3, is_exact=True),
-    F.avg_pool1d: _pooling_rule(F.avg_pool1d, 1, is_exact=True),
-    F.avg_pool2d: _pooling_rule(F.avg_pool2d, 2, is_exact=True),
-    F.avg_pool3d: _pooling_rule(F.avg_pool3d, 3, is_exact=True),
-    F.adaptive_avg_pool1d: _pooling_rule(F.adaptive_avg_pool1d, 1, is_exact=False),
-    F.adaptive_avg_pool2d: _pooling_rule(F.adaptive_avg_pool2d, 2, is_exact=False),
-    F.adaptive_avg_pool3d: _pooling_rule(F.adaptive_avg_pool3d, 3, is_exact=False),
 }
+for dims in (1, 2, 3):
+    RULES[getattr(F, f"conv{dims}d")] = _convolution_rule(dims)
+    for kind, is_exact in (("max_pool", True), ("avg_pool", True), ("adaptive_avg_pool", False)):
+        function = getattr(F, f"{kind}{dims}d")
+        RULES[function] = _pooling_rule(function, dims, is_exact)

@@ -26,9 +26,8 @@ The promise holds for every strategy, built-in or a user's own, that
   - works on rows elementwise, or node by node (see `vsim.strategy.compression.by_node`), or through collectives,
   - and draws random numbers from `cluster.generator`, alike on all nodes, or from streams derived per node;
 
-and for every model and dataset whose randomness is the model's own (dropout). A dataset's draws from the
-global generators are not covered: in the simulator all nodes' examples come from one stream, here from one stream per
-process.
+and for every model and dataset whose randomness is the model's own (dropout). A dataset's draws from the global
+generators are not covered: in the simulator all nodes' examples come from one stream, here from one stream per process.
 
 What is bounded. Without the flag both take their fastest path (vmap and eager, the process group's own reduction), and
 the bytes are the same where they do not depend on values. For strategies that average (AllReduce, FedAvg, DiLoCo,

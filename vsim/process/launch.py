@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
 
@@ -68,19 +68,12 @@ class _Child:
         return self.failure is not None or (self.ended and not self.done)
 
 
-@dataclass
-class _Failure:
-    """What a node said when it failed.
+class _Failure(NamedTuple):
+    """What a node said when it failed."""
 
-    Attributes:
-        pickled: the exception, None where it cannot be pickled.
-        text: its traceback.
-        lost: whether it follows from the failure of another node.
-    """
-
-    pickled: bytes | None
-    text: str
-    lost: bool
+    pickled: bytes | None  # the exception, if it can be pickled
+    text: str  # its traceback
+    lost: bool  # it follows from the failure of another node
 
 
 def train_in_processes(config: RunConfig, options: ProcessOptions, report: Reporter, folder: Path) -> Outcome:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
-from vsim_kernels.alignment import aligned
 
 from vsim.arguments import is_factory
 from vsim.cluster.ledger import Ledger
@@ -24,7 +23,7 @@ from vsim.cluster.replicas import Views
 from vsim.data.batches import check_tensors, loader_options, resolve
 from vsim.data.order import Order
 from vsim.engine import Executor
-from vsim.engine.base import check_depends, cloned, keep_assigned, write_or_add
+from vsim.engine.base import check_depends, keep_assigned, write_or_add
 from vsim.process.collectives import ProcessCollectives
 from vsim.records.history import History
 from vsim.records.progress import Recorder
@@ -93,14 +92,10 @@ class EagerExecutor(Executor):
             (r.module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], names[id(b)])
             for path, b in r.module.named_buffers(remove_duplicate=False)
         ]
-        self._use(self.leaves, self.buffers)
-
-    def _use(self, weights: Views, buffers: Views) -> None:
-        """Make the module compute with these parameters and buffers."""
-        for p, own in zip(self.parameters, weights.values(), strict=True):
-            p.data = own
+        for p, leaf in zip(self.parameters, self.leaves.values(), strict=True):
+            p.data = leaf
         for module, attribute, name in self.places:
-            setattr(module, attribute, buffers[name])
+            setattr(module, attribute, self.buffers[name])
 
     def _keep_assigned(self) -> None:
         """Copy back buffers and weights that the model has replaced by new tensors."""
@@ -128,23 +123,6 @@ class EagerExecutor(Executor):
         new = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         write_or_add(self.grads, new, first)
         return loss.detach()[None]
-
-    def _evaluate(
-        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
-    ) -> tuple[Tensor, Tensor | None]:
-        outcomes = []
-        state = stream.get_state()
-        try:
-            for i, row in enumerate(weights):
-                own = {name: aligned(w) for name, w in self.replicas.views(row).items()}
-                self._use(own, {name: b[i].clone() for name, b in buffers.items()})
-                stream.set_state(state)
-                with drawing_from(stream), self._precision():
-                    outcomes.append(self.objective(cloned(batch), with_accuracy=True))
-        finally:
-            self._use(self.leaves, self.buffers)
-        accuracies = [a for _, a in outcomes if a is not None]
-        return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None
 
 
 class NodeBatches:
@@ -194,8 +172,8 @@ class NodeBatches:
 
     def _in_stream(self, step: int) -> Iterator[Any]:
         offset = self._order.offsets[self._rank]
-        positions = (p[self._rank] - offset for p in self._order.batches(step))
-        yield from self._loader(batch_sampler=_Lists(positions))
+        positions = ((p[self._rank] - offset).tolist() for p in self._order.batches(step))
+        yield from self._loader(batch_sampler=positions)
 
     def _loader(self, **kwargs: Any) -> DataLoader[Any]:
         stream = generator(self._config.seed, LOADER)
@@ -210,17 +188,6 @@ class _From:
 
     def __iter__(self) -> Iterator[list[int]]:
         return itertools.islice(iter(self.batches), self.start, None)
-
-
-class _Lists:
-    """A batch sampler from an iterator of index tensors."""
-
-    def __init__(self, positions: Iterator[Tensor]) -> None:
-        self.positions = positions
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for p in self.positions:
-            yield p.tolist()
 
 
 @dataclass(frozen=True)

@@ -93,11 +93,8 @@ def heatmap(
         if bar.ax.get_yscale() == "log":
             label_decades(bar.ax.yaxis)
     if len(known) < len(cells):
-        why = (
-            "diverged"
-            if all("diverged" in cell.note for cell in cells.values() if math.isnan(cell.value))
-            else "failed"
-        )
+        notes = [cell.note for cell in cells.values() if math.isnan(cell.value)]
+        why = "diverged" if all("diverged" in note for note in notes) else "failed"
         hatched = Patch(facecolor=_PALE, hatch=_HATCH, edgecolor="0.8", label=f"hatched: {why}")
         ax.legend(handles=[hatched], loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=7, borderpad=0)
     if remark:

@@ -19,25 +19,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = (
-    "step",
-    "examples",
-    "tokens",
-    "train_loss",
-    "lr",
-    "payload_bytes",
-    "wire_bytes",
-    "seconds",
-    "memory_bytes",
-    "local_loss",
-    "global_loss",
-    "average_loss",
-    "node_loss_min",
-    "node_loss_max",
-    "node_loss_std",
-    "local_accuracy",
-    "global_accuracy",
-    "divergence",
-    "correlation",
+    *("step", "examples", "tokens", "train_loss", "lr", "payload_bytes", "wire_bytes", "seconds", "memory_bytes"),
+    *("local_loss", "global_loss", "average_loss", "node_loss_min", "node_loss_max", "node_loss_std"),
+    *("local_accuracy", "global_accuracy", "divergence", "correlation"),
 )
 # What a column says of the machine, not of the training: it differs from run to run.
 OF_THE_MACHINE = ("seconds", "memory_bytes")

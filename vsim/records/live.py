@@ -40,18 +40,16 @@ class LiveRace:
         histories: name → the records of its runs, one for each seed, which grow; of several their mean is drawn. More
             names may follow while they train.
         title: what stands above.
-        looks: of the lines; default by their order.
 
     Raises:
         ValueError: this is no notebook.
     """
 
-    def __init__(self, histories: Mapping[str, Sequence[History]], title: str = "", looks: Looks | None = None) -> None:
+    def __init__(self, histories: Mapping[str, Sequence[History]], title: str = "") -> None:
         if not _in_notebook():
             raise ValueError("progress='plot' draws in a notebook, and this is none: give True for a bar, or False")
         self.histories = histories
         self.title = title
-        self.looks = looks
         self.max_steps = 0
         self._handle: Any = None
         self._axes: list[Axes] = []
@@ -90,7 +88,7 @@ class LiveRace:
                 self._make()
             alone = len(self.histories) == 1
             y_column, running = self._loss_column(), self._running()
-            looks = self.looks or looks_of(list(self.histories))
+            looks = looks_of(list(self.histories))
             drawn = []
             for name, histories in running.items():
                 for ax, x in zip(self._axes, ("step", "payload"), strict=True):

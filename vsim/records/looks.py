@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 # Okabe and Ito's palette, made to be told apart with any kind of colour vision; its yellow is too pale for a line.
@@ -93,26 +93,22 @@ def looks_by(settings: Mapping[str, Mapping[str, str]], order: Sequence[str], sh
         return list(dict.fromkeys(tuple(settings[name][key] for key in keys) for name in names))
 
     first, second, others = order[:1], order[1:2], order[2:]
-    colours = dict(zip(values(first), _colours(len(values(first))), strict=True))
-    # One setting alone is said by everything.
-    dashes, markers = values(second or first), values(others or second or first)
+    # What colours, dashes and markers say: one setting alone is said by everything.
+    said = (first, second or first, others or second or first)
+    known = [values(keys) for keys in said]
+    colours = _colours(len(known[0]))
 
-    def dash(value: tuple[str, ...]) -> Any:
-        return DASHES[dashes.index(value) % len(DASHES)]
+    def look(said_by: Sequence[tuple[str, ...] | None]) -> Look:
+        """The look in which colour, dashes and marker say these values; None: nothing."""
+        c, d, m = (None if v is None else own.index(v) for v, own in zip(said_by, known, strict=True))
+        colour, dash = ("#444444", "none") if c is None else (colours[c], "-")
+        if d is not None:
+            dash = DASHES[d % len(DASHES)]
+            if second and len(known[1]) > len(DASHES):
+                colour = _lighter(colour, 0.65 * d / len(known[1]))
+        return Look(colour, dash, "" if m is None else MARKERS[m % len(MARKERS)])
 
-    def lightness(value: tuple[str, ...]) -> float:  # where there are more values than dash patterns
-        many = second and len(dashes) > len(DASHES)
-        return 0.65 * dashes.index(value) / len(dashes) if many else 0.0
-
-    def marker(value: tuple[str, ...]) -> str:
-        return MARKERS[markers.index(value) % len(MARKERS)]
-
-    looks = {}
-    for name, own in settings.items():
-        of_colour, of_dash, of_marker = (
-            tuple(own[key] for key in keys) for keys in (first, second or first, others or second or first)
-        )
-        looks[name] = Look(_lighter(colours[of_colour], lightness(of_dash)), dash(of_dash), marker(of_marker))
+    looks = {name: look([tuple(own[key] for key in keys) for keys in said]) for name, own in settings.items()}
     key: dict[str, list[tuple[str, Look]]] = {}
     for names in filter(None, (first, second, others)):
         there = values(names, sorted(shown, key=list(settings).index))
@@ -120,14 +116,7 @@ def looks_by(settings: Mapping[str, Mapping[str, str]], order: Sequence[str], sh
             continue
         key[", ".join(names)] = lines = []
         for value in there[:: -(-len(there) // _KEYS)]:
-            look = Look("#444444", "none", "")
-            if names is first:
-                look = replace(look, colour=colours[value], dash="-")
-            if names is (second or first):
-                look = replace(look, colour=_lighter(look.colour, lightness(value)), dash=dash(value))
-            if names is (others or second or first):
-                look = replace(look, marker=marker(value))
-            lines.append((", ".join(value), look))
+            lines.append((", ".join(value), look([value if keys is names else None for keys in said])))
     return Looks(looks, key)
 
 

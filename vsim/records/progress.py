@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vsim.records.history import History
@@ -12,35 +13,30 @@ from vsim.records.live import LiveRace
 from vsim.records.report import Hook, Log, StepReport
 
 
+@dataclass(eq=False)
 class Recorder:
     """Keeps what is reported: history, logs, hooks, progress. What was done stays on an interrupt.
 
-    Args:
+    Attributes:
         history: gets a row a step.
         progress: show a progress bar, or with "plot" a figure in the notebook; description: what it says.
         train_loss_hook: called as f(step, mean train loss) after every step; eval_loss_hook as f(step, global loss).
         log: gets every report, before the hooks.
     """
 
-    def __init__(
-        self,
-        history: History,
-        progress: bool | str = False,
-        description: str = "",
-        train_loss_hook: Hook | None = None,
-        eval_loss_hook: Hook | None = None,
-        log: Log | None = None,
-    ) -> None:
-        self.history = history
-        self.progress = progress
-        self.description = description
-        self.train_loss_hook = train_loss_hook
-        self.eval_loss_hook = eval_loss_hook
-        self.log = log
+    history: History
+    progress: bool | str = False
+    description: str = ""
+    train_loss_hook: Hook | None = None
+    eval_loss_hook: Hook | None = None
+    log: Log | None = None
+
+    def __post_init__(self) -> None:
         self.odd_validation: int | None = None  # the first step whose validation loss was not finite
         self.has_warned = False
         self.bar: Any = None
-        self.live = LiveRace({description: [history]}, description) if progress == "plot" else None
+        own = {self.description: [self.history]}
+        self.live = LiveRace(own, self.description) if self.progress == "plot" else None
 
     def __call__(self, report: StepReport) -> None:
         row = report.row

@@ -55,11 +55,7 @@ def broadcast(tensor: Tensor, src: int = 0, *, label: str = "broadcast", payload
 
 
 def all_gather(
-    tensor_list: list[Tensor] | None,
-    tensor: Tensor,
-    *,
-    label: str = "all_gather",
-    payload_bytes: float | None = None,
+    tensor_list: list[Tensor] | None, tensor: Tensor, *, label: str = "all_gather", payload_bytes: float | None = None
 ) -> list[Tensor]:
     """Give every node the rows of all nodes.
 

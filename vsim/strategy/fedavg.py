@@ -68,11 +68,7 @@ class FedAvgStrategy(Strategy):
     """
 
     def __init__(
-        self,
-        H: int = 1,
-        island_size: int | None = None,
-        weighting: str = "uniform",
-        **options: Unpack[StrategyOptions],
+        self, H: int = 1, island_size: int | None = None, weighting: str = "uniform", **options: Unpack[StrategyOptions]
     ) -> None:
         every = whole_number("H", H)
         super().__init__([AveragingCommunicator(island_size, every, weighting)], **options)

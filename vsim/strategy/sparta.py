@@ -161,8 +161,7 @@ class _FurthestMoved(IndexSelector):
         return cluster.collectives.all_gather(own, label="nominations").unique().long()
 
     def note_shared(self, index: Tensor, values: Tensor) -> None:
-        nodes = len(self.last_shared)
-        self.last_shared.scatter_(1, index.expand(nodes, -1), values.expand(nodes, -1))
+        write_entries_(self.last_shared, index, values)
 
 
 class SPARTAStrategy(Strategy):

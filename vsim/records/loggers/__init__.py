@@ -8,7 +8,6 @@ logged and when, and sees to it that a logger neither changes what is trained no
 from vsim.records.loggers.base import Logger
 from vsim.records.loggers.csv import CSVLogger
 from vsim.records.loggers.folders import check_run_name, date_and_time, folder_name
-from vsim.records.loggers.rows import perplexity, train_row, validation_row
 from vsim.records.loggers.run import RunLog, for_one_run, run_loggers
 from vsim.records.loggers.tensorboard import TensorBoardLogger
 from vsim.records.loggers.wandb import WandbLogger
@@ -23,8 +22,5 @@ __all__ = [
     "date_and_time",
     "folder_name",
     "for_one_run",
-    "perplexity",
     "run_loggers",
-    "train_row",
-    "validation_row",
 ]

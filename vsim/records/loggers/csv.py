@@ -36,7 +36,7 @@ class CSVLogger:
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Make the folder and write `config.json`."""
-        self._close()
+        self.finish("")
         text = json.dumps(config, indent=2, allow_nan=False) + "\n"
         for folder in free_folders(self.log_dir, config.get("run_name"), "*.csv", "config.json"):
             # "x": of several runs that start at once, one gets the folder.
@@ -55,18 +55,15 @@ class CSVLogger:
 
     def finish(self, failure: str) -> None:
         """Close the files."""
-        self._close()
+        for table in self._tables.values():
+            table.close()
+        self._tables = {}
 
     def _table(self, name: str) -> _Table:
         assert self.folder is not None
         if name not in self._tables:
             self._tables[name] = _Table(self.folder / name)
         return self._tables[name]
-
-    def _close(self) -> None:
-        for table in self._tables.values():
-            table.close()
-        self._tables = {}
 
 
 class _Table:

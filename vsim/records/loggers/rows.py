@@ -6,15 +6,8 @@ import math
 from collections.abc import Mapping
 
 Row = Mapping[str, float]
-# Columns of History under the names that they have in logs, in this order.
-_TRAIN_COLUMNS = {
-    "payload_bytes": "payload_bytes",
-    "wire_bytes": "wire_bytes",
-    "seconds": "seconds",
-    "memory_bytes": "memory_bytes",
-    "divergence": "divergence",
-    "correlation": "correlation",
-}
+# Columns of History, in this order.
+_TRAIN_COLUMNS = ("payload_bytes", "wire_bytes", "seconds", "memory_bytes", "divergence", "correlation")
 _VALIDATION_COLUMNS = ("average_loss", "node_loss_min", "node_loss_max", "node_loss_std", "payload_bytes", "wire_bytes")
 _ACCURACIES = ("local_accuracy", "global_accuracy")
 
@@ -44,7 +37,7 @@ def train_row(row: Row, before: Row) -> dict[str, float]:
         "train_loss": row["train_loss"],
         "train_perplexity": perplexity(row["train_loss"]),
         "lr": row["lr"],
-        **{name: row.get(column, math.nan) for column, name in _TRAIN_COLUMNS.items()},
+        **{name: row.get(name, math.nan) for name in _TRAIN_COLUMNS},
         "examples_per_second": per_second(row["examples"] - before["examples"]),
         "tokens_per_second": per_second(row.get("tokens", math.nan) - tokens_before),
     }

@@ -56,17 +56,12 @@ class WandbLogger:
         self.url = self.run.url if not self.run.offline else None
 
     def log_train(self, row: Row) -> None:
-        """Log a training step's numbers."""
-        self._log(row)
+        """Log the numbers of a training step or a validation."""
+        self.run.log({name: v for name, v in row.items() if not math.isnan(v)}, step=x_of(row, self._x))
 
-    def log_validation(self, row: Row) -> None:
-        """Log a validation's numbers."""
-        self._log(row)
+    log_validation = log_train
 
     def finish(self, failure: str) -> None:
         """End the run; one that failed is marked so."""
         if self.run is not None:
             self.run.finish(exit_code=1 if failure else 0)
-
-    def _log(self, row: Row) -> None:
-        self.run.log({name: v for name, v in row.items() if not math.isnan(v)}, step=x_of(row, self._x))
