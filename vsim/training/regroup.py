@@ -20,8 +20,8 @@ _SHARE = 0.2
 def regroup(run: Run) -> None:
     """Put the members of a run that still train into matrices of their own, if enough rows would be saved.
 
-    They resume from a snapshot in memory, bitwise unchanged. All stay where they are if one cannot: a strategy whose state
-    cannot be saved, or filled in a strategy that is set up anew, or worker processes that fetch its data.
+    They resume from a snapshot in memory, bitwise unchanged. All stay where they are if one cannot: a strategy whose
+    state cannot be saved, or filled in a strategy that is set up anew, or worker processes that fetch its data.
     """
     remaining = run.training
     rows = sum(member.cluster.replicas.num_held for group in run.groups for member in group.members)
