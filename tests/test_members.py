@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import vsim
-from vsim import race
 from vsim.cluster.randomness import isolated
 from vsim.data import digits
 from vsim.models import MLP
+from vsim.race import race
 from vsim.records.history import COLUMNS, OF_THE_MACHINE, History
 from vsim.records.progress import Recorder
 from vsim.strategy import (

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import re
 import statistics
-import time
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from vsim.arguments import naming
 from vsim.checkpoint.files import checkpoint_path, checkpoints_in, prepare_folder, step_of
 from vsim.checkpoint.start import Saving, Start
-from vsim.cluster.ledger import Event, Ledger
 from vsim.cluster.randomness import isolated
 from vsim.cluster.state import CheckpointError
 from vsim.engine.memory import available_bytes
-from vsim.records.history import History, read_json, write_json
-from vsim.records.live import LiveRace
+from vsim.race.runner import Runner, ended_by, read_end, take_end, write_end, write_whole
+from vsim.race.watch import Watch
+from vsim.records.history import History, read_json
 from vsim.records.progress import Recorder
-from vsim.records.report import Hook, Log
 from vsim.training.assemble import prepare
 from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupted
@@ -35,52 +29,6 @@ from vsim.training.member import Member, Run
 
 # The share of a device's free memory for the matrices of members that train together; the rest is for activations.
 _SHARE_OF_MATRICES = 0.5
-_SECONDS_BETWEEN = 0.1  # what a progress bar says of all runs
-
-
-@dataclass(eq=False)
-class Runner:
-    """One run of a race, and its outcome.
-
-    Attributes:
-        name: of its strategy or setting, the same for all seeds.
-        config: its checked arguments. hooks: for training and validation losses. log: drives its loggers.
-        history, ledger, model: its record, and the mean of its nodes' final models if it reached its end.
-        error: why it left. stopped_at: the step after which a rung took it out. interrupted_at: the last step before an
-            interrupt.
-    """
-
-    name: str
-    config: RunConfig
-    hooks: tuple[Hook | None, Hook | None] = (None, None)
-    log: Log | None = None
-    history: History = field(init=False)
-    ledger: Ledger = field(default_factory=Ledger)
-    model: nn.Module | None = None
-    error: Exception | None = None
-    stopped_at: int | None = None
-    interrupted_at: int | None = None
-
-    def __post_init__(self) -> None:
-        self.history = History(self.config.label, self.config.num_nodes)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is a record."""
-        return len(self.history) > 0
-
-    @property
-    def diverged_at(self) -> int | None:
-        """The first step with a loss or weights that are not finite."""
-        if not isinstance(self.error, FloatingPointError):
-            return None
-        at = re.search(r"step (\d+)", str(self.error))
-        return int(at[1]) if at else len(self.history)
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of its checkpoints; None: it is not saved."""
-        return None if self.config.saving is None else self.config.saving.folder
 
 
 @dataclass
@@ -127,7 +75,7 @@ class Race:
             warnings.warn(f"trained in groups that fit into memory: {sizes} runs", UserWarning, stacklevel=3)
         for heat in heats[1:]:  # what is refused is refused before the first one trains, which says so for itself
             self._prepared([replace(runner.config, start=None, saving=None) for runner in heat])
-        with _Watch(self) as watch:
+        with Watch(self.runners, self.progress, self.title) as watch:
             for heat in heats:
                 self._run_heat(heat, watch)
 
@@ -141,7 +89,7 @@ class Race:
             histories = [History(config.label, config.num_nodes) for config in configs]
             return prepare(configs, [Recorder(history) for history in histories], histories, self.device)
 
-    def _run_heat(self, heat: Sequence[Runner], watch: _Watch) -> None:
+    def _run_heat(self, heat: Sequence[Runner], watch: Watch) -> None:
         running = self._resumed(heat)
         if not running:
             return
@@ -174,7 +122,7 @@ class Race:
                     if member.trains:
                         runner.model = member.mean_model()
 
-    def _collect(self, run: Run, running: Sequence[Runner], watch: _Watch) -> None:
+    def _collect(self, run: Run, running: Sequence[Runner], watch: Watch) -> None:
         """Note which members have left, and show the progress of all."""
         for member, runner in zip(run.members, running, strict=True):
             runner.ledger, runner.error = member.ledger, member.error
@@ -182,7 +130,7 @@ class Race:
                 runner.stopped_at = member.done
             is_over = not member.trains or member.done == member.max_steps
             if is_over and runner.folder is not None and not (runner.folder / "end.json").exists():
-                _write_end(runner)
+                write_end(runner)
         watch.show(run)
 
     def _stopped(self, run: Run, running: Sequence[Runner]) -> Collection[Member]:
@@ -236,7 +184,7 @@ class Race:
                 )
             for folder in self._folders():
                 prepare_folder(folder)
-            _write_whole(path, about)
+            write_whole(path, about)
             return
         if not path.exists():
             raise CheckpointError(f"there is no comparison to resume in the folder {str(self.folder)!r}")
@@ -254,19 +202,19 @@ class Race:
         """Bring runners back to the last step at which all of them were saved; return those that train on."""
         if self.folder is None or not self.resume:
             return list(heat)
-        ends = {runner: _read_end(runner) for runner in heat}
+        ends = {runner: read_end(runner) for runner in heat}
         saved = {r: {step_of(path) for path in checkpoints_in(r.folder)} for r in heat if r.folder is not None}
         steps = sorted(set().union(*saved.values()), reverse=True)
-        common = next((s for s in steps if all(s in saved[r] or _ended_by(ends[r], s) for r in heat)), 0)
+        common = next((s for s in steps if all(s in saved[r] or ended_by(ends[r], s) for r in heat)), 0)
         running = []
         for runner in heat:
             assert runner.folder is not None
             for path in checkpoints_in(runner.folder):
                 if step_of(path) > common:
                     path.unlink()
-            end = ends[runner] if _ended_by(ends[runner], common) else None
+            end = ends[runner] if ended_by(ends[runner], common) else None
             if common and end is not None and not end["finished"]:
-                _take_end(runner, end)
+                take_end(runner, end)
                 continue
             if not common or end is None:
                 (runner.folder / "end.json").unlink(missing_ok=True)
@@ -312,100 +260,3 @@ def _finish(recorder: Recorder, runner: Runner, error: BaseException | None) -> 
         recorder.log = None
     recorder.__exit__(None if own is None else type(own), own, None)
     return False
-
-
-class _Watch:
-    """Shows a race to the user: a bar, or all curves in one figure."""
-
-    def __init__(self, race: Race) -> None:
-        self.race = race
-        self.bar: Any = None
-        self.live: LiveRace | None = None
-        self.histories: dict[str, list[History]] = {}
-        self._next = 0.0
-        if race.progress == "plot":
-            self.live = LiveRace(self.histories, race.title)
-
-    def show(self, run: Run) -> None:
-        race = self.race
-        if self.live is not None:
-            for runner in race.runners:
-                own = self.histories.setdefault(runner.name, [])
-                if runner.has_begun and runner.history not in own:
-                    own.append(runner.history)
-            self.live.update(run.max_steps)
-            return
-        now = time.perf_counter()
-        if not race.progress or (now < self._next and run.training):
-            return
-        self._next = now + _SECONDS_BETWEEN
-        if self.bar is None:
-            from tqdm.auto import tqdm
-
-            self.bar = tqdm(total=0, unit="step", desc=race.title, dynamic_ncols=True, disable=None)
-        self.bar.total = run.max_steps * len(race.runners)
-        self.bar.n = sum(max(0, len(runner.history) - 1) for runner in race.runners)
-        losses = [sum(m.node_losses) / len(m.node_losses) for m in run.training if m.node_losses]
-        left = sum(not member.trains for member in run.members)
-        best = f"best loss {min(losses):.3f}" if losses else ""
-        self.bar.set_postfix_str(best + (f", {left} not training" if left else ""), refresh=False)
-        self.bar.update(0)
-
-    def __enter__(self) -> _Watch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        if self.live is not None:
-            self.live.close()
-
-
-# The end of a runner, in its folder -----------------------------------------------------------------------------------
-
-
-def _write_end(runner: Runner) -> None:
-    assert runner.folder is not None
-    content = {
-        "step": int(runner.history["step"][-1]),
-        "finished": _length(runner) if runner.error is None and runner.stopped_at is None else None,
-        "stopped": runner.stopped_at is not None,
-        "diverged": isinstance(runner.error, FloatingPointError),
-        "error": "" if runner.error is None else str(runner.error),
-        "history": runner.history.as_plain(),
-        "events": [list(event) for event in runner.ledger],
-    }
-    _write_whole(runner.folder / "end.json", content)
-
-
-def _length(runner: Runner) -> list[int | None]:
-    """Return what decides how many steps a run has; a longer one goes on where this one ended."""
-    return [runner.config.max_steps, runner.config.num_epochs]
-
-
-def _write_whole(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that is whole or not there at all, whenever the process is killed."""
-    part = path.with_suffix(".part")
-    write_json(part, content)
-    part.replace(path)
-
-
-def _read_end(runner: Runner) -> dict[str, Any] | None:
-    assert runner.folder is not None
-    path = runner.folder / "end.json"
-    end: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    return None if end is None or end["finished"] not in (None, _length(runner)) else end
-
-
-def _ended_by(end: dict[str, Any] | None, step: int) -> bool:
-    return end is not None and end["step"] <= step
-
-
-def _take_end(runner: Runner, end: dict[str, Any]) -> None:
-    runner.history = History.from_plain(end["history"])
-    for event in end["events"]:
-        runner.ledger.record(Event._make([*event[:-1], tuple(event[-1])]))
-    if end["stopped"]:
-        runner.stopped_at = int(end["step"])
-    elif end["error"]:
-        runner.error = (FloatingPointError if end["diverged"] else RuntimeError)(end["error"])

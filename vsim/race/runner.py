@@ -1,0 +1,112 @@
+"""One run of a race: its configuration, its outcome, and the file that says how it ended."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vsim.cluster.ledger import Event, Ledger
+from vsim.records.history import History, write_json
+from vsim.records.report import Hook, Log
+from vsim.training.config import RunConfig
+
+
+@dataclass(eq=False)
+class Runner:
+    """One run of a race, and its outcome.
+
+    Attributes:
+        name: of its strategy or setting, the same for all seeds.
+        config: its checked arguments. hooks: for training and validation losses. log: drives its loggers.
+        history, ledger, model: its record, and the mean of its nodes' final models if it reached its end.
+        error: why it left. stopped_at: the step after which a rung took it out. interrupted_at: the last step before an
+            interrupt.
+    """
+
+    name: str
+    config: RunConfig
+    hooks: tuple[Hook | None, Hook | None] = (None, None)
+    log: Log | None = None
+    history: History = field(init=False)
+    ledger: Ledger = field(default_factory=Ledger)
+    model: nn.Module | None = None
+    error: Exception | None = None
+    stopped_at: int | None = None
+    interrupted_at: int | None = None
+
+    def __post_init__(self) -> None:
+        self.history = History(self.config.label, self.config.num_nodes)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a record."""
+        return len(self.history) > 0
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The first step with a loss or weights that are not finite."""
+        if not isinstance(self.error, FloatingPointError):
+            return None
+        at = re.search(r"step (\d+)", str(self.error))
+        return int(at[1]) if at else len(self.history)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of its checkpoints; None: it is not saved."""
+        return None if self.config.saving is None else self.config.saving.folder
+
+
+def write_end(runner: Runner) -> None:
+    """Write how a run ended to its folder, which must be there."""
+    assert runner.folder is not None
+    content = {
+        "step": int(runner.history["step"][-1]),
+        "finished": _length(runner) if runner.error is None and runner.stopped_at is None else None,
+        "stopped": runner.stopped_at is not None,
+        "diverged": isinstance(runner.error, FloatingPointError),
+        "error": "" if runner.error is None else str(runner.error),
+        "history": runner.history.as_plain(),
+        "events": [list(event) for event in runner.ledger],
+    }
+    write_whole(runner.folder / "end.json", content)
+
+
+def _length(runner: Runner) -> list[int | None]:
+    """Return what decides how many steps a run has; a longer one goes on where this one ended."""
+    return [runner.config.max_steps, runner.config.num_epochs]
+
+
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Write a file that is whole or not there at all, whenever the process is killed."""
+    part = path.with_suffix(".part")
+    write_json(part, content)
+    part.replace(path)
+
+
+def read_end(runner: Runner) -> dict[str, Any] | None:
+    """Return how a run of this length ended, None if it did not."""
+    assert runner.folder is not None
+    path = runner.folder / "end.json"
+    end: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return None if end is None or end["finished"] not in (None, _length(runner)) else end
+
+
+def ended_by(end: dict[str, Any] | None, step: int) -> bool:
+    """Whether a run had ended when the others were at a step."""
+    return end is not None and end["step"] <= step
+
+
+def take_end(runner: Runner, end: dict[str, Any]) -> None:
+    """Give a runner the record of a run that left before the others."""
+    runner.history = History.from_plain(end["history"])
+    for event in end["events"]:
+        runner.ledger.record(Event._make([*event[:-1], tuple(event[-1])]))
+    if end["stopped"]:
+        runner.stopped_at = int(end["step"])
+    elif end["error"]:
+        runner.error = (FloatingPointError if end["diverged"] else RuntimeError)(end["error"])
