@@ -15,7 +15,7 @@ from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.data import digits
 from vsim.engine import CompiledExecutor, CompileError, Executor, LoopExecutor, Settings, VmapExecutor
-from vsim.engine.activations import activation_bytes
+from vsim.engine.memory import activation_bytes
 from vsim.engine.objective import Objective
 from vsim.models import MLP
 from vsim.strategy import (

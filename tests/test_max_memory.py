@@ -24,8 +24,7 @@ from vsim.cluster.optim import OptimSpec
 from vsim.cluster.randomness import generator
 from vsim.cluster.replicas import Replicas, with_gaps
 from vsim.engine import AutoExecutor, Executor, LoopExecutor, VmapExecutor, memory
-from vsim.engine.activations import activation_bytes
-from vsim.engine.memory import divisors, fitting_minibatch, optimizer_bytes, step_bytes, step_moments
+from vsim.engine.memory import activation_bytes, divisors, fitting_minibatch, optimizer_bytes, step_bytes, step_moments
 from vsim.engine.objective import Objective
 from vsim.strategy import DiLoCoStrategy, SPARTAStrategy, Strategy
 from vsim.training import assemble as assembly

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from vsim.engine import AutoExecutor, VmapExecutor
-from vsim.engine.activations import activation_bytes
-from vsim.engine.memory import optimizer_bytes
+from vsim.engine.memory import activation_bytes, optimizer_bytes
 from vsim.private_torch import cpu_multiplies_bfloat16
 from vsim.training.loop import steps
 from vsim.training.member import Run

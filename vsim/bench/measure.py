@@ -23,8 +23,7 @@ from vsim.bench.workloads import BATCH_SIZE, MODELS, NODES, Workload, model_and_
 from vsim.cluster.optim import OptimSpec
 from vsim.doctor import peak_flops
 from vsim.engine import VmapExecutor
-from vsim.engine.activations import activation_bytes
-from vsim.engine.memory import optimizer_bytes, step_moments
+from vsim.engine.memory import activation_bytes, optimizer_bytes, step_moments
 from vsim.strategy import Strategy
 from vsim.trainer import Trainer
 from vsim.training.loop import steps

@@ -14,8 +14,8 @@ from vsim_kernels.alignment import rows_apart
 
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Views
-from vsim.engine.activations import activation_bytes
 from vsim.engine.base import Before
+from vsim.engine.memory import activation_bytes
 from vsim.engine.vmap import Piece, VmapExecutor, even_pieces
 from vsim.private_torch import (
     allow_saved_tensors_hooks,

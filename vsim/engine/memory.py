@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim_kernels.alignment import rows_apart
 
 from vsim.cluster.optim import StackedOptimizer, torch_optimizers
-from vsim.engine import Executor
-from vsim.engine.base import cloned, undone
+from vsim.engine.base import Executor, cloned, undone
 from vsim.private_torch import TorchDispatchMode, storage_key
 
 # Bytes beside those of tensors: workspaces inside of kernels, and an allocator's loss to fragmentation. On the
@@ -98,6 +97,36 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
         kept = sum(t.numel() for t in tree_leaves(other.state[sample]) if isinstance(t, Tensor) and t.dim())
     weights = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
     return math.ceil(weights * kept / sample.numel())
+
+
+def activation_bytes(executor: Executor, batch: Any) -> int:
+    """Return the bytes that autograd keeps of one node's batch between the forward and the backward pass.
+
+    Every storage counts once. Parameters, buffers and the batch itself do not count: they are there anyway.
+
+    Args:
+        executor: whose first node computes, on its own: an executor that takes n nodes at once keeps about n times as
+            much. Nothing in it changes.
+        batch: one node's batch (B, …), on the device of the replicas.
+    """
+    node, batch = executor.replicas.rows(0, 1), cloned(batch)
+    weights = {name: w[0].detach().requires_grad_() for name, w in node.views(node.weights).items()}
+    buffers = {name: b[0].clone() for name, b in node.buffers.items()}
+    there = [*weights.values(), *buffers.values(), *node.frozen.values(), *tree_leaves(batch)]
+    addresses = {t.untyped_storage().data_ptr() for t in there}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in addresses:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    keeping = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    with undone(executor), torch.enable_grad(), executor._precision(), keeping:
+        outcome = executor._outcome(weights, buffers, batch, False)
+    del outcome  # not before: a storage that is freed leaves its address to another
+    return sum(kept.values())
 
 
 class _Moments(TorchDispatchMode):
