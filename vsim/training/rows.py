@@ -69,10 +69,10 @@ def rows_of(parts: Sequence[Part], device: torch.device) -> Rows:
         if share_weights:
             row = weights[next_weights : next_weights + 1].copy_(own.weights[:1])
             own, next_weights = replace(own, weights=row), next_weights + 1
-            found.spread.append((own, rows))
         if share_grads:
-            own.grads = grads[next_grads : next_grads + 1]
-            next_grads += 1
+            own, next_grads = replace(own, grads=grads[next_grads : next_grads + 1]), next_grads + 1
+        if share_weights or share_grads:
+            found.spread.append((own, rows))
         found.parts.append(own)
         start += count
     return found
