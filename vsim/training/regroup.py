@@ -38,6 +38,8 @@ def regroup(run: Run) -> None:
     except CheckpointError:
         run.regroups = False
         return
+    for part in parts:
+        part.config = replace(part.config, start=None)  # the snapshots hold the old matrices
     successors = dict(zip(remaining, fresh.members, strict=True))
     for old, new in successors.items():
         new.seconds, new.draws = old.seconds, old.draws
