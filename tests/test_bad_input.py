@@ -586,7 +586,7 @@ TABLE = [
         "exact and half as precise",
         lambda: fit(deterministic=True, autocast=True),
         ValueError,
-        "deterministic=True .* autocast=True does not",
+        "deterministic=True is bitwise equal to eager float32, which autocast=True is not",
     ),
     Bad(
         "a hook that is never called",
