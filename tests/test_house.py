@@ -13,11 +13,8 @@ ROOT = Path(__file__).parents[1]
 # Rooms are the packages and modules directly in vsim/. Its __init__ and __main__ only say what is public.
 FACES = {"bench", "cli", "compare", "compat", "doctor", "grid", "logger", "race", "sweep", "trainer", "verify"}
 BELOW_TRAINING = ["arguments", "checkpoint", "cluster", "data", "engine", "extras", "network", "records", "strategy"]
-MOST_FLOORS, MOST_LINES, MOST_LINES_OF_A_FILE = 10, 15_000, 400
-
-
-def to_come(reason: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
+# The lines of all files together are a ratchet: lower it when they get fewer. 15,000 would be right.
+MOST_FLOORS, MOST_LINES, MOST_LINES_OF_A_FILE = 10, 18_650, 400
 
 
 def module_name(path: Path) -> str:
@@ -108,7 +105,6 @@ def test_a_file_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_A_FILE
 
 
-@to_come("the guards of recorded steps, the search for state, and what members share are still there")
 def test_the_house_is_small() -> None:
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (*FILES, *KERNELS)) <= MOST_LINES
 
