@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from separate import small_mlp, vectors
@@ -282,3 +283,25 @@ def test_single_examples_may_have_any_length() -> None:
     assert_own_fits(
         {"alone": Strategy(lr=1e-2)}, data=Documents, make=Slope, num_nodes=1, batch_size=1, val_size=1, val_interval=3
     )
+
+
+class DrawsInForward(nn.Module):
+    """Takes its noise from numpy, where no node has a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_mlp()
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.inner(batch) * (1 + 0.1 * float(np.random.rand()))  # noqa: NPY002
+
+
+def test_a_model_that_draws_globally_is_told_and_is_its_own_fit_one_after_the_other() -> None:
+    options = {**OPTIONS, "num_nodes": 2, "seeds": [1, 2], "executor": "loop"}
+    strategies = {"a": FedAvgStrategy(H=2, lr=1e-2), "b": Strategy(lr=1e-2)}
+    with pytest.warns(UserWarning, match="the model draws from the global generators of torch, numpy or Python"):
+        vsim.compare(DrawsInForward(), vectors(), strategies=strategies, **options)
+    apart = vsim.compare(DrawsInForward(), vectors(), strategies=strategies, together=False, **options)
+    trainer = vsim.Trainer(DrawsInForward(), vectors())
+    trainer.fit(strategy=strategies["b"], num_nodes=2, seed=2, executor="loop", **OPTIONS)
+    np.testing.assert_array_equal(apart.runs("b")[1].history.node_losses, trainer.history.node_losses)

@@ -84,6 +84,15 @@ def set_global_states(states: dict[str, Any], device: torch.device) -> None:
     random.setstate(states["python"])
 
 
+def same_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two results of `global_states` are equal."""
+    keys, positions = zip(
+        *((s["numpy"]["state"]["key"], s["numpy"]["state"]["pos"]) for s in (one, other)), strict=True
+    )
+    torchs = all(torch.equal(one[name], other[name]) for name in ("torch", "device"))
+    return torchs and one["python"] == other["python"] and np.array_equal(*keys) and positions[0] == positions[1]
+
+
 class OwnGlobals:
     """The global random generators as one member of a run would find them if it trained alone.
 

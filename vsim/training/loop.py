@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.arguments import naming
 from vsim.cluster.optim import torch_optimizers
-from vsim.cluster.randomness import global_states
+from vsim.cluster.randomness import global_states, same_states
 from vsim.engine.allocator import keeping_freed_memory
 from vsim.engine.memory import held_bytes
 from vsim.records.report import StepReport
@@ -101,7 +102,12 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
         member.known_events, member.lr = len(member.ledger), member.strategy.lr
     try:
         batch = tree_map(lambda t: t.to(device, non_blocking=True), next(group.batches))
+        first = len(run.members) > 1 and not group.has_stepped
+        before = global_states(device) if first else {}
         losses = group.losses_and_grads(batch)
+        if first and not same_states(before, global_states(device)):
+            _warn_of_global_draws()
+        group.has_stepped = True
     except Exception as error:  # of the model or the data, which all members of the group share
         for member in members:
             _leave(run, member, error)
@@ -118,6 +124,16 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
         member.examples += examples * nodes
         member.tokens += tokens * nodes
     return stops
+
+
+def _warn_of_global_draws() -> None:
+    warnings.warn(
+        "the model draws from the global generators of torch, numpy or Python in forward, and all runs that train "
+        "together draw from the same ones: reproducible, but not the numbers of a Trainer.fit. Give together=False, or "
+        "draw by torch's functions, such as torch.rand or dropout, which take every node's own generator",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _keep_losses(run: Run, group: Group, losses: Tensor, step: int) -> bool:

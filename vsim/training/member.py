@@ -212,6 +212,7 @@ class Group:
         batches: stacked batches (R, B, …) for all rows, on any device.
         minibatch_size: examples per node at once; None: the whole batch.
         optimizers: those of its members, stepped in few calls.
+        has_stepped: whether a step has been taken since it was assembled.
     """
 
     members: list[Member]
@@ -220,6 +221,7 @@ class Group:
     batches: Iterator[Any]
     minibatch_size: int | None
     optimizers: Optimizers
+    has_stepped: bool = False
 
     def losses_and_grads(self, batch: Any) -> Tensor:
         """Return the losses (R,) of a stacked batch (R, B, …), and leave every member its gradients."""
