@@ -28,7 +28,7 @@ _TIMED_STEPS = 3  # of each, after the first and those in which it prepares
 # Seconds that compiling is expected to take until one has been measured in this process, and the share of the remaining
 # run that it may take. If the compiled steps turn out to be no faster, that is what is lost.
 _FIRST_GUESS_OF_COMPILING, _COMPILING_SHARE = 60.0, 0.1
-_FEWEST_STEPS_TO_TRACE = 200  # with compile="auto": fewer do not repay half a second
+_FEWEST_STEPS_TO_TRACE = 1000  # with compile="auto": what a step saves repays its capture after 400 to 1000
 
 _remembered: dict[Any, tuple[str, str]] = {}  # what was computed → (the choice, why)
 _seconds_of_compiling: list[float] = []
