@@ -226,7 +226,8 @@ class Trainer:
                 are called, bitwise equal to False (see `vsim.engine.TraceExecutor`). True: torch.compile the loss and
                 its gradient, and those kernels of strategies for which that was measured to pay (see
                 `vsim_kernels.compiled`), in some ten seconds. "auto": trace a run of a thousand steps or more, and
-                compile if the remaining steps are expected to repay it. False: the model's own Python runs at every step. Not for executor="loop".
+                compile if the remaining steps are expected to repay it. False: the model's own Python runs at every
+                step. Not for executor="loop".
             chunk_size: nodes that "vmap" computes at once. The activations of one chunk are in memory at a time.
             backend: "stacked", the simulator; or "process": a process for every node over torch.distributed, in
                 ordinary eager PyTorch on this machine, or under torchrun this process as one of its ranks.
