@@ -12,7 +12,7 @@ from separate import images, small_cnn
 from torch import Tensor, nn
 
 from vsim import Trainer
-from vsim.checkpoint.files import checkpoint_path
+from vsim.checkpoint.folder import checkpoint_path
 from vsim.records.history import COLUMNS, OF_THE_MACHINE
 from vsim.strategy import OptimSpec, Strategy
 from vsim.training.member import Run

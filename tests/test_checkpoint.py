@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 import vsim
 from vsim import Checkpoint, CheckpointError, Trainer, load_checkpoint
-from vsim.checkpoint.files import checkpoints_in
+from vsim.checkpoint.folder import checkpoints_in
 from vsim.cluster import Cluster
 from vsim.data import epoch_indices
 from vsim.models import MLP

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from separate import vectors
 
 from vsim import CheckpointError, load_checkpoint
-from vsim.checkpoint.files import checkpoints_in
+from vsim.checkpoint.folder import checkpoints_in
 from vsim.checkpoint.resume import captured
 from vsim.checkpoint.snapshot import Shard, flat_bytes
 from vsim.models import MLP

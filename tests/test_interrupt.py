@@ -237,7 +237,7 @@ def test_killed_at_thirty_random_moments(tmp_path: Path) -> None:
 
 
 def _progress(folder: Path) -> int:
-    from vsim.checkpoint.files import checkpoints_in, step_of
+    from vsim.checkpoint.folder import checkpoints_in, step_of
 
     found = checkpoints_in(folder)
     return step_of(found[-1]) if found else 0

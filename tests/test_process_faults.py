@@ -22,9 +22,10 @@ import torch
 from separate import small_mlp, vectors
 from torch import nn
 
-from vsim import Trainer
+from vsim import Trainer, load_checkpoint
 from vsim.process import CollectiveFailure, NodeFailure
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
+from vsim.training.interrupt import Interrupted
 
 NO_HANG_SECONDS = 15.0
 
@@ -399,6 +400,42 @@ def test_the_processes_end_with_a_caller_that_is_killed(tmp_path: Path, mark: st
         process.kill()
         assert gone_within(NO_HANG_SECONDS, mark)
     assert list(tmp_path.glob("vsim-*")) == []
+
+
+@pytest.mark.slow
+@linux
+def test_nodes_within_c_code_end_with_a_caller_that_is_killed(tmp_path: Path, mark: str) -> None:
+    asleep = "__import__('ctypes').PyDLL(None).sleep(60) if self.local_step == 3 else None"  # it keeps Python's lock
+    with started(tmp_path, script(pause=0.0).replace("time.sleep(0.0)", asleep)) as process:
+        read_until(process, "step 3")
+        process.kill()
+        assert gone_within(NO_HANG_SECONDS, mark)
+    assert list(tmp_path.glob("vsim-*")) == []
+
+
+@pytest.mark.slow
+@linux
+def test_an_interrupt_of_a_nodes_process_stops_the_run_after_its_step(tmp_path: Path, mark: str) -> None:
+    trainer = Trainer(small_mlp(), vectors())
+
+    def interrupt_a_child(step: int, loss: float) -> None:
+        if step == 2:
+            for pid in processes_with(mark):
+                if b"vsim.process.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGINT)
+                    return
+
+    with pytest.raises(
+        Interrupted, match=rf"interrupted after step \d+: the run is saved in '{tmp_path}'; resume=True"
+    ):
+        fit(
+            FedAvgStrategy(H=2),
+            trainer=trainer,
+            max_steps=100_000,
+            train_loss_hook=interrupt_a_child,
+            save_dir=tmp_path,
+        )
+    assert load_checkpoint(tmp_path).step == trainer.history["step"][-1]
 
 
 @pytest.mark.slow

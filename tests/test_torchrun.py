@@ -19,7 +19,7 @@ from separate import images, small_cnn
 from torch import nn
 
 from vsim import Trainer, load_checkpoint
-from vsim.checkpoint.files import checkpoints_in
+from vsim.checkpoint.folder import checkpoints_in
 from vsim.strategy import DiLoCoStrategy, OptimSpec
 
 SECONDS = 120

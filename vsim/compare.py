@@ -171,14 +171,14 @@ def run_members(
                 options = trainer.options(**{**fit_options, **own, **_own(entry), "wandb_project": wandb_project})
                 config = trainer.config(options, label)
             if save_dir is not None:
-                saving = saving_in(Path(save_dir), folder_name(label), checkpoint_interval)
+                saving = saving_in(save_dir, folder_name(label), checkpoint_interval)
                 config = replace(config, saving=saving)
             hooks = options.train_loss_hook, options.eval_loss_hook
             runners.append(Runner(name, config, hooks, trainer.log(options)))
     if options.backend != "stacked":
         raise ValueError("compare() runs in the simulator; backend='process' is for Trainer.fit and verify()")
     folders = [runner.folder for runner in runners if runner.folder is not None]
-    if len(set(folders)) < len(folders):
+    if len({str(own).casefold() for own in folders}) < len(folders):  # not every file system knows upper case
         raise ValueError("the names of strategies become folders, and two of them are the same there")
     kept: list[tuple[int, int]] = []
     if halving is not None:
@@ -231,6 +231,8 @@ def _compared(runner: Runner) -> ComparedRun:
     elif runner.interrupted_at is not None:
         failure = f"interrupted after step {runner.interrupted_at}"
         text = f"{runner.config.label}: {failure}; the comparison holds its steps so far"
+        if runner.folder is not None:
+            text += f", and resume=True (--resume) resumes it from {str(runner.folder.parent)!r}"
         warnings.warn(text, UserWarning, stacklevel=4)
     return ComparedRun(
         runner.history,

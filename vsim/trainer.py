@@ -16,6 +16,7 @@ from torch import nn
 
 from vsim.arguments import known_keywords, reject_unknown
 from vsim.checkpoint.files import Checkpoint
+from vsim.checkpoint.folder import held
 from vsim.checkpoint.resume import captured
 from vsim.checkpoint.start import Saving, kept_in_memory, saving_of, start_of
 from vsim.cluster.ledger import Ledger
@@ -268,7 +269,10 @@ class Trainer:
             NodeFailure: with backend="process", a node's process died; what a node raises is raised here, caused by a
                 NodeFailure that has its rank and traceback.
         """
-        return self._fit(self.options(**{name: value for name, value in locals().items() if name != "self"}))
+        options = self.options(**{name: value for name, value in locals().items() if name != "self"})
+        is_other_rank = options.backend == "process" and under_torchrun() and int(os.environ["RANK"]) > 0
+        with held(None if is_other_rank else options.save_dir):
+            return self._fit(options)
 
     def _fit(self, options: FitOptions) -> nn.Module:
         strategy, num_nodes = type(options.strategy).__name__, options.num_nodes
@@ -337,10 +341,9 @@ class Trainer:
         else:
             with tempfile.TemporaryDirectory(prefix="vsim-") as name:
                 folder = Path(name)
-                if config.start is not None:
-                    config = replace(config, start=config.start.shipped(folder))
+                start = None if config.start is None else config.start.shipped(folder)
                 saving = config.saving or Saving(folder, None, wanted=False)
-                config = replace(config, saving=saving)
+                config = replace(config, start=start, saving=saving)
                 try:
                     outcome = train_in_processes(config, process_options, record, folder)
                 except Interrupted:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 
 from vsim.arguments import real_number, whole_number
 from vsim.checkpoint.fingerprint import differences, layout_of
+from vsim.checkpoint.folder import checkpoint_path, checkpoints_in, replacing, step_of
 from vsim.checkpoint.snapshot import Shard, flat_bytes
 from vsim.cluster.collectives import reduce_rows
 from vsim.cluster.ledger import Event, Ledger
@@ -32,9 +31,6 @@ from vsim.cluster.state import CheckpointError
 from vsim.records.history import COLUMNS, History
 
 FORMAT = 2
-# In a folder, so many are kept: the newest, and one to fall back on.
-KEPT = 2
-_NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _NUMBERS = ("step", "num_nodes", "examples", "seconds", "fingerprint")
 # What every version of safetensors has a name for. Other dtypes are stored as their bytes.
 _STORED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8}
@@ -169,7 +165,7 @@ def load_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
         CheckpointError: there is none, it is damaged, or it is something else.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return _read(path)
     found = checkpoints_in(path)
     if step is not None:
@@ -200,49 +196,12 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     return Path(folder) if checkpoints_in(Path(folder)) else None
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the files of checkpoints in a folder, by step; none where there is no folder."""
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=step_of)
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint of a step in a folder."""
-    return folder / f"step-{step:08d}.safetensors"
-
-
-def step_of(path: Path) -> int:
-    """Return the step in the name of a checkpoint."""
-    return int(path.stem.removeprefix("step-"))
-
-
-def prepare_folder(folder: Path) -> None:
-    """Create a folder for checkpoints, and remove files that were only partly written.
-
-    Raises:
-        CheckpointError: it cannot be written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".step-{os.getpid()}.part"
-        probe.touch()
-        for left in folder.glob(".step-*.part"):
-            left.unlink()
-    except OSError as error:
-        raise CheckpointError(f"save_dir {str(folder)!r} cannot be written to: {error}") from error
-
-
-def prune(folder: Path, step: int) -> None:
-    """Remove all checkpoints up to `step` but the newest."""
-    for old in [path for path in checkpoints_in(folder) if step_of(path) <= step][:-KEPT]:
-        old.unlink(missing_ok=True)
-
-
 # The file -------------------------------------------------------------------------------------------------------------
 
 
 def _write(checkpoint: Checkpoint, path: Path) -> None:
-    from safetensors.torch import save_file  # here, as only who saves needs it
+    from safetensors import SafetensorError  # here, as only who saves needs it
+    from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
     keys: dict[str, str] = {}  # what is equal, such as the processes' shared tensors, is written once
@@ -272,25 +231,11 @@ def _write(checkpoint: Checkpoint, path: Path) -> None:
             "shards": shards,
         }
     )
-    part = path.with_name(f".{path.stem}.{os.getpid()}.part")
-    try:
-        save_file(tensors, part, {"vsim": text, "sha256": _checksum(text, tensors)})
-        _flush(part)
-        os.replace(part, path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink()
-        raise
-    with suppress(OSError):  # not every system lets a folder be opened
-        _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with replacing(path) as part:
+        try:
+            save_file(tensors, part, {"vsim": text, "sha256": _checksum(text, tensors)})
+        except SafetensorError as error:
+            raise OSError(None, str(error)) from error
 
 
 def _read(path: Path) -> Checkpoint:

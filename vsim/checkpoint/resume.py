@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vsim.checkpoint.files import Checkpoint, checkpoint_path, prune
+from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.fingerprint import HORIZON, differences
+from vsim.checkpoint.folder import checkpoint_path, prune
 from vsim.checkpoint.restore import Restorer
 from vsim.checkpoint.savable import Savable
 from vsim.checkpoint.snapshot import Shard, Snapshot, flat_bytes, own_attributes, set_own_attributes

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vsim.checkpoint.files import Checkpoint, checkpoints_in, load_checkpoint, prepare_folder, step_of
+from vsim.checkpoint.files import Checkpoint, load_checkpoint
+from vsim.checkpoint.folder import checkpoints_in, folder_at, step_of
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.state import CheckpointError
 from vsim.records.history import History
@@ -86,18 +87,14 @@ def saving_of(checkpoint_interval: int | None, save_dir: str | Path | None, star
     """Return where a run is saved; None: nowhere.
 
     Raises:
-        CheckpointError: the folder cannot be written to, or what is in it is of another run, or of later steps.
+        CheckpointError: it is no folder, or what is in it is of another run, or of later steps.
         TypeError, ValueError: checkpoint_interval without save_dir, or save_dir is no path.
     """
     if save_dir is None:
         if checkpoint_interval is not None:
             raise ValueError("checkpoint_interval has no effect without save_dir, the folder to save to")
         return None
-    if not isinstance(save_dir, str | Path):
-        raise TypeError(f"save_dir must be the path of a folder, got {save_dir!r}")
-    folder = Path(save_dir).absolute()
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"save_dir {str(save_dir)!r} is not a folder")
+    folder = folder_at(save_dir)
     found = checkpoints_in(folder)
     at = None if start is None else start.open()
     if found and (at is None or at.forks or not (at.path in found or step_of(found[-1]) <= at.step)):
@@ -105,7 +102,6 @@ def saving_of(checkpoint_interval: int | None, save_dir: str | Path | None, star
             f"save_dir {str(save_dir)!r} holds the checkpoints of a run, up to {found[-1].name}; give resume=True to "
             "resume it, or another save_dir"
         )
-    prepare_folder(folder)
     return Saving(folder, checkpoint_interval)
 
 

@@ -20,6 +20,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError, ImportError, FloatingPointError, NodeFailure) as error:
         print(f"vsim {arguments.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"vsim {arguments.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"vsim {arguments.command}: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         return 130

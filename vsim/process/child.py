@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
-import signal
 import sys
 import threading
 import traceback
@@ -38,7 +36,8 @@ _speaking = threading.Lock()  # one message at a time
 def main(answer_fd: int) -> None:
     """Take the setup from standard input, train, and answer through the inherited pipe `answer_fd`.
 
-    Standard input stays open as long as the parent lives: its end is this process's end.
+    Standard input stays open as long as the parent lives. Without a setup from there this process ends by itself, later
+    by the parent's reaper.
     """
     os.set_inheritable(answer_fd, False)
     answer = Connection(answer_fd, readable=False)
@@ -47,16 +46,14 @@ def main(answer_fd: int) -> None:
     except EOFError:
         os._exit(1)
     interrupt = Interrupt()
-    _obey_parent(setup["folder"], interrupt)
+    _obey_parent(interrupt)
     sys.argv = setup["argv"]
     _forward_warnings(answer)
     try:
         _train(setup, answer, interrupt)
     except BaseException as error:
-        try:
+        with suppress(OSError):  # the parent is gone
             _say(answer, "lost" if _follows_from_a_loss(error) else "failed", (_pickled(error), traceback.format_exc()))
-        except OSError:  # the parent is gone
-            _end_without_parent(setup["folder"])
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
@@ -131,29 +128,18 @@ def _forward_warnings(answer: Connection) -> None:
     warnings.showwarning = show
 
 
-def _obey_parent(folder: str, interrupt: Interrupt) -> None:
-    """Interrupt the run when the parent writes to standard input; end this process when the parent is gone."""
+def _obey_parent(interrupt: Interrupt) -> None:
+    """Interrupt the run when the parent writes to standard input."""
     lifeline = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # user code that reads standard input gets an empty one
     os.close(nothing)
 
-    def wait_for_the_end() -> None:
+    def listen() -> None:
         while os.read(lifeline, 1):
             interrupt.request()
-        _end_without_parent(folder)
 
-    threading.Thread(target=wait_for_the_end, daemon=True).start()
-
-
-def _end_without_parent(folder: str) -> None:
-    """Remove the folder as the parent would have, and end this process with all that it has started."""
-    leftover = f"{folder}-leftover"
-    with suppress(OSError):  # another node has done it
-        # Atomically: a store that still polls would recreate its file in a folder half empty.
-        os.rename(folder, leftover)
-        shutil.rmtree(leftover, ignore_errors=True)
-    os.killpg(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=listen, daemon=True).start()
 
 
 def _follows_from_a_loss(error: BaseException | None) -> bool:

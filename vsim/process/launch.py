@@ -15,10 +15,11 @@ from dataclasses import dataclass, fields
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 import cloudpickle
 
+from vsim.checkpoint.start import Saving
 from vsim.process import settings
 from vsim.process.collectives import CollectiveFailure
 from vsim.process.node import Outcome, ProcessOptions, backend_for
@@ -35,6 +36,15 @@ _POLL_SECONDS = 0.5
 
 # What a child interpreter runs. It finds modules as its parent does, whatever the current folder holds.
 _BOOTSTRAP = "import sys; sys.path[:] = sys.argv[2:]; from vsim.process.child import main; main(int(sys.argv[1]))"
+
+# What ends the nodes of a parent that was killed, even those within C code, which notice nothing themselves: a shell
+# that reads their process groups until the parent's end of the pipe closes, then kills them and removes the folder, $0.
+_REAPER = """
+groups=
+while read -r group; do groups="$groups -$group"; done
+kill -9 $groups
+rm -rf -- "$0" || { sleep 1; rm -rf -- "$0"; }
+"""
 
 
 class NodeFailure(RuntimeError):
@@ -81,8 +91,7 @@ def train_in_processes(config: RunConfig, options: ProcessOptions, report: Repor
 
     The processes are fresh interpreters: the caller's main module does not run again in them, and its definitions
     (models, datasets, strategies) are shipped by value. Their warnings are issued here. However this call ends, the
-    processes and their children are gone afterwards; if this process is killed, they end by themselves and remove
-    `folder`.
+    processes and their children are gone afterwards, also if this process is killed, and then `folder` with them.
 
     Args:
         config: the run.
@@ -99,14 +108,24 @@ def train_in_processes(config: RunConfig, options: ProcessOptions, report: Repor
     if os.name != "posix":
         raise RuntimeError(f"backend='process' runs on Linux and macOS; this is {sys.platform}")
     _ship(config, folder / "config")
-    run = _Listener(config.num_nodes, report)
+    run = _Listener(config.saving, report)
+    reaper = subprocess.Popen(
+        ["/bin/sh", "-c", _REAPER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert reaper.stdin is not None
     try:
         with run.interrupt:
             for rank in range(config.num_nodes):
-                run.nodes.append(_start(rank, folder, config, options))
+                run.nodes.append(_start(rank, folder, config, options, reaper.stdin))
             return run.listen()
     finally:
         run.end()
+        reaper.kill()
+        reaper.communicate()
 
 
 def _ship(config: RunConfig, path: Path) -> None:
@@ -126,7 +145,7 @@ def _ship(config: RunConfig, path: Path) -> None:
         raise TypeError(f"backend='process' cannot ship the run to the nodes' processes: {whole}") from whole
 
 
-def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions) -> _Child:
+def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions, reaper: IO[bytes]) -> _Child:
     setup = {
         "argv": sys.argv,
         "folder": str(folder),
@@ -150,6 +169,8 @@ def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions) 
             env=environment,
             start_new_session=True,  # a Ctrl-C reaches the parent, which then ends its children
         )
+    reaper.write(f"{process.pid}\n".encode())  # before the setup, without which the child ends by itself
+    reaper.flush()
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # a child that has died already is noticed when its pipe closes
         process.stdin.write(pickle.dumps(setup))  # small: it fits into the pipe before anybody reads
@@ -160,8 +181,8 @@ def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions) 
 class _Listener:
     """The parent of K nodes: receives their messages, and ends them."""
 
-    def __init__(self, num_nodes: int, report: Reporter) -> None:
-        self.num_nodes = num_nodes
+    def __init__(self, saving: Saving | None, report: Reporter) -> None:
+        self.saving = saving
         self.report = report
         self.nodes: list[_Child] = []
         self.failures: list[_Child] = []  # in the order in which they were noticed
@@ -191,9 +212,8 @@ class _Listener:
         if self.failures:
             self._raise()
         self._wait_for_exits()
-        if self.interrupt.requested:
-            raise Interrupted
-        assert self.outcome is not None
+        if self.interrupt.requested or self.outcome is None:  # Ctrl-C, here or in a node's process
+            raise Interrupted(self.last_step, self.saving)
         return self.outcome
 
     def end(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from vsim.arguments import naming
-from vsim.checkpoint.files import checkpoint_path, checkpoints_in, prepare_folder, step_of
+from vsim.checkpoint.folder import checkpoint_path, checkpoints_in, folder_at, held, step_of
 from vsim.checkpoint.start import Saving, Start
 from vsim.cluster.randomness import isolated
 from vsim.cluster.state import CheckpointError
@@ -63,7 +63,11 @@ class Race:
             Interrupted: by Ctrl-C; the runners hold their steps so far.
             Exception: an error of a runner in its first step, when nothing is lost yet; but not a non-finite loss.
         """
-        self._check_folder()
+        with held(self.folder, self._folders()):
+            self._check_folder()
+            self._run()
+
+    def _run(self) -> None:
         heats = self._heats()
         if len(heats) > 1 and self.together and self.rungs:
             raise ValueError(
@@ -115,7 +119,8 @@ class Race:
                     for member, runner in zip(run.members, running, strict=True):
                         if member.trains and member.done < member.max_steps:
                             runner.interrupted_at = member.done
-                    raise interrupt if isinstance(interrupt, Interrupted) else Interrupted from interrupt
+                    step = max(member.done for member in run.members)
+                    raise Interrupted(step, running[0].config.saving) from interrupt
                 finally:
                     self._collect(run, running, watch)
                 for member, runner in zip(run.members, running, strict=True):
@@ -182,8 +187,6 @@ class Race:
                     f"save_dir {str(self.folder)!r} holds the checkpoints of a comparison; give resume=True to "
                     "resume it, or another save_dir"
                 )
-            for folder in self._folders():
-                prepare_folder(folder)
             write_whole(path, about)
             return
         if not path.exists():
@@ -226,9 +229,9 @@ class Race:
         return running
 
 
-def saving_in(folder: Path, name: str, interval: int | None) -> Saving:
+def saving_in(save_dir: str | Path, name: str, interval: int | None) -> Saving:
     """Return where a runner is saved: a folder of its own in that of the race."""
-    return Saving(folder.absolute() / name, interval)
+    return Saving(folder_at(save_dir) / name, interval)
 
 
 def matrix_bytes(config: RunConfig) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from vsim.checkpoint.folder import replacing
 from vsim.cluster.ledger import Event, Ledger
 from vsim.records.history import History, write_json
 from vsim.records.report import Hook, Log
@@ -83,9 +84,8 @@ def _length(runner: Runner) -> list[int | None]:
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
     """Write a file that is whole or not there at all, whenever the process is killed."""
-    part = path.with_suffix(".part")
-    write_json(part, content)
-    part.replace(path)
+    with replacing(path) as part:
+        write_json(part, content)
 
 
 def read_end(runner: Runner) -> dict[str, Any] | None:

@@ -6,9 +6,25 @@ import signal
 import threading
 from types import FrameType
 
+from vsim.checkpoint.start import Saving
+
 
 class Interrupted(KeyboardInterrupt):
-    """A run was interrupted between two steps. Its state is whole, and `fit(resume=True)` resumes it."""
+    """A run was interrupted between two steps. Its state is whole, and `fit(resume=True)` resumes it.
+
+    Args:
+        step: the last one. saving: where the run is saved, if it is.
+    """
+
+    def __init__(self, step: int, saving: Saving | None) -> None:
+        super().__init__(step, saving)
+
+    def __str__(self) -> str:
+        step, saving = self.args
+        kept = "kept in memory; this trainer's fit(resume=True) resumes it, and a save_dir (--save-dir) would save it"
+        if saving is not None and saving.wanted:
+            kept = f"saved in {str(saving.folder)!r}; resume=True with this save_dir (--save-dir … --resume) resumes it"
+        return f"interrupted after step {step}: the run is {kept}"
 
 
 class Interrupt:

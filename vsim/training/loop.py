@@ -40,7 +40,7 @@ def train(run: Run) -> None:
             for _ in steps(run):
                 pass
             if run.is_alone and run.interrupt.requested:
-                raise Interrupted
+                raise Interrupted(run.max_steps, run.members[0].config.saving)
     finally:
         end(run)
 
@@ -79,7 +79,7 @@ def _steps(run: Run) -> Iterator[int]:
         if run.watch is not None:
             run.watch(run)
         if stops:
-            raise Interrupted
+            raise Interrupted(step, run.members[0].config.saving)
         if run.stopping is not None:
             for member in run.stopping(run):
                 member.stopped = True

@@ -1,0 +1,193 @@
+"""A folder of checkpoints belongs to one run at a time, and what is wrong with a path is said before training."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resumed import assert_same_run, fit, trainer_of
+from separate import small_mlp, vectors
+
+import vsim
+from vsim import CheckpointError, load_checkpoint
+from vsim.checkpoint import folder as folders
+from vsim.checkpoint.folder import held, replacing
+from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
+from vsim.training.interrupt import Interrupted
+
+# What `held` does, without a second's imports.
+HOLDER = """
+import fcntl, os, sys, time
+file = open(os.path.join(sys.argv[1], ".lock"), "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("process", os.getpid(), file=file, flush=True)
+print("held", flush=True)
+time.sleep(60)
+"""
+posix = pytest.mark.skipif(os.name != "posix", reason="the lock is POSIX's")
+
+
+def compared(**options: Any) -> Any:
+    strategies = {"FedAvg": FedAvgStrategy(H=2), "DiLoCo": DiLoCoStrategy(H=2)}
+    given: dict[str, Any] = {"num_nodes": 2, "max_steps": 4, "progress": False, "strategies": strategies}
+    return vsim.compare(small_mlp(), vectors(), **{**given, **options})
+
+
+@posix
+def test_a_folder_is_one_process_own_until_it_dies(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        for train in (lambda: fit(Strategy(), save_dir=tmp_path), lambda: compared(save_dir=tmp_path)):
+            message = rf"save_dir '{tmp_path}' is in use: another run, in process {other.pid}\s*, saves there; wait"
+            with pytest.raises(CheckpointError, match=message):
+                train()
+        other.kill()
+    fit(Strategy(), max_steps=2, save_dir=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.safetensors"]
+
+
+def test_a_folder_is_one_runs_own_within_a_process(tmp_path: Path) -> None:
+    seen: list[BaseException] = []
+
+    def beside(step: int, loss: float) -> None:
+        def other() -> None:
+            try:
+                fit(Strategy(), save_dir=tmp_path / "a" / ".." / "a", resume=True)
+            except CheckpointError as error:
+                seen.append(error)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    fit(Strategy(), max_steps=1, save_dir=tmp_path / "a", train_loss_hook=beside)
+    assert "is in use: another run, in this process" in str(seen)
+    fit(Strategy(), max_steps=2, save_dir=tmp_path / "a", resume=True)
+
+
+def test_a_run_that_fails_lets_its_folder_go(tmp_path: Path) -> None:
+    def fail(step: int, loss: float) -> None:
+        raise ZeroDivisionError
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            fit(Strategy(), save_dir=tmp_path, train_loss_hook=fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+@posix
+def test_a_file_system_without_locks_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lockf(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folders.fcntl, "lockf", lockf)
+    (tmp_path / ".step-00000003.123.part").mkdir()
+    fit(Strategy(), max_steps=2, save_dir=tmp_path)
+    left = {".step-00000003.123.part", "step-00000002.safetensors"}  # the part may be that of a run which writes
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
+@posix
+def test_a_lock_that_its_holder_has_removed_meanwhile_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def lockf(*_: object) -> None:
+        tried.append(1)
+        if len(tried) == 1:  # the other run ends between our opening of the file and our lock
+            (tmp_path / ".lock").unlink()
+
+    monkeypatch.setattr(folders.fcntl, "lockf", lockf)
+    with held(tmp_path):
+        assert len(tried) == 2 and (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_what_killed_runs_left_half_written_is_removed_when_a_comparison_resumes(tmp_path: Path) -> None:
+    compared(save_dir=tmp_path)
+    part = tmp_path / "FedAvg" / ".step-00000003.123.part"
+    part.mkdir()
+    (part / ".tmpX").write_bytes(b"half")
+    (tmp_path / "FedAvg" / ".mine.part").touch()  # a user's own
+    compared(save_dir=tmp_path, resume=True, max_steps=6)
+    assert not part.exists() and (tmp_path / "FedAvg" / ".mine.part").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError(None, "I/O error: 28")])
+def test_a_file_that_cannot_be_written_is_named(error: OSError, tmp_path: Path) -> None:
+    path = tmp_path / "end.json"
+    path.write_text("old")
+
+    def write() -> None:
+        with replacing(path) as part:
+            part.write_text("half")
+            raise error
+
+    with pytest.raises(OSError, match=rf"{error.strerror}, while writing.*{path}") as caught:
+        write()
+    assert caught.value.errno == error.errno
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("end.json", "old")]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_full_disk_names_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors
+    import safetensors.torch
+
+    def full(*_: object) -> None:
+        raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match=r"No space left on device.*, while writing.*step-00000002\.safetensors"):
+        fit(Strategy(), max_steps=2, save_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("", ValueError, "save_dir must be the path of a folder, got ''"),
+        ("a\0b", ValueError, r"save_dir must be the path of a folder, got 'a\\x00b'"),
+        ("a" * 300, CheckpointError, "cannot be written to: .*File name too long"),
+        (3, TypeError, "save_dir must be the path of a folder, got 3"),
+    ],
+    ids=["empty", "nul", "long", "number"],
+)
+@pytest.mark.parametrize("train", [lambda **given: fit(Strategy(), **given), compared], ids=["fit", "compare"])
+def test_paths_that_are_none(train: Callable[..., Any], path: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        train(save_dir=path)
+
+
+def test_names_that_differ_in_case_alone_are_one_folder_somewhere(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="two of them are the same there"):
+        compared(strategies={"a": FedAvgStrategy(), "A": FedAvgStrategy()}, save_dir=tmp_path)
+
+
+def test_an_interrupt_says_where_the_run_is(tmp_path: Path) -> None:
+    def press(step: int, loss: float) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(
+        Interrupted, match=r"after step 3: the run is kept in memory; this trainer's fit\(resume=True\)"
+    ):
+        fit(Strategy(), train_loss_hook=press)
+    saved = rf"after step 3: the run is saved in '{tmp_path}'; resume=True with this save_dir \(--save-dir … --resume\)"
+    with pytest.raises(Interrupted, match=saved):
+        fit(Strategy(), train_loss_hook=press, save_dir=tmp_path)
+    assert load_checkpoint(tmp_path).step == 3
+    assert_same_run(fit(Strategy(), trainer_of(), save_dir=tmp_path, resume=True), fit(Strategy()))
+    both = tmp_path / "both"
+    with pytest.warns(
+        UserWarning, match=rf"interrupted after step 3; .* resume=True \(--resume\) resumes it from '{both}"
+    ):
+        compared(save_dir=both, train_loss_hook=press)

@@ -1,0 +1,158 @@
+"""Folders of checkpoints: the names in them, the one run that writes there, and files that are whole or absent."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from vsim.cluster.state import CheckpointError
+
+fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
+# In a folder, so many are kept: the newest, and one to fall back on.
+KEPT = 2
+_NAME = re.compile(r"step-(\d{8,})\.safetensors")
+_PART = re.compile(r"\..+\.\d+\.part")
+_held: dict[Path, object] = {}  # by runs of this process: the kernel's locks do not keep a process from itself
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the files of checkpoints in a folder, by step; none where there is no folder."""
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if os.path.isdir(folder) else []
+    return sorted(found, key=step_of)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint of a step in a folder."""
+    return folder / f"step-{step:08d}.safetensors"
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint."""
+    return int(path.stem.removeprefix("step-"))
+
+
+def prune(folder: Path, step: int) -> None:
+    """Remove all checkpoints up to `step` but the newest."""
+    for old in [path for path in checkpoints_in(folder) if step_of(path) <= step][:-KEPT]:
+        old.unlink(missing_ok=True)
+
+
+def folder_at(path: Any, what: str = "save_dir") -> Path:
+    """Return the absolute path of a folder, which need not be there.
+
+    Raises:
+        TypeError, ValueError: it is no path. CheckpointError: it is that of a file.
+    """
+    if not isinstance(path, str | Path):
+        raise TypeError(f"{what} must be the path of a folder, got {path!r}")
+    if not str(path).strip() or "\0" in str(path):
+        raise ValueError(f"{what} must be the path of a folder, got {str(path)!r}")
+    folder = Path(path).absolute()
+    if os.path.exists(folder) and not folder.is_dir():
+        raise CheckpointError(f"{what} {str(path)!r} is not a folder")
+    return folder
+
+
+@contextmanager
+def held(path: str | Path | None, within: Iterable[Path] = ()) -> Iterator[None]:
+    """Within this context the folder at `path`, made if need be, is one run's own; None is no folder.
+
+    The lock is the kernel's, which releases it however the process ends. File systems without locks have none. What
+    killed processes have left half written there, and in the folders `within`, is removed.
+
+    Raises:
+        CheckpointError: another run holds the folder, or it cannot be written to.
+    """
+    if path is None:
+        yield
+        return
+    folder, own = Path(os.path.realpath(folder_at(path))), object()
+    if _held.setdefault(folder, own) is not own:
+        raise _in_use(path, "this process")
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock, holds = _lock(folder / ".lock", path)
+        except OSError as error:
+            raise CheckpointError(f"save_dir {str(path)!r} cannot be written to: {error}") from error
+        with lock:
+            try:
+                for own_folder in (folder, *within) if holds else ():
+                    _remove_parts(own_folder)
+                yield
+            finally:
+                with suppress(OSError):  # still locked: who opened the file meanwhile finds it gone
+                    (folder / ".lock").unlink()
+    finally:
+        del _held[folder]
+
+
+def _lock(path: Path, given: str | Path) -> tuple[IO[str], bool]:
+    """Return the open lock file, and whether it is locked."""
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            if fcntl is None:
+                return file, False
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            with file:
+                file.seek(0)
+                raise _in_use(given, file.read() or "another process") from None
+        except OSError:  # such as a network file system's that knows no locks
+            return file, False
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else its last holder has just removed it
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
+                return file, True
+        file.close()
+
+
+def _in_use(path: str | Path, who: str) -> CheckpointError:
+    return CheckpointError(
+        f"save_dir {str(path)!r} is in use: another run, in {who}, saves there; wait until it ends, or give another "
+        "save_dir"
+    )
+
+
+def _remove_parts(folder: Path) -> None:
+    for left in [path for path in folder.iterdir() if _PART.fullmatch(path.name)] if os.path.isdir(folder) else []:
+        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the path of a file to write, which replaces `path` at the end of the block: the old file or the new one.
+
+    Raises:
+        OSError: it cannot be written; `path` is named, and is what it was.
+    """
+    part = path.with_name(f".{path.stem}.{os.getpid()}.part")
+    try:
+        part.mkdir(parents=True, exist_ok=True)  # a folder, as what writes may have temporary files beside its own
+        yield part / path.name
+        _flush(part / path.name)
+        os.replace(part / path.name, path)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror or error}, while writing", str(path)) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    with suppress(OSError):  # not every system lets a folder be opened
+        _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
