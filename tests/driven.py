@@ -37,11 +37,10 @@ def started(
     strategy: Strategy, model: nn.Module, num_nodes: int, deterministic: bool = False, max_steps: int = 20
 ) -> Driven:
     """All nodes together, as in the simulator."""
-    ledger = Ledger()
     return _started(
         strategy,
         Replicas.of(model, num_nodes, torch.device("cpu")),
-        StackedCollectives(num_nodes, ledger),
+        StackedCollectives(Ledger(num_nodes)),
         deterministic,
         max_steps,
     )
@@ -107,7 +106,7 @@ class _SplitCollectives(Collectives):
     """The collectives of one of K nodes that hold a row each."""
 
     def __init__(self, meeting: _Meeting, rank: int, num_nodes: int) -> None:
-        super().__init__(num_nodes, Ledger())
+        super().__init__(Ledger(num_nodes))
         self.meeting, self.rank = meeting, rank
 
     def _all_reduce(self, stacked: Tensor, op: str, groups: Groups | None, weights: Tensor | None) -> Tensor:

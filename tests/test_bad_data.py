@@ -302,6 +302,7 @@ def test_records_that_are_damaged(tmp_path: Path) -> None:
         (["columns", "lr"], [1, 2], "column 'lr' has 2 values, and 'step' 3"),
         (["strategy"], ..., "it lacks 'strategy'"),
         (["node_losses", 0], [1, 2, 3], "does not have 2 values a step, one a node"),
+        (["ledger"], ..., "it lacks 'ledger'"),
         (["node_losses"], ..., "was not written by History.to_json: it lacks"),
         (["node_losses", 0], {"a": 1}, "could not convert|does not have"),
     ]:
@@ -315,8 +316,9 @@ def test_records_that_are_damaged(tmp_path: Path) -> None:
         (["runs", 0], "run"),
         (["runs", 0, "history"], ...),
         (["runs", 0, "history", "columns", "lr"], [1]),
-        (["runs", 0, "events"], [[1, 2]]),
-        (["runs", 0, "events", 0, 6], 5),
+        (["runs", 0, "history", "ledger", "events"], [[1, 2]]),
+        (["runs", 0, "history", "ledger", "kinds", 0, 1], "shout"),
+        (["runs", 0, "history", "ledger", "kinds", 0, 4], [[0, 2]]),
         (["runs", 0, "failure"], ...),
     ]:
         path.write_text(json.dumps(damaged(json.loads(whole), place, value)))

@@ -82,7 +82,7 @@ def text(path: Path) -> None:
 
 
 def from_the_future(path: Path) -> None:
-    rewritten(path, lambda text: text.replace('"format": 2', '"format": 99'), valid=True)
+    rewritten(path, lambda text: text.replace('"format": 3', '"format": 99'), valid=True)
 
 
 def swapped(path: Path) -> None:
@@ -113,7 +113,7 @@ MALFORMED = [
     (pickled, "is not a checkpoint of vsim, or is torn: "),
     (torch_saved, "is not a checkpoint of vsim, or is torn: "),
     (text, "is not a checkpoint of vsim, or is torn: "),
-    (from_the_future, "has format 99, and this version of vsim reads 2"),
+    (from_the_future, "has format 99, and this version of vsim reads 3"),
     (swapped, "is damaged: its contents do not have their checksum"),
     (senseless, "does not hold what a checkpoint of vsim holds"),
 ]
@@ -147,8 +147,8 @@ FORGED = [
     ('"num_nodes": 3', '"num_nodes": -3', "num_nodes must be a whole number"),
     ('"seconds": ', '"seconds": -', "seconds must be >= 0"),
     ('"columns": ["step"', '"columns": ["step", "more"', "argument 2 is shorter"),
-    ('"event_kinds": [[', '"event_kinds": [[7, ', "Expected 7 arguments, got 8"),
-    ('"event_kinds": [', '"event_kinds": [], "none": [', "list index out of range"),
+    ('"kinds": [[', '"kinds": [[7, ', "Expected 7 arguments, got 8"),
+    ('"kinds": [', '"kinds": [], "none": [', "list index out of range"),
 ]
 
 

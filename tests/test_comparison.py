@@ -194,7 +194,7 @@ def by_hand(**runs: list[Any]) -> vsim.Comparison:
                 if step % 5 == 0:
                     row["global_loss"] = 2.0 * 9**step if diverged else losses[step // 5]
                 history.append(row | ({"train_loss": 1.0} if step else {}), [1.0, 1.0] if step else None)
-            run = vsim.ComparedRun(history, vsim.Ledger(), seed=seed)
+            run = vsim.ComparedRun(history, seed=seed)
             if diverged:
                 run.failure, run.diverged_at = f"non-finite loss at step {losses} on nodes [0]", losses
             made.add(name, run)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import json
+import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +18,7 @@ from torch import Tensor
 
 from vsim import Event, Ledger, Trainer
 from vsim.cluster.collectives import Collectives, StackedCollectives, check_partition
+from vsim.cluster.traffic import traffic
 from vsim.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
@@ -34,10 +39,10 @@ def ledger_of(strategy: Strategy, num_nodes: int, max_steps: int = 6, **options:
     return trainer.ledger
 
 
-def ring(step: int, label: str, num_nodes: int) -> Event:
-    """An all-reduce of all weights over all nodes: 2(n − 1)/n · S a node, n times that for all."""
-    wire = 2 * (num_nodes - 1) / num_nodes * S
-    return Event(step, "all_reduce", label, S, pytest.approx(wire), pytest.approx(wire * num_nodes), (num_nodes,))
+def of_all(step: int, label: str, num_nodes: int) -> Event:
+    """An all-reduce of all weights, or gradients, over all nodes."""
+    moment = "gradients" if label == "gradients" else "weights"
+    return Event(step, step, moment, "all_reduce", label, S, (range(num_nodes),))
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 5])
@@ -57,7 +62,7 @@ def ring(step: int, label: str, num_nodes: int) -> Event:
 )
 def test_the_events_of_a_strategy(strategy: Strategy, label: str, steps: list[int], num_nodes: int) -> None:
     for options in ({}, {"executor": "loop", "deterministic": True, "minibatch_size": 2}):
-        assert list(ledger_of(strategy, num_nodes, **options)) == [ring(t, label, num_nodes) for t in steps]
+        assert list(ledger_of(strategy, num_nodes, **options)) == [of_all(t, label, num_nodes) for t in steps]
 
 
 def test_modules_communicate_in_their_order() -> None:
@@ -82,8 +87,15 @@ def test_modules_communicate_in_their_order() -> None:
 def test_the_events_of_islands(
     num_nodes: int, island_size: int, sizes: tuple[int, ...], wire: float, total: float
 ) -> None:
-    expected = [Event(t, "all_reduce", "weights", S, wire, total, sizes) for t in (2, 4, 6)]
-    assert list(ledger_of(FedAvgStrategy(H=2, island_size=island_size), num_nodes)) == expected
+    ledger = ledger_of(FedAvgStrategy(H=2, island_size=island_size), num_nodes)
+    groups = [event.groups for event in ledger]
+    assert list(ledger) == [
+        Event(2 * i, 2 * i, "weights", "all_reduce", "weights", S, groups[i - 1]) for i in (1, 2, 3)
+    ]
+    for event in ledger:
+        assert tuple(map(len, event.groups)) == sizes
+        assert sorted(node for group in event.groups for node in group) == list(range(num_nodes))
+        assert (event.wire_bytes, event.total_wire_bytes) == (wire, total)
 
 
 def test_totals_are_those_of_the_events_and_of_the_history() -> None:
@@ -91,22 +103,31 @@ def test_totals_are_those_of_the_events_and_of_the_history() -> None:
     strategy = FedAvgStrategy(H=2, island_size=2)
     trainer.fit(strategy=strategy, num_nodes=3, max_steps=5, batch_size=4, progress=False)
     ledger, history = trainer.ledger, trainer.history
+    assert ledger is history.ledger and ledger.num_nodes == 3 and ledger.steps == 5
     assert ledger.payload_bytes == 2 * S == history["payload_bytes"][-1]
     assert ledger.wire_bytes == 2 * S == history["wire_bytes"][-1]
+    assert ledger.node_wire_bytes.tolist() == [
+        S * sum([k] not in map(list, e.groups) for e in ledger) for k in range(3)
+    ]
     assert ledger.total_wire_bytes == sum(e.total_wire_bytes for e in ledger) == 4 * S
     assert history["payload_bytes"].tolist() == [0, 0, S, S, 2 * S, 2 * S]
     assert ledger.by_label() == {"weights": 2 * S}
     assert repr(ledger) == "Ledger(2 events, payload 0.002 MB a node, wire 0.002 MB a node)"
     assert ledger[0].step == 2 and ledger[-1].step == 4 and len(ledger[:]) == len(ledger) == 2
     frame = ledger.to_pandas()
-    assert list(frame.columns) == list(Event._fields) and frame["step"].tolist() == [2, 4]
+    derived = ["wire_bytes", "total_wire_bytes", "server_wire_bytes"]
+    assert (
+        list(frame.columns) == [*Event._fields, *derived]
+        and frame["wire_bytes"].tolist() == [S, S]
+        and frame["step"].tolist() == [2, 4]
+    )
 
 
 def test_measuring_is_not_billed() -> None:
     options: dict[str, Any] = {"correlation_interval": 1, "val_interval": 1}
     assert list(ledger_of(DiLoCoStrategy(H=3), 2, **options)) == [
-        ring(3, "outer gradient", 2),
-        ring(6, "outer gradient", 2),
+        of_all(3, "outer gradient", 2),
+        of_all(6, "outer gradient", 2),
     ]
     assert list(ledger_of(Strategy(), 2, **options)) == []
 
@@ -125,6 +146,7 @@ class Custom(Strategy):
         self.broadcasted = values
         half = values.to(torch.float16)
         self.gathered = all_gather(None, half, label="half")
+        self.optim.step()
         self.into = [torch.empty_like(half) for _ in range(self.num_nodes)]
         assert all_gather(self.into, half) is self.into
         super().step()
@@ -136,13 +158,16 @@ def test_a_custom_strategy_is_billed() -> None:
     layer = 16 * 12 * 4
     for step in (1, 2):
         assert [e for e in trainer.ledger if e.step == step] == [
-            Event(step, "all_reduce", "first layer", layer, pytest.approx(layer * 4 / 3), layer * 4, (3,)),
-            # The source sends its 10 numbers of 8 bytes once, and so does every node but the last of the chain.
-            Event(step, "broadcast", "broadcast", 80, 80, 160, (3,)),
-            # Ten numbers of 2 bytes, passed on to each of the two others.
-            Event(step, "all_gather", "half", 20, 40, 120, (3,)),
-            Event(step, "all_gather", "all_gather", 20, 40, 120, (3,)),
+            Event(step, step, "gradients", "all_reduce", "first layer", layer, (range(3),)),
+            Event(step, step, "gradients", "broadcast", "broadcast", 80, ((1, 2, 0),)),
+            Event(step, step, "gradients", "all_gather", "half", 20, (range(3),)),
+            Event(step, step, "weights", "all_gather", "all_gather", 20, (range(3),)),
         ]
+    first = trainer.ledger[:4]
+    # The source sends its 10 numbers of 8 bytes once, and so does every node but the last of the chain. Ten numbers of
+    # 2 bytes are passed on to each of the two others.
+    assert [e.wire_bytes for e in first] == [pytest.approx(layer * 4 / 3), 80, 40, 40]
+    assert [e.total_wire_bytes for e in first] == [layer * 4, 160, 120, 120]
     strategy = trainer.strategy
     assert isinstance(strategy, Custom)
     source = torch.arange(10.0, 20.0, dtype=torch.float64)
@@ -193,7 +218,7 @@ def test_a_tensor_without_a_node_dimension() -> None:
 
 @given(num_nodes=st.integers(1, 64), numbers=st.integers(1, 1000))
 def test_wire_formulas(num_nodes: int, numbers: int) -> None:
-    collectives: Collectives = StackedCollectives(num_nodes, Ledger())
+    collectives: Collectives = StackedCollectives(Ledger(num_nodes))
     collectives.step = 7
     stacked = torch.ones(num_nodes, numbers)
     collectives.all_reduce(stacked, "mean")
@@ -208,9 +233,81 @@ def test_wire_formulas(num_nodes: int, numbers: int) -> None:
     assert total == pytest.approx([2 * (n - 1) * payload, n * (n - 1) * payload, (n - 1) * payload, (n - 1)])
 
 
+@st.composite
+def events(draw: st.DrawFn, num_nodes: int = 7) -> Event:
+    collective = draw(
+        st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "push", "pull"])
+    )
+    order = draw(st.permutations(range(num_nodes)))
+    groups: tuple[Sequence[int], ...] = ((*order[:3],), (*order[3:5],), (*order[5:],))[: draw(st.integers(0, 3))]
+    if collective == "send":
+        groups = tuple(itertools.pairwise(order))[: draw(st.integers(0, 3))]
+    elif draw(st.booleans()):
+        groups = (range(num_nodes),)
+    step = draw(st.integers(1, 9))
+    payload = draw(st.sampled_from([0, 0.5, 3, 4096]))
+    moment, label = draw(st.sampled_from(["gradients", "weights"])), draw(st.sampled_from(["a", "b"]))
+    return Event(step, step + draw(st.integers(0, 2)), moment, collective, label, payload, groups)
+
+
+@given(st.lists(events(), max_size=6))
+def test_the_totals_are_sums_over_nodes_and_events(recorded: list[Event]) -> None:
+    ledger = Ledger(7)
+    payload, wire = np.zeros(7), np.zeros(7)
+    for event in recorded:
+        ledger.record(event)
+        for group in event.groups:
+            n, S = len(group), event.payload_bytes
+            for place, node in enumerate(group):
+                first, last = place == 0, place == n - 1
+                payload[node] += {"broadcast": first, "send": first, "pull": False}.get(event.collective, True) * S
+                wire[node] += (
+                    S
+                    * {
+                        "all_reduce": 2 * (n - 1) / n,
+                        "all_gather": n - 1,
+                        "reduce_scatter": (n - 1) / n,
+                        "broadcast": not last,  # passed on along a chain
+                        "send": first,
+                        "push": 1,
+                        "pull": 0,  # the server transmits
+                    }[event.collective]
+                )
+    assert ledger.node_payload_bytes == pytest.approx(payload) and ledger.node_wire_bytes == pytest.approx(wire)
+    assert (ledger.payload_bytes, ledger.wire_bytes) == pytest.approx((payload.max(), wire.max()))
+    assert ledger.total_wire_bytes == pytest.approx(wire.sum())
+    pulled = [e.payload_bytes * sum(map(len, e.groups)) for e in recorded if e.collective == "pull"]
+    assert ledger.server_wire_bytes == sum(pulled)
+    read = Ledger.from_plain(json.loads(json.dumps(ledger.as_plain())), 7)
+    assert list(read) == list(ledger) and read.wire_bytes == ledger.wire_bytes
+    assert [list(map(type, event)) for event in read] == [list(map(type, event)) for event in ledger]
+
+
+def test_events_of_all_nodes_cost_nothing_for_each_node() -> None:
+    """A thousand events of ten thousand nodes; every node's number written out would be 50 megabytes."""
+    ledger = Ledger(10_000)
+    for step in range(1, 1001):
+        event = Event(
+            step, step, "gradients", "all_reduce", "gradients", 4, pickle.loads(pickle.dumps(ledger.everyone))
+        )
+        ledger.record(event)
+    assert all(event.groups is ledger.everyone for event in ledger)
+    assert len(json.dumps(ledger.as_plain())) < 25_000
+    assert ledger.node_wire_bytes == pytest.approx(np.full(10_000, 1000 * 4 * 2 * 9999 / 10_000))
+
+
+def test_what_traffic_refuses() -> None:
+    with pytest.raises(ValueError, match=r"collective must be one of 'all_reduce', .*, got 'shout'"):
+        traffic("shout", 3)
+    with pytest.raises(ValueError, match="algorithm must be one of 'ring', got 'circle'"):
+        traffic("all_reduce", 3, "circle")
+    with pytest.raises(ValueError, match="n must be a whole number >= 1, got 0"):
+        traffic("all_reduce", 0)
+
+
 def test_what_a_collective_returns() -> None:
     rows = torch.tensor([[1.0, 5.0], [2.0, 1.0], [6.0, 0.0]])
-    collectives = StackedCollectives(3, Ledger())
+    collectives = StackedCollectives(Ledger(3))
     assert collectives.all_reduce(rows, "mean").tolist() == [3.0, 2.0]
     assert collectives.all_reduce(rows, "sum").tolist() == [9.0, 6.0]
     assert collectives.all_reduce(rows, "max").tolist() == [6.0, 5.0]
@@ -224,7 +321,7 @@ def test_what_a_collective_returns() -> None:
 
 
 def test_what_a_collective_refuses() -> None:
-    rows, collectives = torch.ones(3, 2), StackedCollectives(3, Ledger())
+    rows, collectives = torch.ones(3, 2), StackedCollectives(Ledger(3))
     with pytest.raises(ValueError, match="op must be one of 'mean', 'sum', 'max', 'min', got 'avg'"):
         collectives.all_reduce(rows, "avg")
     with pytest.raises(ValueError, match="weights are for op='mean', got op='sum'"):
@@ -239,7 +336,7 @@ def test_what_a_collective_refuses() -> None:
 
 
 def test_unbilled_is_only_for_its_block() -> None:
-    rows, collectives = torch.ones(3, 2), StackedCollectives(3, Ledger())
+    rows, collectives = torch.ones(3, 2), StackedCollectives(Ledger(3))
     with collectives.unbilled():
         with collectives.unbilled():
             collectives.all_reduce(rows, "mean")

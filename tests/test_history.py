@@ -148,7 +148,7 @@ def test_pandas(history: History) -> None:
         np.testing.assert_array_equal(frame[name].to_numpy(dtype=float), history[name])
 
 
-@pytest.mark.parametrize("table", [History(), Ledger()], ids=["history", "ledger"])
+@pytest.mark.parametrize("table", [History(), Ledger(1)], ids=["history", "ledger"])
 def test_without_pandas(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r'pip install "vsim\[notebook\]"'):

@@ -105,7 +105,7 @@ def test_every_node_has_its_own_buffers() -> None:
     counts.copy_(torch.tensor([5, 6, 7]))
     replicas.buffers["phase"].copy_(torch.tensor([[1j], [2j], [3j]]))
     cluster = Cluster(
-        replicas, StackedCollectives(3, Ledger()), torch.Generator(), torch.ones(3, dtype=torch.long), max_steps=1
+        replicas, StackedCollectives(Ledger(3)), torch.Generator(), torch.ones(3, dtype=torch.long), max_steps=1
     )
     shared = cluster.mean_buffers()
     assert torch.equal(shared["features.1.running_mean"], torch.arange(4.0) + 1)

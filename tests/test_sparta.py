@@ -57,7 +57,7 @@ def cluster_of(model: nn.Module, num_nodes: int = 2, seed: int = 0) -> Cluster:
     """A cluster before its first step."""
     replicas = Replicas.of(model, num_nodes, torch.device("cpu"))
     shared = torch.Generator().manual_seed(seed)
-    return Cluster(replicas, StackedCollectives(num_nodes, Ledger()), shared, torch.ones(num_nodes), 100)
+    return Cluster(replicas, StackedCollectives(Ledger(num_nodes)), shared, torch.ones(num_nodes), 100)
 
 
 def ranges(cluster: Cluster) -> list[set[int]]:
@@ -326,7 +326,7 @@ def test_rows_of_a_larger_matrix_are_all_that_is_touched() -> None:
     whole = Replicas.of(Tensors((4,)), 5, torch.device("cpu"))
     whole.weights.copy_(torch.arange(20.0).view(5, 4))
     before = whole.weights.clone()
-    collectives = StackedCollectives(2, Ledger())
+    collectives = StackedCollectives(Ledger(2))
     cluster = Cluster(whole.rows(1, 3), collectives, torch.Generator(), torch.ones(2), 100)
     list(play(SparseCommunicator(Fixed([1, 2])), cluster, [0.0]))
     assert torch.equal(whole.weights[[0, 3, 4]], before[[0, 3, 4]])
@@ -352,7 +352,7 @@ def test_the_events_of_sequential_chunks(num_nodes: int) -> None:
     ]
     wire = 2 * (num_nodes - 1) / num_nodes  # of a payload, in a ring
     assert [e.wire_bytes for e in events] == [pytest.approx(wire * e.payload_bytes) for e in events]
-    assert all(e.group_sizes == (num_nodes,) for e in events)
+    assert all(e.groups == (range(num_nodes),) for e in events)
 
 
 def test_the_events_of_parts() -> None:
@@ -379,7 +379,7 @@ def test_a_mask_that_is_sent_costs_a_byte_an_entry() -> None:
     masks, values = billed[::2], billed[1::2]
     assert values == events
     # 293 bytes from node 0 in every round, which reach 2 other nodes.
-    assert masks == [Event(t, "broadcast", "mask", 293, 293.0, 586.0, (3,)) for t in range(1, 7)]
+    assert masks == [Event(t, t, "weights", "broadcast", "mask", 293, (range(3),)) for t in range(1, 7)]
 
 
 def test_a_round_without_entries_sends_no_values() -> None:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import vsim
-from vsim import ComparedRun, History, Ledger, Sweep
+from vsim import ComparedRun, History, Sweep
 from vsim.compare import rungs
 from vsim.data import digits
 from vsim.grid import known_settings, points
@@ -226,7 +226,7 @@ def drawn(settings: dict[str, Any], losses: dict[tuple[str, ...], Any]) -> Sweep
                 row = {"step": step, "examples": 8 * step, "payload_bytes": 100.0 * step, "wire_bytes": 100.0 * step}
                 row |= {"global_loss": 2.3 if not step else last} if step in (0, steps) else {}
                 history.append(row | ({"train_loss": 2.0} if step else {}), [2.0, 2.0] if step else None)
-            run = ComparedRun(history, Ledger(), seed=seed)
+            run = ComparedRun(history, seed=seed)
             if what == "diverged":
                 run.failure, run.diverged_at = f"non-finite loss at step {steps} on nodes [1]", steps
             if what == "stopped":

@@ -275,7 +275,9 @@ def test_a_sync_that_is_shifted_by_one_step_is_found() -> None:
     assert not first.rounding
     (event,) = [d for d in report.differences if d.what == "ledger" and d.node == 0]
     assert event.name == "outer gradient" and event.process == "no event"
-    assert event.simulator.startswith("(2, 'all_reduce', 'outer gradient', 396")
+    assert event.simulator.startswith(
+        "Event(step=2, due=2, moment='weights', collective='all_reduce', label='outer gradient'"
+    )
     assert [d.name for d in report.differences if d.what == "history"] == ["payload_bytes", "wire_bytes"]
 
 

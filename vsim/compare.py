@@ -236,7 +236,6 @@ def _compared(runner: Runner) -> ComparedRun:
         warnings.warn(text, UserWarning, stacklevel=4)
     return ComparedRun(
         runner.history,
-        runner.ledger,
         runner.model,
         failure,
         runner.config.seed,

@@ -54,8 +54,7 @@ class Trainer:
             nodes train by default; see `fit`.
 
     Attributes, after or during a `fit`:
-        history: the `History` of the last run. ledger: its `Ledger`. strategy: its own copy of the strategy.
-        loggers: those of the last run.
+        history: the `History` of the last run. strategy: its own copy of the strategy. loggers: its loggers.
         run_label: what progress bar and history call the next runs; None: by their strategy.
         after_step: called as f(member) in every process when a step is done, before the step is reported (see
             `vsim.training.member.Member`); with backend="process" it must be picklable. None: nothing is called.
@@ -97,12 +96,16 @@ class Trainer:
         self.device = None if device is None else pick_device(device)
         self.devices = devices
         self.history = History()
-        self.ledger = Ledger()
         self.strategy: Strategy | None = None
         self.loggers: list[Logger] = []
         self.run_label: str | None = None
         self.after_step: Callable[[Member], None] | None = None
         self._last: Member | Checkpoint | None = None  # what resume=True resumes without a save_dir
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was communicated in the last run."""
+        return self.history.ledger
 
     def options(self, **options: Any) -> FitOptions:
         """Return the arguments of `fit`, checked, with their defaults."""
@@ -280,7 +283,7 @@ class Trainer:
         label = self.run_label or f"{strategy.removesuffix('Strategy')} × {num_nodes}"
         config = self.config(options, label)
         device = self.device_of(options)
-        self.history, self.ledger, self.strategy = History(name, num_nodes), Ledger(), None
+        self.history, self.strategy = History(name, num_nodes), None
         if config.start is not None:
             config.start.fill(self.history)
         self.loggers = options.loggers
@@ -308,7 +311,7 @@ class Trainer:
     def _simulate(self, config: RunConfig, device: torch.device, recorder: Recorder) -> nn.Module:
         """Train all nodes as rows of one matrix in this process."""
         with isolated(config.seed, device):
-            run = prepare([config], [recorder], [self.history], device, [self.ledger])
+            run = prepare([config], [recorder], [self.history], device)
             (member,) = run.members
             self.strategy, self._last = member.strategy, member
             train(run)
@@ -317,10 +320,9 @@ class Trainer:
     def _train_in_processes(self, config: RunConfig, options: FitOptions, recorder: Recorder) -> nn.Module:
         """Train every node in a process of its own, or as the rank that this process is."""
         nodes_here = local_ranks()[1] if under_torchrun() else config.num_nodes
-        threads = options.threads_per_process
         process_options = ProcessOptions(
             _process_devices(options.devices, self.device if options.device is None else options.device, nodes_here),
-            default_threads(nodes_here) if threads is None else threads,
+            options.threads_per_process or default_threads(nodes_here),
             600.0 if options.timeout_seconds is None else options.timeout_seconds,
         )
         if config.memory_share is not None:
@@ -328,12 +330,10 @@ class Trainer:
 
         def record(report: StepReport) -> None:
             for event in report.events:
-                self.ledger.record(event)
+                self.history.ledger.record(event)
             recorder(report)
 
         self._last = None
-        if config.start is not None:
-            config.start.fill(ledger=self.ledger)
         if under_torchrun():
             if int(os.environ["RANK"]) != 0:
                 recorder.progress = False

@@ -25,12 +25,12 @@ from vsim.checkpoint.fingerprint import differences, layout_of
 from vsim.checkpoint.folder import checkpoint_path, checkpoints_in, replacing, step_of
 from vsim.checkpoint.snapshot import Shard, flat_bytes
 from vsim.cluster.collectives import reduce_rows
-from vsim.cluster.ledger import Event, Ledger
+from vsim.cluster.ledger import Ledger
 from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
 from vsim.records.history import COLUMNS, History
 
-FORMAT = 2
+FORMAT = 3
 _NUMBERS = ("step", "num_nodes", "examples", "seconds", "fingerprint")
 # What every version of safetensors has a name for. Other dtypes are stored as their bytes.
 _STORED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8}
@@ -44,7 +44,7 @@ class Checkpoint:
     Attributes:
         step: t, completed optimizer steps.
         num_nodes: K.
-        history, ledger: the record of the run up to this step.
+        history: the record of the run up to this step.
         examples: that all nodes had trained on. seconds: of training.
         fingerprint: everything that the run's course depends on: argument → value.
         shards: the state, one of all nodes together (from the simulator), or one of every node (from its process).
@@ -56,7 +56,6 @@ class Checkpoint:
     step: int
     num_nodes: int
     history: History
-    ledger: Ledger
     examples: int
     seconds: float
     fingerprint: dict[str, Any]
@@ -64,6 +63,11 @@ class Checkpoint:
     path: Path | None = None
     forks: bool = False
     keeps_optimizer: bool = True
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was communicated up to this step."""
+        return self.history.ledger
 
     @property
     def together(self) -> bool:
@@ -265,7 +269,7 @@ def _read(path: Path) -> Checkpoint:
             return tensors[key].view(getattr(torch, dtype)).view(shape)
 
         shards = [Shard(tree, {name: load(stored) for name, stored in own.items()}) for tree, own in saved["shards"]]
-        history, ledger = _record(saved["record"], load)
+        history = _record(saved["record"], load)
         numbers = {name: saved[name] for name in _NUMBERS}
     except CheckpointError:
         raise
@@ -275,7 +279,7 @@ def _read(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except (SafetensorError, LookupError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path} {problem}{error}") from error
-    return Checkpoint(**numbers, history=history, ledger=ledger, shards=shards, path=path.absolute())
+    return Checkpoint(**numbers, history=history, shards=shards, path=path.absolute())
 
 
 def _digest(tensor: Tensor) -> str:
@@ -292,27 +296,25 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 def _record_of(checkpoint: Checkpoint, store: Callable[[str, Tensor], list[Any]]) -> dict[str, Any]:
     history = checkpoint.history
-    kinds: dict[str, int] = {}  # what is sent is the same, mostly, from step to step
-    events = [[event.step, kinds.setdefault(json.dumps(event[1:]), len(kinds))] for event in checkpoint.ledger]
+    ledger = history.ledger.as_plain()
+    events = torch.tensor(ledger["events"], dtype=torch.int64).view(-1, 3)
     return {
         "strategy": history.strategy,
         "executor": history.executor,
         "columns": list(COLUMNS),
         "rows": store("history", torch.from_numpy(np.stack([history[name] for name in COLUMNS]))),
         "node_losses": store("node_losses", torch.from_numpy(history.node_losses)),
-        "events": store("ledger", torch.tensor(events, dtype=torch.int64).view(-1, 2)),
-        "event_kinds": [json.loads(kind) for kind in kinds],
+        "ledger": {**ledger, "events": store("ledger", events)},
     }
 
 
-def _record(saved: Mapping[str, Any], load: Callable[[list[Any]], Tensor]) -> tuple[History, Ledger]:
+def _record(saved: Mapping[str, Any], load: Callable[[list[Any]], Tensor]) -> History:
     losses = load(saved["node_losses"]).numpy()
-    history, ledger = History(saved["strategy"], losses.shape[1]), Ledger()
+    history = History(saved["strategy"], losses.shape[1])
     history.executor = saved["executor"]
     rows = [dict(zip(saved["columns"], row, strict=True)) for row in load(saved["rows"]).T.tolist()]
     for i, row in enumerate(rows, len(losses) - len(rows)):
         history.append(row, losses[i] if i >= 0 else None)
-    for step, kind in load(saved["events"]).tolist():
-        facts = [tuple(fact) if isinstance(fact, list) else fact for fact in saved["event_kinds"][kind]]
-        ledger.record(Event._make([step, *facts]))
-    return history, ledger
+    ledger = saved["ledger"]
+    history.ledger = Ledger.from_plain({**ledger, "events": load(ledger["events"]).tolist()}, history.num_nodes)
+    return history

@@ -129,7 +129,7 @@ def captured(run: Savable) -> Checkpoint:
 
 def _checkpoint(run: Savable, shards: list[Shard], history: History) -> Checkpoint:
     num_nodes = run.cluster.num_nodes
-    return Checkpoint(run.done, num_nodes, history, run.ledger, run.examples, run.seconds, run.fingerprint, shards)
+    return Checkpoint(run.done, num_nodes, history, run.examples, run.seconds, run.fingerprint, shards)
 
 
 def _snapshot(run: Savable) -> Snapshot:

@@ -8,7 +8,6 @@ from typing import Any
 
 from vsim.checkpoint.files import Checkpoint, load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in, folder_at, step_of
-from vsim.cluster.ledger import Ledger
 from vsim.cluster.state import CheckpointError
 from vsim.records.history import History
 
@@ -27,13 +26,11 @@ class Start:
             return self.checkpoint
         return replace(load_checkpoint(self.checkpoint), forks=self.forks, keeps_optimizer=self.keeps_optimizer)
 
-    def fill(self, history: History | None = None, ledger: Ledger | None = None) -> None:
-        """Fill an empty history or ledger with the record so far, unless this is a fork."""
+    def fill(self, history: History) -> None:
+        """Fill an empty history with the record so far, unless this is a fork."""
         checkpoint = self.open()
-        if history is not None and not checkpoint.forks:
+        if not checkpoint.forks:
             history.continue_from(checkpoint.history)
-        if ledger is not None and not checkpoint.forks:
-            ledger.continue_from(checkpoint.ledger)
 
     def shipped(self, folder: Path) -> Start:
         """Return it as a file, which is written to `folder` if there is none."""

@@ -95,7 +95,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         options["run_name"] += f"/{folder_name(text)}"
     trained = trainer.fit(strategy=strategy, seed=arguments.seed, **options)
     result = Comparison(sum(p.nbytes for p in trained.parameters() if p.requires_grad))
-    result.add(text, ComparedRun(trainer.history, trainer.ledger, trained, seed=arguments.seed))
+    result.add(text, ComparedRun(trainer.history, trained, seed=arguments.seed))
     print(f"\n{result.table()}\n")
     trainer.history.to_csv(arguments.out / "history.csv")
     save(result.figure(title(arguments)), arguments.out / "history.png")

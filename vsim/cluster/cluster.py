@@ -48,7 +48,7 @@ class Cluster:
 
     @step.setter
     def step(self, step: int) -> None:
-        self.collectives.step = step
+        self.collectives.step, self.collectives.moment = step, "gradients"
 
     @property
     def num_nodes(self) -> int:

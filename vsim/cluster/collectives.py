@@ -8,9 +8,8 @@ is where the ledger is written, and nowhere else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -20,15 +19,6 @@ from vsim.cluster.ledger import Event, Ledger
 
 Groups = Sequence[Sequence[int]]
 REDUCTIONS = ("mean", "sum", "max", "min")
-
-# What the busiest node of a group of n transmits, in payloads, and what the whole group does: ring algorithms [Patarasu
-# and Yuan 2009], in which every payload is passed on from neighbour to neighbour, and a broadcast's source sends once.
-_TRAFFIC: dict[str, Callable[[int], tuple[Fraction, Fraction]]] = {
-    "all_reduce": lambda n: (Fraction(2 * (n - 1), n), Fraction(2 * (n - 1))),
-    "all_gather": lambda n: (Fraction(n - 1), Fraction(n * (n - 1))),
-    "reduce_scatter": lambda n: (Fraction(n - 1, n), Fraction(n - 1)),
-    "broadcast": lambda n: (Fraction(min(n - 1, 1)), Fraction(n - 1)),
-}
 
 
 def reduce_rows(stacked: Tensor, op: str, weights: Tensor | None = None) -> Tensor:
@@ -48,14 +38,15 @@ class Collectives(ABC):
     Attributes:
         num_nodes: K.
         ledger: where calls are recorded.
-        step: the step that calls now belong to; the training loop sets it.
+        step, moment: the step that calls now belong to, and whether they come before its optimizer step, "gradients",
+            or after it, "weights"; the cluster and the strategy set them.
         label: that of the last call.
     """
 
-    def __init__(self, num_nodes: int, ledger: Ledger) -> None:
-        self.num_nodes = num_nodes
+    def __init__(self, ledger: Ledger) -> None:
+        self.num_nodes = ledger.num_nodes
         self.ledger = ledger
-        self.step = 0
+        self.step, self.moment = 0, "weights"
         self.label = ""
         self._billed = True
 
@@ -98,7 +89,8 @@ class Collectives(ABC):
     ) -> Tensor:
         """Give every node the row of node `src`: (R, …) → shared (…)."""
         whole_number("src", src, at_least=0, at_most=self.num_nodes - 1)
-        self._record("broadcast", label, stacked, None, payload_bytes)
+        order = None if src == 0 else [[*range(src, self.num_nodes), *range(src)]]  # along the ring
+        self._record("broadcast", label, stacked, order, payload_bytes)
         return self._broadcast(stacked, src)
 
     @contextmanager
@@ -114,25 +106,14 @@ class Collectives(ABC):
         self, collective: str, label: str, stacked: Tensor, groups: Groups | None, payload_bytes: float | None
     ) -> None:
         self.label = label
-        sizes = (self.num_nodes,) if groups is None else tuple(len(g) for g in groups)
         if groups is not None:
             check_partition(groups, self.num_nodes)
         if not self._billed:
             return
         if payload_bytes is None:
             payload_bytes = stacked[0].numel() * stacked.element_size()
-        node_payloads = [_TRAFFIC[collective](n) for n in sizes]
-        self.ledger.record(
-            Event(
-                self.step,
-                collective,
-                label,
-                payload_bytes,
-                float(max(busiest for busiest, _ in node_payloads) * Fraction(payload_bytes)),
-                float(sum(total for _, total in node_payloads) * Fraction(payload_bytes)),
-                sizes,
-            )
-        )
+        taking_part = self.ledger.everyone if groups is None else tuple(map(tuple, groups))
+        self.ledger.record(Event(self.step, self.step, self.moment, collective, label, payload_bytes, taking_part))
 
     @abstractmethod
     def _all_reduce(self, stacked: Tensor, op: str, groups: Groups | None, weights: Tensor | None) -> Tensor: ...

@@ -1,64 +1,176 @@
-"""What was communicated: every collective call as an event with its bytes."""
+"""What was communicated: every collective call as an event; its bytes on the wire and its time are derived."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import copy
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from vsim.cluster.traffic import traffic
 from vsim.extras import extra
 
 if TYPE_CHECKING:
     import pandas as pd
 
+Groups = tuple[Sequence[int], ...]
+
 
 class Event(NamedTuple):
-    """One call of a collective by the whole cluster.
+    """One call of a collective: facts, from which bytes on the wire and time are derived.
 
     Attributes:
-        step: the optimizer step it belongs to; the first step is 1.
-        collective: "all_reduce", "all_gather", "broadcast", …
+        step: the step during which the nodes handed it in; the first step is 1.
+        due: the step at whose same moment the result is taken; equal to `step` if the nodes wait for it.
+        moment: "gradients", before the optimizer step; or "weights", after it.
+        collective: "all_reduce", "all_gather", "broadcast", …; see `vsim.cluster.traffic`.
         label: what was communicated, and by whom.
-        payload_bytes: what one node hands to the collective.
-        wire_bytes: what that node then transmits under the collective's algorithm. Where nodes differ (groups of
-            unequal size, the source of a broadcast), both are those of the busiest node.
-        total_wire_bytes: what all nodes transmit together.
-        group_sizes: the number of nodes in every group that took part.
+        payload_bytes: what one node hands in.
+        groups: who took part: groups of nodes, each on its own and in parallel. In a broadcast the first node of a
+            group is its source.
     """
 
     step: int
+    due: int
+    moment: str
     collective: str
     label: str
     payload_bytes: float
-    wire_bytes: float
-    total_wire_bytes: float
-    group_sizes: tuple[int, ...]
+    groups: Groups
+
+    @property
+    def wire_bytes(self) -> float:
+        """What the busiest node transmits in a ring."""
+        return self._wire()[0]
+
+    @property
+    def total_wire_bytes(self) -> float:
+        """What all nodes transmit together."""
+        return self._wire()[1]
+
+    @property
+    def server_wire_bytes(self) -> float:
+        """What a server transmits, which is no node."""
+        return self._wire()[2]
+
+    def _wire(self) -> tuple[float, float, float]:
+        return _wire_bytes(self.collective, tuple(map(len, self.groups)), self.payload_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _wire_bytes(collective: str, sizes: tuple[int, ...], payload_bytes: float) -> tuple[float, float, float]:
+    """Return what the busiest node, all nodes and a server transmit in groups of these sizes."""
+    groups = [(traffic(collective, n), count) for n, count in Counter(sizes).items()]
+    payload = Fraction(payload_bytes)
+    busiest = max((of_each.busiest for of_each, _ in groups), default=Fraction(0))
+    total = sum(of_each.total * count for of_each, count in groups)
+    server = sum(of_each.server * count for of_each, count in groups)
+    return float(busiest * payload), float(total * payload), float(server * payload)
+
+
+# What an event is derived to, in tables.
+_DERIVED = ("wire_bytes", "total_wire_bytes", "server_wire_bytes")
 
 
 class Ledger(Sequence[Event]):
-    """The events of one run, in order; a sequence of `Event`.
+    """The events of one run, in order; a sequence of `Event`. Bytes on the wire are those of ring algorithms.
 
     Attributes:
-        payload_bytes, wire_bytes: the totals so far, per node.
-        total_wire_bytes: the total so far over all nodes.
+        num_nodes: K.
+        steps: completed steps of the run, those without an event included.
+        total_wire_bytes: the total so far over all nodes. server_wire_bytes: that of a server, which is no node.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+        self.everyone: Groups = (range(num_nodes),)
+        self.steps = 0
+        self.total_wire_bytes = self.server_wire_bytes = 0.0
         self._events: list[Event] = []
-        self.payload_bytes = 0.0
-        self.wire_bytes = 0.0
-        self.total_wire_bytes = 0.0
+        # Payload and wire bytes of every node alike, of each beside that, and the most of those: an event that concerns
+        # all nodes alike, as most do, must not cost a sum over all of them.
+        self._alike = [0.0, 0.0]
+        self._own = np.zeros((2, 1))
+        self._most = [0.0, 0.0]
 
     def record(self, event: Event) -> None:
         """Append an event. Only the collectives call this: that is what makes the count complete."""
+        if event.groups == self.everyone:
+            event = event._replace(groups=self.everyone)  # one object, also after a way through a pipe or file
+        payload, (wire, total, server) = event.payload_bytes, event._wire()
+        of_all = traffic(event.collective, self.num_nodes)
+        if event.groups is self.everyone and of_all.is_even:
+            self._alike = [self._alike[0] + payload * float(of_all.handed[0]), self._alike[1] + wire]
+        else:
+            own = np.zeros((2, self.num_nodes))
+            for n in set(map(len, event.groups)):
+                alike = [np.arange(n)] if event.groups is self.everyone else [g for g in event.groups if len(g) == n]
+                nodes, share = np.array(alike), traffic(event.collective, n)  # (groups, n)
+                each = [np.tile(payload * payloads, len(nodes)) for payloads in (share.handed, share.sent)]
+                own += [np.bincount(nodes.flatten(), bytes_each, self.num_nodes) for bytes_each in each]
+            self._own = self._own + own
+            self._most = self._own.max(1).tolist()
+        self.total_wire_bytes += total
+        self.server_wire_bytes += server
         self._events.append(event)
-        self.payload_bytes += event.payload_bytes
-        self.wire_bytes += event.wire_bytes
-        self.total_wire_bytes += event.total_wire_bytes
+
+    @property
+    def payload_bytes(self) -> float:
+        """What the node has handed in so far that has handed in most."""
+        return self._alike[0] + self._most[0]
+
+    @property
+    def wire_bytes(self) -> float:
+        """What the node has transmitted so far that has transmitted most."""
+        return self._alike[1] + self._most[1]
+
+    @property
+    def node_payload_bytes(self) -> NDArray[np.float64]:
+        """(K,) what each node has handed in so far."""
+        return np.full(self.num_nodes, self._alike[0]) + self._own[0]
+
+    @property
+    def node_wire_bytes(self) -> NDArray[np.float64]:
+        """(K,) what each node has transmitted so far."""
+        return np.full(self.num_nodes, self._alike[1]) + self._own[1]
 
     def continue_from(self, other: Ledger) -> None:
-        """Begin with the events of another record."""
-        for event in other:
-            self.record(event)
+        """Begin with the record of another ledger."""
+        vars(self).update({name: copy.copy(value) for name, value in vars(other).items()})
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return the record as dicts, lists, numbers and text, which JSON can hold.
+
+        What is sent is the same, mostly, from step to step, and mostly by all nodes: an event is its step, the step at
+        which it is due, and its place in "kinds"; null stands for all nodes.
+        """
+        kinds: dict[str, int] = {}
+        events = []
+        for event in self._events:
+            groups = None if event.groups == self.everyone else [list(map(int, group)) for group in event.groups]
+            kind = json.dumps([*event[2:-1], groups])
+            events.append([event.step, event.due, kinds.setdefault(kind, len(kinds))])
+        kinds_of = [json.loads(kind) for kind in kinds]
+        return {"steps": self.steps, "events": events, "kinds": kinds_of}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any], num_nodes: int) -> Ledger:
+        """Make the ledger of K nodes that `as_plain` was of."""
+        ledger = cls(num_nodes)
+        kinds = [
+            (*facts, ledger.everyone if groups is None else tuple(map(tuple, groups)))
+            for *facts, groups in plain["kinds"]
+        ]
+        for step, due, kind in plain["events"]:
+            ledger.record(Event._make([step, due, *kinds[kind]]))
+        ledger.steps = plain["steps"]
+        return ledger
 
     def __len__(self) -> int:
         return len(self._events)
@@ -70,15 +182,17 @@ class Ledger(Sequence[Event]):
         return self._events[index]
 
     def by_label(self) -> dict[str, float]:
-        """Return label → payload bytes per node over the run."""
+        """Return label → payload bytes over the run, of a node that takes part in every event."""
         totals: dict[str, float] = {}
         for event in self._events:
             totals[event.label] = totals.get(event.label, 0.0) + event.payload_bytes
         return totals
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a DataFrame with one row an event and the columns of `Event`. Needs pandas."""
-        return extra("pandas", "to_pandas()", "pandas", "notebook").DataFrame(self._events, columns=Event._fields)
+        """Return a DataFrame with one row an event, the columns of `Event` and the derived ones. Needs pandas."""
+        rows = [[*event, *(getattr(event, name) for name in _DERIVED)] for event in self._events]
+        frame = extra("pandas", "to_pandas()", "pandas", "notebook").DataFrame
+        return frame(rows, columns=[*Event._fields, *_DERIVED])
 
     def __repr__(self) -> str:
         return (

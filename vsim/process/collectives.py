@@ -41,7 +41,7 @@ class ProcessCollectives(Collectives):
     """
 
     def __init__(self, ledger: Ledger, exact: bool) -> None:
-        super().__init__(dist.get_world_size(), ledger)
+        super().__init__(ledger)
         self.rank = dist.get_rank()
         self.exact = exact
         # Where the group's backend reaches tensors.

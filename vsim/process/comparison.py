@@ -125,7 +125,7 @@ class RunComparison:
 
 
 def _of_events(
-    step: int, node: int, simulator: Sequence[tuple[Any, ...]], process: Sequence[tuple[Any, ...]]
+    step: int, node: int, simulator: Sequence[tuple[str, str]], process: Sequence[tuple[str, str]]
 ) -> Iterator[Difference]:
     count = max(len(simulator), len(process))
     padded = [[*events, *[None] * (count - len(events))] for events in (simulator, process)]
@@ -133,6 +133,6 @@ def _of_events(
     if unequal:
         i = unequal[0]
         events = [side[i] for side in padded]
-        label = next(event[2] for event in events if event is not None)
-        shown = ["no event" if event is None else str(event) for event in events]
+        label = next(event[0] for event in events if event is not None)
+        shown = ["no event" if event is None else event[1] for event in events]
         yield replace(unlike(step, node, "ledger", label, *shown), entries=len(unequal), size=count, index=(i,))

@@ -52,8 +52,9 @@ def run_node(config: RunConfig, device: torch.device, report: Reporter, interrup
         if config.start is not None:
             config.start.fill(history)
         report = _recording(report, history)
+    ledger = Ledger(config.num_nodes) if history is None else history.ledger
     with isolated(config.seed, device):
-        collectives = ProcessCollectives(Ledger(), config.deterministic)
+        collectives = ProcessCollectives(ledger, config.deterministic)
         batches = NodeBatches(config, rank, collectives)
         part = Part(config, report, history, range(rank, rank + 1), collectives, batches)
         run = assemble([part], EagerExecutor, device, interrupt)

@@ -24,7 +24,7 @@ class StateWriter:
     """Writes the state of the nodes held in a process to a file a step in `folder`: what `Trainer.after_step` calls.
 
     A file holds "matrices", "tensors": kind → name → stacked (R, …) or shared tensor, where the last dimension of the
-    matrices is that of all parameters; and "events": the ledger's events of the step.
+    matrices is that of all parameters; and "events": label and text of the ledger's events of the step.
     """
 
     folder: Path
@@ -46,7 +46,7 @@ class StateWriter:
             place: {kind: {n: t.detach().cpu().clone() for n, t in named.items()} for kind, named in kinds.items()}
             for place, kinds in state.items()
         }
-        stored["events"] = [tuple(e) for e in run.ledger if e.step == step or e.step < step == 1]
+        stored["events"] = [(e.label, str(e)) for e in run.ledger if e.step == step or e.step < step == 1]
         path = state_file(self.folder, step, replicas.first_node)
         torch.save(stored, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)

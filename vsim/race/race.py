@@ -87,7 +87,7 @@ class Race:
         """Return the run of these configurations, which reports to `runners`."""
         if runners:
             recorders, own = [recorder for recorder, _ in runners], [runner for _, runner in runners]
-            return prepare(configs, recorders, [r.history for r in own], self.device, [r.ledger for r in own])
+            return prepare(configs, recorders, [r.history for r in own], self.device)
         alone = configs[0].label if len(configs) == 1 else ""  # which nobody else names
         with isolated(configs[0].seed, self.device), naming(alone):
             histories = [History(config.label, config.num_nodes) for config in configs]
@@ -130,7 +130,7 @@ class Race:
     def _collect(self, run: Run, running: Sequence[Runner], watch: Watch) -> None:
         """Note which members have left, and show the progress of all."""
         for member, runner in zip(run.members, running, strict=True):
-            runner.ledger, runner.error = member.ledger, member.error
+            runner.error = member.error
             if member.stopped and runner.stopped_at is None:
                 runner.stopped_at = member.done
             is_over = not member.trains or member.done == member.max_steps

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from vsim.checkpoint.folder import replacing
-from vsim.cluster.ledger import Event, Ledger
 from vsim.records.history import History, write_json
 from vsim.records.report import Hook, Log
 from vsim.training.config import RunConfig
@@ -24,7 +23,7 @@ class Runner:
     Attributes:
         name: of its strategy or setting, the same for all seeds.
         config: its checked arguments. hooks: for training and validation losses. log: drives its loggers.
-        history, ledger, model: its record, and the mean of its nodes' final models if it reached its end.
+        history, model: its record, and the mean of its nodes' final models if it reached its end.
         error: why it left. stopped_at: the step after which a rung took it out. interrupted_at: the last step before an
             interrupt.
     """
@@ -34,7 +33,6 @@ class Runner:
     hooks: tuple[Hook | None, Hook | None] = (None, None)
     log: Log | None = None
     history: History = field(init=False)
-    ledger: Ledger = field(default_factory=Ledger)
     model: nn.Module | None = None
     error: Exception | None = None
     stopped_at: int | None = None
@@ -72,7 +70,6 @@ def write_end(runner: Runner) -> None:
         "diverged": isinstance(runner.error, FloatingPointError),
         "error": "" if runner.error is None else str(runner.error),
         "history": runner.history.as_plain(),
-        "events": [list(event) for event in runner.ledger],
     }
     write_whole(runner.folder / "end.json", content)
 
@@ -104,8 +101,6 @@ def ended_by(end: dict[str, Any] | None, step: int) -> bool:
 def take_end(runner: Runner, end: dict[str, Any]) -> None:
     """Give a runner the record of a run that left before the others."""
     runner.history = History.from_plain(end["history"])
-    for event in end["events"]:
-        runner.ledger.record(Event._make([*event[:-1], tuple(event[-1])]))
     if end["stopped"]:
         runner.stopped_at = int(end["step"])
     elif end["error"]:

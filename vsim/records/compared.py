@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from vsim.cluster.ledger import Event, Ledger
+from vsim.cluster.ledger import Ledger
 from vsim.records.history import History
 
-# What files hold of a run beside history and ledger.
+# What files hold of a run beside its history.
 _PLAIN = ("failure", "seed", "diverged_at", "stopped_at")
 
 
@@ -29,13 +29,17 @@ class ComparedRun:
     """
 
     history: History
-    ledger: Ledger
     model: nn.Module | None = None
     failure: str = ""
     seed: int = 42
     error: Exception | None = None
     diverged_at: int | None = None
     stopped_at: int | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """What it communicated."""
+        return self.history.ledger
 
     @property
     def ended(self) -> bool:
@@ -55,12 +59,9 @@ class ComparedRun:
     def as_plain(self) -> dict[str, Any]:
         """Return everything but the model and the error as dicts, lists, numbers and text, which JSON can hold."""
         plain = {key: getattr(self, key) for key in _PLAIN}
-        return {**plain, "history": self.history.as_plain(), "events": [list(event) for event in self.ledger]}
+        return {**plain, "history": self.history.as_plain()}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> ComparedRun:
         """Make the run that `as_plain` was of."""
-        ledger = Ledger()
-        for event in plain["events"]:
-            ledger.record(Event._make([*event[:-1], tuple(event[-1])]))
-        return cls(History.from_plain(plain["history"]), ledger, **{key: plain[key] for key in _PLAIN})
+        return cls(History.from_plain(plain["history"]), **{key: plain[key] for key in _PLAIN})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vsim.cluster.ledger import Ledger
 from vsim.extras import extra
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class History:
         tokens: token ids that they have trained on so far, where batches hold token ids; see
             `vsim.training.loop.tokens_in`.
         train_loss: mean over the nodes of the loss of their batches at this step. lr: the inner learning rate used.
-        payload_bytes, wire_bytes: communicated so far, per node.
+        payload_bytes, wire_bytes: communicated so far, by the node that has most.
         seconds: wall-clock time of training so far, evaluation left out. memory_bytes: what the training process (that
             of node 0, with one for each) holds of its device's memory, the resident set on the CPU.
         local_loss: validation loss of node 0. global_loss: of the global model: the strategy's own (DiLoCo's outer
@@ -46,6 +47,7 @@ class History:
         correlation: mean Pearson correlation of the weights over pairs of nodes.
 
     Attributes:
+        ledger: what was communicated; see `Ledger`.
         executor: what computed the gradients of the last step. executor_reason: why that.
         minibatch_size: examples a node at once; None: the whole batch.
 
@@ -55,6 +57,7 @@ class History:
     def __init__(self, strategy: str = "", num_nodes: int = 1) -> None:
         self.strategy = strategy
         self.num_nodes = num_nodes
+        self.ledger = Ledger(num_nodes)
         self.executor = ""
         self.executor_reason = ""
         self.minibatch_size: int | None = None
@@ -65,6 +68,7 @@ class History:
         """Add the row of a step; `node_losses` (K,) are its training losses, absent for step 0."""
         for name, column in self._columns.items():
             column.append(float(row.get(name, math.nan)))
+        self.ledger.steps = int(row["step"])
         if node_losses is not None:
             self._node_losses.append(np.asarray(node_losses, dtype=np.float64))
 
@@ -72,6 +76,7 @@ class History:
         """Begin with the rows of another record."""
         self._columns = {name: list(column) for name, column in other._columns.items()}
         self._node_losses, self.executor = list(other._node_losses), other.executor
+        self.ledger.continue_from(other.ledger)
 
     @property
     def node_losses(self) -> NDArray[np.float64]:
@@ -113,7 +118,7 @@ class History:
         write_csv(path, COLUMNS, zip(*self._columns.values(), strict=True))
 
     def to_json(self, path: str | Path) -> None:
-        """Write the whole record, `node_losses` included, to a file that `from_json` reads back to the bit."""
+        """Write the whole record, with `node_losses` and ledger, to a file that `from_json` reads back to the bit."""
         write_json(path, self.as_plain())
 
     @classmethod
@@ -137,6 +142,7 @@ class History:
             "minibatch_size": self.minibatch_size,
             "columns": {name: [_plain(v) for v in column] for name, column in self._columns.items()},
             "node_losses": [[_plain(v) for v in row.tolist()] for row in self._node_losses],
+            "ledger": self.ledger.as_plain(),
         }
 
     @classmethod
@@ -153,6 +159,7 @@ class History:
         history._node_losses = [np.array([_number(v) for v in row]) for row in plain["node_losses"]]
         if any(len(row) != history.num_nodes for row in history._node_losses):
             raise ValueError(f"node_losses does not have {history.num_nodes} values a step, one a node")
+        history.ledger = Ledger.from_plain(plain["ledger"], history.num_nodes)
         return history
 
     def __repr__(self) -> str:

@@ -99,7 +99,7 @@ class Strategy(Stateful):
                 super().step()
     """
 
-    derived = ("_stepped", "_per_node", "settings")
+    derived = ("_stepped", "settings")
 
     # Whether all nodes have equal weights at every step by construction, so that one row serves them all, and whether
     # only the mean of their gradients is used. Promises of one class; its subclasses have to repeat them.
@@ -207,7 +207,7 @@ class Strategy(Stateful):
         optimizers = torch_optimizers(self.optim) if self.is_per_node else []
         with (
             communicating_through(self.cluster.collectives),
-            PerNodeStep(self.model, optimizers, self.clip, watched) as self._per_node,
+            PerNodeStep(self.model, optimizers, self.clip, self._note_step, watched),
         ):
             self.step()
         self.model.write_back()
@@ -228,7 +228,7 @@ class Strategy(Stateful):
     def step(self) -> None:
         """One step of all nodes: gradients → communicate → clip → optimizer → communicate → schedule."""
         self.before_optimizer()
-        if not self._per_node.has_stepped:
+        if self.cluster.collectives.moment == "gradients":  # per-node code may have stepped
             self.optim.step()
         self.after_optimizer()
 
@@ -242,11 +242,16 @@ class Strategy(Stateful):
 
     def after_optimizer(self) -> None:
         """Communicate the weights, move on in the schedule, and count the step."""
+        self._note_step()
         for module in self.communication_modules:
             module.communicate(self.cluster)
         for scheduler in self.schedulers:
             scheduler.step()
         self.cluster.completed = self.cluster.step
+
+    def _note_step(self) -> None:
+        """From here on, what is communicated comes after the optimizer step."""
+        self.cluster.collectives.moment = "weights"
 
     def clip(self) -> None:
         """Clip every node's gradient to `max_norm`, if there is one. Happens before every optimizer step."""

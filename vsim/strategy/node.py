@@ -89,28 +89,27 @@ class PerNodeStep(ExitStack):
         model: the stacked model. optimizers: in the order in which they are stepped, one or one per node; none if the
             step is the common one.
         clip: clips every node's gradient.
+        stepped: called when the optimizer has stepped.
         watched: raise a ValueError where the gradients of several nodes are given one norm.
-
-    Attributes:
-        has_stepped: whether the optimizer has stepped.
     """
 
     def __init__(
-        self, model: StackedModel, optimizers: Sequence[Optimizer], clip: Callable[[], None], watched: bool
+        self,
+        model: StackedModel,
+        optimizers: Sequence[Optimizer],
+        clip: Callable[[], None],
+        stepped: Callable[[], None],
+        watched: bool,
     ) -> None:
         super().__init__()
-        self.has_stepped = False
 
         def prepare(*_: Any) -> None:
             model.write_back()
             clip()
 
-        def note(*_: Any) -> None:
-            self.has_stepped = True
-
         if optimizers:
             self.callback(optimizers[0].register_step_pre_hook(prepare).remove)
-            self.callback(optimizers[-1].register_step_post_hook(note).remove)
+            self.callback(optimizers[-1].register_step_post_hook(lambda *_: stepped()).remove)
         if watched:
             self.enter_context(_ByNode(model))
 

@@ -16,7 +16,6 @@ from vsim.checkpoint.fingerprint import fingerprint, settings_of
 from vsim.checkpoint.resume import Checkpointer, begin_fork, resume
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import StackedCollectives
-from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
 from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Batches, first_examples, resolve
@@ -40,20 +39,18 @@ def prepare(
     reports: Sequence[Reporter],
     histories: Sequence[History],
     device: torch.device,
-    ledgers: Sequence[Ledger] | None = None,
 ) -> Run:
     """Set up members that train together, all their nodes in this process.
 
     Args:
-        configs: one per member. reports, histories, ledgers: likewise; they receive the outcomes.
+        configs: one per member. reports, histories: likewise; they receive the outcomes.
 
     Raises:
         CheckpointError: a member does not fit the checkpoint that it starts from.
         TypeError, ValueError: a configuration is refused; with several members, the member is named.
     """
-    ledgers = [Ledger() for _ in configs] if ledgers is None else ledgers
     parts = []
-    for config, report, history, ledger in zip(configs, reports, histories, ledgers, strict=True):
+    for config, report, history in zip(configs, reports, histories, strict=True):
         own = None if len(configs) == 1 else OwnGlobals(config.seed, device)
         with nullcontext() if own is None else own.here():
             datasets = resolve(config.train_dataset, config.num_nodes, range(config.num_nodes), True, "train_dataset")
@@ -62,7 +59,7 @@ def prepare(
             )
         if own is not None:
             own.at_setup = own.states
-        nodes, collectives = range(config.num_nodes), StackedCollectives(config.num_nodes, ledger)
+        nodes, collectives = range(config.num_nodes), StackedCollectives(history.ledger)
         parts.append(Part(config, report, history, nodes, collectives, batches, own))
     return assemble(parts, executor_class(configs[0].executor, configs[0].compile), device)
 

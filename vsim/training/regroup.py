@@ -7,7 +7,6 @@ from dataclasses import replace
 from vsim.checkpoint.resume import captured
 from vsim.checkpoint.start import Start
 from vsim.cluster.collectives import StackedCollectives
-from vsim.cluster.ledger import Ledger
 from vsim.cluster.state import CheckpointError
 from vsim.engine import executor_class
 from vsim.training.assemble import assemble
@@ -56,7 +55,7 @@ def _snapshot(member: Member) -> Part:
     return replace(
         part,
         config=config,
-        collectives=StackedCollectives(config.num_nodes, Ledger()),
+        collectives=StackedCollectives(member.ledger),
         globals=None if part.globals is None else part.globals.anew(),
         minibatch_size=member.minibatch_size,
     )

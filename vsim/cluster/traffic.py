@@ -1,0 +1,79 @@
+"""What a collective makes each node transmit, in payloads: where all bytes on the wire come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vsim.arguments import one_of, whole_number
+
+
+class Traffic(NamedTuple):
+    """What a group of n nodes hands in and transmits, in payloads.
+
+    Attributes:
+        handed: (n,) what each node hands in, by its place in the group. sent: (n,) what it transmits.
+        busiest: what the node transmits that transmits most. total: what all of them do. Both are exact.
+        server: what a server that is no node transmits.
+        is_even: whether all nodes of the group hand in as much, and transmit as much.
+    """
+
+    handed: NDArray[np.float64]
+    sent: NDArray[np.float64]
+    busiest: Fraction
+    total: Fraction
+    server: Fraction
+    is_even: bool
+
+
+# What every node of a group of n transmits, and the last one, which in a chain has nobody to pass a payload on to.
+_Places = Callable[[int], tuple[Fraction, Fraction]]
+_ONCE = Fraction(1)
+_NONE = Fraction(0)
+_RING: dict[str, _Places] = {  # [Patarasu and Yuan 2009]: payloads are passed on from neighbour to neighbour
+    "all_reduce": lambda n: (Fraction(2 * (n - 1), n),) * 2,
+    "all_gather": lambda n: (Fraction(n - 1),) * 2,
+    "reduce_scatter": lambda n: (Fraction(n - 1, n),) * 2,
+    "broadcast": lambda n: (_ONCE, _NONE),
+}
+_POINT_TO_POINT: dict[str, _Places] = {
+    "send": lambda n: (_ONCE, _NONE),
+    "push": lambda n: (_ONCE, _ONCE),
+    "pull": lambda n: (_NONE, _NONE),
+}
+_ALGORITHMS = {"ring": {**_RING, **_POINT_TO_POINT}}
+
+
+@lru_cache(maxsize=256)
+def traffic(collective: str, n: int, algorithm: str = "ring") -> Traffic:
+    """Return what a group of `n` nodes transmits.
+
+    Args:
+        collective: "all_reduce", "all_gather", "reduce_scatter", "broadcast" (from the first of the group), "send" (a
+            pair, from its first to its second), "push" (each to a server) or "pull" (each from a server).
+        n: at least 1.
+        algorithm: how all-reduce, all-gather, reduce-scatter and broadcast are made of messages: "ring".
+
+    Raises:
+        ValueError: there is no such collective or algorithm, or nobody takes part.
+    """
+    one_of("algorithm", algorithm, tuple(_ALGORITHMS))
+    one_of("collective", collective, tuple(_ALGORITHMS[algorithm]))
+    whole_number("n", n)
+    each, last = _ALGORITHMS[algorithm][collective](n)
+    sent, handed = np.full(n, float(each)), np.ones(n)
+    sent[-1] = float(last)
+    if collective in ("broadcast", "send"):
+        handed[1:] = 0
+    elif collective == "pull":
+        handed[:] = 0
+    for values in (handed, sent):
+        values.flags.writeable = False
+    is_even = all(bool((values == values[0]).all()) for values in (handed, sent))
+    server = Fraction(n if collective == "pull" else 0)
+    return Traffic(handed, sent, max(each, last) if n > 1 else last, each * (n - 1) + last, server, is_even)
