@@ -101,11 +101,44 @@ def broken(index: int) -> Any:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_a_dataset_raises_is_raised_as_it_is(workers: int) -> None:
-    with pytest.raises(OSError, match="the disk is gone"):
-        fit(data=Examples(broken), max_steps=9, dataloader_kwargs={"num_workers": workers})
-    with pytest.raises(OSError, match="the disk is gone"):
+def test_what_a_dataset_raises_names_example_node_and_step(workers: int) -> None:
+    # In order: node 0 has 0, 2, 4, …, four a step, so that 20 is its third of step 3.
+    shared: dict[str, Any] = {"data": Examples(broken), "shuffle": False, "batch_size": 4, "max_steps": 9}
+    options = {"dataloader_kwargs": {"num_workers": workers}}
+    with pytest.raises(OSError, match=r"batches of step 3: (?s:.*)example 20 of the dataset, of node 0: the disk"):
+        fit(**shared, **options)
+    own = {**shared, "data": lambda rank, num_nodes, train: Examples(broken if rank else example)}
+    with pytest.raises(OSError, match=r"batches of step 6: (?s:.*)example 20 of the dataset, of node 1: the disk"):
+        fit(**own, **options)
+    with pytest.raises(OSError, match=r"^example 20 of the dataset: the disk is gone"):
         fit(val=Examples(broken))
+    with pytest.raises(OSError, match="examples 0, 2, 4, 6, 1, 3, 5, 7 of the dataset, of node 0, 1: not there"):
+        fit(**{**shared, "data": AtOnce(example)})
+
+
+class AtOnce(Examples):
+    def __getitems__(self, indices: list[int]) -> Any:
+        raise OSError("not there")
+
+
+def test_a_length_that_is_not_so() -> None:
+    listed = [example(i) for i in range(9)]
+    with pytest.raises(IndexError, match=r"step 2: example 10 of the dataset, of node 0: list .* \(its length is 29\)"):
+        fit(data=Examples(listed.__getitem__), shuffle=False, batch_size=4, max_steps=9)
+
+
+class Unlucky(Exception):
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(f"{index}: {reason}")
+
+
+def test_an_error_that_takes_more_than_a_text() -> None:
+    def unlucky(index: int) -> Any:
+        raise Unlucky(index, "gone")
+
+    with pytest.raises(RuntimeError, match=r"step 1: .*Unlucky: example \d+ of .* node 0: \d+: gone") as caught:
+        fit(data=Examples(unlucky))
+    assert isinstance(caught.value.__cause__.__cause__, Unlucky)  # type: ignore[union-attr]
 
 
 def test_one_example() -> None:
@@ -186,11 +219,10 @@ def test_validation_that_is_not_a_number_is_said_once() -> None:
 
 
 def test_weights_that_no_later_loss_tells_of(tmp_path: Path) -> None:
-    lost = Strategy(inner_optim="sgd", lr=float("inf"))
     with pytest.raises(
         FloatingPointError, match=r"non-finite weights after step 1 on nodes \[0, 1\]\. A lower learning"
     ):
-        fit(strategy=lost, max_steps=1)
+        fit(strategy=Lost(), max_steps=1)
     # Nor are they saved: the checkpoint before stays the newest.
     with pytest.raises(FloatingPointError, match="non-finite weights after step 3"):
         fit(strategy=Late(inner_optim="sgd", lr=0.1), max_steps=9, save_dir=tmp_path, checkpoint_interval=1)
@@ -207,6 +239,12 @@ class Late(Strategy):
         super().step()
         if self.local_step == 3:
             next(self.model.parameters())[-1] = torch.nan
+
+
+class Lost(Strategy):
+    def step(self) -> None:
+        super().step()
+        next(self.model.parameters()).fill_(torch.inf)
 
 
 class Huge(Strategy):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+import vsim
 from vsim import Trainer, load_checkpoint
 from vsim.arguments import real_number
 from vsim.data import text_file
@@ -29,6 +30,7 @@ from vsim.strategy import (
     DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,
+    GradientAverage,
     IndexSelector,
     OptimSpec,
     PartitionedIndexSelector,
@@ -111,6 +113,21 @@ def branching(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def not_finite(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets) * torch.nan
+
+
+def compared(name: Any = "one", **options: Any) -> Any:
+    options = {"num_nodes": 2, "max_steps": 2, "progress": False, **options}
+    return vsim.compare(small_mlp(), vectors(), strategies={name: SimpleReduceStrategy()}, **options)
+
+
+class Unmade(Strategy):
+    def __init__(self) -> None:
+        self.H = 3
+
+
+class Idle(Strategy):
+    def step(self) -> None:
+        self.optim.step()
 
 
 class Mixing(Strategy):
@@ -280,12 +297,17 @@ TABLE = [
         r"the loss must be a scalar \(the mean over the batch\), got a tensor of shape \(15,\); .*\.mean\(\)",
     ),
     Bad("outputs for a loss", lambda: fit(Model(lambda o, y: o)), ValueError, r"shape \(15, 5\); .* give loss_fn="),
-    Bad("nothing for a loss", lambda: fit(Model(lambda o, y: None)), ValueError, "scalar tensor, got NoneType"),
+    Bad(
+        "nothing for a loss",
+        lambda: fit(Model(lambda o, y: None)),
+        ValueError,
+        "must be a scalar tensor, .*, got NoneType",
+    ),
     Bad(
         "a dictionary for a loss",
-        lambda: fit(Model(lambda outputs, y: {"loss": outputs.mean()})),
+        lambda: fit(Model(lambda outputs, y: {"logits": outputs})),
         ValueError,
-        "the loss must be a scalar tensor, got dict; a model that returns outputs needs loss_fn=",
+        "the loss must be a scalar tensor, or outputs with one called loss, got dict; .* give loss_fn= if the model",
     ),
     Bad(
         "a vector from loss_fn",
@@ -594,6 +616,65 @@ TABLE = [
         ValueError,
         "eval_loss_hook has no effect without a val_dataset",
     ),
+    # What has no effect, or makes no sense
+    Bad("a trillion nodes", lambda: fit(num_nodes=10**12), ValueError, r"num_nodes=1000000000000 nodes take .* GB at"),
+    Bad(
+        "a trillion nodes with their own data",
+        lambda: fit(num_nodes=10**12, data=lambda rank, num_nodes, train: vectors()),
+        ValueError,
+        "num_nodes=1000000000000 nodes take .* at most [0-9]+ fit",
+    ),
+    Bad(
+        "a trillion processes",
+        lambda: fit(num_nodes=10**12, backend="process"),
+        ValueError,
+        "num_nodes=1000000000000 nodes take .* at most [0-9]+ fit",
+    ),
+    Bad("the eighth CPU", lambda: fit(device="cpu:7"), ValueError, "device 'cpu:7' is not available; this machine has"),
+    Bad(
+        "a number for a name",
+        lambda: fit(dataloader_kwargs={3: 1}),
+        TypeError,
+        "dataloader_kwargs got an unknown argument 3. Valid: num_workers",
+    ),
+    *(
+        Bad(
+            f"{name} of the loader",
+            partial(fit, dataloader_kwargs={name: value}),
+            error,
+            f"dataloader_kwargs: {name} must be {allowed}",
+        )
+        for name, value, error, allowed in [
+            ("pin_memory", "x", TypeError, "True or False, got 'x'"),
+            ("persistent_workers", 1, TypeError, "True or False, got 1"),
+            ("in_order", None, TypeError, "True or False, got None"),
+            ("timeout", -1, ValueError, ">= 0, got -1"),
+            ("prefetch_factor", "2", TypeError, "a whole number, got '2'"),
+        ]
+    ),
+    Bad("a name that is too long", lambda: fit(run_name="a" * 300), ValueError, "run_name .* at most 200 bytes; got"),
+    Bad("an empty name", lambda: fit(run_name=""), ValueError, "run_name must name a folder .*; got ''"),
+    Bad("clipping never", lambda: Strategy(max_norm=float("inf")), ValueError, "max_norm must be > 0 and finite, got"),
+    Bad("rate without end", lambda: Strategy(lr=float("inf")), ValueError, "lr must be >= 0 and finite, got inf"),
+    Bad("rate of a spec", lambda: OptimSpec("sgd", lr=float("inf")), ValueError, r"SGD, lr=inf\) .* lr must be finite"),
+    Bad("no outer rate", lambda: DiLoCoStrategy(outer_lr=0), ValueError, "outer_lr must be > 0, got 0: the outer"),
+    Bad(
+        "no rate of an outer optimizer",
+        lambda: DiLoCoStrategy(outer_optim=OptimSpec("sgd", lr=0.0)),
+        ValueError,
+        "outer_lr must be > 0",
+    ),
+    Bad(
+        "averages of averages",
+        lambda: Strategy([GradientAverage(), GradientAverage()]),
+        ValueError,
+        r"Strategy\(\): communication_modules has GradientAverage 2 times, and the nodes' gradients are equal after",
+    ),
+    Bad("a strategy without a base", lambda: fit(strategy=Unmade()), TypeError, r"Unmade.__init__\(\) must call super"),
+    Bad("a step that is none", lambda: fit(strategy=Idle()), TypeError, r"Idle.step\(\) must end with super\(\).step"),
+    Bad("a number of seeds", lambda: compared(seeds=3), TypeError, "seeds must be a list of numbers, got 3"),
+    Bad("a run without a name", lambda: compared(""), ValueError, "every strategy needs a name, .* one is empty"),
+    Bad("a number for a name of a run", lambda: compared(3), TypeError, "names of strategies must be strings, got 3"),
 ]
 
 
@@ -619,6 +700,123 @@ def test_errors_do_not_depend_on_the_executor(executor: str) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             fit(Model(loss), executor=executor)
+
+
+class Own(nn.Module):
+    """A model whose forward does not take a batch alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+        logits = self.head(self.embed(idx))
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 5)
+
+    def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+        return Outputs(F.cross_entropy(self.linear(input_ids), labels))
+
+
+class Outputs(NamedTuple):
+    loss: Tensor | None
+
+
+class Keeps(nn.Module):
+    """Computes with a tensor of its call before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(12, 5), None
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        outputs = self.linear(batch[0])
+        loss = F.cross_entropy(outputs if self.last is None else outputs + 0 * self.last.mean(), batch[1])
+        self.last = outputs
+        return loss
+
+
+X, Y = vectors().tensors
+NAMED = [{"input_ids": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+CLASSIFIER = partial(nn.Linear, 12, 5)
+GIVEN = r"the model or its loss raised this at step 1, given batch\[0\]: float32 \(15, 12\), batch\[1\]: int64 \(15,\)"
+
+# What a model or a loss was given, and what must be said beside the error that PyTorch has for it.
+MISFITS: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
+    "no loss_fn": (CLASSIFIER, vectors(), None, rf"{GIVEN}.*model\(batch\), with a list of 2.*needs loss_fn="),
+    "nanoGPT's": (
+        Own,
+        tokens(),
+        None,
+        r"takes idx, targets: give .*\(batch\) returns the loss of model\(\*batch",
+    ),
+    "by name": (
+        ByName,
+        NAMED,
+        None,
+        r"takes input_ids, labels: give .*\(batch\) returns model\(\*\*batch\)\.loss",
+    ),
+    "nested": (CLASSIFIER, [((x, x), y) for x, y in vectors()], F.cross_entropy, r"called as model\(x\).* a list of 2"),
+    "too narrow": (CLASSIFIER, TensorDataset(X[:, :7], Y), F.cross_entropy, r"\(15, 7\).*weight, has shape \(5, 12\)"),
+    "keeps": (Keeps, vectors(), None, "last keeps a tensor of an earlier call.*make it a buffer .* and detach"),
+    **{
+        f"x of {kind}": (
+            CLASSIFIER,
+            TensorDataset(X.to(kind), Y),
+            F.cross_entropy,
+            r"weights are torch\.float32.*x\.fl",
+        )
+        for kind in (torch.float64, torch.float16, torch.complex64, torch.int64)
+    },
+    **{
+        f"y of {kind}": (
+            CLASSIFIER,
+            TensorDataset(X, Y.to(kind)),
+            F.cross_entropy,
+            r"labels are torch\.int64 \(y\.l",
+        )
+        for kind in (torch.float32, torch.bool, torch.int32)
+    },
+    **{
+        f"y + {shift}": (CLASSIFIER, TensorDataset(X, Y + shift), F.cross_entropy, f"from {shift} to .* count from 0")
+        for shift in (3, -3)
+    },
+}
+
+
+@pytest.mark.parametrize("executor", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize(("model", "data", "loss_fn", "message"), MISFITS.values(), ids=MISFITS)
+def test_what_a_model_was_given(model: Any, data: Any, loss_fn: Any, message: str, executor: str) -> None:
+    with pytest.raises((TypeError, RuntimeError, IndexError, AttributeError)) as caught:
+        fit(model(), data, loss_fn=loss_fn, executor=executor)
+    assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
+    assert "functorch_wrapped" not in str(caught.value)
+
+
+def test_labels_of_the_validation_data_that_the_model_does_not_know() -> None:
+    with pytest.raises(IndexError, match=r"Target . is out of bounds.*in the validation after step 0, given .* 3 to 7"):
+        fit(CLASSIFIER(), val=TensorDataset(X, Y + 3), loss_fn=F.cross_entropy)
+
+
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+def test_outputs_that_hold_the_loss(executor: str) -> None:
+    def weights(wrapped: Callable[[Tensor], Any]) -> Tensor:
+        torch.manual_seed(0)
+        trained = fit(Model(lambda outputs, y: wrapped(F.cross_entropy(outputs, y))), vectors(), executor=executor)
+        return torch.cat([p.detach().flatten() for p in trained.parameters()])
+
+    with torch.random.fork_rng():
+        alone, *others = map(weights, (lambda loss: loss, lambda loss: {"loss": loss}, Outputs))
+    assert all(torch.equal(alone, other) for other in others)
+    with pytest.raises(ValueError, match="must be a scalar tensor, or outputs with one called loss, got NoneType"):
+        fit(Model(lambda outputs, y: Outputs(None)), executor=executor)
+    with pytest.raises(ValueError, match=r"got tuple of \(Tensor, Tensor\); return the loss alone"):
+        fit(Model(lambda outputs, y: (outputs, outputs.mean())), executor=executor)
 
 
 def test_a_model_that_fails_under_vmap_trains_in_the_loop() -> None:

@@ -184,7 +184,7 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
             draw, own, draw(st.sampled_from(["optim_spec", "inner_optim"])), *optimizers, spec, bad=("adamv",)
         )
     given_at_times(draw, own, "lr", 0.0, 1e-3, 1e-2, bad=(-1.0, "0.1", math.nan, math.inf, 1e30))
-    given_at_times(draw, own, "max_norm", 0.1, 1, math.inf, bad=(0, -1))
+    given_at_times(draw, own, "max_norm", 0.1, 1, bad=(0, -1, math.inf))
     schedule = draw(st.integers(0, 5))
     if schedule == 1:
         given_at_times(draw, own, "warmup_steps", 0, 2, 50, bad=(-1, 0.5))

@@ -625,6 +625,19 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
     assert not Path("logs").exists()
 
 
+def test_wandb_without_a_key_is_one_line_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    def refuse(**_: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", functools.wraps(wandb.init)(refuse))
+    steps: list[int] = []
+    with pytest.raises(ValueError, match=r"refuses the run: No API key configured. Use .* — .*WANDB_API_KEY") as caught:
+        fit(wandb_project="p", train_loss_hook=lambda step, loss: steps.append(step))
+    assert "\n" not in str(caught.value) and not steps
+
+
 def test_bad_arguments_of_wandb() -> None:
     with pytest.raises(TypeError, match=r"WandbLogger\(\) got .* 'entitty'; did you mean 'entity'"):
         WandbLogger("p", entitty="me")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
+from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
-from documents import ROOT, run_page
+from documents import ROOT, blocks, run_page
 from torch import Tensor
 
 from vsim import Trainer
@@ -15,13 +18,59 @@ from vsim.data import digits
 from vsim.models import MLP
 from vsim.strategy import SimpleReduceStrategy, Strategy
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # which pytest needs there
+
 README = ROOT / "README.md"
+NAME = re.compile(r"[\w.-]+")  # of a package, in a requirement
+
+
+def needed(package: str, found: set[str]) -> set[str]:
+    """Return `found` with a package and all that it needs, as far as they are installed."""
+    if package not in found:
+        found.add(package)
+        with suppress(metadata.PackageNotFoundError):
+            for requirement in metadata.requires(package) or []:
+                if "extra ==" not in requirement:
+                    needed(NAME.match(requirement)[0].lower(), found)  # type: ignore[index]
+    return found
+
+
+def not_installed(command: str) -> set[str]:
+    """The modules of optional packages that a `pip install -e` of vsim leaves out; but pytest's, which runs here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    asked = re.search(r'pip install -e "\.\[([\w,]+)\]"', command)
+    there: set[str] = set()
+    for own in (project["dependencies"], *(extras[name] for name in (asked[1].split(",") if asked else []))):
+        for requirement in own:
+            needed(NAME.match(requirement)[0], there)  # type: ignore[index]
+    every = {NAME.match(requirement)[0] for own in extras.values() for requirement in own}  # type: ignore[index]
+    left_out = {package for package in every - there - {"vsim"} if not package.startswith("pytest")}
+    installed = metadata.packages_distributions().items()
+    return {module for module, packages in installed if left_out.intersection(map(str.lower, packages))}
 
 
 @pytest.fixture(scope="module")
 def readme() -> dict[str, Any]:
-    """What the README's blocks define, run in one scope: each continues the one before."""
-    return run_page(README)
+    """What the README's blocks define, run in one scope: each continues the one before.
+
+    With the packages that the page says to install, and no others.
+    """
+    first = next(block for block in blocks(README) if block.kind == "sh")
+    with pytest.MonkeyPatch.context() as patch:
+        for module in not_installed(first.text):
+            patch.setitem(sys.modules, module, None)
+        return run_page(README)
+
+
+def test_the_first_command_installs_what_the_page_uses() -> None:
+    # That the page runs under this fixture shows it; here, that the fixture takes packages away.
+    assert {"sklearn", "pandas", "wandb", "sphinx"} <= not_installed("pip install -e .")
+    more = not_installed('pip install -e ".[examples,tensorboard]"')
+    assert {"wandb", "sphinx"} <= more and not {"sklearn", "pandas", "scipy", "tensorboard"} & more
 
 
 def run(strategy: Strategy, num_nodes: int = 4, max_steps: int = 12) -> Trainer:

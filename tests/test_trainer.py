@@ -370,7 +370,11 @@ def test_devices() -> None:
 def test_the_best_device_is_picked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert pick_device(None) == torch.device("cuda") and pick_device("cuda:1") == torch.device("cuda:1")
+    for beyond in ("cuda:2", "mps:1", "cpu:7"):
+        with pytest.raises(ValueError, match=f"device '{beyond}' is not available"):
+            pick_device(beyond)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device(None) == torch.device("mps")
     with pytest.raises(ValueError, match="'cuda' is not available; this machine has mps, cpu"):

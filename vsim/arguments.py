@@ -27,7 +27,7 @@ def reject_unknown(given: Iterable[str], valid: Iterable[str], where: str) -> No
     for name in given:
         if name not in valid:
             alike = {one.lower(): one for one in reversed(valid)}
-            nearest = [alike[one] for one in difflib.get_close_matches(name.lower(), alike, n=1, cutoff=0.5)]
+            nearest = [alike[one] for one in difflib.get_close_matches(str(name).lower(), alike, n=1, cutoff=0.5)]
             hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
             raise TypeError(f"{where} got an unknown argument {name!r}{hint} Valid: {', '.join(valid)}")
 
@@ -60,17 +60,19 @@ def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | Non
 def real_number(
     name: str, value: Any, *, at_least: float = -math.inf, above: float = -math.inf, at_most: float = math.inf
 ) -> float:
-    """Return `value` as a float if it lies in the allowed range; raise a ValueError or TypeError otherwise."""
+    """Return `value` as a float if it is finite and in the range; raise a ValueError or TypeError otherwise."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not (at_least <= value <= at_most and value > above):
+    if not (at_least <= value <= at_most and value > above) or abs(value) == math.inf:
         bounds = [
             f">= {at_least:g}" if at_least > -math.inf else "",
             f"> {above:g}" if above > -math.inf else "",
             f"<= {at_most:g}" if at_most < math.inf else "",
         ]
-        allowed = " and ".join(b for b in bounds if b) or "finite"
-        raise ValueError(f"{name} must be {allowed}, got {value}")
+        allowed = [bound for bound in bounds if bound]
+        if not allowed or abs(value) == math.inf:
+            allowed.append("finite")
+        raise ValueError(f"{name} must be {' and '.join(allowed)}, got {value}")
     return float(value)
 
 
@@ -114,6 +116,16 @@ def naming(name: str) -> Iterator[None]:
         if not name or type(error).__init__ not in (TypeError.__init__, ValueError.__init__):  # takes more than a text
             raise
         raise type(error)(f"{name}: {error}") from error
+
+
+def retold(error: Exception, text: str) -> Exception:
+    """Return an error of the same kind with another text, caused by `error`; a RuntimeError where the kind cannot."""
+    try:
+        told = type(error)(text)
+    except Exception:  # it takes more than a text
+        told = RuntimeError(f"{type(error).__name__}: {text}")
+    told.__cause__ = error
+    return told
 
 
 def is_factory(dataset: Any) -> bool:

@@ -89,6 +89,8 @@ def merged(strategies: Mapping[str, Any]) -> dict[str, Any]:
     unnamed = [repr(name) for name in strategies if not isinstance(name, str)]
     if unnamed:
         raise TypeError(f"the names of strategies must be strings, got {', '.join(unnamed)}")
+    if not all(map(str.strip, strategies)):
+        raise ValueError("every strategy needs a name, which tables show, and one is empty")
     found: dict[str, Any] = {}
     for name, value in strategies.items():
         own = {name: value}

@@ -44,8 +44,8 @@ class Trainer:
     """Trains a model on K simulated nodes.
 
     Args:
-        model: any nn.Module. `model(batch)` returns a scalar loss, the mean over the batch; with `loss_fn`, `model(x)`
-            returns outputs. It is not changed: every `fit` starts from its weights.
+        model: any nn.Module. `model(batch)` returns a scalar loss, the mean over the batch, or outputs with one called
+            `loss`; with `loss_fn`, `model(x)` returns outputs. It is not changed: every `fit` starts from its weights.
         train_dataset: a map-style dataset, which the nodes share as DistributedSampler would, or a function
             f(rank, num_nodes, train_dataset: bool) that returns the dataset of one node.
         val_dataset: likewise; a function is asked for that of rank 0. None: no validation.
@@ -364,18 +364,18 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         ValueError: the name is unknown, or this machine has no such device.
     """
     available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
+        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "mps": int(torch.backends.mps.is_available()),
+        "cpu": 1,
     }
-    here = [name for name, there in available.items() if there]
+    here = [name for name, count in available.items() if count]
     if device is None or device == "":  # "" is what command lines of scripts for EXO Gym have as their default
         return torch.device(here[0])
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"unknown device {device!r}; this machine has {', '.join(here)}") from error
-    if not available.get(chosen.type, False):
+    if (chosen.index or 0) >= available.get(chosen.type, 0):
         raise ValueError(f"device {str(device)!r} is not available; this machine has {', '.join(here)}")
     return chosen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,8 @@ class OptimSpec:
     def _check(self) -> None:
         """Build it once, so that its arguments are checked now."""
         try:
+            if self.kwargs.get("lr") == math.inf:
+                raise ValueError("lr must be finite")
             self.state_names()
         except Exception as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_structure
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from vsim.arguments import a_function, is_factory, reject_unknown, true_or_false, whole_number
+from vsim.arguments import a_function, is_factory, real_number, reject_unknown, retold, true_or_false, whole_number
 from vsim.cluster.randomness import LOADER, generator
 from vsim.data.order import Order
 
@@ -92,9 +92,8 @@ class Batches:
         """Any dataset: one DataLoader, whose batches hold the samples of all nodes, those of node 0 first."""
         collate = self._options.get("collate_fn")
         num_nodes = self.order.num_nodes
-        dataset = self._datasets[0] if len(self._datasets) == 1 else _EndToEnd(self._datasets)
         loader: DataLoader[Any] = DataLoader(
-            dataset,
+            fetched_by_loader(self._datasets, num_nodes, self._options),
             # The indices of a step, those of node 0 first.
             batch_sampler=(positions.flatten().tolist() for positions in self.order.batches(start_step)),
             generator=generator(self._seed, LOADER),
@@ -106,14 +105,33 @@ class Batches:
         yield from loader
 
 
-class _EndToEnd(ConcatDataset[Any]):
-    """The nodes' own datasets one after another; each fetches its examples in one call where it offers that."""
+def fetched_by_loader(
+    datasets: Sequence[Dataset[Any]], num_nodes: int, options: Mapping[str, Any], first_node: int = 0
+) -> Dataset[Any]:
+    """Return the one dataset that a DataLoader fetches from, for nodes that share one or have one each."""
+    if len(datasets) == 1 and options.get("worker_init_fn") is not None:  # which may ask for the user's own object
+        return datasets[0]
+    return _OfNodes(datasets, num_nodes, first_node)
+
+
+class _OfNodes(ConcatDataset[Any]):
+    """The nodes' own datasets one after another, or the one they share; what an example raises names it and its node.
+
+    Each fetches its examples in one call where it offers that.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset[Any]], num_nodes: int, first_node: int) -> None:
+        super().__init__(datasets)
+        self.num_nodes, self.first_node = num_nodes, first_node
 
     def __getitems__(self, positions: list[int]) -> list[Any]:
-        ends, examples = self.cumulative_sizes, []
-        for which, own in itertools.groupby(positions, key=lambda position: bisect.bisect_right(ends, position)):
-            start = ends[which - 1] if which else 0
-            examples += fetch(self.datasets[which], [position - start for position in own])
+        ends, examples, size = self.cumulative_sizes, [], len(positions) // self.num_nodes
+        shared = len(self.datasets) == 1
+        found = [0 if shared else bisect.bisect_right(ends, position) for position in positions]
+        for which, places in itertools.groupby(range(len(positions)), key=found.__getitem__):
+            own, start = list(places), ends[which - 1] if which else 0
+            nodes = [self.first_node + place // size for place in own]
+            examples += fetch(self.datasets[which], [positions[place] - start for place in own], nodes)
         return examples
 
 
@@ -123,9 +141,15 @@ def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[st
     reject_unknown(options, LOADER_OPTIONS, "dataloader_kwargs")
     a_function("dataloader_kwargs: collate_fn", options.get("collate_fn"), "samples")
     a_function("dataloader_kwargs: worker_init_fn", options.get("worker_init_fn"), "worker's number")
-    if options.get("num_workers") is not None:
-        options["num_workers"] = whole_number("dataloader_kwargs: num_workers", options["num_workers"], at_least=0)
-    return options, true_or_false("dataloader_kwargs: drop_last", options.pop("drop_last", False))
+    for name, value in options.items():
+        where = f"dataloader_kwargs: {name}"
+        if name in ("pin_memory", "persistent_workers", "in_order", "drop_last"):
+            options[name] = true_or_false(where, value)
+        elif name == "timeout":
+            options[name] = real_number(where, value, at_least=0)
+        elif name in ("num_workers", "prefetch_factor") and value is not None:
+            options[name] = whole_number(where, value, at_least=0)
+    return options, options.pop("drop_last", False)
 
 
 class _CollateTogether:
@@ -209,10 +233,26 @@ def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] 
     return None
 
 
-def fetch(dataset: Dataset[Any], indices: list[int]) -> list[Any]:
-    """Return the examples at `indices`, in one call where the dataset offers that."""
+def fetch(dataset: Dataset[Any], indices: list[int], nodes: Sequence[int] = ()) -> list[Any]:
+    """Return the examples at `indices`, for these `nodes`, in one call where the dataset offers that.
+
+    Raises:
+        Exception: of the kind that the dataset raises; its message names the example and the node.
+    """
     fetch_many = getattr(dataset, "__getitems__", None)
-    return fetch_many(indices) if fetch_many else [dataset[i] for i in indices]
+    examples: list[Any] = []
+    try:
+        if fetch_many:
+            return list(fetch_many(indices))
+        for index in indices:
+            examples.append(dataset[index])  # so that the one that fails is known
+    except Exception as error:
+        place = slice(None, 8) if fetch_many else slice(len(examples), len(examples) + 1)
+        which = f"example{'s' if fetch_many else ''} {', '.join(map(str, indices[place]))}"
+        whose = f" of node {', '.join(map(str, dict.fromkeys(nodes[place])))}" if nodes else ""
+        length = f" (its length is {_length(dataset)})" if isinstance(error, IndexError) else ""
+        raise retold(error, f"{which} of the dataset{whose and ','}{whose}: {error}{length}") from error
+    return examples
 
 
 def first_examples(dataset: Dataset[Any], count: int, collate: Callable[[list[Any]], Any] | None) -> Any:

@@ -43,6 +43,15 @@ def total_bytes(device: torch.device) -> int:
     return int(min(limits))
 
 
+def check_room(num_nodes: int, bytes_each: int, device: torch.device) -> None:
+    """Raise a ValueError for more nodes than a device has room for, where each takes so many bytes at the least."""
+    if num_nodes * bytes_each > total_bytes(device):
+        raise ValueError(
+            f"num_nodes={num_nodes} nodes take {num_nodes * bytes_each / 1e9:.3g} GB at the least, and {device.type} "
+            f"has {total_bytes(device) / 1e9:.3g} GB; at most {total_bytes(device) // bytes_each} fit"
+        )
+
+
 def available_bytes(device: torch.device, share: float | None = None) -> int:
     """Return the bytes of a device that this process may still take: the free ones, or up to a share of all."""
     if share is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ Numbers = dict[tuple[str, str], float]  # (path of a module, name of an attribut
 
 class Objective(nn.Module):
     """The mean loss of a batch: `model(batch)`, or `loss_fn(model(x), y)` of a batch (x, y) if there is a `loss_fn`.
+
+    Of outputs with a field or key `loss`, as many libraries' models return them, that is the loss.
 
     Accuracy is known where the model has a method `loss_and_accuracy(batch)` that returns two scalars, or where a
     `loss_fn` compares outputs (B, C, …) with whole-number targets (B, …): then it is that of argmax over C.
@@ -40,7 +42,7 @@ class Objective(nn.Module):
             outputs = self.model(x)
             loss = self.loss_fn(outputs, y)
             accuracy = _accuracy(outputs, y) if with_accuracy else None
-        return _scalar(loss, "the loss"), None if accuracy is None else _scalar(accuracy, "the accuracy")
+        return _scalar(_loss_of(loss), "the loss"), None if accuracy is None else _scalar(accuracy, "the accuracy")
 
 
 def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
@@ -50,10 +52,21 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
+def _loss_of(outputs: Any) -> Any:
+    """Return the field or key `loss` of a model's outputs, or what is no such outputs as it is."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    has_key = isinstance(outputs, Mapping) and "loss" in outputs
+    return outputs["loss"] if has_key else getattr(outputs, "loss", outputs)
+
+
 def _scalar(value: Any, what: str) -> Tensor:
     if not isinstance(value, Tensor):
+        parts = value if isinstance(value, tuple | list) else ()
+        of = f" of ({', '.join(type(part).__name__ for part in parts)})" if parts else ""
         raise ValueError(
-            f"{what} must be a scalar tensor, got {type(value).__name__}; a model that returns outputs needs loss_fn="
+            f"{what} must be a scalar tensor, or outputs with one called loss, got {type(value).__name__}{of}; return "
+            "the loss alone, or give loss_fn= if the model returns outputs"
         )
     if value.dim() != 0:
         raise ValueError(

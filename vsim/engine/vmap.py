@@ -242,18 +242,10 @@ class VmapExecutor(Executor):
         except Exception as error:
             own_weights = weights if weights_of_all else _of_first(weights)
             own_batch = batch if batch_of_all else _of_first(batch)
-            if self._works_alone(own_weights, _of_first(buffers), own_batch):
-                raise VmapError(_explain_vmap_failure(error)) from error
-            raise
-
-    def _works_alone(self, weights: Views, buffers: Views, batch: Any) -> bool:
-        """Whether a node's own model runs on its own batch, so that the failure is vmap's."""
-        try:
+            # A node's own model on its own batch, with the message of that if the failure is not vmap's.
             with torch.enable_grad(), without_torch_function():  # it may differentiate something itself
-                self._outcome(weights, buffers, batch, with_accuracy=False)
-        except Exception:
-            return False
-        return True
+                self._outcome(own_weights, _of_first(buffers), own_batch, with_accuracy=False)
+            raise VmapError(_explain_vmap_failure(error)) from error
 
 
 def even_pieces(num_nodes: int, at_once: int) -> list[slice]:

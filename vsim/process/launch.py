@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 import cloudpickle
+import torch
 
 from vsim.checkpoint.start import Saving
+from vsim.engine.memory import check_room
 from vsim.process import settings
 from vsim.process.collectives import CollectiveFailure
 from vsim.process.node import Outcome, ProcessOptions, backend_for
@@ -31,6 +33,8 @@ from vsim.training.interrupt import Interrupt, Interrupted
 _GRACE_SECONDS = 2.0
 # How long a node that is done may take to exit (a user's exit handlers).
 _EXIT_SECONDS = 10.0
+# The memory that an interpreter with torch takes for itself.
+_LEAST_BYTES = 2**26
 # How often processes are polled: a pipe does not close while worker processes of a DataLoader hold it too.
 _POLL_SECONDS = 0.5
 
@@ -107,6 +111,7 @@ def train_in_processes(config: RunConfig, options: ProcessOptions, report: Repor
     """
     if os.name != "posix":
         raise RuntimeError(f"backend='process' runs on Linux and macOS; this is {sys.platform}")
+    check_room(config.num_nodes, _LEAST_BYTES, torch.device("cpu"))
     _ship(config, folder / "config")
     run = _Listener(config.saving, report)
     reaper = subprocess.Popen(

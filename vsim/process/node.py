@@ -20,7 +20,7 @@ from vsim.arguments import is_factory
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import LOADER, drawing_from, generator, isolated
 from vsim.cluster.replicas import Views
-from vsim.data.batches import check_tensors, loader_options, resolve
+from vsim.data.batches import check_tensors, fetched_by_loader, loader_options, resolve
 from vsim.data.order import Order
 from vsim.engine import Executor
 from vsim.engine.base import check_depends, keep_assigned, write_or_add
@@ -178,7 +178,8 @@ class NodeBatches:
 
     def _loader(self, **kwargs: Any) -> DataLoader[Any]:
         stream = generator(self._config.seed, LOADER)
-        return DataLoader(self._dataset, generator=stream, **kwargs, **self._options)
+        dataset = fetched_by_loader([self._dataset], 1, self._options, self._rank)
+        return DataLoader(dataset, generator=stream, **kwargs, **self._options)
 
 
 class _From:

@@ -55,6 +55,8 @@ class DiLoCoCommunicator(CommunicationModule):
                 f"the outer optimizer steps all weights as one vector, so it must be elementwise; "
                 f"{self.outer_optim_spec.cls.__name__} is not"
             )
+        if self.outer_optim_spec.kwargs.get("lr") == 0:
+            raise ValueError("outer_lr must be > 0, got 0: the outer weights, which every sync returns to, would stay")
         if compressor is None and error_feedback is not None:
             raise TypeError("DiLoCo: error_feedback has no effect without compressor=")
         self.compressed = None if compressor is None else CompressedAverage(compressor, error_feedback)

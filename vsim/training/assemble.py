@@ -21,7 +21,7 @@ from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Batches, first_examples, resolve
 from vsim.data.joint import Source, joint_batches, one_in_memory
 from vsim.engine import Executor, Settings, VmapExecutor, executor_class, first_calls
-from vsim.engine.memory import fitting_minibatch, total_bytes
+from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
 from vsim.records.history import History
 from vsim.records.report import Reporter
@@ -51,6 +51,9 @@ def prepare(
     """
     parts = []
     for config, report, history in zip(configs, reports, histories, strict=True):
+        weights = [p.nbytes for p in config.model.parameters() if p.requires_grad]
+        of_node = generator(config.seed, NODE).get_state().nbytes
+        check_room(config.num_nodes, of_node + (0 if config.strategy.shares_weights else sum(weights)), device)
         own = None if len(configs) == 1 else OwnGlobals(config.seed, device)
         with nullcontext() if own is None else own.here():
             datasets = resolve(config.train_dataset, config.num_nodes, range(config.num_nodes), True, "train_dataset")

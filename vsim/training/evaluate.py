@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.cluster.randomness import EVALUATION, generator
 from vsim.cluster.replicas import Views
 from vsim.engine import Executor
+from vsim.engine.misfit import explained
 from vsim.training.member import Member
 
 # Columns of the node matrix that are compared at once: bounds the memory that measuring needs.
@@ -45,7 +46,7 @@ class Evaluator:
     """
 
     def __init__(self, executor: Executor, batch: Any, batch_size: int, rows_at_once: int) -> None:
-        self.executor = executor
+        self.executor, self.batch = executor, batch
         self.rows_at_once = rows_at_once
         self.num_examples = len(tree_leaves(batch)[0])
         self.pieces = [
@@ -58,7 +59,11 @@ class Evaluator:
         """Return member → its validation columns of `History`."""
         with torch.no_grad():
             to_measure = [rows for member in members for rows in (_of_nodes(member), _of_cluster(member))]
-            measured = iter(self._measure(to_measure))
+            try:
+                measured = iter(self._measure(to_measure))
+            except Exception as error:
+                when = f"in the validation after step {members[0].done}"
+                raise explained(error, self.executor.objective, self.batch, 0, when)  # noqa: B904  # has its cause
             return {member: _columns(member, next(measured), next(measured)) for member in members}
 
     def _measure(self, rows: Sequence[_Rows]) -> list[_Measured]:

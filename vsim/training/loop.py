@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vsim.arguments import naming
+from vsim.arguments import naming, retold
 from vsim.cluster.optim import torch_optimizers
 from vsim.cluster.randomness import global_states, same_states
 from vsim.engine.allocator import keeping_freed_memory
 from vsim.engine.memory import held_bytes
+from vsim.engine.misfit import explained
 from vsim.records.report import StepReport
 from vsim.training.evaluate import replica_spread, validate
 from vsim.training.interrupt import Interrupted
@@ -100,6 +101,7 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
     for member in members:
         member.cluster.step = step
         member.known_events, member.lr = len(member.ledger), member.strategy.lr
+    batch = None
     try:
         batch = tree_map(lambda t: t.to(device, non_blocking=True), next(group.batches))
         first = len(run.members) > 1 and not group.has_stepped
@@ -109,6 +111,10 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
             _warn_of_global_draws()
         group.has_stepped = True
     except Exception as error:  # of the model or the data, which all members of the group share
+        if batch is None:
+            error = retold(error, f"the batches of step {step}: {error}")
+        else:
+            error = explained(error, group.executor.objective, batch, 1, f"at step {step}")
         for member in members:
             _leave(run, member, error)
         return False

@@ -76,6 +76,8 @@ class FitOptions:
         self.given = {field.name: getattr(self, field.name) for field in fields(self)}
         if not isinstance(self.strategy, Strategy):
             raise TypeError(f"strategy must be a vsim Strategy object, got {self.strategy!r}")
+        if not hasattr(self.strategy, "communication_modules"):
+            raise TypeError(f"{type(self.strategy).__name__}.__init__() must call super().__init__()")
         for name in _WHOLE:
             setattr(self, name, whole_number(name, getattr(self, name)))
         self.seed = whole_number("seed", self.seed, at_least=0, at_most=2**63 - 1)

@@ -16,10 +16,10 @@ def check_run_name(run_name: str) -> str:
     if not isinstance(run_name, str):
         raise TypeError(f"run_name must be a string, got {run_name!r} of type {type(run_name).__name__}")
     parts = Path(run_name).parts
-    if not parts or Path(run_name).is_absolute() or ".." in parts or "\0" in run_name:
-        raise ValueError(
-            f"run_name must name a folder within the log folder, such as 'diloco' or 'a/b'; got {run_name!r}"
-        )
+    too_long = any(len(part.encode()) > 200 for part in parts)  # file systems take 255 bytes; a number may be added
+    if not parts or Path(run_name).is_absolute() or ".." in parts or "\0" in run_name or too_long:
+        allowed = "with names of at most 200 bytes" if too_long else "such as 'diloco' or 'a/b'"
+        raise ValueError(f"run_name must name a folder within the log folder, {allowed}; got {run_name!r}")
     return run_name
 
 

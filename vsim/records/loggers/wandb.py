@@ -27,6 +27,7 @@ class WandbLogger:
     Raises:
         ImportError: wandb is not installed.
         TypeError: an argument is not one of `wandb.init`.
+        ValueError: when the run starts: there is no key, or Weights & Biases refuses it.
     """
 
     def __init__(self, project: str, experiment_name: str | None = None, **init: Any) -> None:
@@ -46,13 +47,20 @@ class WandbLogger:
         """Begin a run of its own, beside any that the process has."""
         wandb = extra("wandb", "WandbLogger", "wandb", "wandb")
         self._x = config.get("log_x_axis") or "step"
-        self.run = wandb.init(
-            project=self.project,
-            name=self.experiment_name or config.get("run_name"),
-            config=dict(config),
-            reinit="create_new",
-            **{"settings": wandb.Settings(silent=True, console="off"), **self.init},
-        )
+        try:
+            self.run = wandb.init(
+                project=self.project,
+                name=self.experiment_name or config.get("run_name"),
+                config=dict(config),
+                reinit="create_new",
+                **{"settings": wandb.Settings(silent=True, console="off"), **self.init},
+            )
+        except wandb.Error as error:  # no key, no such entity, no connection
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"Weights & Biases refuses the run: {reason} — `wandb login` or WANDB_API_KEY gives the key, "
+                "WandbLogger(…, mode='offline') needs none"
+            ) from error
         self.url = self.run.url if not self.run.offline else None
 
     def log_train(self, row: Row) -> None:

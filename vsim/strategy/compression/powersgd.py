@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -49,6 +50,13 @@ class PowerSGD(Compressor):
             smaller = self.rank * (n + m) < n * m
             (shapes.setdefault((n, m), []) if smaller else self.vectors).append(columns)
         self.matrices = list(shapes.values())
+        if not shapes:
+            warnings.warn(
+                f"PowerSGD(rank={self.rank}) would make no tensor of this model smaller, so all are averaged as they "
+                "are; a matrix (n, m) needs rank · (n + m) < n · m",
+                UserWarning,
+                stacklevel=2,
+            )
         self.size = cluster.replicas.num_parameters
         self.keep_shared(
             q=[
