@@ -135,9 +135,11 @@ def test_it_is_trainer_with_other_words(p_sparta: float) -> None:
     inner, outer = OptimSpec("sgd", lr=0.1, momentum=0.5), OptimSpec("adam", lr=0.02)
     schedule: dict[str, Any] = {"cosine_anneal": True, "warmup_steps": 2}
     strategy = (
-        SPARTADiLoCoStrategy(p_sparta, 3, 2, outer_optim=outer, inner_optim=inner, **schedule)
+        SPARTADiLoCoStrategy(
+            p_sparta=p_sparta, sparta_interval=3, H=2, outer_optim=outer, inner_optim=inner, **schedule
+        )
         if p_sparta
-        else DiLoCoStrategy(2, outer, inner_optim=inner, **schedule)
+        else DiLoCoStrategy(H=2, outer_optim=outer, inner_optim=inner, **schedule)
     )
     final = theirs.fit(
         strategy=strategy, num_nodes=3, max_steps=7, batch_size=4, val_size=8, val_interval=2, progress=False

@@ -533,6 +533,44 @@ def test_every_argument_is_taken_and_honoured() -> None:
     assert scope["histories"][3]["lr"][1:].tolist() == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5])
 
 
+BY_POSITION = """
+    import torch
+    from exogym.strategy.demo import DeMoStrategy
+    from exogym.strategy.diloco import DiLoCoStrategy
+    from exogym.strategy.federated_averaging import FedAvgStrategy
+    from exogym.strategy.optim import OptimSpec
+    from exogym.strategy.sparta import SPARTAStrategy
+    from exogym.strategy.sparta_diloco import SPARTADiLoCoStrategy
+    from exogym.strategy.strategy import SimpleReduceStrategy
+
+    inner = OptimSpec(torch.optim.SGD, lr=0.5)
+    outer = OptimSpec(torch.optim.Adam, lr=0.25)
+    strategies = [
+        SimpleReduceStrategy(inner),
+        FedAvgStrategy(inner, 2, 7),
+        DiLoCoStrategy(inner, outer, 7),
+        SPARTAStrategy(inner, 0.125),
+        SPARTADiLoCoStrategy(inner, outer, 0.125, 3, 7),
+    ]
+    demo = DeMoStrategy(None, 0.875)
+"""
+
+
+def test_arguments_by_position_have_their_old_order() -> None:
+    scope = run(BY_POSITION)
+    assert all(strategy.optim_spec is scope["inner"] for strategy in scope["strategies"])
+    _, (islands,), (diloco,), (sparta,), (both, also) = (s.communication_modules for s in scope["strategies"])
+    assert (islands.island_size, islands.every) == (2, 7)
+    assert diloco.outer_optim_spec is also.outer_optim_spec is scope["outer"] and diloco.H == also.H == 7
+    assert sparta.index_selector.p == both.index_selector.p == 0.125 and both.every == 3
+    assert scope["demo"].momentum.error_feedback == 0.875
+    for cls in {type(strategy) for strategy in scope["strategies"]}:
+        with pytest.raises(TypeError, match="the first argument and optim_spec are two spellings"):
+            cls(scope["inner"], optim_spec="adam")
+        with pytest.raises(TypeError, match=r"an optimizer must be a torch.optim class or the name of one, got 10"):
+            cls(10)
+
+
 def test_the_names_of_the_earlier_modules_are_the_same_objects() -> None:
     import vsim.logger
     import vsim.strategy

@@ -195,7 +195,7 @@ def choosing(patch: pytest.MonkeyPatch, model: nn.Module, task: Task, batch_size
     patch.setattr(assembly, "total_bytes", lambda device: 2 * budget)
 
 
-@pytest.mark.parametrize("strategy", [DiLoCoStrategy(H=2), SPARTAStrategy(0.2)], ids=["diloco", "sparta"])
+@pytest.mark.parametrize("strategy", [DiLoCoStrategy(H=2), SPARTAStrategy(p_sparta=0.2)], ids=["diloco", "sparta"])
 def test_the_run_is_that_with_the_minibatch_given_by_hand(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"num_nodes": K, "max_steps": 5, "batch_size": 12, "progress": False, "val_interval": 2}
     choosing(monkeypatch, small_cnn(), TASKS[1], 12, 4)

@@ -105,7 +105,7 @@ def test_every_strategy_is_bitwise_its_own_fit(num_nodes: int, seeds: list[int])
 def test_models_with_dropout_and_buffers_are_bitwise_their_own_fit(task: Task, executor: str) -> None:
     strategies = {
         "diloco": DiLoCoStrategy(H=2, inner_optim=OptimSpec("sgd", lr=0.1, momentum=0.9)),
-        "sparta": SPARTAStrategy(0.3, lr=1e-2, max_norm=0.5),
+        "sparta": SPARTAStrategy(p_sparta=0.3, lr=1e-2, max_norm=0.5),
         "fedavg": FedAvgStrategy(H=3, lr=1e-2, lr_scheduler="cosine", warmup_steps=2),
         "allreduce": SimpleReduceStrategy(lr=1e-2),
     }
@@ -430,7 +430,7 @@ def test_a_comparison_that_is_killed_resumes_to_the_bit(tmp_path: Path, at: int)
     strategies: Mapping[str, Strategy] = {
         "diloco": DiLoCoStrategy(H=3, lr=1e-2),
         "bad": broken(3, 1e-2),  # so that its loss tells before it is saved
-        "sparta": SPARTAStrategy(0.2, lr=1e-2),
+        "sparta": SPARTAStrategy(p_sparta=0.2, lr=1e-2),
         "allreduce": SimpleReduceStrategy(lr=1e-2),
     }
     options = {**OPTIONS, "num_nodes": 2, "max_steps": 9, "deterministic": False, "seeds": [1, 2]}

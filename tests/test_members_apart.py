@@ -55,7 +55,7 @@ def assert_own_fits(
 
 
 def plain() -> Strategies:
-    return {"fedavg": FedAvgStrategy(H=2, lr=1e-2), "sparta": SPARTAStrategy(0.3, lr=1e-2)}
+    return {"fedavg": FedAvgStrategy(H=2, lr=1e-2), "sparta": SPARTAStrategy(p_sparta=0.3, lr=1e-2)}
 
 
 # Random numbers -------------------------------------------------------------------------------------------------------

@@ -367,14 +367,14 @@ def test_the_events_of_parts() -> None:
 
 def test_random_masks_send_p_of_all_bytes_on_average() -> None:
     # Binomial(293, 0.1) · 4 bytes a step: mean 117.2, deviation 4·√26.4 = 20.5; over 300 steps 1.2.
-    _, events = fitted(SPARTAStrategy(0.1), max_steps=300)
+    _, events = fitted(SPARTAStrategy(p_sparta=0.1), max_steps=300)
     assert len(events) == 300
     assert abs(sum(e.payload_bytes for e in events) / 300 - 117.2) < 5 * 1.2
 
 
 def test_a_mask_that_is_sent_costs_a_byte_an_entry() -> None:
-    seeded, events = fitted(SPARTAStrategy(0.1))
-    broadcast, billed = fitted(SPARTAStrategy(0.1, mask="broadcast"))
+    seeded, events = fitted(SPARTAStrategy(p_sparta=0.1))
+    broadcast, billed = fitted(SPARTAStrategy(p_sparta=0.1, mask="broadcast"))
     assert torch.equal(seeded, broadcast)
     masks, values = billed[::2], billed[1::2]
     assert values == events
@@ -383,7 +383,7 @@ def test_a_mask_that_is_sent_costs_a_byte_an_entry() -> None:
 
 
 def test_a_round_without_entries_sends_no_values() -> None:
-    weights, events = fitted(SPARTAStrategy(1e-9, mask="broadcast", quantization_bits=8))
+    weights, events = fitted(SPARTAStrategy(p_sparta=1e-9, mask="broadcast", quantization_bits=8))
     assert [e.label for e in events] == ["mask"] * 6
     assert torch.equal(weights, fitted(Strategy())[0])
 
@@ -391,7 +391,7 @@ def test_a_round_without_entries_sends_no_values() -> None:
 def test_the_payload_of_nominations_and_of_few_bits() -> None:
     # p = 0.02: ⌈3.84⌉ + ⌈0.32⌉ + ⌈1.6⌉ + ⌈0.1⌉ = 4 + 1 + 2 + 1 = 8 indices of 4 bytes from every node; then 8 to 24
     # values of 3 bits and 4 scales of 4 bytes.
-    _, events = fitted(SPARTAStrategy(0.02, compression_method="topk", quantization_bits=3))
+    _, events = fitted(SPARTAStrategy(p_sparta=0.02, compression_method="topk", quantization_bits=3))
     assert [e.label for e in events] == ["nominations", "sparse weights"] * 6
     assert all(e.payload_bytes == 32 and e.collective == "all_gather" for e in events[::2])
     assert all(3 + 16 <= e.payload_bytes <= 9 + 16 for e in events[1::2])
@@ -423,31 +423,35 @@ def test_sharing_everything_is_fedavg(num_nodes: int, executor: str) -> None:
             weights, sent = fitted(sparta, num_nodes, executor=executor)
             assert torch.equal(weights, fedavg)
             assert [e.payload_bytes for e in sent] == [e.payload_bytes for e in events]
-        topk = SPARTAStrategy(1.0, interval, compression_method="topk", lr=1e-2)
+        topk = SPARTAStrategy(p_sparta=1.0, sparta_interval=interval, compression_method="topk", lr=1e-2)
         assert torch.equal(fitted(topk, num_nodes, executor=executor)[0], fedavg)
 
 
 @every_K
 def test_sharing_nothing_is_training_alone(num_nodes: int) -> None:
     alone, _ = fitted(Strategy(), num_nodes)
-    assert torch.equal(fitted(SPARTAStrategy(1e-12), num_nodes)[0], alone)
-    assert torch.equal(fitted(SPARTAStrategy(0.5, sparta_interval=7), num_nodes)[0], alone)
-    assert torch.equal(fitted(SPARTAStrategy(0.5, async_delay=6), num_nodes)[0], alone)  # nothing written by then
+    assert torch.equal(fitted(SPARTAStrategy(p_sparta=1e-12), num_nodes)[0], alone)
+    assert torch.equal(fitted(SPARTAStrategy(p_sparta=0.5, sparta_interval=7), num_nodes)[0], alone)
+    assert torch.equal(
+        fitted(SPARTAStrategy(p_sparta=0.5, async_delay=6), num_nodes)[0], alone
+    )  # nothing written by then
 
 
 def test_one_node_trains_alone() -> None:
     alone, _ = fitted(Strategy(), 1)
     for options in ({}, {"mask": "broadcast"}, {"compression_method": "topk"}):
-        weights, events = fitted(SPARTAStrategy(0.3, **options), 1)
+        weights, events = fitted(SPARTAStrategy(p_sparta=0.3, **options), 1)
         assert torch.equal(weights, alone) and all(e.wire_bytes == 0 for e in events)
 
 
 @every_K
 def test_the_hybrid_without_one_part_is_the_other(num_nodes: int) -> None:
     assert torch.equal(
-        fitted(SPARTADiLoCoStrategy(1e-12, H=2), num_nodes)[0], fitted(DiLoCoStrategy(H=2), num_nodes)[0]
+        fitted(SPARTADiLoCoStrategy(p_sparta=1e-12, H=2), num_nodes)[0], fitted(DiLoCoStrategy(H=2), num_nodes)[0]
     )
-    assert torch.equal(fitted(SPARTADiLoCoStrategy(0.1), num_nodes)[0], fitted(SPARTAStrategy(0.1), num_nodes)[0])
+    assert torch.equal(
+        fitted(SPARTADiLoCoStrategy(p_sparta=0.1), num_nodes)[0], fitted(SPARTAStrategy(p_sparta=0.1), num_nodes)[0]
+    )
 
 
 def test_the_hybrids_are_compositions() -> None:
@@ -455,14 +459,14 @@ def test_the_hybrids_are_compositions() -> None:
         ({}, {"H": 3}, {}, {"sparsification_rate": 0.1, "every": 2}),
         ({"async_delay": 1}, {"H": 2, "outer_lr": 0.5}, {"lr": 1e-2}, {"sparsification_rate": 0.1, "every": 2}),
     ]:
-        hybrid = fitted(SPARTADiLoCoStrategy(0.1, 2, **sparse, **outer, **options))
+        hybrid = fitted(SPARTADiLoCoStrategy(p_sparta=0.1, sparta_interval=2, **sparse, **outer, **options))
         modules = [SparseCommunicator(**parts, **sparse), DiLoCoCommunicator(**outer)]
         composed = fitted(CommunicateOptimizeStrategy(modules, **options))
         assert torch.equal(hybrid[0], composed[0]) and hybrid[1] == composed[1]
     alone = fitted(CommunicateOptimizeStrategy([SparseCommunicator(RandomIndexSelector(0.1))]))
-    sparta = fitted(SPARTAStrategy(0.1))
+    sparta = fitted(SPARTAStrategy(p_sparta=0.1))
     assert torch.equal(alone[0], sparta[0]) and alone[1] == sparta[1]
-    assert torch.equal(fitted(SPARTAStrategy())[0], fitted(SPARTAStrategy(0.005))[0])
+    assert torch.equal(fitted(SPARTAStrategy())[0], fitted(SPARTAStrategy(p_sparta=0.005))[0])
 
 
 class EveryThird(IndexSelector):
@@ -508,7 +512,9 @@ def test_the_bits_are_those_of_separate_modules(task: Task, num_nodes: int, inte
         batch_size=5,
     )
     trainer = Trainer(task.model(), task.data())
-    strategy = SPARTAStrategy(None, interval, EveryThird(1 / 3), delay, inner_optim=OptimSpec("adamw", lr=1e-2))
+    strategy = SPARTAStrategy(
+        OptimSpec("adamw", lr=1e-2), sparta_interval=interval, index_selector=EveryThird(1 / 3), async_delay=delay
+    )
     trainer.fit(strategy=strategy, num_nodes=num_nodes, max_steps=7, batch_size=5, progress=False, deterministic=True)
     assert trainer.strategy is not None
     assert torch.equal(trainer.strategy.cluster.weights, separate.weights)
@@ -556,8 +562,8 @@ CASES: dict[str, Any] = {
     "default": lambda: SPARTAStrategy(),
     "partitioned": lambda: SPARTAStrategy(index_selector=PartitionedIndexSelector(0.3), async_delay=2),
     "sequential": lambda: SPARTAStrategy(index_selector=ShuffledSequentialIndexSelector(0.1), quantization_bits=8),
-    "topk": lambda: SPARTAStrategy(0.1, compression_method="topk"),
-    "hybrid": lambda: SPARTADiLoCoStrategy(0.1, H=2),
+    "topk": lambda: SPARTAStrategy(p_sparta=0.1, compression_method="topk"),
+    "hybrid": lambda: SPARTADiLoCoStrategy(p_sparta=0.1, H=2),
 }
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -599,7 +605,7 @@ def test_state_is_not_shared_between_clusters(case: str) -> None:
 
 
 def test_the_global_model_is_the_mean_replica_or_the_outer_copy() -> None:
-    for strategy in (SPARTAStrategy(0.3), SPARTADiLoCoStrategy(0.3, H=4)):
+    for strategy in (SPARTAStrategy(p_sparta=0.3), SPARTADiLoCoStrategy(p_sparta=0.3, H=4)):
         trainer = Trainer(small_mlp(), vectors())
         trainer.fit(strategy=strategy, num_nodes=3, max_steps=6, batch_size=5, progress=False)
         assert trainer.strategy is not None

@@ -127,11 +127,9 @@ class DilocoSimulator:
         schedule: Any = {"warmup_steps": warmup_steps, "cosine_anneal": cosine_anneal}
         self.strategy: Strategy
         if p_sparta:
-            self.strategy = SPARTADiLoCoStrategy(
-                p_sparta, sparta_interval, diloco_interval, outer, optim_spec=inner, **schedule
-            )
+            self.strategy = SPARTADiLoCoStrategy(inner, outer, p_sparta, sparta_interval, diloco_interval, **schedule)
         else:
-            self.strategy = DiLoCoStrategy(diloco_interval, outer, optim_spec=inner, **schedule)
+            self.strategy = DiLoCoStrategy(inner, outer, diloco_interval, **schedule)
         self._fit_options: dict[str, Any] = {
             "num_nodes": num_nodes,
             "num_epochs": num_epochs,

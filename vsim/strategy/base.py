@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Unpack
 
-from vsim.arguments import real_number, reject_unknown
+from vsim.arguments import only_one, real_number, reject_unknown
 from vsim.cluster import Cluster
 from vsim.cluster.optim import (
     ELEMENTWISE,
@@ -53,11 +53,14 @@ class CommunicationModule(Stateful):
         return None
 
 
+Optim = OptimSpec | type[Optimizer] | str | None
+
+
 class StrategyOptions(TypedDict, total=False):
     """The arguments that all strategies take; see `Strategy`."""
 
-    optim_spec: OptimSpec | type[Optimizer] | str | None
-    inner_optim: OptimSpec | type[Optimizer] | str | None
+    optim_spec: Optim
+    inner_optim: Optim
     lr: float | None
     inner_lr: float | None
     max_norm: float | None
@@ -68,13 +71,19 @@ class StrategyOptions(TypedDict, total=False):
     max_steps: int | None
 
 
+def with_inner(optim_spec: Optim, options: StrategyOptions) -> StrategyOptions:
+    """Return the options of a strategy whose first argument, by position, may be the inner optimizer as in EXO Gym."""
+    given = {"the first argument": optim_spec, "optim_spec": options.get("optim_spec")}
+    return {**options, "optim_spec": only_one("inner optimizer", **given)}
+
+
 class Strategy(Stateful):
     """An inner optimizer and an ordered list of communication modules. The base to subclass.
 
     Args:
         communication_modules: communicate in this order. Without any, every node trains alone.
         optim_spec, inner_optim: the inner optimizer (two spellings; give one): an `OptimSpec`, a torch.optim class or
-            its name in small letters. Default AdamW.
+            its name in small letters. Default AdamW. The strategies that EXO Gym has take it by position, too: first.
         lr, inner_lr: its learning rate (two spellings).
         max_norm: clip every node's gradient to this 2-norm before its optimizer step.
         lr_scheduler: a torch.optim.lr_scheduler class, or "cosine" or "lambda_cosine": the peak rate times s / w while

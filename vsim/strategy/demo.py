@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.base import Strategy, StrategyOptions
+from vsim.strategy.base import Optim, Strategy, StrategyOptions, with_inner
 from vsim.strategy.compression import CompressedAverage, DCTTopK
 
 
@@ -41,6 +41,8 @@ class DeMoStrategy(Strategy):
 
     def __init__(
         self,
+        optim_spec: Optim = None,
+        /,
         compression_decay: float = 0.999,
         compression_topk: int = 32,
         compression_chunk: int = 64,
@@ -48,6 +50,7 @@ class DeMoStrategy(Strategy):
         index_bytes: str = "int64",
         **options: Unpack[StrategyOptions],
     ) -> None:
+        options = with_inner(optim_spec, options)
         for name in ("optim_spec", "inner_optim"):
             if options.get(name) is not None:
                 raise TypeError(f"DeMoStrategy(): {name} has no effect, for the step is by the sign; lr sets its size")

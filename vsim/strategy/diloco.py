@@ -10,10 +10,8 @@ from typing_extensions import Unpack
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec, resolve_optim
-from vsim.strategy.base import CommunicationModule, Strategy, StrategyOptions
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
 from vsim.strategy.compression import CompressedAverage, Compressor
-
-OuterOptim = OptimSpec | type[Optimizer] | str | None
 
 
 class DiLoCoCommunicator(CommunicationModule):
@@ -36,9 +34,9 @@ class DiLoCoCommunicator(CommunicationModule):
     def __init__(
         self,
         H: int = 100,
-        outer_optim_spec: OuterOptim = None,
+        outer_optim_spec: Optim = None,
         *,
-        outer_optim: OuterOptim = None,
+        outer_optim: Optim = None,
         outer_lr: float | None = None,
         compressor: Compressor | None = None,
         error_feedback: bool | float | None = None,
@@ -111,11 +109,13 @@ class DiLoCoStrategy(Strategy):
 
     def __init__(
         self,
+        optim_spec: Optim = None,
+        /,
+        outer_optim_spec: Optim = None,
         H: int = 100,
-        outer_optim: OuterOptim = None,
-        outer_lr: float | None = None,
         *,
-        outer_optim_spec: OuterOptim = None,
+        outer_optim: Optim = None,
+        outer_lr: float | None = None,
         compressor: Compressor | None = None,
         error_feedback: bool | float | None = None,
         **options: Unpack[StrategyOptions],
@@ -128,4 +128,4 @@ class DiLoCoStrategy(Strategy):
             compressor=compressor,
             error_feedback=error_feedback,
         )
-        super().__init__([outer], **options)
+        super().__init__([outer], **with_inner(optim_spec, options))

@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 from vsim.arguments import one_of, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Groups
-from vsim.strategy.base import CommunicationModule, Strategy, StrategyOptions
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
 
 
 class AveragingCommunicator(CommunicationModule):
@@ -68,7 +68,13 @@ class FedAvgStrategy(Strategy):
     """
 
     def __init__(
-        self, H: int = 1, island_size: int | None = None, weighting: str = "uniform", **options: Unpack[StrategyOptions]
+        self,
+        optim_spec: Optim = None,
+        /,
+        island_size: int | None = None,
+        H: int = 1,
+        weighting: str = "uniform",
+        **options: Unpack[StrategyOptions],
     ) -> None:
         every = whole_number("H", H)
-        super().__init__([AveragingCommunicator(island_size, every, weighting)], **options)
+        super().__init__([AveragingCommunicator(island_size, every, weighting)], **with_inner(optim_spec, options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import Unpack
 
 from vsim.cluster import Cluster
-from vsim.strategy.base import CommunicationModule, Strategy, StrategyOptions
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
 
 
 class GradientAverage(CommunicationModule):
@@ -28,5 +28,5 @@ class SimpleReduceStrategy(Strategy):
     shares_weights = True
     shares_grads = True
 
-    def __init__(self, **options: Unpack[StrategyOptions]) -> None:
-        super().__init__([GradientAverage()], **options)
+    def __init__(self, optim_spec: Optim = None, /, **options: Unpack[StrategyOptions]) -> None:
+        super().__init__([GradientAverage()], **with_inner(optim_spec, options))

@@ -11,8 +11,8 @@ from vsim_kernels import topk_entries, uniform_quantize, write_entries_
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.strategy.base import CommunicationModule, Strategy, StrategyOptions
-from vsim.strategy.diloco import DiLoCoCommunicator, OuterOptim
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.diloco import DiLoCoCommunicator
 from vsim.strategy.selectors import (
     IndexSelector,
     PartitionedIndexSelector,
@@ -187,6 +187,8 @@ class SPARTAStrategy(Strategy):
 
     def __init__(
         self,
+        optim_spec: Optim = None,
+        /,
         p_sparta: float | None = None,
         sparta_interval: int = 1,
         index_selector: IndexSelector | None = None,
@@ -200,7 +202,7 @@ class SPARTAStrategy(Strategy):
         sparse = _sparse(
             p_sparta, sparta_interval, index_selector, async_delay, compression_method, quantization_bits, mask
         )
-        super().__init__([sparse], **options)
+        super().__init__([sparse], **with_inner(optim_spec, options))
 
 
 class SPARTADiLoCoStrategy(Strategy):
@@ -224,25 +226,27 @@ class SPARTADiLoCoStrategy(Strategy):
 
     def __init__(
         self,
+        optim_spec: Optim = None,
+        /,
+        outer_optim_spec: Optim = None,
         p_sparta: float | None = None,
         sparta_interval: int = 1,
         H: int = 100,
-        outer_optim: OuterOptim = None,
-        outer_lr: float | None = None,
         *,
+        outer_optim: Optim = None,
+        outer_lr: float | None = None,
         index_selector: IndexSelector | None = None,
         async_delay: int = 0,
         compression_method: str = "random",
         quantization_bits: int | None = None,
         mask: str = "seed",
-        outer_optim_spec: OuterOptim = None,
         **options: Unpack[StrategyOptions],
     ) -> None:
         sparse = _sparse(
             p_sparta, sparta_interval, index_selector, async_delay, compression_method, quantization_bits, mask
         )
         outer = DiLoCoCommunicator(H, outer_optim_spec, outer_optim=outer_optim, outer_lr=outer_lr)
-        super().__init__([sparse, outer], **options)
+        super().__init__([sparse, outer], **with_inner(optim_spec, options))
 
 
 def _sparse(
