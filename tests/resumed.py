@@ -69,7 +69,7 @@ def assert_same_run(ours: Trainer, theirs: Trainer) -> None:
 
 
 class Keeper:
-    """Keeps the checkpoints of all steps, of which a folder keeps the newest only. For `Trainer.after_step`."""
+    """Keeps the checkpoints of all steps, of which a folder keeps the newest only. A callback."""
 
     def __init__(self, folder: Path, kept: Path) -> None:
         self.folder, self.kept = folder, kept
@@ -84,7 +84,7 @@ class Keeper:
 def saved_at_every_step(strategy: Strategy, folder: Path, **options: Any) -> Callable[[int], Path]:
     """Train and save after every step; return step → file."""
     trainer = trainer_of()
-    keeper = trainer.after_step = Keeper(folder / "run", folder / "all")
-    fit(strategy, trainer, save_dir=folder / "run", checkpoint_interval=1, **options)
+    keeper = Keeper(folder / "run", folder / "all")
+    fit(strategy, trainer, save_dir=folder / "run", checkpoint_interval=1, callbacks=[keeper], **options)
     keeper(None)  # type: ignore[arg-type]  # the last step's
     return lambda step: checkpoint_path(folder / "all", step)

@@ -447,9 +447,9 @@ def test_a_fork_goes_on_with_the_nodes_and_their_optimizers() -> None:
 
 def test_a_fork_into_another_strategy_starts_it_from_the_mean(at_seven: Checkpoint) -> None:
     phis = []
-    trainer = trainer_of()
-    trainer.after_step = lambda run: phis.append(run.strategy.communication_modules[0].outer_weights.clone())
-    fit(DiLoCoStrategy(H=50, optim_spec=OptimSpec("sgd", lr=0.0)), trainer, resume=at_seven.fork(), max_steps=9)
+    keep = [lambda run: phis.append(run.strategy.communication_modules[0].outer_weights.clone())]
+    still = DiLoCoStrategy(H=50, optim_spec=OptimSpec("sgd", lr=0.0))
+    trainer = fit(still, resume=at_seven.fork(), max_steps=9, callbacks=keep)
     torch.testing.assert_close(phis[0], at_seven.weights.mean(0))
     assert torch.equal(weights(trainer), at_seven.weights)  # its own rows, and a rate of 0
     assert trainer.ledger.payload_bytes == 0 and len(at_seven.ledger) == 2

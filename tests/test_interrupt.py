@@ -42,16 +42,14 @@ class Press:
 def test_an_interrupted_run_goes_on_in_memory(step: int) -> None:
     straight = fit(strategy())
     trainer = trainer_of()
-    trainer.after_step = Press(step)
     with pytest.raises(KeyboardInterrupt) as caught:
-        fit(strategy(), trainer)
+        fit(strategy(), trainer, callbacks=[Press(step)])
     assert type(caught.value) is Interrupted
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert len(trainer.history) == step + 1 and trainer.history["step"][-1] == step
     assert max((event.step for event in trainer.ledger), default=0) <= step
     torch.rand(3)  # what the process draws meanwhile is its own
     state = torch.random.get_rng_state()
-    trainer.after_step = None
     fit(strategy(), trainer, resume=True)
     assert_same_run(trainer, straight)
     assert torch.equal(state, torch.random.get_rng_state())
@@ -60,20 +58,17 @@ def test_an_interrupted_run_goes_on_in_memory(step: int) -> None:
 def test_several_interrupts_and_a_longer_run() -> None:
     trainer = trainer_of()
     for step in (3, 4, 9):
-        trainer.after_step = Press(step)
+        options = {"resume": len(trainer.history) > 0, "callbacks": [Press(step)]}
         with pytest.raises(KeyboardInterrupt):
-            fit(DiLoCoStrategy(H=4, optim_spec=ADAMW), trainer, resume=len(trainer.history) > 0)
-    trainer.after_step = None
+            fit(DiLoCoStrategy(H=4, optim_spec=ADAMW), trainer, **options)
     fit(DiLoCoStrategy(H=4, optim_spec=ADAMW), trainer, resume=True, max_steps=15)
     fit(DiLoCoStrategy(H=4, optim_spec=ADAMW), trainer, resume=True, max_steps=20)
     assert torch.equal(weights(trainer), weights(fit(DiLoCoStrategy(H=4, optim_spec=ADAMW))))
 
 
 def test_an_interrupt_saves_where_there_is_a_folder(tmp_path: Path) -> None:
-    trainer = trainer_of()
-    trainer.after_step = Press(8)
     with pytest.raises(KeyboardInterrupt):
-        fit(strategy(), trainer, save_dir=tmp_path)
+        fit(strategy(), save_dir=tmp_path, callbacks=[Press(8)])
     assert load_checkpoint(tmp_path).step == 8
     assert_same_run(fit(strategy(), save_dir=tmp_path, resume=True), fit(strategy()))
 
@@ -130,9 +125,7 @@ def test_handlers_of_others_and_other_threads_are_left_alone() -> None:
 
     before = signal.signal(signal.SIGINT, own)
     try:
-        trainer = trainer_of()
-        trainer.after_step = Press(3)
-        fit(strategy(), trainer, max_steps=4)
+        fit(strategy(), max_steps=4, callbacks=[Press(3)])
         assert presses == [signal.SIGINT] and signal.getsignal(signal.SIGINT) is own
     finally:
         signal.signal(signal.SIGINT, before)
@@ -157,6 +150,7 @@ def press_at(step: int) -> Any:
 
 
 def slowly(run: Run) -> None:
+    """So that the processes do not run far ahead of what is heard here."""
     time.sleep(0.05)
 
 
@@ -164,12 +158,10 @@ def slowly(run: Run) -> None:
 def test_processes_stop_together_and_go_on(tmp_path: Path) -> None:
     straight = fit(strategy(), **PROCESSES)
     trainer = trainer_of()
-    trainer.after_step = slowly  # so that the processes do not run far ahead of what is heard here
     with pytest.raises(KeyboardInterrupt):
-        fit(strategy(), trainer, train_loss_hook=press_at(2), **PROCESSES)
+        fit(strategy(), trainer, train_loss_hook=press_at(2), callbacks=[slowly], **PROCESSES)
     done = int(trainer.history["step"][-1])
     assert 2 <= done < 20 and len(trainer.history) == done + 1
-    trainer.after_step = None
     fit(strategy(), trainer, resume=True, **PROCESSES)
     assert_same_run(trainer, straight)
     with pytest.raises(CheckpointError, match="there is none in memory"):
@@ -179,9 +171,9 @@ def test_processes_stop_together_and_go_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_save_when_they_are_interrupted(tmp_path: Path) -> None:
     trainer = trainer_of()
-    trainer.after_step = slowly
+    options = {"train_loss_hook": press_at(2), "callbacks": [slowly], "save_dir": tmp_path, **PROCESSES}
     with pytest.raises(KeyboardInterrupt):
-        fit(strategy(), trainer, train_loss_hook=press_at(2), save_dir=tmp_path, **PROCESSES)
+        fit(strategy(), trainer, **options)
     assert load_checkpoint(tmp_path).step == trainer.history["step"][-1]
     resumed = fit(
         strategy(), save_dir=tmp_path, resume=True, **{**PROCESSES, "backend": "stacked", "threads_per_process": None}

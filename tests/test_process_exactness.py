@@ -190,8 +190,8 @@ def fit(
 ) -> Result:
     folder.mkdir()
     trainer = Trainer(model, data, val, loss_fn=loss_fn)
-    trainer.after_step = keep = Keep(folder, max_steps)
-    final = trainer.fit(max_steps=max_steps, batch_size=6, progress=False, **options)
+    keep = Keep(folder, max_steps)
+    final = trainer.fit(max_steps=max_steps, batch_size=6, progress=False, callbacks=[keep], **options)
     return Result(trainer, final, keep.rows())
 
 

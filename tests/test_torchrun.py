@@ -51,10 +51,10 @@ SCRIPT = """
     torch.manual_seed(7)
     for fit in range(2):  # the second finds nothing of the first
         trainer = Trainer(small_cnn(), images(), images(7))
-        trainer.after_step = keep
         model = trainer.fit(
             strategy=DiLoCoStrategy(H=2, optim_spec=OptimSpec("adamw", lr=1e-2)), num_nodes={num_nodes}, max_steps=6,
             batch_size=4, backend="process", deterministic=True, threads_per_process=1, correlation_interval=3,
+            callbacks=[keep],
         )
         outcome = (model.state_dict(), torch.tensor(trainer.history.node_losses), [str(e) for e in trainer.ledger])
         torch.save(outcome, folder / f"fit {{fit}} on {{rank}}.pt")

@@ -141,8 +141,8 @@ def test_what_a_step_writes_is_written(make: Callable[[], nn.Module]) -> None:
 def test_tensors_are_read_anew_at_every_step() -> None:
     def run(compile: Any) -> Trainer:
         trainer = Trainer(OwnTensor(), vectors())
-        trainer.after_step = lambda member: member.cluster.replicas.module.factor.mul_(0.9)
-        trainer.fit(strategy=DiLoCoStrategy(H=5), num_nodes=2, max_steps=6, executor="vmap", compile=compile)
+        options = {"num_nodes": 2, "max_steps": 6, "executor": "vmap", "compile": compile}
+        trainer.fit(strategy=DiLoCoStrategy(H=5), **options, callbacks=[lambda run: run.model.factor.mul_(0.9)])
         return trainer
 
     assert_same(run("trace"), run(False))

@@ -14,6 +14,7 @@ from vsim.records.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from vsim.records.swept import Sweep
 from vsim.sweep import sweep
 from vsim.trainer import LocalTrainer, Trainer
+from vsim.training.callbacks import Callback, EarlyStopping, KeepBest
 from vsim.verify import VerifyReport, verify
 from vsim.version import __version__
 
@@ -22,14 +23,17 @@ del exogym
 
 __all__ = [
     "CSVLogger",
+    "Callback",
     "Checkpoint",
     "CheckpointError",
     "ComparedRun",
     "Comparison",
     "Difference",
     "DilocoSimulator",
+    "EarlyStopping",
     "Event",
     "History",
+    "KeepBest",
     "Ledger",
     "LocalTrainer",
     "Sweep",

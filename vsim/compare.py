@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.loggers import Logger, check_run_name, date_and_time, folder_name, for_one_run
 from vsim.strategy.base import Strategy
 from vsim.trainer import Trainer
+from vsim.training.callbacks import LossHooks, Originals
 from vsim.training.interrupt import Interrupted
 
 
@@ -173,8 +175,10 @@ def run_members(
             if save_dir is not None:
                 saving = saving_in(save_dir, folder_name(label), checkpoint_interval)
                 config = replace(config, saving=saving)
-            hooks = options.train_loss_hook, options.eval_loss_hook
-            runners.append(Runner(name, config, hooks, trainer.log(options)))
+            # What callbacks hold is copied, but not what all runs share.
+            shared = {id(one): one for one in (models[seed], train_dataset, val_dataset, loss_fn)}
+            config = replace(config, callbacks=copy.deepcopy(config.callbacks, shared))
+            runners.append(Runner(name, config, trainer.log(options)))
     if options.backend != "stacked":
         raise ValueError("compare() runs in the simulator; backend='process' is for Trainer.fit and verify()")
     folders = [runner.folder for runner in runners if runner.folder is not None]
@@ -242,6 +246,7 @@ def _compared(runner: Runner) -> ComparedRun:
         error,
         runner.diverged_at,
         runner.stopped_at,
+        [one for one in runner.config.callbacks if not isinstance(one, LossHooks | Originals)],
     )
 
 

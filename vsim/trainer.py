@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,8 @@ from vsim.records.progress import Recorder
 from vsim.records.report import Hook, StepReport
 from vsim.strategy.base import Strategy
 from vsim.training.assemble import prepare
-from vsim.training.config import RunConfig
+from vsim.training.callbacks import Callback, apart, ended_apart, hear
+from vsim.training.config import Metric, RunConfig
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import train
 from vsim.training.member import Member, Run
@@ -56,8 +56,6 @@ class Trainer:
     Attributes, after or during a `fit`:
         history: the `History` of the last run. strategy: its own copy of the strategy. loggers: its loggers.
         run_label: what progress bar and history call the next runs; None: by their strategy.
-        after_step: called as f(member) in every process when a step is done, before the step is reported (see
-            `vsim.training.member.Member`); with backend="process" it must be picklable. None: nothing is called.
 
     Example:
         >>> from vsim import Trainer
@@ -99,7 +97,6 @@ class Trainer:
         self.strategy: Strategy | None = None
         self.loggers: list[Logger] = []
         self.run_label: str | None = None
-        self.after_step: Callable[[Member], None] | None = None
         self._last: Member | Checkpoint | None = None  # what resume=True resumes without a save_dir
 
     @property
@@ -120,8 +117,9 @@ class Trainer:
 
     def config(self, options: FitOptions, label: str = "") -> RunConfig:
         """Return the configuration of a run of this trainer."""
-        if options.eval_loss_hook is not None and self.val_dataset is None:
-            raise ValueError("eval_loss_hook has no effect without a val_dataset")
+        for name in ("eval_loss_hook", "metrics"):
+            if getattr(options, name) and self.val_dataset is None:
+                raise ValueError(f"{name} has no effect without a val_dataset")
         if options.resume is True and options.save_dir is None and under_torchrun():
             raise ValueError("under torchrun resume=True needs save_dir: no process has the state of all nodes")
         last = self._last
@@ -136,7 +134,6 @@ class Trainer:
             train_dataset=self.train_dataset,
             val_dataset=self.val_dataset,
             loss_fn=self.loss_fn,
-            after_step=self.after_step,
         )
 
     def prepare(self, **options: Any) -> Run:
@@ -165,7 +162,8 @@ class Trainer:
         """
         if options.get("backend", "stacked") != "stacked":
             raise ValueError("explain() is about the simulator; backend='process' runs eager PyTorch")
-        return explain(self.prepare(**{"progress": False, **options}))
+        unheard = dict.fromkeys(("callbacks", "train_loss_hook", "eval_loss_hook"))
+        return explain(self.prepare(**{"progress": False, **options, **unheard}))
 
     @known_keywords
     def fit(
@@ -204,6 +202,8 @@ class Trainer:
         wandb_project: str | None = None,
         log_x_axis: str = "step",
         progress: bool | str = True,
+        callbacks: Sequence[Callback | Callable[[Member], Any]] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         train_loss_hook: Hook | None = None,
         eval_loss_hook: Hook | None = None,
     ) -> nn.Module:
@@ -260,7 +260,11 @@ class Trainer:
             log_x_axis: what W&B and TensorBoard draw over: "step" or "examples".
             progress: show a progress bar; "plot": in a notebook, draw loss against step and bytes while it trains; or
                 False.
-            train_loss_hook: called as f(step, mean training loss) after every step.
+            callbacks: your own code in the run: objects of a class of `vsim.Callback`, such as `vsim.EarlyStopping` and
+                `vsim.KeepBest`, or functions f(run) that are called after every step.
+            metrics: further columns of the history, measured with every validation: name → f(model, batch) → number,
+                of the global model in evaluation mode, averaged over the validation examples.
+            train_loss_hook: called as f(step, mean training loss) after every step; the short form of a callback.
             eval_loss_hook: called as f(step, global validation loss) after every validation.
 
         Raises:
@@ -290,8 +294,7 @@ class Trainer:
         if options.backend == "process" and under_torchrun() and int(os.environ["RANK"]):
             self.loggers = options.loggers = []  # rank 0's are enough
         log = self.log(options)
-        hooks = options.train_loss_hook, options.eval_loss_hook
-        with Recorder(self.history, options.progress, label, *hooks, log) as recorder:
+        with Recorder(self.history, options.progress, label, log) as recorder:
             if options.backend == "stacked":
                 return self._simulate(config, device, recorder)
             return self._train_in_processes(config, options, recorder)
@@ -326,17 +329,19 @@ class Trainer:
             600.0 if options.timeout_seconds is None else options.timeout_seconds,
         )
         if config.memory_share is not None:
-            config = replace(config, memory_share=config.memory_share / _most_on_a_device(process_options, nodes_here))
+            config = replace(config, memory_share=config.memory_share / process_options.most_on_a_device(nodes_here))
 
         def record(report: StepReport) -> None:
             for event in report.events:
                 self.history.ledger.record(event)
             recorder(report)
+            hear(here, report)
 
+        here, there = apart(config.callbacks)
+        config = replace(config, callbacks=there)
         self._last = None
         if under_torchrun():
-            if int(os.environ["RANK"]) != 0:
-                recorder.progress = False
+            recorder.progress = int(os.environ["RANK"]) == 0 and recorder.progress
             outcome = join(config, process_options, record)
         else:
             with tempfile.TemporaryDirectory(prefix="vsim-") as name:
@@ -349,6 +354,7 @@ class Trainer:
                 except Interrupted:
                     self._last = kept_in_memory(saving)
                     raise
+        ended_apart(here, there, outcome.callbacks)
         skeleton = Replicas.of(self.model, 1, torch.device("cpu"))
         return skeleton.as_module(outcome.weights, outcome.buffers, like=self.model)
 
@@ -392,9 +398,3 @@ def _process_devices(
         return [pick_device(device)]
     gpus = torch.cuda.device_count()
     return [torch.device("cuda", i) for i in range(nodes_here)] if gpus >= nodes_here else [torch.device("cpu")]
-
-
-def _most_on_a_device(options: ProcessOptions, nodes_here: int) -> int:
-    """Return how many processes of this machine share the memory of a device, at most."""
-    places = [options.devices[node % len(options.devices)] for node in range(nodes_here)]
-    return max(Counter(str(place) if place.type == "cuda" else place.type for place in places).values())

@@ -149,15 +149,15 @@ def verify(
         "device": "cpu",
     }
     with tempfile.TemporaryDirectory(prefix="vsim-verify-") as name:
-        sides = {}
+        sides, writers = {}, {}
         for side in ("simulator", "processes"):
             trainer = sides[side] = Trainer(model, train_dataset, val_dataset, loss_fn=loss_fn)
             trainer.run_label = side
             folder = Path(name) / side
             folder.mkdir()
-            trainer.after_step = StateWriter(folder)
+            writers[side] = [StateWriter(folder)]
         with _cpu_threads(threads):
-            sides["simulator"].fit(**options, executor=executor, chunk_size=chunk_size)
+            sides["simulator"].fit(**options, executor=executor, chunk_size=chunk_size, callbacks=writers["simulator"])
         simulated = sides["simulator"].strategy
         assert simulated is not None
         replicas = simulated.cluster.replicas
@@ -176,6 +176,7 @@ def verify(
                 backend="process",
                 threads_per_process=threads,
                 timeout_seconds=timeout_seconds,
+                callbacks=writers["processes"],
                 train_loss_hook=compare_so_far,
             )
             comparison.advance(max_steps)

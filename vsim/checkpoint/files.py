@@ -28,7 +28,7 @@ from vsim.cluster.collectives import reduce_rows
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
-from vsim.records.history import COLUMNS, History
+from vsim.records.history import History
 
 FORMAT = 3
 _NUMBERS = ("step", "num_nodes", "examples", "seconds", "fingerprint")
@@ -301,8 +301,8 @@ def _record_of(checkpoint: Checkpoint, store: Callable[[str, Tensor], list[Any]]
     return {
         "strategy": history.strategy,
         "executor": history.executor,
-        "columns": list(COLUMNS),
-        "rows": store("history", torch.from_numpy(np.stack([history[name] for name in COLUMNS]))),
+        "columns": list(history.columns),
+        "rows": store("history", torch.from_numpy(np.stack([history[name] for name in history.columns]))),
         "node_losses": store("node_losses", torch.from_numpy(history.node_losses)),
         "ledger": {**ledger, "events": store("ledger", events)},
     }

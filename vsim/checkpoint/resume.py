@@ -15,7 +15,7 @@ from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.fingerprint import HORIZON, differences
 from vsim.checkpoint.folder import checkpoint_path, prune
 from vsim.checkpoint.restore import Restorer
-from vsim.checkpoint.savable import Savable
+from vsim.checkpoint.savable import Savable, savable
 from vsim.checkpoint.snapshot import Shard, Snapshot, flat_bytes, own_attributes, set_own_attributes
 from vsim.checkpoint.start import Saving
 from vsim.cluster.optim import torch_optimizers
@@ -37,6 +37,7 @@ def _roots(run: Savable) -> dict[str, tuple[Any, str | None]]:
         "loss": (run.objective.loss_fn, "shared"),
         "optimizers": (torch_optimizers(strategy.optim), "stacked"),
         "strategy": (strategy, None),
+        **{f"callback {name}": (one, "shared") for name, one in savable(run.config.callbacks).items()},
         "model": (own_attributes(replicas.module), "shared"),
     }
 
@@ -192,6 +193,8 @@ def resume(run: Savable, checkpoint: Checkpoint) -> None:
     try:
         restorer = _restorer(run, checkpoint)
         for name, (live, placement) in _roots(run).items():
+            if name.startswith("callback ") and name not in checkpoint.shards[0].tree:
+                continue  # given only now
             restored = restorer.restore(name, live, placement)
         set_own_attributes(run.cluster.replicas.module, restored)  # of the last, the model
         if not restorer.moves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -49,3 +50,14 @@ class Savable(Protocol):
     def is_alone(self) -> bool: ...
 
     def check_weights(self) -> None: ...
+
+
+def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return name → callback, of those with a state: by their class, and a number from the second of a class on."""
+    found: dict[str, Any] = {}
+    for one in callbacks:
+        if all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
+            name = type(one).__name__
+            number = sum(known.split(" ")[0] == name for known in found)
+            found[f"{name} {number + 1}" if number else name] = one
+    return found

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from vsim.checkpoint.files import Checkpoint, load_checkpoint
-from vsim.checkpoint.folder import checkpoints_in, folder_at, step_of
+from vsim.checkpoint.folder import checkpoint_path, checkpoints_in, folder_at, step_of
 from vsim.cluster.state import CheckpointError
 from vsim.records.history import History
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: a checkpoint, or the file of one, which every process reads for itself."""
+    """Where a run starts: a checkpoint, or the file of one, under its usual name, which every process reads itself."""
 
     checkpoint: Checkpoint | Path
     forks: bool = False
@@ -25,6 +25,11 @@ class Start:
         if isinstance(self.checkpoint, Checkpoint):
             return self.checkpoint
         return replace(load_checkpoint(self.checkpoint), forks=self.forks, keeps_optimizer=self.keeps_optimizer)
+
+    @property
+    def step(self) -> int:
+        """The completed steps of the checkpoint."""
+        return self.checkpoint.step if isinstance(self.checkpoint, Checkpoint) else step_of(self.checkpoint)
 
     def fill(self, history: History) -> None:
         """Fill an empty history with the record so far, unless this is a fork."""
@@ -37,7 +42,7 @@ class Start:
         checkpoint = self.open()
         path = checkpoint.path
         if path is None:
-            path = folder / "start.safetensors"
+            path = checkpoint_path(folder, checkpoint.step)
             checkpoint.save(path)
         return Start(path, checkpoint.forks, checkpoint.keeps_optimizer)
 

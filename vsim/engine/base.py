@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -132,6 +132,21 @@ class Executor(ABC):
         """
         with evaluating(self.objective):
             return self._evaluate(weights, buffers, batch, stream)
+
+    @torch.no_grad()
+    def apply(
+        self,
+        function: Callable[[nn.Module, Any], Any],
+        weights: Tensor,
+        buffers: Views,
+        batch: Any,
+        stream: torch.Generator,
+    ) -> Any:
+        """Return function(model, batch) of the model as in `evaluate`, with shared weights (P,) and buffers."""
+        own_buffers = {name: b.clone() for name, b in buffers.items()}
+        parameters = {name: aligned(w) for name, w in self.replicas.views(weights).items()}
+        with evaluating(self.objective), drawing_from(stream), self._precision(), self._placed(parameters, own_buffers):
+            return function(self.objective.model, cloned(batch))
 
     @abstractmethod
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:

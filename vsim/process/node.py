@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from vsim.arguments import is_factory
+from vsim.checkpoint.savable import savable
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import LOADER, drawing_from, generator, isolated
 from vsim.cluster.replicas import Views
@@ -37,10 +39,11 @@ from vsim.training.member import Part
 
 @dataclass
 class Outcome:
-    """The result of every node's process: the mean model's weights (P,) and buffers."""
+    """The result of every node's process: the mean model's weights (P,) and buffers, and the states of callbacks."""
 
     weights: Tensor
     buffers: Views
+    callbacks: dict[str, Any]
 
 
 def run_node(config: RunConfig, device: torch.device, report: Reporter, interrupt: Interrupt | None = None) -> Outcome:
@@ -61,7 +64,8 @@ def run_node(config: RunConfig, device: torch.device, report: Reporter, interrup
         train(run)
         cluster = run.members[0].cluster
         buffers = {name: b.cpu() for name, b in cluster.mean_buffers().items()}
-        return Outcome(cluster.mean_weights().cpu(), buffers)
+        states = {name: one.state_dict() for name, one in savable(config.callbacks).items()}
+        return Outcome(cluster.mean_weights().cpu(), buffers, states)
 
 
 def _recording(send: Reporter, history: History) -> Reporter:
@@ -205,6 +209,11 @@ class ProcessOptions:
     devices: Sequence[torch.device]
     threads: int
     timeout_seconds: float
+
+    def most_on_a_device(self, nodes_here: int) -> int:
+        """Return how many processes of this machine share the memory of a device, at most."""
+        places = [self.devices[node % len(self.devices)] for node in range(nodes_here)]
+        return max(Counter(str(place) if place.type == "cuda" else place.type for place in places).values())
 
 
 def default_threads(nodes_here: int) -> int:

@@ -21,7 +21,7 @@ from vsim.training.member import Member
 
 @dataclass(frozen=True)
 class StateWriter:
-    """Writes the state of the nodes held in a process to a file a step in `folder`: what `Trainer.after_step` calls.
+    """Writes the state of the nodes held in a process to a file a step in `folder`: a callback.
 
     A file holds "matrices", "tensors": kind → name → stacked (R, …) or shared tensor, where the last dimension of the
     matrices is that of all parameters; and "events": label and text of the ledger's events of the step.

@@ -98,7 +98,7 @@ class Race:
         if not running:
             return
         with ExitStack() as stack:
-            recorders = {r: Recorder(r.history, False, r.config.label, *r.hooks, r.log) for r in running}
+            recorders = {r: Recorder(r.history, False, r.config.label, r.log) for r in running}
             # Every log is told the end of its own run.
             for runner, recorder in recorders.items():
                 stack.push(lambda kind, error, trace, own=runner, recorder=recorder: _finish(recorder, own, error))
@@ -113,6 +113,9 @@ class Race:
                 run.watch = lambda run: self._collect(run, running, watch)
                 for member in self._stopped(run, running):  # at a rung, where it was saved
                     member.stopped = True
+                for member, runner in zip(run.members, running, strict=True):
+                    if runner.finished_at is not None:
+                        member.stop()
                 try:
                     train(run)
                 except KeyboardInterrupt as interrupt:
@@ -133,6 +136,8 @@ class Race:
             runner.error = member.error
             if member.stopped and runner.stopped_at is None:
                 runner.stopped_at = member.done
+            if member.trains and member.done == member.max_steps < member.part.steps:
+                runner.finished_at = member.done
             is_over = not member.trains or member.done == member.max_steps
             if is_over and runner.folder is not None and not (runner.folder / "end.json").exists():
                 write_end(runner)
@@ -150,7 +155,7 @@ class Race:
             if not member.stopped:
                 scores.setdefault(runner.name, []).append(_score(runner) if member.trains else float("inf"))
         best = sorted(scores, key=lambda name: statistics.fmean(scores[name]))[:keep]
-        return [member for member, runner in pairs if member.trains and runner.name not in best]
+        return [member for member, runner in pairs if member in run.unfinished and runner.name not in best]
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
@@ -223,6 +228,7 @@ class Race:
                 (runner.folder / "end.json").unlink(missing_ok=True)
             if common:
                 start = Start(checkpoint_path(runner.folder, common if end is None else end["step"]))
+                runner.finished_at = end["step"] if end is not None and end["early"] else None
                 start.fill(runner.history)
                 runner.config = replace(runner.config, start=start)
             running.append(runner)

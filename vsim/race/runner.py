@@ -12,7 +12,7 @@ from torch import nn
 
 from vsim.checkpoint.folder import replacing
 from vsim.records.history import History, write_json
-from vsim.records.report import Hook, Log
+from vsim.records.report import Log
 from vsim.training.config import RunConfig
 
 
@@ -22,21 +22,21 @@ class Runner:
 
     Attributes:
         name: of its strategy or setting, the same for all seeds.
-        config: its checked arguments. hooks: for training and validation losses. log: drives its loggers.
+        config: its checked arguments. log: drives its loggers.
         history, model: its record, and the mean of its nodes' final models if it reached its end.
         error: why it left. stopped_at: the step after which a rung took it out. interrupted_at: the last step before an
-            interrupt.
+            interrupt. finished_at: the step after which a callback stopped it, before the others.
     """
 
     name: str
     config: RunConfig
-    hooks: tuple[Hook | None, Hook | None] = (None, None)
     log: Log | None = None
     history: History = field(init=False)
     model: nn.Module | None = None
     error: Exception | None = None
     stopped_at: int | None = None
     interrupted_at: int | None = None
+    finished_at: int | None = None
 
     def __post_init__(self) -> None:
         self.history = History(self.config.label, self.config.num_nodes)
@@ -67,6 +67,7 @@ def write_end(runner: Runner) -> None:
         "step": int(runner.history["step"][-1]),
         "finished": _length(runner) if runner.error is None and runner.stopped_at is None else None,
         "stopped": runner.stopped_at is not None,
+        "early": runner.finished_at is not None,
         "diverged": isinstance(runner.error, FloatingPointError),
         "error": "" if runner.error is None else str(runner.error),
         "history": runner.history.as_plain(),
@@ -90,7 +91,7 @@ def read_end(runner: Runner) -> dict[str, Any] | None:
     assert runner.folder is not None
     path = runner.folder / "end.json"
     end: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    return None if end is None or end["finished"] not in (None, _length(runner)) else end
+    return None if end is None or not (end["early"] or end["finished"] in (None, _length(runner))) else end
 
 
 def ended_by(end: dict[str, Any] | None, step: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ class ComparedRun:
         failure: why the run did not end, or "".
         seed: of everything random in it.
         error: what was raised, if the run failed.
+        callbacks: the run's own copies of those that were given.
         diverged_at: the first step with a loss or weights that are not finite; None: there was none.
         stopped_at: the step after which a sweep with `halving` took it out; None: it went on.
     """
@@ -35,6 +36,7 @@ class ComparedRun:
     error: Exception | None = None
     diverged_at: int | None = None
     stopped_at: int | None = None
+    callbacks: Sequence[Any] = ()
 
     @property
     def ledger(self) -> Ledger:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from vsim.extras import extra
 from vsim.records.compared import ComparedRun
-from vsim.records.history import COLUMNS, History, holding_a_record, read_json, write_csv, write_json
+from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.looks import MANY, Looks, looks_of
 from vsim.records.plots import Y_LABELS, bands, overview
 
@@ -162,7 +162,7 @@ class Comparison(Mapping[str, ComparedRun]):
         pandas = extra("pandas", "to_pandas()", "pandas", "notebook")
         frames = [run.history.to_pandas().assign(**titles) for titles, run in self._titled_runs()]
         titles, _ = next(self._titled_runs())
-        return pandas.concat(frames, ignore_index=True)[[*titles, *COLUMNS]]
+        return pandas.concat(frames, ignore_index=True)[[*titles, *self._columns]]
 
     def to_csv(self, path: str | Path) -> None:
         """Write one line a strategy, seed and step, with the columns of `to_pandas`."""
@@ -170,9 +170,14 @@ class Comparison(Mapping[str, ComparedRun]):
         rows = (
             (*own.values(), *values)
             for own, run in self._titled_runs()
-            for values in zip(*(run.history[c].tolist() for c in COLUMNS), strict=True)
+            for values in zip(*(run.history[c].tolist() for c in self._columns), strict=True)
         )
-        write_csv(path, (*titles, *COLUMNS), rows)
+        write_csv(path, (*titles, *self._columns), rows)
+
+    @property
+    def _columns(self) -> list[str]:
+        """Those of all histories: their runs have the same metrics."""
+        return list(dict.fromkeys(c for _, run in self._titled_runs() for c in run.history.columns))
 
     def to_json(self, path: str | Path) -> None:
         """Write everything but the models, for `from_json`: histories, ledgers, failures."""

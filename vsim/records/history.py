@@ -19,10 +19,14 @@ from vsim.extras import extra
 if TYPE_CHECKING:
     import pandas as pd
 
+VALIDATED = (
+    *("local_loss", "global_loss", "average_loss", "node_loss_min", "node_loss_max", "node_loss_std"),
+    *("local_accuracy", "global_accuracy"),
+)
+SPREAD = ("divergence", "correlation")
 COLUMNS = (
     *("step", "examples", "tokens", "train_loss", "lr", "payload_bytes", "wire_bytes", "seconds", "memory_bytes"),
-    *("local_loss", "global_loss", "average_loss", "node_loss_min", "node_loss_max", "node_loss_std"),
-    *("local_accuracy", "global_accuracy", "divergence", "correlation"),
+    *(*VALIDATED, *SPREAD),
 )
 # What a column says of the machine, not of the training: it differs from run to run.
 OF_THE_MACHINE = ("seconds", "memory_bytes")
@@ -45,6 +49,7 @@ class History:
         local_accuracy, global_accuracy: validation accuracy of node 0 and of the global model, where known.
         divergence: root mean square distance of the replicas from their mean, relative to the mean's length.
         correlation: mean Pearson correlation of the weights over pairs of nodes.
+        Beside these, the `metrics` of `fit` by their names: of the global model.
 
     Attributes:
         ledger: what was communicated; see `Ledger`.
@@ -66,6 +71,9 @@ class History:
 
     def append(self, row: Mapping[str, float], node_losses: Iterable[float] | None = None) -> None:
         """Add the row of a step; `node_losses` (K,) are its training losses, absent for step 0."""
+        for name in row:
+            if name not in self._columns:
+                self._columns[name] = [math.nan] * len(self)
         for name, column in self._columns.items():
             column.append(float(row.get(name, math.nan)))
         self.ledger.steps = int(row["step"])
@@ -79,13 +87,18 @@ class History:
         self.ledger.continue_from(other.ledger)
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return tuple(self._columns)
+
+    @property
     def node_losses(self) -> NDArray[np.float64]:
         """(T, K): the training loss of every node at every step."""
         return np.stack(self._node_losses) if self._node_losses else np.empty((0, self.num_nodes))
 
     def __getitem__(self, column: str) -> NDArray[np.float64]:
         if column not in self._columns:
-            raise KeyError(f"no column {column!r}; there are {', '.join(COLUMNS)}")
+            raise KeyError(f"no column {column!r}; there are {', '.join(self._columns)}")
         return np.asarray(self._columns[column])
 
     def __len__(self) -> int:
@@ -115,7 +128,7 @@ class History:
 
     def to_csv(self, path: str | Path) -> None:
         """Write one line a step; what was not measured is an empty field."""
-        write_csv(path, COLUMNS, zip(*self._columns.values(), strict=True))
+        write_csv(path, self.columns, zip(*self._columns.values(), strict=True))
 
     def to_json(self, path: str | Path) -> None:
         """Write the whole record, with `node_losses` and ledger, to a file that `from_json` reads back to the bit."""
@@ -152,7 +165,7 @@ class History:
         history.executor, history.executor_reason = plain["executor"], plain.get("executor_reason", "")
         history.minibatch_size = plain.get("minibatch_size")
         rows = len(plain["columns"]["step"])
-        for name in COLUMNS:
+        for name in dict.fromkeys([*COLUMNS, *plain["columns"]]):
             history._columns[name] = [_number(v) for v in plain["columns"].get(name, [None] * rows)]
             if len(history._columns[name]) != rows:
                 raise ValueError(f"column {name!r} has {len(history._columns[name])} values, and 'step' {rows}")

@@ -1,4 +1,4 @@
-"""From reports to the record of a run: history, hooks, logs, and the progress that a user sees."""
+"""From reports to the record of a run: history, logs, and the progress that a user sees."""
 
 from __future__ import annotations
 
@@ -10,25 +10,22 @@ from typing import Any
 
 from vsim.records.history import History
 from vsim.records.live import LiveRace
-from vsim.records.report import Hook, Log, StepReport
+from vsim.records.report import Log, StepReport
 
 
 @dataclass(eq=False)
 class Recorder:
-    """Keeps what is reported: history, logs, hooks, progress. What was done stays on an interrupt.
+    """Keeps what is reported: history, logs, progress. What was done stays on an interrupt.
 
     Attributes:
         history: gets a row a step.
         progress: show a progress bar, or with "plot" a figure in the notebook; description: what it says.
-        train_loss_hook: called as f(step, mean train loss) after every step; eval_loss_hook as f(step, global loss).
-        log: gets every report, before the hooks.
+        log: gets every report.
     """
 
     history: History
     progress: bool | str = False
     description: str = ""
-    train_loss_hook: Hook | None = None
-    eval_loss_hook: Hook | None = None
     log: Log | None = None
 
     def __post_init__(self) -> None:
@@ -46,12 +43,7 @@ class Recorder:
         self.history.append(row, report.node_losses)
         if self.log is not None:
             self.log(report)
-        step = int(row["step"])
-        if self.train_loss_hook is not None and "train_loss" in row:
-            self.train_loss_hook(step, row["train_loss"])
-        if self.eval_loss_hook is not None and "global_loss" in row:
-            self.eval_loss_hook(step, row["global_loss"])
-        self._advance(step, report)
+        self._advance(int(row["step"]), report)
 
     def _note_validation(self, row: Mapping[str, float]) -> None:
         """Warn of a validation loss that is not finite, unless the training loss of the next step is not either."""

@@ -113,7 +113,7 @@ def _are_alike(first: Part, other: Part) -> bool:
     """Whether losses and gradients of two parts can be computed in one call."""
     one, two = first.config, other.config
     return (
-        first.steps == other.steps
+        (first.steps, first.start) == (other.steps, other.start)
         and one.minibatch_size == two.minibatch_size
         and first.minibatch_size == other.minibatch_size
         and batch_shapes(first.batches, one, first.steps) == batch_shapes(other.batches, two, other.steps)
@@ -192,7 +192,7 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
         objective,
         part.steps,
         saver=None if config.saving is None else Checkpointer(config.saving),
-        draws=not is_vsims_own(config.strategy),
+        draws=bool(config.callbacks) or not is_vsims_own(config.strategy),
         interrupt=interrupt,
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,8 @@ from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
 from vsim.strategy.base import Strategy
 
+Metric = Callable[[nn.Module, Any], Any]  # of the model in evaluation mode and a batch of validation examples: a number
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -21,7 +23,7 @@ class RunConfig:
     Attributes:
         label: its name in messages and progress.
         executor: the name of one of EXECUTORS.
-        after_step: called as f(member) in every process when a step is done, before the step is reported.
+        callbacks: see `vsim.training.callbacks`. metrics: name of a column → f(model, batch) → number.
         memory_share: the share of the device's memory for this process, by which the minibatch size is chosen.
         start: the checkpoint that the member resumes or forks from. saving: where it is saved.
     """
@@ -48,7 +50,8 @@ class RunConfig:
     dataloader_kwargs: Mapping[str, Any]
     executor: str = "auto"
     label: str = ""
-    after_step: Callable[[Any], None] | None = None
+    callbacks: Sequence[Any] = ()
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     memory_share: float | None = None
     start: Start | None = None
     saving: Saving | None = None

@@ -14,6 +14,7 @@ from vsim.cluster.randomness import EVALUATION, generator
 from vsim.cluster.replicas import Views
 from vsim.engine import Executor
 from vsim.engine.misfit import explained
+from vsim.training.config import Metric
 from vsim.training.member import Member
 
 # Columns of the node matrix that are compared at once: bounds the memory that measuring needs.
@@ -64,7 +65,23 @@ class Evaluator:
             except Exception as error:
                 when = f"in the validation after step {members[0].done}"
                 raise explained(error, self.executor.objective, self.batch, 0, when)  # noqa: B904  # has its cause
-            return {member: _columns(member, next(measured), next(measured)) for member in members}
+            found = {member: _columns(member, next(measured), next(measured)) for member in members}
+            for member, own in zip(members, to_measure[1::2], strict=True):
+                found[member] |= {name: self._mean(f, name, own) for name, f in member.config.metrics.items()}
+            return found
+
+    def _mean(self, metric: Metric, name: str, rows: _Rows) -> float:
+        """Return the mean over the examples of a user's metric of the first of these models."""
+        stream = generator(rows.seed, EVALUATION, device=rows.weights.device)
+        buffers = {n: b[0] for n, b in rows.buffers.items()}
+        total = 0.0
+        for piece in self.pieces:
+            outcome = self.executor.apply(metric, rows.weights[0], buffers, piece, stream)
+            try:
+                total += len(tree_leaves(piece)[0]) / self.num_examples * float(outcome)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(f"metrics[{name!r}] must return a number, got {type(outcome).__name__}") from error
+        return total
 
     def _measure(self, rows: Sequence[_Rows]) -> list[_Measured]:
         """Measure all rows; members with equal draws share a call, up to `rows_at_once` rows."""

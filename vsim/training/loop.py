@@ -20,6 +20,7 @@ from vsim.engine.allocator import keeping_freed_memory
 from vsim.engine.memory import held_bytes
 from vsim.engine.misfit import explained
 from vsim.records.report import StepReport
+from vsim.training.callbacks import hear
 from vsim.training.evaluate import replica_spread, validate
 from vsim.training.interrupt import Interrupted
 from vsim.training.member import Group, Member, Run
@@ -66,17 +67,23 @@ def steps(run: Run) -> Iterator[int]:
 
 
 def _steps(run: Run) -> Iterator[int]:
+    for member in run.training:
+        with _own(run, member):
+            for callback in member.config.callbacks:
+                callback.on_start(member)
     _report_start(run)
-    first = min((m.done for m in run.training if m.done < m.max_steps), default=run.max_steps)
+    _tell_ends(run, run.training)
+    first = min((member.done for member in run.unfinished), default=run.max_steps)
     for step in range(first + 1, run.max_steps + 1):
         stops = False
         for group in run.groups:
             stops |= _take_step(run, group, step)
         _report(run, step)
         stops |= run.is_alone and run.interrupt.requested
-        for member in run.training:
-            if member.done == step:
-                _save(run, member, stops)
+        reached = [member for member in run.training if member.done == step]
+        for member in reached:
+            _save(run, member, stops)
+        _tell_ends(run, reached)
         if run.watch is not None:
             run.watch(run)
         if stops:
@@ -87,7 +94,7 @@ def _steps(run: Run) -> Iterator[int]:
         if step < run.max_steps:
             regroup(run)
         yield step
-        if not run.training:
+        if not run.unfinished:
             return
 
 
@@ -184,8 +191,6 @@ def _take_own_steps(run: Run, group: Group) -> None:
                 (member.strategy.take_step if member.strategy.is_per_node else member.strategy.finish_step)()
                 if member.done != member.cluster.step:
                     raise TypeError(f"{type(member.strategy).__name__}.step() must end with super().step()")
-                if member.config.after_step is not None:
-                    member.config.after_step(member)
 
 
 class _own(AbstractContextManager[None]):
@@ -233,7 +238,8 @@ def _report_start(run: Run) -> None:
             row: dict[str, float] = {"step": member.done, "examples": member.examples}
             row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0} | found[member]
             with _own(run, member):
-                member.report(StepReport(row, None, [], group.executor.name, member.max_steps, member.minibatch_size))
+                report = StepReport(row, None, [], group.executor.name, member.max_steps, member.minibatch_size)
+                _tell(run, member, report)
             member.starts = False
 
 
@@ -264,9 +270,35 @@ def _report(run: Run, step: int) -> None:
             events = ledger[member.known_events :]
             report = StepReport(row, losses, events, name, member.max_steps, member.minibatch_size, reason)
             with _own(run, member):
-                member.report(report)
+                _tell(run, member, report)
                 if step == member.max_steps:
                     member.check_weights()
+
+
+def _tell(run: Run, member: Member, report: StepReport) -> None:
+    """Report a step, and let the callbacks hear of it. Of several processes those of node 0 are right."""
+    member.report(report)
+    member.row = report.row
+    if not member.config.callbacks:
+        return
+    collectives, held = member.cluster.collectives, member.cluster.replicas.num_held
+    if not run.is_alone:
+        values = torch.tensor([list(report.row.values())], dtype=torch.float64).expand(held, -1)
+        with collectives.unbilled():
+            member.row = dict(zip(report.row, collectives.broadcast(values, label="row").tolist(), strict=True))
+    hear(member.config.callbacks, member)
+    if not run.is_alone:  # a callback may stop the run in one process alone
+        with collectives.unbilled():
+            last = collectives.all_gather(torch.full((held, 1), member.max_steps), label="last step")
+        member.max_steps = int(last.min())
+
+
+def _tell_ends(run: Run, members: Sequence[Member]) -> None:
+    for member in members:
+        if member.trains and member.done == member.max_steps:
+            with _own(run, member):
+                for callback in member.config.callbacks:
+                    callback.on_end(member)
 
 
 def _save(run: Run, member: Member, stops: bool) -> None:

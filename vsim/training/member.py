@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +18,7 @@ from vsim.cluster.randomness import OwnGlobals, global_states
 from vsim.data.joint import BatchSource
 from vsim.engine import Executor
 from vsim.engine.objective import Objective
-from vsim.records.history import History
+from vsim.records.history import COLUMNS, SPREAD, VALIDATED, History
 from vsim.records.report import Reporter
 from vsim.strategy.base import Strategy
 from vsim.training.config import RunConfig
@@ -64,6 +64,11 @@ class Part:
         return config.num_epochs * self.batches.steps_per_epoch if config.max_steps is None else config.max_steps
 
     @property
+    def start(self) -> int:
+        """The completed steps that it starts with."""
+        return 0 if self.config.start is None else self.config.start.step
+
+    @property
     def shares(self) -> tuple[bool, bool]:
         """Whether its nodes share one row of weights, and one of gradients."""
         # Separate processes have a row each; so has an exact run, whose sums have the order of theirs.
@@ -85,13 +90,14 @@ class Member:
         cluster: its nodes, rows of the group's matrix. strategy: the run's own copy.
         streams: a random generator per node, for randomness in the model.
         objective: model and loss, shared with its group.
-        max_steps: steps to train.
+        max_steps: steps to train; fewer than its configuration says once it was stopped.
         minibatch_size: examples per node whose gradients are computed at once; None for the whole batch.
         evaluator: measures it on the validation data; None: there are no such data.
         saver: saves it; None: it is not saved.
         fingerprint: everything that its course depends on; see `vsim.checkpoint.fingerprint`.
         examples, tokens, seconds: totals of training, including those before a resume. Members that train together
             share the seconds of a step in proportion to their nodes.
+        row: the history's row of the last step.
         starts: whether its first row is still to be reported; False if it resumes.
         draws: whether code of its strategy may draw from the global random generators.
         left_states: of the process's generators, as training left them.
@@ -113,6 +119,7 @@ class Member:
     examples: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    row: Mapping[str, float] = field(default_factory=dict)
     starts: bool = True
     draws: bool = False
     left_states: dict[str, Any] | None = None
@@ -172,6 +179,37 @@ class Member:
     def is_alone(self) -> bool:
         """Whether all its nodes are held in this process."""
         return self.cluster.replicas.num_held == self.cluster.num_nodes
+
+    @property
+    def model(self) -> nn.Module:
+        """The live model, whose Python computes the losses of all nodes; its tensors are those of no node.
+
+        A change of its attributes takes effect at the next step, for all members of its group.
+        """
+        return self.objective.model
+
+    @property
+    def loss_fn(self) -> Any:
+        """The live loss function, None without one."""
+        return self.objective.loss_fn
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of the history that are measured, at some steps or all."""
+        validated = self.evaluator is not None
+        apart = self.config.correlation_interval is not None
+        own = [c for c in COLUMNS if (validated or c not in VALIDATED) and (apart or c not in SPREAD)]
+        return [*own, *self.config.metrics]
+
+    def stop(self) -> None:
+        """Let the step that is done be the last, as if the run had been asked for so many."""
+        self.max_steps = self.done
+
+    def global_model(self) -> nn.Module:
+        """Return the global model that is validated, as an ordinary module: a copy."""
+        with torch.no_grad():
+            weights = self.strategy.global_weights()
+        return self.cluster.replicas.as_module(weights, self.cluster.mean_buffers(), like=self.config.model)
 
     def mean_model(self) -> nn.Module:
         """Return the mean of its nodes' models as an ordinary module."""
@@ -273,8 +311,13 @@ class Run:
 
     @property
     def training(self) -> list[Member]:
-        """The members that still take steps."""
+        """The members that have not left."""
         return [member for member in self.members if member.trains]
+
+    @property
+    def unfinished(self) -> list[Member]:
+        """The members whose last step is still to come."""
+        return [member for member in self.training if member.done < member.max_steps]
 
     @cached_property
     def is_alone(self) -> bool:

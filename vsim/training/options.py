@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,13 @@ from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.start import Saving, Start
 from vsim.data.batches import loader_options
 from vsim.engine import COMPILE, EXECUTORS
+from vsim.records.history import COLUMNS
 from vsim.records.loggers import Logger, run_loggers
 from vsim.records.report import Hook
 from vsim.strategy.base import Strategy
-from vsim.training.config import RunConfig
+from vsim.training.callbacks import Callback, LossHooks, Originals, checked
+from vsim.training.config import Metric, RunConfig
+from vsim.training.member import Member
 
 _WHOLE = ("num_nodes", "batch_size", "num_epochs", "val_size", "log_interval")
 _AT_LEAST_ONE_OR_NONE = (
@@ -68,6 +71,8 @@ class FitOptions:
     wandb_project: str | None
     log_x_axis: str
     progress: bool | str
+    callbacks: Sequence[Callback | Callable[[Member], Any]] | None
+    metrics: Mapping[str, Metric] | None
     train_loss_hook: Hook | None
     eval_loss_hook: Hook | None
 
@@ -86,8 +91,7 @@ class FitOptions:
             setattr(self, name, None if value is None else whole_number(name, value))
         for name in _TRUE_OR_FALSE:
             setattr(self, name, true_or_false(name, getattr(self, name)))
-        a_function("train_loss_hook", self.train_loss_hook, "step, loss")
-        a_function("eval_loss_hook", self.eval_loss_hook, "step, loss")
+        self._check_callbacks()
         if self.progress not in (True, False, "plot"):
             raise ValueError(f"progress must be True, False or 'plot', got {self.progress!r}")
         self._check_data()
@@ -96,6 +100,19 @@ class FitOptions:
         self.loggers = run_loggers(self.logger, self.run_name, self.wandb_project, self.log_x_axis)
         if self.log_interval != 1 and not self.loggers:
             raise ValueError("log_interval has no effect without a logger, run_name or wandb_project")
+
+    def _check_callbacks(self) -> None:
+        hooks = self.train_loss_hook, self.eval_loss_hook
+        for name, hook in zip(("train_loss_hook", "eval_loss_hook"), hooks, strict=True):
+            a_function(name, hook, "step, loss")
+        self.callbacks = [*checked(self.callbacks), *([LossHooks(*hooks)] if any(hooks) else [])]
+        if not isinstance(self.metrics, Mapping | None):
+            raise TypeError(f"metrics must be a dict of name → function of (model, batch), got {self.metrics!r}")
+        self.metrics = dict(self.metrics or {})
+        for column, metric in self.metrics.items():
+            if not isinstance(column, str) or not column or column in COLUMNS:
+                raise ValueError(f"metrics: {column!r} cannot name a new column of the history")
+            a_function(f"metrics[{column!r}]", metric, "model, batch")
 
     def _check_data(self) -> None:
         if self.dataloader_kwargs is not None and not isinstance(self.dataloader_kwargs, Mapping):
@@ -146,6 +163,9 @@ class FitOptions:
         own = {field.name for field in fields(RunConfig)}
         arguments = {name: value for name, value in vars(self).items() if name in own}
         arguments["dataloader_kwargs"] = dict(self.dataloader_kwargs or {})
+        if self.callbacks:
+            originals = Originals(of_trainer["model"], of_trainer["loss_fn"])
+            arguments["callbacks"] = [*checked(self.callbacks), originals]
         return RunConfig(
             **{**arguments, **of_trainer},
             label=label,

@@ -22,7 +22,7 @@ def regroup(run: Run) -> None:
     They resume from a snapshot in memory, bitwise unchanged. All stay where they are if one cannot: a strategy whose
     state cannot be saved, or filled in a strategy that is set up anew, or worker processes that fetch its data.
     """
-    remaining = run.training
+    remaining = run.unfinished
     rows = sum(member.cluster.replicas.num_held for group in run.groups for member in group.members)
     kept = sum(member.cluster.replicas.num_held for member in remaining)
     if not remaining or not run.regroups or rows - kept < _SHARE * rows:
@@ -41,7 +41,7 @@ def regroup(run: Run) -> None:
         part.config = replace(part.config, start=None)  # the snapshots hold the old matrices
     successors = dict(zip(remaining, fresh.members, strict=True))
     for old, new in successors.items():
-        new.seconds, new.draws = old.seconds, old.draws
+        new.seconds, new.draws, new.row = old.seconds, old.draws, old.row
         if new.saver is not None:
             new.saver.begin(new)
     run.members = [successors.get(member, member) for member in run.members]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from vsim.records.history import COLUMNS
+
 Row = Mapping[str, float]
 # Columns of History, in this order.
 _TRAIN_COLUMNS = ("payload_bytes", "wire_bytes", "seconds", "memory_bytes", "divergence", "correlation")
@@ -47,7 +49,8 @@ def validation_row(row: Row) -> dict[str, float]:
     """Return the row of a validation; see `History` for the columns.
 
     step, local_loss, local_perplexity, global_loss, global_perplexity, local_accuracy and global_accuracy where they
-    are known, examples_trained, average_loss, node_loss_min, node_loss_max, node_loss_std, payload_bytes, wire_bytes.
+    are known, examples_trained, average_loss, node_loss_min, node_loss_max, node_loss_std, payload_bytes, wire_bytes,
+    and the metrics of `fit`.
     """
     return {
         "step": row["step"],
@@ -58,6 +61,7 @@ def validation_row(row: Row) -> dict[str, float]:
         **{name: row[name] for name in _ACCURACIES if name in row},
         "examples_trained": row["examples"],
         **{name: row[name] for name in _VALIDATION_COLUMNS},
+        **{name: value for name, value in row.items() if name not in COLUMNS},
     }
 
 

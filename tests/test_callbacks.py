@@ -1,0 +1,394 @@
+"""Callbacks: what they hear, what they may change, how they end a run, and what is kept of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from resumed import PROCESSES, assert_same_run, fit, trainer_of, weights
+from separate import small_mlp, vectors
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import vsim
+from vsim import Callback, EarlyStopping, KeepBest, Trainer, load_checkpoint
+from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, Strategy
+from vsim.training.loop import steps
+from vsim.training.member import Member
+
+QUICK: dict[str, Any] = {"num_nodes": 2, "max_steps": 6, "batch_size": 5, "progress": False}
+
+
+class Scaled(nn.Module):
+    """A layer and a number, which a callback changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+        self.scale = 1.0
+        stream = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(0.4 * torch.randn(p.shape, generator=stream))
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.scale * self.layer(batch[0]), batch[1])
+
+
+class Heard(Callback):
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def on_start(self, run: Member) -> None:
+        self.words.append(f"start {run.done} {run.starts}")
+
+    def on_step(self, run: Member) -> None:
+        assert run.history is not None and run.history["step"][-1] == run.done == run.row["step"]
+        self.words.append(f"step {run.done}")
+
+    def on_evaluation(self, run: Member) -> None:
+        assert run.row["global_loss"] == run.history["global_loss"][-1]  # type: ignore[index]
+        self.words.append(f"evaluation {run.done}")
+
+    def on_end(self, run: Member) -> None:
+        self.words.append(f"end {run.done}")
+
+
+def test_what_a_callback_hears() -> None:
+    heard, after = Heard(), []
+    options = {**QUICK, "max_steps": 3, "val_interval": 2, "strategy": Strategy(lr=0.01)}
+    trainer = Trainer(small_mlp(0.0), vectors(), vectors(6))
+    trainer.fit(**options, callbacks=[heard, lambda run: after.append(run.done)])
+    words = "start 0 True,evaluation 0,step 1,step 2,evaluation 2,step 3,evaluation 3,end 3"
+    assert ",".join(heard.words) == words and after == [1, 2, 3]
+    heard.words.clear()
+    trainer.fit(**{**options, "max_steps": 4}, callbacks=[heard], resume=True)
+    assert heard.words == ["start 3 False", "step 4", "evaluation 4", "end 4"]
+
+
+def test_hooks_are_the_short_form() -> None:
+    heard: list[tuple[str, int, float]] = []
+    trainer = Trainer(small_mlp(0.0), vectors(), vectors(6))
+    hooks: dict[str, Any] = {
+        f"{name}_loss_hook": lambda step, loss, name=name: heard.append((name, step, loss))
+        for name in ("train", "eval")
+    }
+    trainer.fit(strategy=Strategy(lr=0.01), **{**QUICK, "max_steps": 2}, **hooks)
+    train, val = trainer.history["train_loss"], trainer.history["global_loss"]
+    assert heard == [("eval", 0, val[0]), ("train", 1, train[1]), ("train", 2, train[2]), ("eval", 2, val[2])]
+
+
+@pytest.mark.parametrize("executor", ["vmap", "loop", "auto"])
+def test_a_change_of_the_live_model_takes_effect(executor: str) -> None:
+    def run(change: Any) -> Any:
+        trainer = Trainer(Scaled(), vectors())
+        trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.1), **QUICK, executor=executor, callbacks=[change])
+        return trainer.history["train_loss"]
+
+    def halve(run: Member) -> None:
+        if run.done == 3:
+            run.model.scale = 0.5
+
+    plain, halved = run(lambda run: None), run(halve)
+    np.testing.assert_array_equal(plain[:4], halved[:4])
+    assert np.all(plain[4:] != halved[4:])
+
+
+def test_a_change_of_the_users_own_model_is_warned_of() -> None:
+    model = Scaled()
+    trainer = Trainer(model, vectors())
+
+    def change(step: int, _: float) -> None:
+        if step == 3:
+            model.scale = 0.5
+
+    with pytest.warns(UserWarning, match=r"model\.scale changed while .* has no effect.*run\.model"):
+        trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.1), **QUICK, train_loss_hook=change)
+
+
+def test_so_is_one_of_the_loss() -> None:
+    class Loss(nn.Module):
+        weight = 1.0
+
+        def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
+            return self.weight * F.cross_entropy(outputs, y)
+
+    loss, last = Loss(), QUICK["max_steps"]
+    trainer = Trainer(nn.Linear(12, 5), vectors(), loss_fn=loss)
+    change = [lambda run: setattr(loss, "weight", 0.5) if run.done == last else None]
+    with pytest.warns(UserWarning, match=r"loss_fn\.weight changed"):
+        trainer.fit(strategy=Strategy(), **QUICK, callbacks=change)
+
+
+# Early stopping
+
+
+def stopping_at(step: int) -> Callback:
+    class Stop(Callback):
+        def on_step(self, run: Member) -> None:
+            if run.done == step:
+                run.stop()
+
+    return Stop()
+
+
+def test_a_stopped_run_is_one_of_so_many_steps(tmp_path: Path) -> None:
+    options = {"val_interval": 1, "correlation_interval": None}
+    short = fit(DiLoCoStrategy(H=2, lr=0.01), max_steps=5, **options)
+    stopped = fit(DiLoCoStrategy(H=2, lr=0.01), callbacks=[stopping_at(5)], save_dir=tmp_path, **options)
+    assert_same_run(stopped, short)
+    assert load_checkpoint(tmp_path).step == 5
+
+
+def worse_from(step: int) -> Any:
+    """A metric of its own: it falls up to a step, and rises from there on."""
+    calls = iter(range(1000))
+    return lambda model, batch: abs(next(calls) - step)
+
+
+def test_early_stopping_counts_measurements_without_improvement() -> None:
+    stopping, best = EarlyStopping("v", patience=3), KeepBest("v")
+    options = {"metrics": {"v": worse_from(4)}, "val_interval": 1, "callbacks": [stopping, best]}
+    trainer = fit(Strategy(lr=0.01), **options)
+    assert len(trainer.history) == 8 and (stopping.best, stopping.best_step, stopping.waited) == (0, 4, 3)
+    assert (best.best, best.best_step) == (0, 4)
+    short = fit(Strategy(lr=0.01), max_steps=4, val_interval=1)
+    kept = trainer_of().model
+    kept.load_state_dict(best.weights)
+    final = short.final.state_dict()  # type: ignore[attr-defined]
+    assert all(torch.equal(t, final[name]) for name, t in kept.state_dict().items())
+    fit(Strategy(lr=0.01), **{**options, "metrics": {"v": worse_from(2)}})  # the second finds nothing of the first
+    assert (stopping.best_step, best.best_step) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "ends"),
+    [
+        ([3.0, 2.0, 2.0, 1.9, 1.9], {"patience": 2}, 5),
+        ([3.0, 2.0, 2.0, 1.9, 1.8], {"patience": 2, "min_delta": 0.15}, 4),
+        ([1.0, 2.0, 3.0, 2.0, 3.0], {"patience": 2, "mode": "max"}, 5),
+        ([1.0, math.nan, math.nan, 0.5, 0.5], {"patience": 2}, 3),
+    ],
+)
+def test_what_is_an_improvement(values: list[float], options: dict[str, Any], ends: int) -> None:
+    found = iter([9.0 if options.get("mode") != "max" else -9.0, *values])
+    trainer = Trainer(small_mlp(0.0), vectors(), vectors(6))
+    stopping = EarlyStopping("v", **options)
+    with_metric = {"metrics": {"v": lambda model, batch: next(found)}, "val_interval": 1, "callbacks": [stopping]}
+    trainer.fit(strategy=Strategy(), **{**QUICK, "max_steps": 5}, **with_metric)
+    assert len(trainer.history) - 1 == ends
+
+
+def test_a_run_that_resumes_stops_where_the_other_did(tmp_path: Path) -> None:
+    def options() -> dict[str, Any]:
+        return {"val_interval": 1, "callbacks": [EarlyStopping(patience=2, min_delta=0.02), KeepBest()]}
+
+    straight, resumed = options(), options()
+    whole = fit(DiLoCoStrategy(H=3, lr=0.02), **straight)
+    end = len(whole.history) - 1
+    assert 4 < end < 20
+    fit(DiLoCoStrategy(H=3, lr=0.02), max_steps=end - 1, save_dir=tmp_path, **options())
+    cut = fit(DiLoCoStrategy(H=3, lr=0.02), save_dir=tmp_path, resume=True, **resumed)
+    assert_same_run(cut, whole)
+    ours, theirs = (given["callbacks"][1] for given in (straight, resumed))
+    assert ours.best_step == theirs.best_step
+    assert all(torch.equal(t, theirs.weights[name]) for name, t in ours.weights.items())
+    again = fit(DiLoCoStrategy(H=3, lr=0.02), save_dir=tmp_path, resume=True, **options())  # which had stopped
+    assert len(again.history) - 1 == end
+    on = fit(DiLoCoStrategy(H=3, lr=0.02), save_dir=tmp_path, resume=True, val_interval=1)  # without it, it goes on
+    assert_same_run(on, fit(DiLoCoStrategy(H=3, lr=0.02), val_interval=1))
+
+
+@pytest.mark.slow
+def test_processes_stop_together_and_give_back_the_state() -> None:
+    def run(**options: Any) -> tuple[Trainer, EarlyStopping, KeepBest]:
+        stopping, best = EarlyStopping(patience=8), KeepBest("mean_logit")
+        metrics = {"mean_logit": lambda model, batch: model.layers[-1].weight.mean()}
+        trainer = Trainer(small_mlp(0.2), vectors(), vectors(9))
+        given = {"callbacks": [stopping, best], "metrics": metrics, "val_interval": 1, "deterministic": True}
+        trainer.fit(strategy=DiLoCoStrategy(H=3, lr=0.02), **{**QUICK, "max_steps": 30}, **given, **options)
+        return trainer, stopping, best
+
+    (one, *ours), (other, *theirs) = run(), run(backend="process", threads_per_process=1)
+    assert 4 < len(one.history) < 31 and one.history["mean_logit"].tolist() == other.history["mean_logit"].tolist()
+    assert one.history.node_losses.tolist() == other.history.node_losses.tolist()
+    assert vars(ours[0]) == vars(theirs[0]) and ours[1].best_step == theirs[1].best_step
+    assert all(torch.equal(t, theirs[1].weights[name]) for name, t in ours[1].weights.items())
+
+
+@pytest.mark.slow
+def test_one_process_stops_all() -> None:
+    def stop(run: Member) -> None:
+        if run.done == 3 and run.cluster.replicas.first_node == 1:
+            run.stop()
+
+    trainer = fit(Strategy(lr=0.01), callbacks=[stop], **PROCESSES)
+    assert len(trainer.history) == 4
+
+
+# Members
+
+
+STRATEGIES = {
+    "slow": Strategy(optim_spec="sgd", lr=1e-3),
+    "fast": SimpleReduceStrategy(lr=0.02),
+    "DiLoCo": DiLoCoStrategy(H=1, outer_lr=0.5, lr=0.02),
+}
+
+
+def compared(**options: Any) -> vsim.Comparison:
+    given = {"strategies": STRATEGIES, **QUICK, "max_steps": 12, "val_interval": 1, "deterministic": True, **options}
+    return vsim.compare(small_mlp(0.1), vectors(), vectors(), **given)
+
+
+def callbacks() -> list[Callback]:
+    return [EarlyStopping(patience=1, min_delta=0.01), KeepBest()]
+
+
+def assert_same_runs(ours: vsim.Comparison, theirs: vsim.Comparison) -> None:
+    for name in ours:
+        np.testing.assert_array_equal(ours[name].history.node_losses, theirs[name].history.node_losses, name)
+        assert list(ours[name].ledger) == list(theirs[name].ledger)
+        ends = [run.model.state_dict() for run in (ours[name], theirs[name])]  # type: ignore[union-attr]
+        assert all(torch.equal(t, ends[1][key]) for key, t in ends[0].items()), name
+
+
+def test_every_member_has_callbacks_of_its_own() -> None:
+    given = callbacks()
+    together = compared(callbacks=given)
+    assert given[0].waited == 0  # type: ignore[attr-defined]
+    lengths = {name: len(together[name].history) - 1 for name in together}
+    assert lengths["slow"] < 5 and max(lengths.values()) > 8 and all(together[name].ended for name in together)
+    assert_same_runs(together, compared(callbacks=callbacks(), together=False))
+    for name, strategy in STRATEGIES.items():
+        own, trainer = callbacks(), Trainer(small_mlp(0.1), vectors(), vectors())
+        options = {**QUICK, "max_steps": 12, "val_interval": 1, "deterministic": True}
+        trainer.fit(strategy=strategy, **options, callbacks=own)
+        theirs = together[name].callbacks
+        assert vars(own[0]) == vars(theirs[0]) and len(theirs) == 2
+        assert all(torch.equal(t, theirs[1].weights[key]) for key, t in own[1].weights.items())  # type: ignore[attr-defined]
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_comparison_resumes_with_a_member_that_had_stopped(tmp_path: Path) -> None:
+    straight = compared(callbacks=callbacks())
+
+    def kill(step: int, loss: float) -> None:
+        if step == 6:
+            raise Killed
+
+    saved = {"save_dir": tmp_path, "checkpoint_interval": 2}
+    with pytest.raises(Killed):
+        compared(callbacks=callbacks(), **saved, train_loss_hook=kill)
+    resumed = compared(callbacks=callbacks(), **saved, resume=True)
+    assert_same_runs(resumed, straight)
+    assert_same_runs(compared(**saved, resume=True, max_steps=12), straight)  # what has stopped stays so
+
+
+def test_halving_counts_a_stopped_run_by_its_loss() -> None:
+    stop = [lambda run: run.stop() if run.strategy.lr == 0.3 and run.done == 2 else None]
+    settings = {"lr": [0.3, 1e-4, 1e-5, 1e-6], "optim_spec": "sgd"}
+    options = {"strategy": Strategy, "settings": settings, "halving": 2, **QUICK, "max_steps": 16, "callbacks": stop}
+    result = vsim.sweep(small_mlp(0.0), vectors(), vectors(9), **options)
+    assert result.settings[result.best()]["lr"] == 0.3 and result[result.best()].stopped_at is None
+
+
+# Metrics
+
+
+def test_metrics_are_columns(tmp_path: Path) -> None:
+    def spread(model: nn.Module, batch: Any) -> Tensor:
+        assert not model.training and not torch.is_grad_enabled()
+        return model(batch).exp()
+
+    def of_first(model: nn.Module, batch: Any) -> float:
+        return float(batch[0][:, 0].mean())
+
+    val = vectors(7)
+    trainer = Trainer(small_mlp(0.3), vectors(), val)
+    options = {**QUICK, "batch_size": 1, "val_interval": 3, "run_name": "m", "logger": vsim.CSVLogger(tmp_path)}
+    trainer.fit(strategy=SimpleReduceStrategy(lr=0.01), **options, metrics={"spread": spread, "first": of_first})
+    history = trainer.history
+    steps_, losses, spreads = history.measured("step", "global_loss", "spread")
+    assert steps_.tolist() == [0, 3, 6] and np.all(spreads > np.exp(losses))  # a mean of exp in pieces of 4 examples
+    assert history.last("first") == pytest.approx(float(val.tensors[0][:, 0].mean()))
+    assert history.to_pandas()["spread"].notna().sum() == 3
+    header = (tmp_path / "m" / "validation.csv").read_text().split("\n")[0]
+    assert header.endswith(",spread,first")
+    plain = Trainer(small_mlp(0.3), vectors(), val)
+    plain.fit(strategy=SimpleReduceStrategy(lr=0.01), **{**QUICK, "batch_size": 1, "val_interval": 3})
+    assert torch.equal(weights(trainer), weights(plain))
+    history.to_json(tmp_path / "h.json")
+    assert vsim.History.from_json(tmp_path / "h.json")["spread"].tolist()[-1] == spreads[-1]
+
+
+def test_metrics_of_a_comparison_and_a_run_that_resumes(tmp_path: Path) -> None:
+    metric = {"norm": lambda model, batch: model.layers[0].weight.norm()}
+    comparison = compared(metrics=metric)
+    assert comparison.to_pandas().groupby("strategy")["norm"].count().tolist() == [13, 13, 13]
+    options = {"metrics": {"one": lambda model, batch: 1}, "val_interval": 2, "save_dir": tmp_path}
+    fit(Strategy(lr=0.01), max_steps=6, **options)
+    resumed = fit(Strategy(lr=0.01), resume=True, **options)
+    assert int(np.nansum(resumed.history["one"])) == 11
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"callbacks": EarlyStopping()}, TypeError, "callbacks must be a list of callbacks, got"),
+        (
+            {"callbacks": [EarlyStopping]},
+            TypeError,
+            r"of a class of vsim\.Callback, or functions f\(run\), got",
+        ),
+        ({"callbacks": [3]}, TypeError, r"functions f\(run\), got 3"),
+        (
+            {"callbacks": [KeepBest("val_loss")]},
+            ValueError,
+            "KeepBest monitors 'val_loss', which this .*: step, ",
+        ),
+        (
+            {"callbacks": [KeepBest("divergence")]},
+            ValueError,
+            "KeepBest monitors 'divergence', which",
+        ),
+        ({"metrics": [print]}, TypeError, r"metrics must be a dict of name → function of \(model, batch\), got"),
+        ({"metrics": {"lr": print}}, ValueError, "metrics: 'lr' cannot name a new column of the history"),
+        ({"metrics": {"v": 3}}, TypeError, r"metrics\['v'\] must be a function of \(model, batch\), got 3"),
+        ({"metrics": {"v": lambda m, b: b}}, TypeError, r"metrics\['v'\] must return a number, got list"),
+        ({"metrics": {"v": lambda m, b: b[0]}}, TypeError, r"metrics\['v'\] must return a number, got Tensor"),
+    ],
+)
+def test_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    trainer = Trainer(small_mlp(0.0), vectors(), vectors(6))
+    with pytest.raises(error, match=message):
+        trainer.fit(strategy=Strategy(), **QUICK, **options)
+
+
+def test_without_validation_data() -> None:
+    trainer = Trainer(small_mlp(0.0), vectors())
+    with pytest.raises(ValueError, match="metrics has no effect without a val_dataset"):
+        trainer.fit(strategy=Strategy(), **QUICK, metrics={"v": print})
+    with pytest.raises(ValueError, match="EarlyStopping monitors 'global_loss', which this run does not have"):
+        trainer.fit(strategy=Strategy(), **QUICK, callbacks=[EarlyStopping()])
+    trainer.fit(strategy=Strategy(), **QUICK, callbacks=[EarlyStopping("train_loss", patience=1, min_delta=9)])
+    assert len(trainer.history) == 3
+
+
+def test_steps_taken_by_hand_and_explanations() -> None:
+    heard = Heard()
+    trainer = Trainer(small_mlp(0.0), vectors(), vectors(6))
+    options = {**QUICK, "strategy": Strategy(), "callbacks": [heard, stopping_at(2)]}
+    assert list(steps(trainer.prepare(**options))) == [1, 2] and heard.words[-1] == "end 2"
+    heard.words.clear()
+    trainer.explain(**options)
+    assert not heard.words

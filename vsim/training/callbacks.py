@@ -1,0 +1,273 @@
+"""Callbacks: a user's own code in a run, at its start, after every step and validation, and at its end."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from vsim.arguments import one_of, real_number, whole_number
+from vsim.checkpoint.savable import savable
+from vsim.engine.own_state import numbers_of
+from vsim.records.report import Hook
+from vsim.training.member import Member
+
+
+class Callback:
+    """Code of your own in a run: inherit from it, and define the methods that you need.
+
+    Each gets the run, a `vsim.training.member.Member`: `run.done` completed steps, `run.row`, the history's row of the
+    last one; `run.model` and `run.loss_fn`, the live ones, whose attributes may be changed; `run.strategy`,
+    `run.cluster`; and `run.stop()`, which ends it. An error ends the run.
+
+    A callback with `state_dict()` and `load_state_dict(state)` is saved with the run, under the name of its class, and
+    goes on when the run resumes. With backend="process" callbacks work in every node's process, and the state of node
+    0's comes back at the end. In a comparison every run has copies of its own, see `vsim.ComparedRun`.
+    """
+
+    def on_start(self, run: Member) -> None:
+        """Before the first step of a new run (`run.starts`), or of one that resumes, with its state."""
+
+    def on_step(self, run: Member) -> None:
+        """After every step, when it is in the history, and before it is saved."""
+
+    def on_evaluation(self, run: Member) -> None:
+        """After every validation, that before the first step included; after `on_step`."""
+
+    def on_end(self, run: Member) -> None:
+        """After the last step; not for a run that was interrupted, or has failed."""
+
+
+class Reported(Protocol):
+    """Whatever has the history's row of a step: a member, or the report from another process."""
+
+    @property
+    def row(self) -> Mapping[str, float]: ...
+
+
+def hear(callbacks: Sequence[Callback], run: Any) -> None:
+    """Tell callbacks of the row of a run (see `Reported`)."""
+    for callback in callbacks:
+        if "train_loss" in run.row:
+            callback.on_step(run)
+        if "global_loss" in run.row:
+            callback.on_evaluation(run)
+
+
+class AfterStep(Callback):
+    """The short form of a callback: a function of the run, called after every step."""
+
+    def __init__(self, function: Callable[[Member], Any]) -> None:
+        self.function = function
+
+    def on_step(self, run: Member) -> None:
+        self.function(run)
+
+
+class LossHooks(Callback):
+    """`train_loss_hook` and `eval_loss_hook` of `fit`: functions of (step, loss), called in the process of `fit`."""
+
+    def __init__(self, train: Hook | None, evaluation: Hook | None) -> None:
+        self.train, self.evaluation = train, evaluation
+
+    def on_step(self, run: Reported) -> None:
+        if self.train is not None:
+            self.train(int(run.row["step"]), run.row["train_loss"])
+
+    def on_evaluation(self, run: Reported) -> None:
+        if self.evaluation is not None:
+            self.evaluation(int(run.row["step"]), run.row["global_loss"])
+
+    def __deepcopy__(self, memo: Any) -> LossHooks:
+        return self  # of a comparison they hear all runs
+
+
+class Originals(Callback):
+    """Warns once if the model or the loss that the user has given is changed: a run trains copies.
+
+    They are looked at after 1, 2, 4, 8, … steps and at the end, so that a step costs nothing.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        self.model, self.loss_fn, self.has_warned = model, loss_fn, False
+        self.before = self._now()
+
+    def on_step(self, run: Reported) -> None:
+        step = int(run.row["step"])
+        if not step & (step - 1):
+            self.on_end(run)
+
+    def on_end(self, run: Any) -> None:
+        now, before = {} if self.has_warned else self._now(), self.before
+        changed = [path for path in now if now[path] != before.get(path)]
+        if changed:
+            self.has_warned = True
+            warnings.warn(
+                f"{', '.join(changed[:4])} changed while the run trained, which has no effect on it: a run trains "
+                "copies of the model and the loss. A callback f(run) in fit(callbacks=[f]) gets the run, whose own are "
+                "run.model and run.loss_fn",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _now(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in (("model", self.model), ("loss_fn", self.loss_fn)):
+            if isinstance(value, nn.Module):
+                found |= {f"{name}.{path}": number for path, number in named_numbers(value).items()}
+        return found
+
+    def __deepcopy__(self, memo: Any) -> Originals:
+        return self
+
+
+class Monitor(Callback):
+    """A callback that follows a column of the history.
+
+    Args:
+        monitor: the column, a metric of `fit(metrics=…)` included.
+        mode: "min" or "max", which is better.
+        min_delta: a change that is no larger is no improvement; at least 0.
+
+    Attributes:
+        best: the best value so far, NaN before there is one. best_step: where it was.
+    """
+
+    def __init__(self, monitor: str = "global_loss", mode: str = "min", min_delta: float = 0.0) -> None:
+        self.monitor = monitor
+        self.mode = one_of("mode", mode, ("min", "max"))
+        self.min_delta = real_number("min_delta", min_delta, at_least=0)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the last run."""
+        self.best, self.best_step = math.nan, 0
+
+    def on_start(self, run: Member) -> None:
+        if self.monitor not in run.columns:
+            there = ", ".join(run.columns)
+            raise ValueError(f"{type(self).__name__} monitors {self.monitor!r}, which this run does not have: {there}")
+        if run.starts or self.best_step > run.done:
+            self.restart()
+
+    def on_step(self, run: Member) -> None:
+        value = run.row.get(self.monitor)
+        if value is None:
+            return
+        gain = self.best - value if self.mode == "min" else value - self.best
+        better = value == value and (self.best != self.best or gain > self.min_delta)
+        if better:
+            self.best, self.best_step = value, run.done
+        self.measured(run, better)
+
+    def measured(self, run: Member, better: bool) -> None:
+        """Take a step at which the column was measured; `better`: it has improved."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is saved with a run."""
+        return {"best": self.best, "best_step": self.best_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned."""
+        vars(self).update(state)
+
+
+class EarlyStopping(Monitor):
+    """Ends a run when a column of the history has not improved for a while. It ends as if that were its last step.
+
+    Args:
+        monitor: the column. min_delta: a change that is no larger is no improvement. mode: "min" or "max".
+        patience: measurements in a row without an improvement after which the run ends.
+
+    Attributes:
+        best, best_step: the best value, and where it was. waited: measurements since.
+    """
+
+    def __init__(
+        self, monitor: str = "global_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "min"
+    ) -> None:
+        self.patience = whole_number("patience", patience)
+        super().__init__(monitor, mode, min_delta)
+
+    def restart(self) -> None:
+        super().restart()
+        self.waited = 0
+
+    def on_start(self, run: Member) -> None:
+        super().on_start(run)
+        self._decide(run)
+
+    def measured(self, run: Member, better: bool) -> None:
+        self.waited = 0 if better else self.waited + 1
+        self._decide(run)
+
+    def _decide(self, run: Member) -> None:
+        if self.waited >= self.patience:
+            run.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "waited": self.waited}
+
+
+class KeepBest(Monitor):
+    """Keeps the global model of the step at which a column of the history was best.
+
+    Args:
+        monitor: the column. mode: "min" or "max".
+
+    Attributes:
+        weights: its `state_dict`, for `model.load_state_dict(best.weights)`; empty before the first measurement.
+        best, best_step: the value, and where it was.
+    """
+
+    def __init__(self, monitor: str = "global_loss", mode: str = "min") -> None:
+        super().__init__(monitor, mode)
+
+    def restart(self) -> None:
+        super().restart()
+        self.weights: dict[str, Tensor] = {}
+
+    def measured(self, run: Member, better: bool) -> None:
+        if better:
+            self.weights = dict(run.global_model().state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "weights": self.weights}
+
+
+def apart(callbacks: Sequence[Callback]) -> tuple[list[Any], list[Callback]]:
+    """Return which hear of a run in processes where `fit` was called, and which work in the nodes' processes."""
+    here = [one for one in callbacks if isinstance(one, LossHooks | Originals)]
+    return here, [one for one in callbacks if not isinstance(one, LossHooks)]
+
+
+def ended_apart(here: Sequence[Any], there: Sequence[Callback], states: Mapping[str, Any]) -> None:
+    """End those of `apart`, after the run: the latter get the states of node 0's."""
+    for callback in here:
+        callback.on_end(None)
+    for name, callback in savable(there).items():
+        callback.load_state_dict(states[name])
+
+
+def checked(callbacks: Any) -> list[Callback]:
+    """Return the callbacks that are given to `fit`; a function is the short form of one.
+
+    Raises:
+        TypeError: something is neither.
+    """
+    given = [] if callbacks is None else callbacks
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise TypeError(f"callbacks must be a list of callbacks, got {callbacks!r}")
+    odd = [one for one in given if isinstance(one, type) or not (isinstance(one, Callback) or callable(one))]
+    if odd:
+        raise TypeError(f"callbacks must be objects of a class of vsim.Callback, or functions f(run), got {odd[0]!r}")
+    return [one if isinstance(one, Callback) else AfterStep(one) for one in given]
+
+
+def named_numbers(module: nn.Module) -> dict[str, float]:
+    """Return dotted name → number."""
+    return {".".join(filter(None, key)): value for key, value in numbers_of(module).items()}
