@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from separate import vectors
 
 from vsim import CheckpointError, load_checkpoint
+from vsim.checkpoint.files import FORMAT
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.checkpoint.resume import captured
 from vsim.checkpoint.snapshot import Shard, flat_bytes
@@ -82,7 +83,7 @@ def text(path: Path) -> None:
 
 
 def from_the_future(path: Path) -> None:
-    rewritten(path, lambda text: text.replace('"format": 3', '"format": 99'), valid=True)
+    rewritten(path, lambda text: text.replace(f'"format": {FORMAT}', '"format": 99'), valid=True)
 
 
 def swapped(path: Path) -> None:
@@ -113,7 +114,7 @@ MALFORMED = [
     (pickled, "is not a checkpoint of vsim, or is torn: "),
     (torch_saved, "is not a checkpoint of vsim, or is torn: "),
     (text, "is not a checkpoint of vsim, or is torn: "),
-    (from_the_future, "has format 99, and this version of vsim reads 3"),
+    (from_the_future, f"has format 99, and this version of vsim reads {FORMAT}"),
     (swapped, "is damaged: its contents do not have their checksum"),
     (senseless, "does not hold what a checkpoint of vsim holds"),
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vsim.checkpoint.files import Checkpoint
-from vsim.checkpoint.fingerprint import HORIZON, differences
+from vsim.checkpoint.fingerprint import HORIZON, differences, steady
 from vsim.checkpoint.folder import checkpoint_path, prune
 from vsim.checkpoint.restore import Restorer
 from vsim.checkpoint.savable import Savable, savable
@@ -73,6 +73,7 @@ class Checkpointer:
 
     def begin(self, run: Savable) -> None:
         """Take a snapshot once, so that state which cannot be saved is reported before training."""
+        _ = run.fingerprint  # as the run begins, and in all processes
         if self.saving.wanted:
             self._fixed = _snapshot(run).fixed
 
@@ -130,7 +131,7 @@ def captured(run: Savable) -> Checkpoint:
 
 def _checkpoint(run: Savable, shards: list[Shard], history: History) -> Checkpoint:
     num_nodes = run.cluster.num_nodes
-    return Checkpoint(run.done, num_nodes, history, run.examples, run.seconds, run.fingerprint, shards)
+    return Checkpoint(run.done, num_nodes, history, run.examples, run.seconds, steady(run), shards)
 
 
 def _snapshot(run: Savable) -> Snapshot:

@@ -23,13 +23,18 @@ class Savable(Protocol):
     streams: list[torch.Generator]
     objective: Objective
     max_steps: int
-    fingerprint: dict[str, Any]
     examples: int
     tokens: int
     seconds: float
 
     @property
+    def part(self) -> Any: ...
+
+    @property
     def config(self) -> Any: ...
+
+    @property
+    def fingerprint(self) -> dict[str, Any]: ...
 
     @property
     def history(self) -> History | None: ...

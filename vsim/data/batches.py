@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_structure
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from vsim.arguments import a_function, is_factory, real_number, reject_unknown, retold, true_or_false, whole_number
-from vsim.cluster.randomness import LOADER, generator
+from vsim.cluster.randomness import LOADER, generator, isolated
 from vsim.data.order import Order
 
 DatasetFactory = Callable[[int, int, bool], Dataset[Any]]
 Data = Dataset[Any] | DatasetFactory
+_OBJECTS = np.dtype(object)
+_SAMPLED = 8  # examples, by which datasets are told apart
 LOADER_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
@@ -61,6 +67,11 @@ class Batches:
         self._in_memory = None if options else [in_memory(dataset) for dataset in datasets]
         self._options = options
         self._seed = seed
+
+    @cached_property
+    def digests(self) -> list[int]:
+        """Numbers for the contents of the datasets; see `digest_of`."""
+        return [digest_of(dataset) for dataset in self._datasets]
 
     @property
     def shared_in_memory(self) -> Dataset[Any] | None:
@@ -253,6 +264,30 @@ def fetch(dataset: Dataset[Any], indices: list[int], nodes: Sequence[int] = ()) 
         length = f" (its length is {_length(dataset)})" if isinstance(error, IndexError) else ""
         raise retold(error, f"{which} of the dataset{whose and ','}{whose}: {error}{length}") from error
     return examples
+
+
+def digest_of(dataset: Dataset[Any]) -> int:
+    """Return a number for the contents of a dataset, the same in every process, below 2⁶³.
+
+    It is of a few examples, spread evenly and fetched twice; 0 if they are not the same both times, or cannot be
+    fetched. The global random generators are left alone.
+    """
+    last, found = _length(dataset) - 1, set()
+    positions = sorted({i * last // (_SAMPLED - 1) for i in range(_SAMPLED)})
+    for _ in range(2):
+        with isolated(0, torch.device("cpu")), suppress(Exception):  # which training will raise
+            text = hashlib.sha256()
+            for path, leaf in tree_flatten_with_path(fetch(dataset, positions))[0]:
+                shape = tuple(getattr(leaf, "shape", ()))
+                text.update(f"{keystr(path)} {type(leaf).__name__} {shape}".encode())
+                if isinstance(leaf, Tensor):
+                    leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                if isinstance(leaf, bool | int | float | str | bytes):
+                    text.update(repr(leaf).encode())
+                elif hasattr(leaf, "tobytes") and getattr(leaf, "dtype", None) is not _OBJECTS:  # arrays, images
+                    text.update(leaf.tobytes())
+            found.add(int.from_bytes(text.digest()[:8], "little") >> 1)
+    return found.pop() if len(found) == 1 else 0
 
 
 def first_examples(dataset: Dataset[Any], count: int, collate: Callable[[list[Any]], Any] | None) -> Any:

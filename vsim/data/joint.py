@@ -21,6 +21,9 @@ class BatchSource(Protocol):
     steps_per_epoch: int
     shard_sizes: Tensor
 
+    @property
+    def digests(self) -> list[int]: ...
+
     def from_step(self, start_step: int = 0) -> Iterator[Any]: ...
 
 

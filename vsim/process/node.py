@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from vsim.checkpoint.savable import savable
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import LOADER, drawing_from, generator, isolated
 from vsim.cluster.replicas import Views
-from vsim.data.batches import check_tensors, fetched_by_loader, loader_options, resolve
+from vsim.data.batches import check_tensors, digest_of, fetched_by_loader, loader_options, resolve
 from vsim.data.order import Order
 from vsim.engine import Executor
 from vsim.engine.base import check_depends, keep_assigned, write_or_add
@@ -150,6 +151,14 @@ class NodeBatches:
         self.steps_per_epoch, self.shard_sizes = order.steps_per_epoch, order.shard_sizes
         self.lengths = order.lengths
         self._order, self._rank, self._own, self._drop_last = order, rank, own, drop_last
+        self._collectives = collectives
+
+    @cached_property
+    def digests(self) -> list[int]:
+        """As of `Batches`. All processes ask at the same time."""
+        with self._collectives.unbilled():
+            digests = self._collectives.all_gather(torch.tensor([digest_of(self._dataset)])).tolist()
+        return digests if self._own else digests[:1]
 
     def from_step(self, start_step: int = 0) -> Iterator[Any]:
         """Yield (1, B, …) for every step from the 0-based `start_step` on, without end."""

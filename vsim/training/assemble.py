@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.arguments import naming
-from vsim.checkpoint.fingerprint import fingerprint, settings_of
+from vsim.checkpoint.fingerprint import settings_of
 from vsim.checkpoint.resume import Checkpointer, begin_fork, resume
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import StackedCollectives
@@ -139,7 +139,6 @@ def _assemble_group(
     examples = _validation_examples(parts, device)
     evaluators: dict[int, Evaluator] = {}
     for part, member in zip(parts, members, strict=True):
-        member.fingerprint = fingerprint(member, part.batches.lengths)
         if part.config.start is not None:
             with part.here(), naming(part.config.label if len(parts) > 1 else ""):
                 checkpoint = part.config.start.open()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from vsim.checkpoint.fingerprint import fingerprint
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
@@ -94,7 +95,6 @@ class Member:
         minibatch_size: examples per node whose gradients are computed at once; None for the whole batch.
         evaluator: measures it on the validation data; None: there are no such data.
         saver: saves it; None: it is not saved.
-        fingerprint: everything that its course depends on; see `vsim.checkpoint.fingerprint`.
         examples, tokens, seconds: totals of training, including those before a resume. Members that train together
             share the seconds of a step in proportion to their nodes.
         row: the history's row of the last step.
@@ -115,7 +115,6 @@ class Member:
     minibatch_size: int | None = None
     evaluator: Callable[[Sequence[Member]], dict[Member, dict[str, float]]] | None = None
     saver: Saver | None = None
-    fingerprint: dict[str, Any] = field(default_factory=dict)
     examples: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -137,6 +136,11 @@ class Member:
     def config(self) -> RunConfig:
         """Its checked arguments."""
         return self.part.config
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that its course depends on, when this was first asked; see `vsim.checkpoint.fingerprint`."""
+        return fingerprint(self)
 
     @property
     def report(self) -> Reporter:
