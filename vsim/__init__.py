@@ -1,4 +1,4 @@
-"""vsim: what would this training run have done on K machines, and how many bytes would it have sent?"""
+"""vsim: what would this training run have done on K machines, and how many bytes and hours would it have taken?"""
 
 from vsim.checkpoint.files import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from vsim.cluster.ledger import Event, Ledger
@@ -6,6 +6,8 @@ from vsim.compare import compare
 from vsim.compat import exogym
 from vsim.compat.diloco_sim import DilocoSimulator
 from vsim.grid import grid
+from vsim.network import Compute, Network, Timeline, timeline
+from vsim.price import price, required_bandwidth
 from vsim.process.difference import Difference
 from vsim.records.compared import ComparedRun
 from vsim.records.comparison import Comparison
@@ -28,6 +30,7 @@ __all__ = [
     "CheckpointError",
     "ComparedRun",
     "Comparison",
+    "Compute",
     "Difference",
     "DilocoSimulator",
     "EarlyStopping",
@@ -36,8 +39,10 @@ __all__ = [
     "KeepBest",
     "Ledger",
     "LocalTrainer",
+    "Network",
     "Sweep",
     "TensorBoardLogger",
+    "Timeline",
     "Trainer",
     "VerifyReport",
     "WandbLogger",
@@ -46,6 +51,9 @@ __all__ = [
     "grid",
     "latest_checkpoint",
     "load_checkpoint",
+    "price",
+    "required_bandwidth",
     "sweep",
+    "timeline",
     "verify",
 ]

@@ -34,7 +34,8 @@ def bernoulli_indices(
         numel: length of the vector, at least 0.
         p: probability of each entry, in [0, 1].
         generator: a CPU generator, the only source of randomness; how far it is advanced depends on the draw.
-        device: where the result goes; the CPU by default.
+        device: where the result goes; the CPU by default. On the meta device, where nothing has values, nothing is
+            drawn, and m is the expected number.
 
     Returns:
         (m,) int64, ascending and distinct, *shared*; m ~ Binomial(numel, p).
@@ -53,6 +54,8 @@ def bernoulli_indices(
         raise ValueError(f"p must lie in [0, 1], got {p}")
     if generator.device.type != "cpu":
         raise ValueError(f"entries are drawn from a CPU generator, got one on {generator.device}")
+    if device is not None and torch.device(device).type == "meta":
+        return torch.empty(round(numel * p), dtype=torch.int64, device="meta")
     if p <= 0.5:
         return _ones(numel, p, generator).to(device or "cpu")
     kept = torch.ones(numel, dtype=torch.bool)

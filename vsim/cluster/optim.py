@@ -140,7 +140,7 @@ class OptimSpec:
         """
         kwargs = dict(self.kwargs)
         if not deterministic:
-            if self.cls in _FUSED and not _CHOICE_OF_KERNEL & kwargs.keys():
+            if self.cls in _FUSED and not _CHOICE_OF_KERNEL & kwargs.keys() and not weights.is_meta:
                 kwargs["fused"] = True
         elif kwargs.get("fused") and weights.dim() == 2:
             # The last entries of a node's own parameters are no whole vector, and are rounded in another way.

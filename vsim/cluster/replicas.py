@@ -82,7 +82,7 @@ class Replicas:
         """
         trainable = {name: p for name, p in models[0].named_parameters() if p.requires_grad}
         _check_trainable(trainable)
-        _check_present(models[0])
+        _check_present(models[0], device)
         module = _copied(models[0]).to(device)
         layout, start = [], 0
         for name, p in trainable.items():
@@ -185,8 +185,8 @@ def _check_trainable(trainable: Mapping[str, nn.Parameter]) -> None:
     _check_one("device", {name: str(p.device) for name, p in trainable.items()})
 
 
-def _check_present(model: nn.Module) -> None:
-    """Raise a ValueError for tensors of a model that have no values."""
+def _check_present(model: nn.Module, device: torch.device) -> None:
+    """Raise a ValueError for tensors of a model that have no values, which only nodes on the meta device do without."""
     there: dict[str, dict[str, Tensor]] = {
         "parameter": dict(model.named_parameters()),
         "buffer": dict(model.named_buffers()),
@@ -198,7 +198,7 @@ def _check_present(model: nn.Module) -> None:
         if lazy:
             raise ValueError(f"{what}s {lazy} are not initialised yet: run the model once on a batch first")
         on_meta = [name for name, t in tensors.items() if t.is_meta]
-        if on_meta:
+        if on_meta and device.type != "meta":
             raise ValueError(
                 f"{what}s {on_meta} are on the meta device and have no values: model.to_empty() gives some"
             )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from vsim.cluster.ledger import Ledger
 from vsim.extras import extra
+from vsim.network import Compute, Network, Timeline, timeline
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,6 +121,10 @@ class History:
         """Return the last value measured in a column, NaN if there is none."""
         (values,) = self.measured(column)
         return float(values[-1]) if len(values) else math.nan
+
+    def time(self, network: Network | str | float, compute: Compute | float | str) -> Timeline:
+        """Return when this run would have done its steps on a network; see `vsim.timeline`."""
+        return timeline(self, network, compute)
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with one row a step. Needs pandas."""

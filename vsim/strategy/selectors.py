@@ -112,19 +112,24 @@ def _shuffled_chunks(cluster: Cluster, tensors: Sequence[Columns], count: int) -
         The columns of all tensors (n,), those of the first chunks in front, ascending in every chunk, on the weights'
         device; and where the chunks start and stop in it, on the CPU; empty ones at the end are left out.
     """
+    cuts = [chunk_sizes(t.stop - t.start, min(count, max(1, t.stop - t.start))) for t in tensors]
+    sizes = torch.zeros(max(map(len, cuts)), dtype=torch.int64)
+    for own in cuts:
+        sizes[: len(own)] += torch.tensor(own)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    if cluster.weights.is_meta:  # without values, only how many there are matters
+        return cluster.weights.new_empty(int(bounds[-1]), dtype=torch.int64), bounds
     columns, chunk_of = [], []
-    for tensor in tensors:
-        numel = tensor.stop - tensor.start
-        sizes = torch.tensor(chunk_sizes(numel, min(count, max(1, numel))))
+    for tensor, own in zip(tensors, cuts, strict=True):
         # Few kinds of small integers sort fastest.
-        numbers = torch.arange(len(sizes), dtype=torch.int16 if count < 2**15 else torch.int64)
-        shuffled = torch.empty(numel, dtype=numbers.dtype)
-        shuffled[torch.randperm(numel, generator=cluster.generator)] = numbers.repeat_interleave(sizes)
+        numbers = torch.arange(len(own), dtype=torch.int16 if count < 2**15 else torch.int64)
+        shuffled = torch.empty(tensor.stop - tensor.start, dtype=numbers.dtype)
+        shuffled[torch.randperm(len(shuffled), generator=cluster.generator)] = numbers.repeat_interleave(
+            torch.tensor(own)
+        )
         chunk_of.append(shuffled)
         columns.append(torch.arange(tensor.start, tensor.stop))
-    chunks = torch.cat(chunk_of)
-    order = torch.cat(columns)[chunks.argsort(stable=True)]
-    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), chunks.bincount().cumsum(0)])
+    order = torch.cat(columns)[torch.cat(chunk_of).argsort(stable=True)]
     return order.to(cluster.weights.device), bounds
 
 

@@ -40,13 +40,17 @@ class QSGD(BlockQuantizer):
         # All K seeds are drawn wherever, so that node k's stream does not depend on which nodes are held here.
         seeds = torch.randint(2**62, (cluster.num_nodes,), generator=cluster.generator).tolist()
         self.codes = cluster.kernel(stochastic_codes)
-        device = cluster.weights.device
+        # There is no generator for the meta device; one of the CPU is not drawn from there.
+        device = "cpu" if cluster.weights.is_meta else cluster.weights.device
         streams = [torch.Generator(device).manual_seed(seeds[node]) for node in cluster.replicas.nodes]
         self.keep_stacked(streams=streams)
 
     def operands(self, rows: Tensor) -> list[Tensor]:
         size, dtype = rows.shape[1], torch.promote_types(rows.dtype, torch.float32)
-        return [rows, torch.stack([torch.rand(size, generator=g, device=g.device, dtype=dtype) for g in self.streams])]
+        return [
+            rows,
+            torch.stack([torch.rand(size, generator=g, device=rows.device, dtype=dtype) for g in self.streams]),
+        ]
 
     def encode(self, *blocks: Tensor) -> tuple[Tensor, Tensor]:
         x, uniform = blocks

@@ -35,20 +35,25 @@ class RandomK(Compressor):
         (rows,) = arranged
         size = rows.shape[1]
         count = entry_count(self.fraction, size)
-        index = random_subset(size, count, cluster.generator).to(rows.device)  # (k,)
+        index = random_subset(size, count, cluster.generator, rows.device)  # (k,)
         mean = cluster.collectives.all_reduce(rows.gather(1, index.expand(len(rows), -1)), "mean", label=label)
         rows.index_fill_(1, index, 0.0)
         return [rows.new_zeros(size).index_copy_(0, index, mean * (size / count) if self.unbiased else mean)]
 
 
-def random_subset(size: int, count: int, generator: torch.Generator) -> Tensor:
-    """Draw `count` of the numbers 0 … size − 1 without replacement, ascending, with about `count` draws."""
+def random_subset(size: int, count: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Tensor:
+    """Draw `count` of the numbers 0 … size − 1 without replacement, ascending, with about `count` draws on the CPU.
+
+    On the meta device, where nothing has values, none.
+    """
+    if torch.device(device).type == "meta":
+        return torch.empty(count, dtype=torch.int64, device=device)
     if 2 * count > size:  # the ones that are left out are fewer
         kept = torch.ones(size, dtype=torch.bool)
         kept[random_subset(size, size - count, generator)] = False
-        return kept.nonzero().flatten()
+        return kept.nonzero().flatten().to(device)
     chosen = torch.empty(0, dtype=torch.int64)
     while len(chosen) < count:  # a number that was drawn already is drawn again
         more = torch.randint(size, (count - len(chosen),), generator=generator)
         chosen = torch.cat([chosen, more]).unique()
-    return chosen
+    return chosen.to(device)

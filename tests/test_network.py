@@ -1,0 +1,244 @@
+"""Networks: units, and what a collective costs, against formulas, every ring, and what the messages carry."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vsim.cluster.traffic import traffic
+from vsim.network import Compute, Network
+from vsim.network.prices import rounds
+from vsim.network.ring import FEW, slowest_on_best_ring
+from vsim.network.units import bits_per_second, seconds
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+ALGORITHMS = ("ring", "tree", "halving-doubling", "server")
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("200 Mbit/s", 2e8),
+        ("1 Gbit/s", 1e9),
+        ("1Gbps", 1e9),
+        ("2.5 Tbit/s", 2.5e12),
+        ("64 kbit/s", 64e3),
+        ("1e9 bit/s", 1e9),
+        (5, 5.0),
+        (math.inf, math.inf),
+    ],
+)
+def test_rates(text: Any, bits: float) -> None:
+    assert bits_per_second("bandwidth", text) == bits
+
+
+@pytest.mark.parametrize(("text", "value"), [("50 ms", 0.05), ("20 us", 2e-5), ("3 µs", 3e-6), ("2 s", 2.0), (0, 0.0)])
+def test_durations(text: Any, value: float) -> None:
+    assert seconds("latency", text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Network("10 MB"), "'10 MB': that is bytes, and no rate; as a rate 80 Mbit/s"),
+        (lambda: Network("10 MB/s"), "that is bytes a second; as a rate 80 Mbit/s"),
+        (lambda: Network("fast"), "bandwidth must be a rate in bits, such as '200 Mbit/s', got 'fast'"),
+        (lambda: Network("1.2.3 Mbit/s"), "must begin with a number"),
+        (lambda: Network(0), "bandwidth must be > 0, got 0"),
+        (lambda: Network("-3 Mbit/s"), "bandwidth must be > 0"),
+        (lambda: Network(math.nan), "bandwidth must be > 0"),
+        (lambda: Network(1e9, -1), "latency must be >= 0"),
+        (lambda: Network(1e9, math.inf), "latency must be >= 0 and finite"),
+        (lambda: Network(1e9, "50 mm"), "latency must be a duration, such as '50 ms', got '50 mm'"),
+        (lambda: Network(1e9, collective="rings"), "did you mean 'ring'"),
+        (lambda: Network.parse("1 Gbit/s, 1 ms, 2 ms"), "a network is 'bandwidth, latency, collective'"),
+        (lambda: Network.between([[1, 2], [3, 4], [5, 6]]), r"\(K, K\) matrix, from every node to every other, got 3"),
+        (lambda: Network.between([[1, 2], [3, 4]], np.ones((3, 3))), "bandwidth is of 2 nodes, and latency of 3"),
+        (lambda: Network.between([[1, -2], [3, 4]]), r"bandwidth\[0, 1\] must be > 0, got -2"),
+        (lambda: Network.regions({"a": 1, "b": 1}, "1 Gbit/s", {}), "no links are given for a and b"),
+        (lambda: Network.regions({"a": 1}, {"c": "1 Gbit/s"}, 1e9), "there is no region c; there are a"),
+        (lambda: Network.regions({"a": 0}, 1e9, 1e9), r"regions\['a'\] must be a whole number >= 1"),
+        (lambda: Compute(0), "seconds_per_step must be > 0"),
+        (lambda: Compute(math.inf), "must be > 0 and finite"),
+        (lambda: Compute([1, 2], speeds=[1, 2, 3]), "has 2 values, one per node, and speeds 3"),
+        (lambda: Compute(1, layers=0), "layers must be a whole number >= 1"),
+        (lambda: Compute(1, jitter=-1), "jitter must be >= 0"),
+        (lambda: Compute.from_flops(1e12, 1e12, mfu=2), "mfu must be > 0 and <= 1"),
+    ],
+)
+def test_bad_values(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Network([1e9]), "bandwidth must be a number"),
+        (lambda: Network(1e9, delay=3), "unknown argument 'delay'"),
+        (lambda: Compute(1, speed=[2]), "did you mean 'speeds'"),
+        (lambda: Compute(1, seed=3), "seed is that of the jitter, and has no effect without"),
+        (lambda: Network.of(None), "network is missing"),
+        (lambda: Compute.of(None), "compute is missing"),
+    ],
+)
+def test_bad_types(make: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
+def test_prices_by_their_formulas(n: int) -> None:
+    S, B, a, log = 3e6, 1e8, 0.02, math.ceil(math.log2(n))
+    s = 8 * S / B
+    expected = {
+        ("ring", "all_reduce"): 2 * (n - 1) * a + 2 * (n - 1) / n * s,
+        ("ring", "reduce_scatter"): (n - 1) * a + (n - 1) / n * s,
+        ("ring", "all_gather"): (n - 1) * (a + s),
+        ("ring", "broadcast"): (n - 1) * a + s,
+        ("tree", "all_reduce"): 2 * log * (a + s),
+        ("tree", "broadcast"): log * (a + s),
+        ("tree", "all_gather"): 2 * log * a + (n - 1) * s + log * n * s,
+        ("tree", "reduce_scatter"): 2 * log * a + log * s + (n - 1) / n * s,
+        ("halving-doubling", "all_reduce"): 2 * log * a + 2 * (n - 1) / n * s,
+        ("halving-doubling", "reduce_scatter"): log * a + (n - 1) / n * s,
+        ("halving-doubling", "all_gather"): log * a + (n - 1) * s,
+        ("halving-doubling", "broadcast"): log * (a + s),
+        ("server", "all_reduce"): 2 * max(n * s, a + s),
+        ("server", "broadcast"): a + s + max((n - 1) * s, a + s),
+        ("server", "all_gather"): max(n * s, a + s) + max(n * (n - 1) * s, a + (n - 1) * s),
+        ("server", "reduce_scatter"): max(n * s, a + s) + max(s, a + s / n),
+    }
+    for (algorithm, collective), price in expected.items():
+        found = Network(B, a, collective=algorithm).seconds(collective, n, [S, 2 * S])
+        assert found[0] == pytest.approx(price), (algorithm, collective)
+    assert Network(B, a).seconds("send", 2, S) == pytest.approx(a + s)
+    assert Network(B, a, server=B / 4).seconds("push", n, S) == pytest.approx(max(4 * n * s, a + s))
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_ring_takes_as_long_as_its_busiest_node_sends(collective: str) -> None:
+    for n in (2, 3, 8):
+        sent = sum(times * share for times, share, _ in rounds(collective, n, "ring"))
+        assert sent == pytest.approx(float(traffic(collective, n).busiest))
+
+
+@pytest.mark.parametrize("algorithm", ["tree", "halving-doubling"])
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 13])
+def test_the_messages_carry_what_the_collective_promises(algorithm: str, n: int) -> None:
+    for collective in ("all_reduce", "all_gather", "broadcast"):
+        knows = [{place} for place in range(n)]
+        for _, _, pairs in rounds(collective, n, algorithm):
+            before = [set(one) for one in knows]
+            assert pairs is not None
+            assert len(set(pairs[1].tolist())) == pairs.shape[1], "a node receives one message at once"
+            for source, target in pairs.T:
+                knows[target] |= before[source]
+        everything = set(range(n)) if collective != "broadcast" else {0}
+        assert all(one >= everything for one in knows), collective
+
+
+costs = st.integers(2, 6).flatmap(
+    lambda n: st.tuples(
+        *(st.lists(st.floats(0.1, 10), min_size=n * n, max_size=n * n) for _ in range(2)),
+        st.lists(st.floats(0, 10), min_size=1, max_size=3),
+    )
+)
+
+
+@given(costs)
+def test_the_best_ring_is_the_best_of_all(given: Any) -> None:
+    latency, per_byte = (np.array(one).reshape(math.isqrt(len(one)), -1) for one in given[:2])
+    sizes = np.array(given[2])
+    n = len(latency)
+    every = [
+        [
+            max(latency[i, j] + per_byte[i, j] * size for i, j in zip(ring, (*ring[1:], ring[0]), strict=True))
+            for size in sizes
+        ]
+        for ring in ((0, *rest) for rest in itertools.permutations(range(1, n)))
+    ]
+    np.testing.assert_allclose(slowest_on_best_ring(latency, per_byte, sizes), np.min(every, axis=0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_ring_of_many_nodes_takes_no_slow_link_where_few_are(seed: int) -> None:
+    n, draws = 3 * FEW, np.random.default_rng(seed)
+    latency, per_byte = (draws.choice([1.0, 100.0], size=(n, n), p=[0.9, 0.1]) for _ in range(2))
+    np.testing.assert_array_equal(slowest_on_best_ring(latency, 0 * per_byte, np.array([1.0, 2.0])), [1, 1])
+    np.testing.assert_array_equal(slowest_on_best_ring(0 * latency, per_byte, np.array([1.0, 2.0])), [1, 2])
+
+
+def test_regions() -> None:
+    given: Any = {"inside": "10 Gbit/s, 1 ms", "between": {("eu", "us"): ("200 Mbit/s", "80 ms"), ("eu", "as"): 1e8}}
+    given["between"]["us", "as"] = "50 Mbit/s, 100 ms"
+    network = Network.regions({"eu": 2, "us": 3, "as": 1}, **given)
+    assert network.num_nodes == 6
+    s = 8 * 1e6
+    for group, slowest in [((0, 1), 0.001 + s / 2 / 1e10), ((0, 2), 0.08 + s / 2 / 2e8), ((2, 5), 0.1 + s / 2 / 5e7)]:
+        price = network.seconds("all_reduce", network.kind(group), 1e6)
+        assert price == pytest.approx(2 * slowest)
+    whole = network.seconds("all_reduce", network.kind(range(6)), 1e6)
+    assert whole == pytest.approx(10 * (0.1 + s / 6 / 5e7))  # every ring through three places has their slowest link
+    assert network.seconds("send", network.kind((5, 0)), 1e6) == pytest.approx(s / 1e8)
+
+
+@given(
+    st.sampled_from(ALGORITHMS), st.sampled_from(COLLECTIVES), st.integers(2, 9), st.floats(0, 1), st.floats(1e3, 1e9)
+)
+def test_between_equal_links_is_the_network_of_equal_links(
+    algorithm: str, collective: str, n: int, latency: float, bandwidth: float
+) -> None:
+    one = Network(bandwidth, latency, collective=algorithm)
+    other = Network.between(np.full((n, n), bandwidth), latency, collective=algorithm, server=bandwidth)
+    if algorithm == "server":  # where links are given, node 0 is beside it
+        return
+    np.testing.assert_allclose(
+        other.seconds(collective, other.kind(range(n)), [1e3, 1e6]), one.seconds(collective, n, [1e3, 1e6])
+    )
+
+
+def test_a_server_stands_beside_node_0() -> None:
+    network = Network.between([[0, 1e6, 2e6], [1e6, 0, 5e6], [2e6, 5e6, 0]], 0.5, collective="server")
+    # In and out of the slowest line, 1 Mbit/s; the server's own is the fastest at node 0, 2 Mbit/s.
+    assert network.seconds("all_reduce", network.kind(range(3)), 1e5) == pytest.approx(2 * max(3 * 0.8 / 2, 0.5 + 0.8))
+
+
+@settings(max_examples=50)
+@given(
+    st.sampled_from(ALGORITHMS),
+    st.sampled_from(COLLECTIVES),
+    st.integers(2, 6).flatmap(lambda n: st.lists(st.floats(1e3, 1e9), min_size=n * n, max_size=n * n)),
+    st.floats(1, 100),
+    st.data(),
+)
+def test_no_price_falls_when_a_link_gets_slower(
+    algorithm: str, collective: str, bits: list[float], factor: float, data: Any
+) -> None:
+    n = math.isqrt(len(bits))
+    matrix = np.array(bits).reshape(n, n)
+    slower = matrix.copy()
+    slower[data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1))] /= factor
+    before, after = (
+        network.seconds(collective, network.kind(range(n)), 1e6)
+        for network in (Network.between(m, 0.01, collective=algorithm) for m in (matrix, slower))
+    )
+    assert after >= before * (1 - 1e-12)
+
+
+def test_compute() -> None:
+    assert Compute("800 ms").node_seconds == 0.8
+    assert Compute([1, 2], speeds=[2, 1]).node_seconds.tolist() == [0.5, 2]
+    assert Compute.from_flops(1e12, 1e12, mfu=0.5, layers=3).node_seconds == 2
+    jittery = Compute(2.0, jitter=0.3, seed=1)
+    drawn = jittery.steps(50).next(2000)
+    assert drawn.shape == (2000, 50) and drawn.mean() == pytest.approx(2, rel=0.01)
+    assert np.log(drawn).std() == pytest.approx(0.3, rel=0.01)
+    parts = jittery.steps(50)
+    np.testing.assert_array_equal(np.concatenate([parts.next(1), parts.next(7)]), jittery.steps(50).next(8))

@@ -1,0 +1,283 @@
+"""The clock of a run: against a plain simulation of every message, by hand, and by its properties."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vsim
+from vsim import Compute, Event, History, Ledger, Network, timeline
+from vsim.data import digits
+from vsim.models import MLP
+from vsim.strategy import DiLoCoStrategy
+
+MOMENTS = ("gradients", "weights")
+
+
+def record(num_nodes: int, steps: int, events: Sequence[tuple[Any, ...]] = ()) -> Ledger:
+    """A ledger of (step, due, moment, collective, payload, groups), None for all nodes."""
+    ledger = Ledger(num_nodes)
+    for step, due, moment, collective, payload, groups in events:
+        groups = ledger.everyone if groups is None else tuple(map(tuple, groups))
+        ledger.record(Event(step, due, moment, collective, "x", payload, groups))
+    ledger.steps = steps
+    return ledger
+
+
+def plain(ledger: Ledger, network: Network, compute: Compute) -> tuple[list[float], list[float]]:
+    """Seconds and mean stalls of all steps, layer by layer and node by node."""
+    K, L = ledger.num_nodes, compute.layers
+    own = compute.steps(K).next(ledger.steps)
+    own = np.broadcast_to(own, (ledger.steps, K))
+    now, out, into, server = [0.0] * K, [0.0] * K, [0.0] * K, {"push": 0.0, "pull": 0.0}
+    waiting: list[tuple[int, str, Sequence[int], float]] = []
+    seconds, stalls = [0.0], []
+    for step in range(1, ledger.steps + 1):
+        began = list(now)
+        now = [t + own[step - 1, k] for k, t in enumerate(began)]
+        done = list(now)
+        layers = [
+            [began[k] + own[step - 1, k] * (L + 1 + 2 * j) / (3 * L - 1) if L > 1 else now[k] for j in range(L)]
+            for k in range(K)
+        ]
+
+        def wait(group: Sequence[int], end: float, now: Any = now, layers: Any = layers) -> None:
+            for k in group:
+                if end > now[k]:
+                    now[k], layers[k] = end, [end] * L
+
+        for moment in MOMENTS:
+            for event in (e for e in ledger if (e.step, e.moment) == (step, moment)):
+                ends = []
+                for group in event.groups:
+                    price = float(network.seconds(event.collective, network.kind(group), event.payload_bytes / L)[0])
+                    if len(group) < 2 and event.collective not in server:
+                        continue
+                    for j in range(L):
+                        start = max(layers[k][j] for k in group)
+                        if event.collective == "send":
+                            start = max(start, out[group[0]], into[group[1]])
+                            out[group[0]] = into[group[1]] = start + price
+                        elif event.collective in server:
+                            line = out if event.collective == "push" else into
+                            start = max(start, server[event.collective], *(line[k] for k in group))
+                            server[event.collective] = start + price
+                            for k in group:
+                                line[k] = start + price
+                        else:
+                            start = max(start, *(out[k] for k in group), *(into[k] for k in group))
+                            for k in group:
+                                out[k] = into[k] = start + price
+                    ends.append((group, start + price))
+                for group, end in ends:
+                    if event.due == step:
+                        wait(group, end)
+                    else:
+                        waiting.append((event.due, moment, group, end))
+            for due, at, group, end in waiting:
+                if (due, at) == (step, moment):
+                    wait(group, end)
+        seconds.append(max(now))
+        stalls.append(sum(t - d for t, d in zip(now, done, strict=True)) / K)
+    if stalls:
+        stalls[-1] += sum(seconds[-1] - t for t in now) / K
+    return seconds, stalls
+
+
+@st.composite
+def ledgers(draw: Any, max_nodes: int = 5, delays: bool = True) -> Ledger:
+    K, steps = draw(st.integers(1, max_nodes)), draw(st.integers(0, 5))
+    events = []
+    for step in range(1, steps + 1):
+        for moment in MOMENTS:
+            for _ in range(draw(st.integers(0, 2))):
+                due = step + (draw(st.integers(0, 2)) if delays else 0)
+                collective = draw(st.sampled_from(["all_reduce", "all_gather", "broadcast", "send", "push", "pull"]))
+                groups: list[list[int]] | None = None
+                if collective == "send":
+                    pair = st.tuples(st.integers(0, K - 1), st.integers(0, K - 1)).filter(lambda p: p[0] != p[1])
+                    if K == 1:
+                        continue
+                    groups = [list(p) for p in draw(st.lists(pair, min_size=1, max_size=3))]
+                elif draw(st.booleans()):
+                    order = draw(st.permutations(range(K)))
+                    cut = draw(st.integers(0, K))
+                    groups = [g for g in (order[:cut], order[cut:]) if g]
+                payload = draw(st.sampled_from([0, 1e3, 1e5, 3e5]))
+                events.append((step, due, moment, collective, payload, groups))
+    return record(K, steps, events)
+
+
+@st.composite
+def computes(draw: Any, num_nodes: int) -> Compute:
+    options: dict[str, Any] = {"layers": draw(st.sampled_from([None, 1, 2, 3, 7]))}
+    if draw(st.booleans()):
+        options["speeds"] = draw(st.lists(st.floats(0.3, 3), min_size=num_nodes, max_size=num_nodes))
+    if draw(st.booleans()):
+        options["jitter"] = 0.4
+    return Compute(draw(st.floats(0.01, 2)), **options)
+
+
+networks = st.builds(
+    Network, st.floats(1e5, 1e8), st.floats(0, 0.5), collective=st.sampled_from(["ring", "tree", "server"])
+)
+
+
+@settings(max_examples=150)
+@given(st.data(), ledgers(), networks)
+def test_it_is_a_plain_simulation_of_every_message(data: Any, ledger: Ledger, network: Network) -> None:
+    compute = data.draw(computes(ledger.num_nodes))
+    line = timeline(ledger, network, compute)
+    seconds, stalls = plain(ledger, network, compute)
+    np.testing.assert_allclose(line.seconds, seconds, rtol=1e-9)
+    np.testing.assert_allclose(line.stalls, stalls, rtol=1e-9, atol=1e-9)
+
+
+@given(st.data(), ledgers(), networks)
+def test_computed_and_waited_is_the_whole_time(data: Any, ledger: Ledger, network: Network) -> None:
+    compute = data.draw(computes(ledger.num_nodes))
+    line = timeline(ledger, network, compute)
+    K, T = ledger.num_nodes, ledger.steps
+    assert line.compute_seconds.shape == line.stalls.shape == (T,) and line.seconds.shape == (T + 1,)
+    np.testing.assert_allclose(line.compute_seconds, np.broadcast_to(compute.steps(K).next(T), (T, K)).mean(1))
+    np.testing.assert_allclose(line.compute_seconds.sum() + line.stalls.sum(), line.seconds[-1])
+    assert (line.stalls >= 0).all() and (np.diff(line.seconds) >= 0).all() and 0 < line.utilization <= 1 + 1e-12
+
+
+@given(st.data(), ledgers(), networks)
+def test_pricing_twice_gives_the_same(data: Any, ledger: Ledger, network: Network) -> None:
+    compute = data.draw(computes(ledger.num_nodes))
+    one, two = (timeline(ledger, network, compute) for _ in range(2))
+    assert one.seconds.tolist() == two.seconds.tolist() and one.stalls.tolist() == two.stalls.tolist()
+
+
+@given(st.data(), ledgers(), st.floats(1e5, 1e8), st.floats(0, 0.5), st.floats(1, 50), st.floats(0, 0.5))
+def test_time_never_falls_when_bandwidth_falls_or_latency_grows(
+    data: Any, ledger: Ledger, bandwidth: float, latency: float, factor: float, more: float
+) -> None:
+    compute = data.draw(computes(ledger.num_nodes))
+    collective = data.draw(st.sampled_from(["ring", "tree", "halving-doubling", "server"]))
+    before = timeline(ledger, Network(bandwidth, latency, collective=collective), compute).seconds
+    for slower in (Network(bandwidth / factor, latency), Network(bandwidth, latency + more)):
+        slower = Network(slower._bits[0, 0], slower._latency[0, 0], collective=collective)
+        assert (timeline(ledger, slower, compute).seconds >= before * (1 - 1e-12)).all()
+
+
+@given(st.data(), ledgers())
+def test_an_infinite_bandwidth_leaves_compute_and_barriers(data: Any, ledger: Ledger) -> None:
+    compute = Compute(data.draw(st.floats(0.01, 2)), layers=data.draw(st.sampled_from([None, 4])))
+    line = timeline(ledger, Network(math.inf), compute)
+    np.testing.assert_allclose(line.seconds, compute.node_seconds[0] * np.arange(ledger.steps + 1))
+    assert line.stalls.max(initial=0) < 1e-9 and line.utilization == pytest.approx(1)
+
+
+@given(st.data(), ledgers(max_nodes=1), networks)
+def test_one_node_never_waits_for_others(data: Any, ledger: Ledger, network: Network) -> None:
+    compute = data.draw(computes(1))
+    alone = record(1, ledger.steps, [(*e[:4], e[5], None) for e in ledger if e.collective not in ("push", "pull")])
+    line = timeline(alone, network, compute)
+    np.testing.assert_allclose(line.seconds[1:], line.compute_seconds.cumsum())
+    assert line.stalls.max(initial=0) < 1e-9
+
+
+@settings(max_examples=60)
+@given(st.data(), ledgers(delays=False), networks)
+def test_a_delay_never_makes_a_run_slower(data: Any, ledger: Ledger, network: Network) -> None:
+    compute = data.draw(computes(ledger.num_nodes))
+    delayed = Ledger(ledger.num_nodes)
+    for event in ledger:
+        delayed.record(event._replace(due=event.step + data.draw(st.integers(0, 3))))
+    delayed.steps = ledger.steps
+    now, later = (timeline(one, network, compute).seconds for one in (ledger, delayed))
+    assert (later <= now * (1 + 1e-12)).all()
+
+
+def test_a_delayed_result_by_hand() -> None:
+    """Two nodes, 1 s a step, an all-reduce of 2.5 s (10 MB over 32 Mbit/s, as 2 · 1/2 · S) that is due two steps later:
+
+    it starts at 1 s and ends at 3.5 s, when step 3 is computed since 3 s: a stall of max(0, 2.5 − 2 · 1) = 0.5 s.
+    """
+    ledger = record(2, 4, [(1, 3, "weights", "all_reduce", 10e6, None)])
+    line = timeline(ledger, "32 Mbit/s", 1.0)
+    assert line.seconds.tolist() == [0, 1, 2, 3.5, 4.5]
+    assert line.stalls.tolist() == [0, 0, 0.5, 0]
+    assert line.utilization == pytest.approx(4 / 4.5)
+
+
+def test_layers_overlap_with_the_backward_pass_by_hand() -> None:
+    """Two layers: 5 pieces of 1 s, 2 forward and 3 backward; gradients are ready at 3 s and 5 s, each sent in 1 s or 4.
+
+    Sent in 1 s: the first is done at 4 s, the second at 6 s. In 4 s: at 7 s, and then the second at 11 s.
+    """
+    ledger = record(2, 1, [(1, 1, "gradients", "all_reduce", 2e6, None)])
+    for bandwidth, end in ((8e6, 6.0), (2e6, 11.0)):
+        assert timeline(ledger, bandwidth, Compute(5.0, layers=2)).seconds[-1] == pytest.approx(end)
+    assert timeline(ledger, 8e6, 5.0).seconds[-1] == pytest.approx(7)  # without overlap
+
+
+def test_messages_of_one_line_queue() -> None:
+    """1 s each from node 0 to 1 and to 2: one after the other. From 0 to 1 and from 1 to 0: at once, full duplex."""
+    for pairs, end in ([((0, 1), (0, 2)), 3.0], [((0, 1), (1, 0)), 2.0], [((0, 1), (2, 1)), 3.0]):
+        ledger = record(3, 1, [(1, 1, "weights", "send", 1e6, pairs)])
+        assert timeline(ledger, 8e6, 1.0).seconds[-1] == pytest.approx(end), pairs
+
+
+def test_islands_wait_for_their_own_alone() -> None:
+    ledger = record(4, 1, [(1, 1, "weights", "all_reduce", 1e6, [(0, 1), (2, 3)])])
+    line = timeline(ledger, 8e6, Compute([1, 2, 3, 4]))
+    # 1 s each: 0 and 1 are done at 3 s, 2 and 3 at 5 s; waits of 2, 1, 2, 1, and of two nodes for the end.
+    assert line.seconds[-1] == 5 and line.stalls.tolist() == [(2 + 1 + 2 + 1 + 2 + 2) / 4]
+
+
+@functools.cache
+def trained() -> vsim.Trainer:
+    trainer = vsim.Trainer(MLP(hidden=(16,)), digits()[0])
+    trainer.fit(strategy=DiLoCoStrategy(H=3), num_nodes=2, max_steps=7, progress=False)
+    return trainer
+
+
+def test_trainers_histories_and_ledgers(tmp_path: Path) -> None:
+    trainer = trained()
+    payload = 4 * (64 * 16 + 16 + 16 * 10 + 10)
+    trainer.history.to_json(tmp_path / "history.json")
+    again = History.from_json(tmp_path / "history.json")
+    lines = [timeline(one, 1e6, 2.0) for one in (trainer, trainer.history, trainer.ledger)]
+    for line in [*lines, trainer.history.time(1e6, 2.0), again.time("1 Mbit/s", Compute(2))]:
+        assert line.seconds[-1] == pytest.approx(7 * 2 + 2 * 8 * payload / 1e6)
+
+
+def test_bad_input() -> None:
+    history = trained().history
+    with pytest.raises(TypeError, match="run must be a ledger, a Trainer, a History or a run of a Comparison, got 3"):
+        timeline(3, 1e6, 1.0)
+    with pytest.raises(TypeError, match="compute is missing"):
+        history.time(1e6, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="network is missing"):
+        history.time(None, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the network has 3 nodes, and the run 2"):
+        history.time(Network.between(np.ones((3, 3))), 1.0)
+    with pytest.raises(ValueError, match="compute has 3 nodes, and the run 2"):
+        history.time(1e6, Compute([1, 2, 3]))
+
+
+def test_a_run_without_steps() -> None:
+    line = timeline(record(2, 0), 1e6, 1.0)
+    assert line.seconds.tolist() == [0] and line.utilization == 1 and "0 steps" in repr(line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"speeds": np.linspace(1, 2, 10_000)}], ids=["alike", "speeds"])
+def test_ten_thousand_nodes_and_events(options: dict[str, Any]) -> None:
+    ledger = record(10_000, 10_000, [(step, step, "gradients", "all_reduce", 4e6, None) for step in range(1, 10_001)])
+    began = time.process_time()
+    timeline(ledger, Network("1 Gbit/s", "10 ms"), Compute(0.5, **options))
+    assert time.process_time() - began <= 2

@@ -1,0 +1,275 @@
+"""The clock of a run: every node computes, sends over its line and waits, event by event of the ledger.
+
+Times are kept in rows that have one entry while all nodes are alike, and K where they are not: an event of all nodes
+costs the same for two nodes and for ten thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vsim.network.compute import Compute
+from vsim.network.links import Network
+
+Floats = NDArray[np.float64]
+MOMENTS = ("gradients", "weights")
+# Steps in which nothing is sent are taken together, so many numbers at a time.
+_BLOCK = 1 << 20
+
+
+class Event(Protocol):
+    """What was sent; see `vsim.cluster.ledger.Event`."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def due(self) -> int: ...
+    @property
+    def moment(self) -> str: ...
+    @property
+    def collective(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def payload_bytes(self) -> float: ...
+    @property
+    def groups(self) -> tuple[Sequence[int], ...]: ...
+
+
+@runtime_checkable
+class Record(Protocol):
+    """What a run has sent, event by event; see `vsim.cluster.ledger.Ledger`."""
+
+    num_nodes: int
+    steps: int
+
+    def __iter__(self) -> Iterator[Event]: ...
+
+
+class Span(NamedTuple):
+    """What nodes did in a step: "compute", "wait", or a line that was busy with an event: "send".
+
+    Attributes:
+        start, end: of each of the `nodes`, or one for all of them. nodes: None: all.
+    """
+
+    what: str
+    step: int
+    start: Floats
+    end: Floats
+    nodes: NDArray[np.int64] | None = None
+    label: str = ""
+
+
+class _Groups:
+    """The groups of an event, those that have something to send."""
+
+    def __init__(self, groups: Sequence[Sequence[int]], collective: str, network: Network, num_nodes: int) -> None:
+        alone = collective in ("push", "pull")
+        there = [group for group in groups if len(group) > 1 or (alone and group)]
+        self.kinds: list[Hashable] = [network.kind(group) for group in there]
+        self.whole = len(there) == 1 and len(there[0]) == num_nodes  # of all nodes
+        self._there, self.sizes = there, np.array([len(group) for group in there], dtype=np.int64)
+
+    @cached_property
+    def nodes(self) -> NDArray[np.int64]:
+        """All nodes, group by group."""
+        return np.concatenate([np.asarray(group, dtype=np.int64) for group in self._there])
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Where in `nodes` the groups start."""
+        return np.concatenate([[0], self.sizes.cumsum()[:-1]])
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether no node is in two of the groups; of a pair the one that sends, and the one that receives."""
+        return len(set(self.nodes.tolist())) == len(self.nodes)
+
+
+class Clock:
+    """Takes a run's steps on a network. Everything that it does follows from its arguments.
+
+    Attributes:
+        seconds: (T + 1,) when the last node was done with step t.
+        compute, stalls: (T,) computed and waited in step t + 1, in the mean of the nodes.
+    """
+
+    def __init__(
+        self, ledger: Record, network: Network, compute: Compute, watch: Callable[[Span], None] | None = None
+    ) -> None:
+        network.check(ledger.num_nodes)
+        self.num_nodes, self.network, self.layers = ledger.num_nodes, network, compute.layers
+        self.computed = compute.steps(ledger.num_nodes)
+        self.watch = watch
+        self.now = np.zeros(1)  # (1,) or (K,): how far every node is
+        self.ready = self.now  # when it could send the first layer of what it sends next
+        self.busy = np.zeros((2, 1))  # until when its line is, outwards and inwards
+        self.server = np.zeros(2)  # likewise that of a server
+        self.steps = ledger.steps
+        self.seconds, self.compute, self.stalls = (np.zeros(self.steps + i) for i in (1, 0, 0))
+        self.events: dict[tuple[int, str], list[tuple[Event, _Groups, list[float]]]] = {}
+        self.due: dict[tuple[int, str], list[tuple[_Groups, Floats]]] = {}
+        self._plan(ledger)
+
+    def _plan(self, ledger: Record) -> None:
+        """Price all events, those of one kind together."""
+        parts: dict[tuple[int, str], tuple[object, _Groups]] = {}  # the groups are held, so that no other has their id
+        prices: dict[tuple[str, Hashable], dict[float, float]] = {}
+        planned = []
+        for event in ledger:
+            key = id(event.groups), event.collective
+            if key not in parts:
+                groups = _Groups(event.groups, event.collective, self.network, self.num_nodes)
+                parts[key] = event.groups, groups
+            groups = parts[key][1]
+            if groups.kinds:
+                planned.append((event, groups))
+                for kind in set(groups.kinds):
+                    prices.setdefault((event.collective, kind), {})[event.payload_bytes] = 0.0
+        for (collective, kind), own in prices.items():
+            seconds = self.network.seconds(collective, kind, np.array(list(own)) / self.layers)
+            own.update(zip(own, seconds.tolist(), strict=True))
+        for event, groups in planned:
+            price = [prices[event.collective, kind][event.payload_bytes] for kind in groups.kinds]
+            self.events.setdefault((event.step, event.moment), []).append((event, groups, price))
+
+    def run(self) -> Clock:
+        """Take all steps."""
+        issued = {event.step for own in self.events.values() for event, _, _ in own}
+        due = {event.due for own in self.events.values() for event, _, _ in own}
+        self._communicate(0)  # before training
+        self.stalls[:1] += self.now.mean()
+        done = 0
+        for step in [*sorted(step for step in issued | due if 0 < step <= self.steps), self.steps + 1]:
+            while done < step - 1:
+                done = self._quiet_steps(done, step - 1)
+            if step <= self.steps:
+                before = self.now
+                own = self._compute(step)
+                self._communicate(step)
+                self.stalls[done] += (self.now - before - own).mean()
+                done = step
+                self.seconds[done] = self.now.max()
+        self.stalls[-1:] += (self.seconds[-1] - self.now).mean()
+        np.maximum(self.stalls, 0, out=self.stalls)  # which rounding leaves below
+        return self
+
+    def _quiet_steps(self, done: int, until: int) -> int:
+        """Take steps in which nothing is sent or awaited; return how many are done."""
+        count = min(until - done, max(1, _BLOCK // self.num_nodes)) if self.watch is None else 1
+        own = self.computed.next(count)  # (count, 1) or (count, K)
+        ends = self.now + own.cumsum(0)
+        self._show("compute", done + 1, self.now, ends[-1])
+        self.now = self.ready = ends[-1]
+        taken = slice(done, done + count)
+        self.compute[taken], self.seconds[1:][taken] = own.mean(1), ends.max(1)
+        return taken.stop
+
+    def _compute(self, step: int) -> Floats:
+        own: Floats = self.computed.next(1)[0]
+        began, self.now = self.now, self.now + own
+        self.compute[step - 1] = own.mean()
+        parts = 3 * self.layers - 1
+        self.ready = began + own * ((self.layers + 1) / parts) if self.layers > 1 else self.now
+        self._show("compute", step, began, self.now)
+        return own
+
+    def _communicate(self, step: int) -> None:
+        for moment in MOMENTS:
+            for event, groups, price in self.events.get((step, moment), ()):
+                ends = self._send(event, groups, np.array(price))
+                if event.due == event.step:
+                    self._wait(step, groups, ends)
+                else:
+                    self.due.setdefault((event.due, moment), []).append((groups, ends))
+            for groups, ends in self.due.pop((step, moment), ()):
+                self._wait(step, groups, ends)
+
+    def _send(self, event: Event, groups: _Groups, price: Floats) -> Floats:
+        """Put an event on the lines; return when each of its groups is done: (groups,)."""
+        if event.collective in ("push", "pull"):
+            return self._through_server(event, groups, price)
+        if groups.whole and event.collective != "send":
+            first = max(self.ready.max(), self.busy.max())
+            ends = np.maximum(first + self.layers * price, self.now.max() + price)
+            self.busy = np.full((2, 1), ends[0])
+            self._show("send", event.step, np.array([first]), ends, label=event.label)
+            return ends
+        self._spread()
+        if event.collective == "send" and not groups.apart:
+            return self._one_by_one(event, groups, price)
+        return self._in_parallel(event, groups.nodes, groups.starts, groups.sizes, price)
+
+    def _in_parallel(
+        self, event: Event, nodes: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64], price: Floats
+    ) -> Floats:
+        free = self.busy[:, nodes].max(0)
+        pair = event.collective == "send"
+        if pair:  # out of the first, into the second
+            free = np.where(np.arange(len(nodes)) % 2, self.busy[1, nodes], self.busy[0, nodes])
+        first = np.maximum.reduceat(np.maximum(self.ready[nodes], free), starts)
+        last = np.maximum.reduceat(self.now[nodes], starts)
+        ends: Floats = np.maximum(first + self.layers * price, last + price)
+        spread = np.repeat(ends, sizes)
+        if pair:
+            self.busy[0, nodes[::2]] = ends
+            self.busy[1, nodes[1::2]] = ends
+        else:
+            self.busy[:, nodes] = spread
+        self._show("send", event.step, np.repeat(first, sizes), spread, nodes, event.label)
+        return ends
+
+    def _one_by_one(self, event: Event, groups: _Groups, price: Floats) -> Floats:
+        """Pairs that share a line: its messages queue in their order."""
+        pairs = groups.nodes.reshape(-1, 2)
+        one, two = np.zeros(1, dtype=np.int64), np.full(1, 2)
+        return np.concatenate(
+            [self._in_parallel(event, pair, one, two, price[i : i + 1]) for i, pair in enumerate(pairs)]
+        )
+
+    def _through_server(self, event: Event, groups: _Groups, price: Floats) -> Floats:
+        self._spread()
+        way = int(event.collective == "pull")
+        ends = np.zeros(len(price))
+        for i, nodes in enumerate(np.split(groups.nodes, groups.starts[1:])):
+            first = max(self.ready[nodes].max(), self.busy[way, nodes].max(), self.server[way])
+            ends[i] = max(first + self.layers * price[i], self.now[nodes].max() + price[i])
+            self.busy[way, nodes] = self.server[way] = ends[i]
+            self._show("send", event.step, np.array([first]), ends[i : i + 1], nodes, event.label)
+        return ends
+
+    def _wait(self, step: int, groups: _Groups, ends: Floats) -> None:
+        """Let the nodes of groups wait until these are done; what they send then follows."""
+        before = self.now
+        if groups.whole:
+            self.now = np.maximum(self.now, ends)
+        else:
+            self._spread()
+            np.maximum.at(self.now, groups.nodes, np.repeat(ends, groups.sizes))
+        self.ready = np.where(self.now > before, self.now, self.ready)
+        if groups.whole and (self.now == self.now[0]).all() and (self.ready == self.ready[0]).all():
+            self.now, self.ready = self.now[:1], self.ready[:1]  # alike again
+        self._show("wait", step, before, self.now)
+
+    def _spread(self) -> None:
+        """Give every node entries of its own."""
+        self.now, self.ready = (np.broadcast_to(row, (self.num_nodes,)).copy() for row in (self.now, self.ready))
+        self.busy = np.broadcast_to(self.busy, (2, self.num_nodes)).copy()
+
+    def _show(
+        self,
+        what: str,
+        step: int,
+        start: Floats,
+        end: Floats,
+        nodes: NDArray[np.int64] | None = None,
+        label: str = "",
+    ) -> None:
+        if self.watch is not None:
+            self.watch(Span(what, step, start, end, nodes, label))

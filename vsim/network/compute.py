@@ -1,0 +1,122 @@
+"""How long the nodes compute: per step and node, constant or drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vsim.arguments import known_keywords, real_number, whole_number
+from vsim.network.units import seconds
+
+
+class Compute:
+    """The compute seconds of a step, on every node.
+
+    Args:
+        seconds_per_step: forward, backward and optimizer together, in seconds or as text ("800 ms"): one number, or one
+            per node.
+        layers: L layers of equal size. The gradient of a layer is ready when the backward pass has reached it, and what
+            is sent at the end of the step is sent layer by layer from then on, in L parts. A step is a chain of 3L − 1
+            equal pieces: L forward; backward the gradients of weights and activations by turns, those of the weights of
+            the first layer last. None: everything is sent when the step is computed.
+        speeds: relative, one per node: node k takes seconds_per_step / speeds[k].
+        jitter: σ at least 0: every step of every node takes exp(σ z − σ²/2) times as long, z normal, 1 in the mean.
+        seed: of the jitter.
+
+    Attributes:
+        node_seconds: (1,) where all nodes are alike, else (K,).
+        num_nodes: K, or None: any.
+
+    Raises:
+        TypeError, ValueError: a value is not above 0, or the numbers of values per node differ.
+    """
+
+    @known_keywords
+    def __init__(
+        self,
+        seconds_per_step: float | str | Sequence[float | str],
+        *,
+        layers: int | None = None,
+        speeds: Sequence[float] | None = None,
+        jitter: float | None = None,
+        seed: int | None = None,
+    ) -> None:
+        per_node = isinstance(seconds_per_step, Sequence | np.ndarray) and not isinstance(seconds_per_step, str)
+        given: Any = seconds_per_step if per_node else [seconds_per_step]
+        own = np.array([seconds("seconds_per_step", _plain(one), above=0) for one in given])
+        if speeds is not None:
+            relative = np.array([real_number("speeds", _plain(one), above=0) for one in speeds])
+            if per_node and len(relative) != len(own):
+                raise ValueError(f"seconds_per_step has {len(own)} values, one per node, and speeds {len(relative)}")
+            own = own / relative
+        if not len(own):
+            raise ValueError("seconds_per_step must be one number, or one per node, and none is given")
+        self.node_seconds: NDArray[np.float64] = own
+        self.num_nodes = len(own) if per_node or speeds is not None else None
+        self.layers = 1 if layers is None else whole_number("layers", layers)
+        self.jitter = 0.0 if jitter is None else real_number("jitter", jitter, at_least=0, at_most=10)
+        if seed is not None and not self.jitter:
+            raise TypeError("seed is that of the jitter, and has no effect without jitter=")
+        self.seed = 42 if seed is None else whole_number("seed", seed, at_least=0)
+
+    @classmethod
+    def from_flops(cls, flops_per_step: float, flops_per_second: float, mfu: float = 1.0, **options: Any) -> Compute:
+        """Return the compute of a node that reaches a share `mfu` of its peak.
+
+        >>> Compute.from_flops(6 * 1e9 * 65_536, 989e12, mfu=0.4)
+        Compute(0.994 s a step)
+
+        Args:
+            flops_per_step: of one node; training a transformer takes about 6 · parameters · tokens.
+            flops_per_second: the peak. mfu: in (0, 1]. options: as of `Compute`.
+        """
+        step = real_number("flops_per_step", flops_per_step, above=0)
+        peak = real_number("flops_per_second", flops_per_second, above=0)
+        return cls(step / peak / real_number("mfu", mfu, above=0, at_most=1), **options)
+
+    @classmethod
+    def of(cls, given: Compute | float | str | None) -> Compute:
+        """Return `given`, or the compute of so many seconds a step.
+
+        Raises:
+            TypeError: there is none: a record of a run says what was sent, not how long nodes compute.
+        """
+        if given is None:
+            raise TypeError("compute is missing: give Compute(seconds_per_step), or the seconds a step takes")
+        return given if isinstance(given, Compute) else cls(given)
+
+    def steps(self, num_nodes: int) -> ComputedSteps:
+        """Return the compute seconds of a run of `num_nodes` nodes, step by step from the first."""
+        if self.num_nodes not in (None, num_nodes):
+            raise ValueError(f"compute has {self.num_nodes} nodes, and the run {num_nodes}")
+        return ComputedSteps(self, num_nodes)
+
+    def __repr__(self) -> str:
+        low, high = self.node_seconds.min(), self.node_seconds.max()
+        own = f"{low:.3g}" if low == high else f"{low:.3g} … {high:.3g}"
+        layers = f", {self.layers} layers" if self.layers > 1 else ""
+        return f"Compute({own} s a step{layers}{f', jitter {self.jitter:g}' if self.jitter else ''})"
+
+
+class ComputedSteps:
+    """Compute seconds in the order of the steps, the same whenever a run is priced."""
+
+    def __init__(self, compute: Compute, num_nodes: int) -> None:
+        self.compute, self.num_nodes = compute, num_nodes
+        self._generator = np.random.default_rng(compute.seed)
+
+    def next(self, steps: int) -> NDArray[np.float64]:
+        """Return those of the next `steps` steps: (steps, K), or (steps, 1) where all nodes are alike."""
+        own, jitter = self.compute.node_seconds, self.compute.jitter
+        if not jitter:
+            return np.broadcast_to(own, (steps, len(own)))
+        z = self._generator.standard_normal((steps, self.num_nodes), dtype=np.float32)
+        return np.multiply(own, np.exp(jitter * z - jitter**2 / 2))
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's as Python's own."""
+    return value.item() if isinstance(value, np.generic) else value

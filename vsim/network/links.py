@@ -1,0 +1,259 @@
+"""The network between the nodes: links, and how long a collective takes on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vsim.arguments import known_keywords, one_of, whole_number
+from vsim.network.prices import ALGORITHMS, rounds, ways
+from vsim.network.ring import slowest_on_best_ring
+from vsim.network.units import bits_per_second, seconds
+
+Floats = NDArray[np.float64]
+Link = str | tuple[float | str, float | str]
+
+
+class Network:
+    """Nodes with a link each to every other: full duplex, and messages of one link queue in order.
+
+        a message of S bytes takes  latency + 8 S / bandwidth
+
+    Args:
+        bandwidth: of a node's line, each way, in bit/s or text: "200 Mbit/s", "1 Gbit/s".
+        latency: of a message, one way, in seconds or text: "50 ms".
+        collective: how collectives are made of messages: "ring", "tree", "halving-doubling" or "server"; see
+            `vsim.network.prices`.
+        server: bandwidth of the server's line, for collectives through a server, and for pushes and pulls whatever
+            `collective` is. Default: that of the nodes. Where links differ, the server stands beside node 0.
+
+    Attributes:
+        num_nodes: K, or None: any.
+
+    Raises:
+        TypeError, ValueError: a bandwidth is not above 0 or no rate ("10 MB" is bytes), a latency is below 0.
+
+    >>> Network("200 Mbit/s", "50 ms").seconds("all_reduce", 8, 100e6)  # 14 messages of 12.5 MB
+    array([7.7])
+    """
+
+    @known_keywords
+    def __init__(
+        self,
+        bandwidth: float | str,
+        latency: float | str = 0,
+        *,
+        collective: str = "ring",
+        server: float | str | None = None,
+    ) -> None:
+        self.collective = one_of("collective", collective, ALGORITHMS)
+        # Nodes are at places, and a link's figures are those from place to place; on the diagonal: inside of a place.
+        self._bits = np.array([[bits_per_second("bandwidth", bandwidth)]])
+        self._latency = np.array([[_latency("latency", latency)]])
+        self._place: NDArray[np.int64] | None = None  # of every node; None: all at one
+        self._server = None if server is None else bits_per_second("server", server)
+
+    @classmethod
+    def parse(cls, text: str) -> Network:
+        """Return the network that "bandwidth, latency, collective" says; only the first is needed.
+
+        >>> Network.parse("200 Mbit/s, 50 ms, tree")
+        Network(200 Mbit/s, 50 ms, tree)
+        """
+        first, *rest = (part.strip() for part in str(text).split(","))
+        collective = rest.pop() if rest and rest[-1] in ALGORITHMS else "ring"
+        if len(rest) > 1:
+            raise ValueError(
+                f"a network is 'bandwidth, latency, collective', such as '200 Mbit/s, 50 ms', got {text!r}"
+            )
+        return cls(first, *rest, collective=collective)
+
+    @classmethod
+    def of(cls, given: Network | str | float | None) -> Network:
+        """Return `given`, or the network that text says; a number is its bandwidth."""
+        if given is None:
+            raise TypeError("network is missing: give a Network, or text such as '200 Mbit/s, 50 ms'")
+        if isinstance(given, Network):
+            return given
+        return cls.parse(given) if isinstance(given, str) else cls(given)
+
+    @classmethod
+    def between(cls, bandwidth: Sequence[Any], latency: Sequence[Any] | float | str = 0, **options: Any) -> Network:
+        """Return a network whose links differ.
+
+        Args:
+            bandwidth: (K, K), row i and column j from node i to node j, in bit/s or text; the diagonal has no meaning.
+            latency: (K, K) likewise, or one for all links.
+            options: `collective` and `server`, as of `Network`.
+
+        Raises:
+            ValueError: a matrix is not square, or not as large as the other.
+        """
+        bits = _matrix("bandwidth", bandwidth, bits_per_second)
+        one = isinstance(latency, str | int | float)
+        delays = np.full_like(bits, _latency("latency", latency)) if one else _matrix("latency", latency, _latency)
+        if bits.shape != delays.shape:
+            raise ValueError(f"bandwidth is of {len(bits)} nodes, and latency of {len(delays)}")
+        np.fill_diagonal(bits, math.inf)
+        np.fill_diagonal(delays, 0)
+        return cls._of_places(bits, delays, np.arange(len(bits)), options)
+
+    @classmethod
+    def regions(
+        cls,
+        regions: Mapping[str, int],
+        inside: Link | Mapping[str, Link],
+        between: Link | Mapping[tuple[str, str], Link],
+        **options: Any,
+    ) -> Network:
+        """Return the network of nodes in regions, those of the first in front.
+
+        >>> Network.regions({"eu": 4, "us": 4}, inside="10 Gbit/s, 1 ms", between="200 Mbit/s, 80 ms")
+        Network(8 nodes at 2 places, 200 Mbit/s … 10 Gbit/s, 1 ms … 80 ms, ring)
+
+        Args:
+            regions: name → nodes.
+            inside: the links inside of a region, as "bandwidth, latency" or a pair of these; or name → links.
+            between: likewise the links between regions; or (name, name) → links, for both directions unless the
+                reverse is given, too.
+            options: `collective` and `server`, as of `Network`.
+
+        Raises:
+            ValueError: a region or a pair of regions has no links.
+        """
+        names = list(regions)
+        counts = [whole_number(f"regions[{name!r}]", regions[name]) for name in names]
+        given: dict[tuple[str, str], Any] = dict(between) if isinstance(between, Mapping) else {}
+        given |= {(name, name): link for name, link in inside.items()} if isinstance(inside, Mapping) else {}
+        unknown = {name for pair in given for name in pair} - set(names)
+        if unknown:
+            raise ValueError(f"there is no region {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+        bits, delays = np.empty((2, len(names), len(names)))
+        for i, a in enumerate(names):
+            for j, b in enumerate(names):
+                link = given.get((a, b), given.get((b, a), inside if a == b else between))
+                if isinstance(link, Mapping):
+                    raise ValueError(f"no links are given for {a if a == b else f'{a} and {b}'}")
+                bits[i, j], delays[i, j] = _link(link)
+        return cls._of_places(bits, delays, np.repeat(np.arange(len(names)), counts), options)
+
+    @classmethod
+    def _of_places(cls, bits: Floats, latency: Floats, place: NDArray[np.int64], options: dict[str, Any]) -> Network:
+        network = cls(math.inf, **options)
+        network._bits, network._latency, network._place = bits, latency, place
+        return network
+
+    @property
+    def num_nodes(self) -> int | None:
+        """K, or None: any."""
+        return None if self._place is None else len(self._place)
+
+    def check(self, num_nodes: int) -> None:
+        """Raise a ValueError if this is the network of another number of nodes."""
+        if self.num_nodes not in (None, num_nodes):
+            raise ValueError(f"the network has {self.num_nodes} nodes, and the run {num_nodes}")
+
+    def kind(self, group: Sequence[int]) -> Hashable:
+        """Return what the price of a collective of these nodes depends on: their number, or where they are."""
+        return len(group) if self._place is None else tuple(self._place[list(group)].tolist())
+
+    def seconds(self, collective: str, kind: Hashable, payload_bytes: ArrayLike) -> Floats:
+        """Return how long a collective takes from when all of its group have come.
+
+        Args:
+            collective: as in the ledger. kind: of the group, from `kind`; its size where all links are alike.
+            payload_bytes: (E,) what a node hands in, of several calls.
+
+        Returns:
+            (E,).
+        """
+        payload = np.atleast_1d(np.asarray(payload_bytes, dtype=np.float64))
+        places = np.array(kind) if isinstance(kind, tuple) else np.zeros(int(kind), dtype=np.int64)  # type: ignore[call-overload]
+        if collective in ("push", "pull") or (self.collective == "server" and collective != "send" and len(places) > 1):
+            return self._through_server(ways(collective, len(places)), places, payload)
+        total = np.zeros_like(payload)
+        if len(places) < 2:
+            return total
+        for times, share, pairs in rounds(collective, len(places), self.collective):
+            if pairs is None:
+                total += times * self._around(places, share * payload)
+            else:
+                # Of many pairs only those matter whose links differ.
+                sources, targets = pairs[:, :1] * 0 if self._place is None else np.unique(places[pairs], axis=1)
+                total += times * self._messages(sources, targets, share * payload)
+        return total
+
+    def _messages(self, sources: NDArray[np.int64], targets: NDArray[np.int64], size: Floats) -> Floats:
+        """The time of messages that travel at once, from place to place."""
+        link = sources, targets
+        return (self._latency[link][:, None] + 8 * size / self._bits[link][:, None]).max(0)
+
+    def _around(self, places: NDArray[np.int64], size: Floats) -> Floats:
+        """The time of messages that travel at once around the best ring, which passes through place after place."""
+        there, counts = np.unique(places, return_counts=True)
+        inner = there[counts > 1]
+        slowest = self._messages(inner, inner, size) if len(inner) else np.zeros_like(size)
+        if len(there) == 1:
+            return slowest
+        link = np.ix_(there, there)
+        return np.maximum(slowest, slowest_on_best_ring(self._latency[link], 8 / self._bits[link], size))
+
+    def _through_server(self, ways: Any, places: NDArray[np.int64], payload: Floats) -> Floats:
+        home = 0 if self._place is None else self._place[0]
+        line = self._server or self._bits[home].max(where=np.isfinite(self._bits[home]), initial=0) or math.inf
+        server = np.full(len(places), home)
+        total = np.zeros_like(payload)
+        for nodes, share in ways:
+            size = share * payload
+            total += np.maximum(nodes * 8 * size / line, self._messages(places, server, size))
+        return total
+
+    def __repr__(self) -> str:
+        other = ~np.eye(len(self._bits), dtype=bool) | (self._bits < math.inf)
+        shown = [_span(self._bits[other], _rate), _span(self._latency[other], _delay), self.collective]
+        if self._place is not None:
+            shown.insert(0, f"{self.num_nodes} nodes at {len(self._bits)} places")
+        return f"Network({', '.join(shown)})"
+
+
+def _link(given: Any) -> tuple[float, float]:
+    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, tuple) else (given,)
+    bandwidth, latency = (*parts, 0)[:2] if len(parts) < 3 else (None, None)
+    return bits_per_second("bandwidth", bandwidth), _latency("latency", latency)
+
+
+def _latency(name: str, given: Any) -> float:
+    return seconds(name, given, at_least=0)
+
+
+def _matrix(name: str, given: Any, parse: Any) -> Floats:
+    rows = [list(row) for row in (given.tolist() if hasattr(given, "tolist") else given)]
+    if not rows or any(len(row) != len(rows) for row in rows):
+        shape = f"{len(rows)} rows of {', '.join(sorted({str(len(row)) for row in rows})) or 0}"
+        raise ValueError(f"{name} must be a (K, K) matrix, from every node to every other, got {shape}")
+    return np.array(
+        [
+            [0.0 if i == j else parse(f"{name}[{i}, {j}]", one) for j, one in enumerate(row)]
+            for i, row in enumerate(rows)
+        ]
+    )
+
+
+def _span(values: Floats, text: Any) -> str:
+    low, high = text(values.min(initial=math.inf)), text(values.max(initial=0))
+    return low if low == high else f"{low} … {high}"
+
+
+def _rate(bits: float) -> str:
+    for prefix, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if unit <= bits < math.inf:
+            return f"{bits / unit:.4g} {prefix}bit/s"
+    return f"{bits:g} bit/s"
+
+
+def _delay(value: float) -> str:
+    return f"{value * 1e3:.4g} ms"

@@ -1,0 +1,82 @@
+"""What a run would have taken on a network: seconds, derived from its ledger at any time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vsim.network.clock import Clock, Record
+from vsim.network.compute import Compute
+from vsim.network.links import Network
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """A run in time.
+
+    Attributes:
+        seconds: (T + 1,) when the last node is done with step t; the first is 0.
+        compute_seconds: (T,) what a node computed in step t + 1. stalls: (T,) what it waited: for others, and for what
+            was sent; that of the last step includes the wait for the last node. Both in the mean of the nodes, and
+            their sum over all steps is `seconds[-1]`.
+        ledger, network, compute: what all of it follows from.
+    """
+
+    seconds: NDArray[np.float64]
+    compute_seconds: NDArray[np.float64]
+    stalls: NDArray[np.float64]
+    ledger: Record
+    network: Network
+    compute: Compute
+
+    @property
+    def utilization(self) -> float:
+        """The share of the time in which nodes compute; 1 before the first step."""
+        total = float(self.seconds[-1])
+        return float(self.compute_seconds.sum()) / total if total else 1.0
+
+    def __repr__(self) -> str:
+        return (
+            f"Timeline({len(self.stalls)} steps in {duration(float(self.seconds[-1]))}, {self.utilization:.1%} of it "
+            f"compute, on {self.network!r})"
+        )
+
+
+def timeline(run: Any, network: Network | str | float, compute: Compute | float | str) -> Timeline:
+    """Return when a run would have done its steps.
+
+        a step     every node computes, and sends what the strategy hands in: at the end, or layer by layer as the
+                   backward pass reaches it
+        an event   starts when the last of its nodes is ready and their lines are free, and takes the time of its
+                   collective on this network
+        its end    is waited for in the step in which it is due, at the same moment
+
+    Args:
+        run: a ledger, or what has one: a Trainer, a History, a run of a Comparison.
+        network: a `Network`, or text: "200 Mbit/s, 50 ms". compute: a `Compute`, or the seconds of a step.
+
+    Raises:
+        TypeError: `run` has no ledger; network or compute is missing.
+        ValueError: the network or the compute is that of another number of nodes.
+    """
+    ledger = getattr(run, "ledger", run)
+    if not isinstance(ledger, Record):
+        raise TypeError(f"run must be a ledger, a Trainer, a History or a run of a Comparison, got {run!r}")
+    network, compute = Network.of(network), Compute.of(compute)
+    clock = Clock(ledger, network, compute).run()
+    return Timeline(clock.seconds, clock.compute, clock.stalls, ledger, network, compute)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as one says it.
+
+    >>> [duration(s) for s in (0.0123, 12.3, 4000, 1e6)]
+    ['12.3 ms', '12.3 s', '1.11 h', '11.6 days']
+    """
+    for unit, name in ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s")):
+        if seconds >= (3 if unit == 86400 else 1) * unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,53 @@
+"""Rates and durations as people write them: "200 Mbit/s", "50 ms"."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from vsim.arguments import real_number
+
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_NUMBER = r"\s*([+-]?[\d.]+(?:e[+-]?\d+)?)\s*"
+
+
+def bits_per_second(name: str, value: Any) -> float:
+    """Return a rate in bit/s, given as a number of them or as text: "100 Mbit/s", "1 Gbps"; it may be infinite.
+
+    Raises:
+        TypeError: neither. ValueError: not above 0, or text that is no rate; of bytes the message says so.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(_NUMBER + r"([kMGT]?)(bit/s|bits/s|bps|bit|b/s)\s*", value, flags=re.ASCII)
+        if match is None:
+            amount = re.fullmatch(_NUMBER + r"([kKMGT]?)i?(?:B|bytes?)(/s|ps)?\s*", value)
+            hint = ""
+            if amount is not None:
+                what = "bytes a second" if amount[3] else "bytes, and no rate"
+                hint = f": that is {what}; as a rate {8 * float(amount[1]):g} {amount[2].replace('K', 'k')}bit/s"
+            raise ValueError(f"{name} must be a rate in bits, such as '200 Mbit/s', got {value!r}{hint}")
+        value = _number(name, match[1], value) * _PREFIXES[match[2]]
+    return math.inf if value == math.inf else real_number(name, value, above=0)
+
+
+def seconds(name: str, value: Any, **bounds: float) -> float:
+    """Return a duration in seconds, given as a number of them or as text: "50 ms".
+
+    Raises:
+        TypeError: neither. ValueError: not within the bounds of `real_number`, or text that is no duration.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(_NUMBER + "(s|ms|us|µs|ns)" + r"\s*", value)
+        if match is None:
+            raise ValueError(f"{name} must be a duration, such as '50 ms', got {value!r}")
+        value = _number(name, match[1], value) * _SECONDS[match[2]]
+    return real_number(name, value, **bounds)
+
+
+def _number(name: str, digits: str, text: str) -> float:
+    try:
+        return float(digits)
+    except ValueError:
+        raise ValueError(f"{name} must begin with a number, got {text!r}") from None
