@@ -19,6 +19,7 @@ from resumed import ADAMW, assert_same_run, fit, trainer_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 from separate import vectors
+from test_process_exactness import ROWS, Row
 
 from vsim import CheckpointError, load_checkpoint
 from vsim.checkpoint.files import FORMAT
@@ -26,8 +27,9 @@ from vsim.checkpoint.folder import checkpoints_in
 from vsim.checkpoint.resume import captured
 from vsim.checkpoint.snapshot import Shard, flat_bytes
 from vsim.models import MLP
-from vsim.strategy import DiLoCoStrategy
+from vsim.strategy import DiLoCoStrategy, Strategy
 
+QUICK = ["SPARTA, delayed, 4 bits", "sparse, islands, outer", "DeMo"]
 NAME = "step-00000007.safetensors"
 
 
@@ -245,14 +247,24 @@ def test_the_ledger_has_the_numbers_that_it_had(run: Path) -> None:
     assert [list(map(type, event)) for event in events] == [list(map(type, event)) for event in trainer.ledger]
 
 
-def test_equal_runs_have_equal_files() -> None:
+def state_of(of: Strategy) -> Shard:
+    trainer = trainer_of(lambda: MLP(12, (9,), 5, seed=1), vectors)  # rows of odd length, with gaps between them
+    fit(of, trainer, max_steps=4, val_interval=None, deterministic=True)
+    return captured(trainer._last).shards[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+@pytest.mark.parametrize(
+    "row", [pytest.param(r, marks=() if r.name in QUICK else pytest.mark.slow, id=r.name) for r in ROWS]
+)
+def test_equal_runs_have_equal_files(row: Row) -> None:
     """Byte for byte, but for what was measured: nothing that was never written to gets into a file."""
-
-    def shard() -> Shard:
-        trainer = trainer_of(lambda: MLP(12, (9,), 5, seed=1), vectors)  # rows of odd length, with gaps between them
-        fit(strategy(), trainer, max_steps=4, val_interval=None, deterministic=True)
-        return captured(trainer._last).shards[0]  # type: ignore[arg-type]
-
-    first, second = shard(), shard()
+    first = state_of(row.make())
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()  # type: ignore[attr-defined]
+        second = state_of(row.make())
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert first.tree == second.tree and first.tensors.keys() == second.tensors.keys()
     assert all(torch.equal(flat_bytes(t), flat_bytes(second.tensors[path])) for path, t in first.tensors.items())
