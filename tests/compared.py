@@ -8,7 +8,7 @@ from typing import Any
 import vsim
 from vsim.data import digits
 from vsim.models import MLP
-from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
+from vsim.strategy import AloneStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 K, STEPS = 3, 20
 
@@ -23,7 +23,7 @@ def three_strategies() -> vsim.Comparison:
         strategies={
             "AllReduce": SimpleReduceStrategy(lr=1e-2),
             "FedAvg": FedAvgStrategy(H=5, lr=1e-2),
-            "alone": Strategy(lr=1e-2),
+            "alone": AloneStrategy(lr=1e-2),
         },
         num_nodes=K,
         max_steps=STEPS,

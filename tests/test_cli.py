@@ -27,8 +27,10 @@ def png_size(path: Path) -> int:
 
 
 def test_compare_writes_table_figure_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("compare", *QUICK, "--strategies", "allreduce", "fedavg:H=2", "--out", tmp_path / "out") == 0
+    target = ["--target-loss", 0.1]
+    assert run("compare", *QUICK, "--strategies", "allreduce", "fedavg:H=2", "--out", tmp_path / "out", *target) == 0
     printed = capsys.readouterr().out
+    assert "steps to 0.1" in printed and printed.count("never") == 4
     assert "allreduce" in printed and "fedavg:H=2" in printed and "2.0×" in printed
     assert png_size(tmp_path / "out" / "comparison.png") > 10_000
     with open(tmp_path / "out" / "comparison.csv", newline="") as file:

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from compared import STEPS, compared, three_strategies
+from hypothesis import given
+from hypothesis import strategies as st
 
 import vsim
 from vsim.models import MLP
 from vsim.records.history import COLUMNS, History
 from vsim.records.looks import COLOURS, looks_of
 from vsim.records.plots import X_AXES, bands, overview
-from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
+from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,7 @@ def test_rows_by_hand(comparison: vsim.Comparison) -> None:
     assert rows["AllReduce"]["payload MB/node"] == pytest.approx(20 * step_bytes / 1e6)
     assert rows["FedAvg"]["payload MB/node"] == pytest.approx(4 * step_bytes / 1e6)
     assert rows["FedAvg"]["wire MB/node"] == pytest.approx(4 * step_bytes * 4 / 3 / 1e6)
+    assert rows["FedAvg"]["validation seconds"] == comparison["FedAvg"].history["validation_seconds"][-1] > 0
     assert rows["AllReduce"]["times less than AllReduce"] == pytest.approx(1)
     assert rows["FedAvg"]["times less than AllReduce"] == pytest.approx(5)
     assert rows["alone"]["payload MB/node"] == 0 and math.isnan(rows["alone"]["times less than AllReduce"])
@@ -68,23 +71,50 @@ def test_to_pandas_and_to_csv_agree(comparison: vsim.Comparison, tmp_path: Path)
         assert np.array_equal(written, frame[column].to_numpy(dtype=float), equal_nan=True)
 
 
-@pytest.mark.parametrize("x", X_AXES)
+@pytest.mark.parametrize("x", [x for x in X_AXES if x != "tokens"])  # images have none
 def test_plot_draws_the_columns(comparison: vsim.Comparison, x: str) -> None:
     import matplotlib.pyplot as plt
 
     ax = comparison.plot(x=x)
-    column, divisor, _, logarithmic = X_AXES[x]
-    lines = {line.get_label(): line for line in ax.get_lines()}
-    # Who communicates nothing has no place on a logarithmic axis of bytes; the figure says so in words.
-    assert set(lines) == {"AllReduce", "FedAvg"} if logarithmic else set(comparison)
-    assert ax.get_xscale() == ("log" if logarithmic else "linear")
-    if logarithmic:
-        assert ax.get_title("right") == "not shown, as nothing is sent: alone"
+    column, unit, _, is_bytes = X_AXES[x]
+    lines = {line.get_label(): line for line in ax.get_lines() if line.get_label() != "_"}
+    assert set(lines) == set(comparison)
+    assert ax.get_xscale() == ("log" if is_bytes else "linear")
+    if is_bytes:  # who sends nothing has no place on a logarithmic axis
+        assert ax.get_title("right") == "horizontal, as nothing is sent: alone"
+        assert set(lines["alone"].get_ydata()) == {comparison["alone"].history.last("global_loss")}
     xs, ys = comparison["FedAvg"].history.measured(column, "global_loss")
     drawn = lines["FedAvg"]
-    assert np.array_equal(drawn.get_xdata(), xs[xs > 0] / divisor if logarithmic else xs / divisor)
-    assert np.array_equal(drawn.get_ydata(), ys[xs > 0] if logarithmic else ys)
+    assert np.array_equal(drawn.get_xdata(), xs[xs > 0] / unit if is_bytes else xs / unit)
+    assert np.array_equal(drawn.get_ydata(), ys[xs > 0] if is_bytes else ys)
+    # Only the model of `alone` is not the mean of the replicas.
+    means = [line.get_ydata().tolist() for line in ax.get_lines() if line.get_label() == "_"]
+    assert means == ([] if is_bytes else [comparison["alone"].history.measured("average_loss")[0].tolist()])
     plt.close(ax.figure)
+
+
+def test_equal_bytes_are_drawn_once(comparison: vsim.Comparison) -> None:
+    """FedAvg syncs at steps 5, 10, … and is validated at 2, 4, …: against bytes there is no vertical piece."""
+    runs = compared({"FedAvg": FedAvgStrategy(H=5), "DiLoCo": DiLoCoStrategy(H=5)}, max_steps=20, val_interval=2)
+    history = runs["FedAvg"].history
+    steps, losses = history.measured("step", "global_loss")
+    for x in ("wire", "payload"):
+        line = next(line for line in runs.plot(x).get_lines() if line.get_label() == "FedAvg")
+        assert (np.diff(line.get_xdata()) > 0).all()
+        # The last measurement before the next sync, and that of the end.
+        assert line.get_ydata().tolist() == [losses[steps == step][0] for step in (8, 14, 18, 20)]
+    named = [text.get_text() for text in runs.plot().get_legend().get_texts()]
+    assert named == ["FedAvg", "DiLoCo", "thin: mean replica"]
+
+
+def test_tokens_are_an_axis_where_there_are_some(comparison: vsim.Comparison) -> None:
+    with pytest.raises(ValueError, match="x='tokens' needs batches that hold token ids"):
+        comparison.plot("tokens")
+    history = History()
+    for step in range(3):
+        history.append({"step": step, "tokens": 64 * step, "global_loss": 1.0})
+    (line,) = bands({"a": history}, "tokens").get_lines()
+    assert list(line.get_xdata()) == [0, 64, 128]
 
 
 def test_plot_on_given_axes_and_other_columns(comparison: vsim.Comparison) -> None:
@@ -222,8 +252,13 @@ def test_some_of_them_keep_their_looks() -> None:
     runs = by_hand(a=[[2, 1]], b=[[2, 1.2]], c=[[2, 1.4]])
     few = runs[["c", "a"]]
     assert list(few) == ["c", "a"] and few["c"] is runs["c"] and len(runs) == 3
-    drawn = {line.get_label(): line.get_color() for line in few.figure().axes[0].get_lines()}
-    assert drawn == {"a": COLOURS[0], "c": COLOURS[2]}
+    all_lines, few_lines = (
+        {line.get_label(): line.get_color() for line in figure.axes[0].get_lines()}
+        for figure in (runs.figure(), few.figure())
+    )
+    assert few_lines == {name: all_lines[name] for name in ("c", "a")} and len(set(all_lines.values())) == 3
+    named = [text.get_text() for text in runs.figure(strategies=["c", "a"]).legends[0].get_texts()]
+    assert named == ["c", "a"]
     assert {row["strategy"] for row in few.rows()} == {"a", "c"} and few.best() == "a"
     with pytest.raises(KeyError, match="no run 'd'; there are a, b, c"):
         runs[["a", "d"]]
@@ -256,10 +291,73 @@ def test_of_many_runs_the_legend_names_families() -> None:
     figure = runs.figure()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["DiLoCo (20)", "AllReduce"]
     lines = {line.get_label(): line.get_color() for line in figure.axes[0].get_lines()}
-    assert len(set(lines.values())) == 21 and lines["AllReduce"] == COLOURS[1]
+    assert len(set(lines.values())) == 21 and lines["AllReduce"] == COLOURS[0] and lines["DiLoCo H=1"] == COLOURS[2]
     # Of one family the settings are read from the names.
     names = [f"DiLoCo H={H}, inner_optim=SGD(lr={rate}, momentum=0.9)" for H in (1, 2, 3) for rate in range(5)]
     looks = looks_of(names)
     assert {look.colour for look in looks.by_name.values()} == set(COLOURS[:3])
     assert list(looks.key) == ["H", "inner_optim"]
     assert [text for text, _ in looks.key["inner_optim"]] == [f"SGD(lr={rate}, momentum=0.9)" for rate in range(5)]
+
+
+NAMES = [
+    "AllReduce",
+    "DiLoCo",
+    "FedAvg, H = 10",
+    "SPARTA, p = 0.5 %",
+    "SPARTA + DiLoCo",
+    "DeMo",
+    "alone",
+    "mine",
+    "b",
+]
+
+
+@given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7, unique=True), st.randoms(use_true_random=False))
+def test_a_colour_belongs_to_a_name(names: list[str], random: Any) -> None:
+    looks = looks_of(names).by_name
+    assert len({look.colour for look in looks.values()}) == len(names)
+    shuffled = random.sample(names, len(names))
+    assert looks_of(shuffled).by_name == looks
+    known = [name for name in names if name not in ("mine", "b")]
+    assert all(looks_of([name]).by_name[name] == looks[name] for name in known)
+
+
+def test_settings_of_a_strategy_share_its_colour() -> None:
+    looks = looks_of(["AllReduce", "DiLoCo, H = 5", "DiLoCo, H = 50"]).by_name
+    alone = looks_of(["DiLoCo"]).by_name["DiLoCo"]
+    assert looks["DiLoCo, H = 5"].colour == alone.colour
+    assert len({look.dash for look in looks.values()}) == len({look.marker for look in looks.values()}) == 3
+
+
+def test_a_table_for_a_paper() -> None:
+    runs = by_hand(good=[[2.0, 1.5, 1.0], [2.0, 1.0, 0.5]], late=[[2.0, 2.0, 1.5], [2.0, 1.9, 1.0]], bad=[8])
+    text = runs.table("latex_booktabs", columns=["wire MB/node", "validation loss"], digits=2)
+    assert text.startswith(r"\begin{tabular}{rrr}") and r"\toprule" in text
+    assert [cell.strip() for cell in text.splitlines()[2].rstrip("\\").split("&")] == [
+        "strategy",
+        "wire MB/node",
+        "validation loss",
+    ]
+    assert "0.75 ± 0.35" in text and "diverged at step 8" in text
+    assert "0.8 ± 0.4" in runs.table(digits={"validation loss": 1})
+    assert "validation loss" not in runs.table(columns=["wire MB/node"])
+    with pytest.raises(ValueError, match=r"a column must be one of 'strategy', 'validation loss'.*, got 'loss'"):
+        runs.table(columns=["loss"])
+    with pytest.raises(ValueError, match=r"a column must be one of .*, got 'lost'"):
+        runs.table(digits={"lost": 1})
+    with pytest.raises(ValueError, match="digits must be a whole number >= 0, got -1"):
+        runs.table(digits=-1)
+
+
+def test_what_a_loss_takes() -> None:
+    runs = by_hand(
+        good=[[2.0, 1.5, 1.0], [2.0, 1.0, 0.5]], late=[[2.0, 2.0, 1.5], [2.0, 1.9, 1.0]], bad=[8], no=[[2.0, 2.0]]
+    )
+    assert runs.steps_to(1.0, of="wire_bytes")["good"] == [1e4, 5e3]
+    good, *others = runs.rows(loss=1.0)
+    assert good["steps to 1"] == 7.5 and good["steps to 1 std"] == pytest.approx(12.5**0.5)
+    assert good["wire MB to 1"] == pytest.approx(7.5e-3)
+    assert all(math.isnan(row["steps to 1"]) for row in others)  # of late one seed does
+    table = {line.split()[0]: line for line in runs.table(loss=1.0).splitlines()[2:]}
+    assert "8 ± 4" in table["good"] and table["late"].count("1 of 2 runs") == 2 and table["no"].count("never") == 2

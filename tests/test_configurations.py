@@ -135,7 +135,7 @@ COMPRESSORS: list[Callable[[], Any]] = [
 @st.composite
 def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[str, Any]]:
     """A class and its arguments."""
-    name = draw(st.sampled_from([*STRATEGIES, "modules", "alone"]))
+    name = draw(st.sampled_from([*STRATEGIES, "modules"]))
     cls: Callable[..., Strategy] = STRATEGIES[name][0] if name in STRATEGIES else Strategy
     own: dict[str, Any] = {}
     if name in ("fedavg", "diloco", "sparta_diloco"):

@@ -45,7 +45,7 @@ def test_what_is_measured_when(history: History) -> None:
     assert history.node_losses.shape == (5, 3)
     for column in ("train_loss", "lr"):
         assert measured_at(history, column) == [1, 2, 3, 4, 5]
-    for column in ("examples", "payload_bytes", "wire_bytes", "seconds"):
+    for column in ("examples", "payload_bytes", "wire_bytes", "seconds", "validation_seconds"):
         assert measured_at(history, column) == [0, 1, 2, 3, 4, 5]
     for column in ("local_loss", "global_loss", "average_loss", "node_loss_std", "global_accuracy"):
         assert measured_at(history, column) == [0, 2, 4, 5]
@@ -60,6 +60,8 @@ def test_columns_agree_with_each_other(history: History) -> None:
     assert history["examples"].tolist() == [0, 12, 24, 30, 42, 54]
     assert history["payload_bytes"].tolist() == [0, 0, 1172, 1172, 2344, 2344]  # 293 weights at steps 2 and 4
     assert (np.diff(history["seconds"]) > 0).all() and history["seconds"][0] == 0
+    assert history["validation_seconds"][0] > 0
+    assert (np.diff(history["validation_seconds"]) > 0).tolist() == [False, True, False, True, True]
     low, mid, high = history.measured("node_loss_min", "local_loss", "node_loss_max")
     assert ((low <= mid) & (mid <= high)).all()
     assert history["divergence"][0] == 0 and history["correlation"][0] == pytest.approx(1)

@@ -85,7 +85,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Handle:
 
 def grown(history: History, steps: int) -> History:
     for step in range(len(history), len(history) + steps):
-        row = {"step": step, "train_loss": 2 / (1 + step), "payload_bytes": 1e5 * step}
+        row = {"step": step, "train_loss": 2 / (1 + step), "wire_bytes": 1e5 * step}
         history.append({**row, "global_loss": 2.1 / (1 + step)} if step % 10 == 0 else row)
     return history
 
@@ -124,7 +124,7 @@ def test_the_last_picture_has_everything(shown: Handle) -> None:
     assert len(shown.pictures) == 1
     plot.close()
     assert len(shown.pictures) == 2
-    training, validation = (plot._lines["DiLoCo × 4", "payload", y] for y in ("train_loss", "global_loss"))
+    training, validation = (plot._lines["DiLoCo × 4", "wire", y] for y in ("train_loss", "global_loss"))
     assert len(training.get_xdata()) == 400 and len(validation.get_xdata()) == 101
     assert validation.get_xdata()[-1] == pytest.approx(100)  # MB
     first, last = (imread(io.BytesIO(picture)) for picture in shown.pictures)
@@ -134,7 +134,7 @@ def test_the_last_picture_has_everything(shown: Handle) -> None:
 def losses(history: History, *values: float) -> History:
     for value in values:
         step = len(history)
-        history.append({"step": step, "train_loss": value + 0.1, "global_loss": value, "payload_bytes": 1e5 * step})
+        history.append({"step": step, "train_loss": value + 0.1, "global_loss": value, "wire_bytes": 1e5 * step})
     return history
 
 
@@ -163,7 +163,7 @@ def test_a_race_draws_the_mean_and_who_stopped_does_not_hold_it_up(shown: Handle
     assert list(race._lines["a", "step", "global_loss"].get_ydata()) == [3, 3, 1.5]
     runs["b"] = [losses(History(), 3, 1e6), losses(History(), 3, 2.5, 2)]  # joins later; its first seed diverged
     race.close()
-    line = race._lines["b", "payload", "global_loss"]
+    line = race._lines["b", "wire", "global_loss"]
     assert list(line.get_ydata()) == [3, 2.5, 2] and list(line.get_xdata()) == pytest.approx([0, 0.1, 0.2])
     runs["c"] = [losses(History(), 3, 1e6)]
     race.close()

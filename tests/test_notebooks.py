@@ -102,6 +102,7 @@ def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.delenv("MPLBACKEND", raising=False)  # conftest's keeps figures that a cell draws from being shown
     monkeypatch.setenv("VSIM_QUICK", "1")
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore:too few steps for")  # quick ones take fewer than some of their H
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two threads wait for each other where tests share the cores
     for name_of_data in ("VSIM_MNIST", "VSIM_TEXT"):
         monkeypatch.delenv(name_of_data, raising=False)

@@ -23,6 +23,7 @@ from vsim.models import MLP
 from vsim.strategy import (
     QSGD,
     STRATEGIES,
+    AloneStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CompressedAverage,
@@ -107,7 +108,8 @@ QUARTER: dict[str, Any] = {"index_selector": ShuffledSequentialIndexSelector(0.2
 SPARSE = [(t + 1, "all_reduce", "sparse weights", float(CHUNKS[t])) for t in range(STEPS)]
 
 TABLE = [
-    Row("alone", Strategy, {}, [], alone=True),
+    Row("no modules", Strategy, {}, [], alone=True),
+    Row("alone", AloneStrategy, {}, [], alone=True),
     Row(
         "AllReduce",
         SimpleReduceStrategy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from vsim import Trainer
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
 from vsim.strategy import (
+    AloneStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -25,6 +27,7 @@ from vsim.strategy import (
     FedAvgStrategy,
     GradientAverage,
     SimpleReduceStrategy,
+    SPARTAStrategy,
     Strategy,
 )
 from vsim.strategy.communicate import all_reduce, broadcast
@@ -405,3 +408,31 @@ def test_a_norm_over_all_nodes_is_an_error() -> None:
     assert torch.allclose(alone, trained(Strategy(max_norm=0.5, **sgd), num_nodes=1), atol=1e-6)
     assert torch.allclose(trained(ClipsNodeByNode(**sgd)), trained(Strategy(max_norm=0.5, **sgd)), atol=1e-6)
     assert not torch.allclose(alone, trained(Strategy(**sgd), num_nodes=1), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first"),
+    [
+        (DiLoCoStrategy(H=5), 5),
+        (FedAvgStrategy(H=6), 6),
+        (SPARTAStrategy(p_sparta=0.5, sparta_interval=2, async_delay=2), 6),
+        (CommunicateOptimizeStrategy([AveragingCommunicator(every=3), DiLoCoCommunicator(4)]), 4),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_communication_that_never_acts_in_a_run_is_warned_of(strategy: Strategy, first: int) -> None:
+    with pytest.warns(UserWarning, match=f"first acts after step {first}, and the run ends after {first - 1}$"):
+        fit(strategy, max_steps=first - 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(strategy, max_steps=first)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first"),
+    [(DiLoCoStrategy(H=4), 4), (SPARTAStrategy(p_sparta=0.5, sparta_interval=2, async_delay=1), 4)],
+)
+def test_nothing_acts_before_it_says(strategy: Strategy, first: int) -> None:
+    losses, alone = (fit(s, max_steps=first + 1).history.node_losses for s in (strategy, AloneStrategy()))
+    same = (losses == alone).all(1)
+    assert same[:first].all() and not same[first]  # the loss of a step is that of the weights before it

@@ -191,6 +191,7 @@ def resume(run: Savable, checkpoint: Checkpoint) -> None:
         _go_on_as_fork(run, checkpoint)
         return
     run.seconds = checkpoint.seconds
+    run.validation_seconds = max(0.0, checkpoint.history.last("validation_seconds"))
     try:
         restorer = _restorer(run, checkpoint)
         for name, (live, placement) in _roots(run).items():

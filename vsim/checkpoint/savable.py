@@ -26,6 +26,7 @@ class Savable(Protocol):
     examples: int
     tokens: int
     seconds: float
+    validation_seconds: float
 
     @property
     def part(self) -> Any: ...

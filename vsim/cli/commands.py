@@ -30,7 +30,6 @@ from vsim.doctor import machine
 from vsim.records.compared import ComparedRun
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import folder_name
-from vsim.records.plots import save
 from vsim.sweep import sweep
 from vsim.trainer import Trainer
 from vsim.verify import verify
@@ -44,9 +43,9 @@ def run_compare(arguments: argparse.Namespace) -> int:
     (train, val), options = data(arguments), _options(arguments)
     start = partial(model, model_kind(arguments), train)
     comparison = compare(start, train, val, strategies=strategies, seeds=_seeds(arguments), **options)
-    print(f"\n{comparison.table()}\n")
+    print(f"\n{comparison.table(loss=arguments.target_loss)}\n")
     comparison.to_csv(arguments.out / "comparison.csv")
-    save(comparison.figure(title(arguments)), arguments.out / "comparison.png")
+    comparison.figure(title(arguments)).save(arguments.out / "comparison.png")
     print(f"figure: {arguments.out / 'comparison.png'}\ndata:   {arguments.out / 'comparison.csv'}")
     return _status(comparison)
 
@@ -73,12 +72,14 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         halving=arguments.halving,
         **options,
     )
-    print(f"\n{result.table()}\n")
+    print(f"\n{result.table(loss=arguments.target_loss)}\n")
     out = arguments.out
     result.to_csv(out / "sweep.csv")
-    save(result.figure(), out / "sweep.png")
+    result.figure().save(out / "sweep.png")
     print(f"curves:   {out / 'sweep.png'}")
     if len(result.varied) > 1:
+        from vsim.records.paper import save  # here, as it loads matplotlib
+
         save(result.heatmap(*result.varied[:2]), out / "heatmap.png")
         print(f"heat map: {out / 'heatmap.png'}")
     print(f"data:     {out / 'sweep.csv'}")
@@ -98,7 +99,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     result.add(text, ComparedRun(trainer.history, trained, seed=arguments.seed))
     print(f"\n{result.table()}\n")
     trainer.history.to_csv(arguments.out / "history.csv")
-    save(result.figure(title(arguments)), arguments.out / "history.png")
+    result.figure(title(arguments)).save(arguments.out / "history.png")
     save_model(trained, str(arguments.out / "model.safetensors"))
     for what in ("history.png", "history.csv", "model.safetensors"):
         print(arguments.out / what)

@@ -68,6 +68,7 @@ def _add_compare(kinds: Any) -> None:
     command.add_argument(
         "--strategies", nargs="+", default=list(STRATEGIES), metavar="NAME", help="what to compare (default: all)"
     )
+    _add_target(command)
     _add_outcome(command)
     command.set_defaults(run=commands.run_compare)
 
@@ -85,8 +86,14 @@ def _add_sweep(kinds: Any) -> None:
     command.add_argument(
         "--halving", type=int, metavar="F", help="at each of several rungs, let only the best 1/F of the settings go on"
     )
+    _add_target(command)
     _add_outcome(command)
     command.set_defaults(run=commands.run_sweep, nodes=None)
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    purpose = "show the steps and bytes that each takes to this validation loss"
+    command.add_argument("--target-loss", type=float, metavar="LOSS", help=purpose)
 
 
 def _add_train(kinds: Any) -> None:

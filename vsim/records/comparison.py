@@ -7,20 +7,24 @@ import copy
 import io
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from vsim.cluster.traffic import traffic
 from vsim.extras import extra
 from vsim.records.compared import ComparedRun
 from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.looks import MANY, Looks, looks_of
-from vsim.records.plots import Y_LABELS, bands, overview
+from vsim.records.plots import PAGE, Y_LABELS, bands, overview
+from vsim.records.table import text_table
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from vsim.records.paper import PaperFigure
 
 Self = TypeVar("Self", bound="Comparison")
 
@@ -83,36 +87,42 @@ class Comparison(Mapping[str, ComparedRun]):
             raise ValueError("no run got to its end" + (f"; {best}: {self._note(best)}" if best else ""))
         return best
 
-    def steps_to(self, loss: float) -> dict[str, list[float]]:
+    def steps_to(self, loss: float, of: str = "step") -> dict[str, list[float]]:
         """Return name → for each seed the first step with a validation loss of at most `loss`, NaN if there is none.
 
         It is as fine as `val_interval`. Without validation the loss is that of the training batches.
+
+        Args:
+            loss: the target.
+            of: another column of `History` that is to be returned of that step, such as "wire_bytes".
         """
 
-        def first(history: History) -> float:
-            steps, losses = history.measured("step", self._loss_column)
-            return float(min(steps[losses <= loss], default=math.nan))
-
-        return {name: [first(history) for history in histories] for name, histories in self.histories.items()}
+        return {
+            name: [history.first(loss, self._loss_column, of)[0] for history in histories]
+            for name, histories in self.histories.items()
+        }
 
     @property
     def histories(self) -> dict[str, list[History]]:
         """Name → histories, one for each seed: what `vsim.records.plots.bands` draws."""
         return {name: [run.history for run in runs] for name, runs in self._runs.items()}
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self, loss: float | None = None) -> list[dict[str, Any]]:
         """Return one dict a strategy: the columns of the table as numbers.
 
         Losses are the last measured: of the global model on the validation data, or without any, the mean training
-        loss of the last tenth of the run; NaN of a run that diverged. `times less than AllReduce` is the payload of
-        AllReduce for as many steps over this one's, NaN where nothing was communicated. With several seeds every
+        loss of the last tenth of the run; NaN of a run that diverged. `times less than AllReduce` is what AllReduce
+        sends on the wire in as many steps over what this one did, NaN where nothing was sent. With several seeds every
         number is the mean over those whose runs ended (all, if none did), and where it is not the same for all,
         "<column> std" follows: the standard deviation of the sample.
+
+        Args:
+            loss: adds the steps and the bytes on the wire to this loss, as of `steps_to`; NaN if a run never has it.
         """
         rows = []
         for name in self._ordered():
             runs = self._runs[name]
-            numbers = [self._numbers(run) for run in _sound(runs)]
+            numbers = [self._numbers(run, loss) for run in _sound(runs)]
             row: dict[str, Any] = {**self._titles(name)}
             for column in numbers[0]:
                 values = [own[column] for own in numbers]
@@ -124,38 +134,72 @@ class Comparison(Mapping[str, ComparedRun]):
             rows.append(row)
         return rows
 
-    def table(self, format: str = "simple") -> str:
-        """Return the results as a text table; `format` is one of tabulate's: "simple", "github", "html", …"""
-        from tabulate import tabulate  # here, as it measures the width of text with tables that take time to load
+    def table(
+        self,
+        format: str = "simple",
+        *,
+        columns: Sequence[str] | None = None,
+        digits: int | Mapping[str, int] | None = None,
+        loss: float | None = None,
+    ) -> str:
+        """Return the results as a text table.
 
-        diverged, rows = self._diverged(), []
-        for name, row in zip(self._ordered(), self.rows(), strict=True):
-            shown = {
-                key: _shown(key, value, row.get(f"{key} std")) for key, value in row.items() if not key.endswith(" std")
-            }
+        Args:
+            format: one of tabulate's: "simple", "github", "html", "latex", "latex_booktabs", …
+            columns: of `rows`, those to show, in this order.
+            digits: after the point, for all columns or by column.
+            loss: adds what it took to reach this loss; see `rows`. A strategy that never does is said so.
+
+        Raises:
+            ValueError: there is no such column.
+        """
+        diverged, rows = self._diverged(), self.rows(loss)
+        reached = {} if loss is None else self.steps_to(loss)
+        for name, row in zip(self._ordered(), rows, strict=True):
             if name in diverged:
-                shown[self._loss_title] = diverged[name]
-            rows.append(shown)
-        return tabulate(rows, headers="keys", tablefmt=format, stralign="right", disable_numparse=True)
+                row[self._loss_title] = diverged[name]
+            for column in [key for key in row if name in reached and key.endswith(f" to {loss:g}")]:
+                if math.isnan(row[column]):
+                    count = sum(step == step for step in reached[name])
+                    row[column] = f"{count} of {len(reached[name])} runs" if count else "never"
+        titles = [title for name in self._ordered()[:1] for title in self._titles(name)]
+        return text_table(rows, format, titles, columns, digits)
 
-    def plot(self, x: str = "step", y: str | None = None, ax: Axes | None = None) -> Axes:
-        """Draw the loss of every strategy against "step", "examples", "payload", "wire" or "time".
+    def plot(self, x: str = "step", y: str | None = None, ax: Axes | None = None, *, logy: bool = False) -> Axes:
+        """Draw the loss of every strategy against "step", "examples", "tokens", "payload", "wire" or "time".
 
         Args:
             x: what to draw against; bytes are per node, on a logarithmic axis.
             y: a column of `History`; default the global validation loss, or the training loss without validation.
             ax: where; default a new figure.
+            logy: whether y is logarithmic, too.
         """
-        return bands(self._drawn(), x, y or self._loss_column, ax, True, self._looks(), self._diverged())
+        return bands(self._drawn(), x, y or self._loss_column, ax, True, self._looks(), self._diverged(), logy)
 
-    def figure(self, title: str | None = None) -> Figure:
-        """Return the figure of two panels: loss against step, and against communicated bytes.
+    def figure(
+        self,
+        title: str | None = None,
+        *,
+        strategies: list[str] | None = None,
+        x: str = "step",
+        logy: bool = False,
+        width: float = PAGE,
+    ) -> PaperFigure:
+        """Return the figure of two panels: loss against step, and against bytes on the wire.
+
+        Its `save(path)` writes a PDF, PNG or SVG as a paper wants it.
 
         Args:
             title: what stands above, default nodes and size; "": nothing, as for a paper.
+            strategies: names to draw, default all.
+            x: of the first panel, as of `plot`.
+            logy: whether the loss is on a logarithmic axis.
+            width: in inches, of a page (6.8) or of a column (3.3), where the panels stand one below the other.
         """
-        title = self._title() if title is None else title
-        return overview(self._drawn(), title, self._loss_column, self._looks(), self._diverged())
+        shown = self if strategies is None else self[strategies]
+        title = shown._title() if title is None else title
+        looks = shown._looks()
+        return overview(shown._drawn(), title, self._loss_column, looks, shown._diverged(), x, logy, width)
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with one row a strategy, seed and step: these two and the columns of `History`."""
@@ -231,7 +275,7 @@ class Comparison(Mapping[str, ComparedRun]):
         """The names in the order of the table."""
         return list(self._runs)
 
-    def _numbers(self, run: ComparedRun) -> dict[str, float]:
+    def _numbers(self, run: ComparedRun, target: float | None) -> dict[str, float]:
         """The columns of the table for one run, in their order."""
         history, numbers = run.history, {}
         steps = int(history.last("step")) if len(history) else 0
@@ -239,11 +283,17 @@ class Comparison(Mapping[str, ComparedRun]):
         numbers["perplexity"] = math.inf if loss >= 700 else math.exp(loss)
         if self._validated and any(not math.isnan(h.last("global_accuracy")) for h in self._all_histories()):
             numbers["accuracy"] = math.nan if run.diverged_at is not None else history.last("global_accuracy")
-        payload = history.last("payload_bytes")
-        numbers["payload MB/node"] = payload / 1e6
-        numbers["wire MB/node"] = history.last("wire_bytes") / 1e6
-        numbers["times less than AllReduce"] = self.allreduce_bytes * steps / payload if payload else math.nan
+        wire = history.last("wire_bytes")
+        numbers["wire MB/node"] = wire / 1e6
+        numbers["payload MB/node"] = history.last("payload_bytes") / 1e6
+        of_allreduce = self.allreduce_bytes * steps * float(traffic("all_reduce", history.num_nodes).busiest)
+        numbers["times less than AllReduce"] = of_allreduce / wire if wire else math.nan
         numbers["seconds"] = history.last("seconds")
+        if self._validated:
+            numbers["validation seconds"] = history.last("validation_seconds")
+        if target is not None:
+            first, bytes_to_it = history.first(target, self._loss_column, "step", "wire_bytes")
+            numbers |= {f"steps to {target:g}": first, f"wire MB to {target:g}": bytes_to_it / 1e6}
         return numbers
 
     def _loss(self, run: ComparedRun) -> float:
@@ -330,23 +380,3 @@ class Comparison(Mapping[str, ComparedRun]):
 def _sound(runs: list[ComparedRun]) -> list[ComparedRun]:
     """The runs that did not fail, or all if all did."""
     return [run for run in runs if not run.failure] or runs
-
-
-def _shown(key: str, value: Any, deviation: float | None = None) -> str:
-    """Text for a cell: the number, and its standard deviation if there is one, with as many digits."""
-    if isinstance(value, str):
-        return value
-    if math.isnan(value):
-        return "–"
-    if key == "accuracy":
-        return f"{100 * value:.1f} %" if deviation is None else f"{100 * value:.1f} ± {100 * deviation:.1f} %"
-    digits = {"validation loss": 4, "training loss": 4, "seconds": 1}.get(key, 2)
-    unit = ""
-    if key.endswith("MB/node") and 0 < value < 0.1:
-        digits = 4
-    if key == "times less than AllReduce":
-        digits, unit = (1 if value < 99.95 else 0), "×"
-    spread = "" if deviation is None else f"{deviation:.{digits}f}"
-    if not spread.strip("0."):  # all alike, to the digits shown
-        return f"{value:.{digits}f}{unit}" if abs(value) < 1e5 else f"{value:.3g}{unit}"
-    return f"{value:.{digits}f} ± {spread}{unit}" if abs(value) < 1e5 else f"{value:.3g} ± {deviation:.3g}{unit}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vsim.records.plots import STYLE, label_decades, new_figure
+from vsim.records.plots import sized
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,14 +46,12 @@ def heatmap(
     from matplotlib.cm import ScalarMappable
     from matplotlib.patches import Patch, Rectangle
 
+    from vsim.records.paper import new_figure, plain_ticks
+
     (x_name, x_values), (y_name, y_values) = x, y
     if ax is None:
-        import matplotlib
-
         width = min(6.8, max(3.3, 1.4 + 0.42 * len(x_values)))
-        new = new_figure(width, min(6.0, 1.05 + 0.4 * len(y_values)))
-        with matplotlib.rc_context(STYLE):
-            return heatmap(cells, x, y, label, remark, new.subplots())
+        ax = new_figure(width, min(6.0, 1.05 + 0.4 * len(y_values))).subplots()
     known = [cell.value for cell in cells.values() if math.isfinite(cell.value)]
     colours = ScalarMappable(_norm(known), _MAP)
     figure = ax.get_figure(root=True)
@@ -85,13 +83,15 @@ def heatmap(
     ax.set_yticks(range(len(y_values)), y_values)
     if max(map(len, x_values)) * len(x_values) * 4.6 > 72 * width:
         ax.tick_params("x", rotation=90)
+    sized(ax)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     if known:
         bar = figure.colorbar(colours, ax=ax, label=label, aspect=30, pad=0.02)
         bar.outline.set_visible(False)
+        sized(bar.ax)
         if bar.ax.get_yscale() == "log":
-            label_decades(bar.ax.yaxis)
+            plain_ticks(bar.ax.yaxis)
     if len(known) < len(cells):
         notes = [cell.note for cell in cells.values() if math.isnan(cell.value)]
         why = "diverged" if all("diverged" in note for note in notes) else "failed"

@@ -26,11 +26,11 @@ VALIDATED = (
 )
 SPREAD = ("divergence", "correlation")
 COLUMNS = (
-    *("step", "examples", "tokens", "train_loss", "lr", "payload_bytes", "wire_bytes", "seconds", "memory_bytes"),
-    *(*VALIDATED, *SPREAD),
+    *("step", "examples", "tokens", "train_loss", "lr", "payload_bytes", "wire_bytes"),
+    *("seconds", "validation_seconds", "memory_bytes", *VALIDATED, *SPREAD),
 )
 # What a column says of the machine, not of the training: it differs from run to run.
-OF_THE_MACHINE = ("seconds", "memory_bytes")
+OF_THE_MACHINE = ("seconds", "validation_seconds", "memory_bytes")
 
 
 class History:
@@ -42,8 +42,9 @@ class History:
             `vsim.training.loop.tokens_in`.
         train_loss: mean over the nodes of the loss of their batches at this step. lr: the inner learning rate used.
         payload_bytes, wire_bytes: communicated so far, by the node that has most.
-        seconds: wall-clock time of training so far, evaluation left out. memory_bytes: what the training process (that
-            of node 0, with one for each) holds of its device's memory, the resident set on the CPU.
+        seconds: wall-clock time of training so far. validation_seconds: of validation, which is not in `seconds`.
+        memory_bytes: what the training process (that of node 0, with one for each) holds of its device's memory, the
+            resident set on the CPU.
         local_loss: validation loss of node 0. global_loss: of the global model: the strategy's own (DiLoCo's outer
             weights), or the mean replica. average_loss: of the mean replica.
         node_loss_min, node_loss_max, node_loss_std: over the validation losses of all nodes.
@@ -121,6 +122,18 @@ class History:
         """Return the last value measured in a column, NaN if there is none."""
         (values,) = self.measured(column)
         return float(values[-1]) if len(values) else math.nan
+
+    def first(self, loss: float, of: str, *columns: str) -> tuple[float, ...]:
+        """Return these columns at the first step at which column `of` is at most `loss`; NaN if there is none.
+
+        >>> history = History()
+        >>> for step, measured in enumerate([3.0, 2.0, 2.5]): history.append({"step": step, "global_loss": measured})
+        >>> history.first(2.2, "global_loss", "step")
+        (1.0,)
+        """
+        losses, *values = self.measured(of, *columns)
+        reached = np.flatnonzero(losses <= loss)
+        return tuple(float(own[reached[0]]) if len(reached) else math.nan for own in values)
 
     def time(self, network: Network | str | float, compute: Compute | float | str) -> Timeline:
         """Return when this run would have done its steps on a network; see `vsim.timeline`."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vsim.records.history import History
 from vsim.records.looks import COLOURS, Look, Looks, looks_of
-from vsim.records.plots import STYLE, X_AXES, Y_LABELS, bare, legend_columns, limits
+from vsim.records.plots import LEGEND, X_AXES, Y_LABELS, last_of_equal, legend_columns, limits, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ _NAMED = 8
 
 
 class LiveRace:
-    """Training and validation loss of runs against step and payload: one output of a cell, updated in place.
+    """Training and validation loss of runs against step and bytes on the wire: one output of a cell, updated in place.
 
     Of one run the title says how far it is. Of several the legend names those in front, with their loss.
 
@@ -81,45 +81,42 @@ class LiveRace:
         self._next = ended + max(_SECONDS, (ended - started) / _SHARE)
 
     def _png(self) -> bytes:
-        import matplotlib
-
-        with matplotlib.rc_context(STYLE):
-            if not self._axes:
-                self._make()
-            alone = len(self.histories) == 1
-            y_column, running = self._loss_column(), self._running()
-            looks = looks_of(list(self.histories))
-            drawn = []
-            for name, histories in running.items():
-                for ax, x in zip(self._axes, ("step", "payload"), strict=True):
-                    for y in ("train_loss", "global_loss"):
-                        xs, ys = _mean(histories, X_AXES[x][0], y)
-                        if y == "train_loss":
-                            points = min(_POINTS, max(_FEWEST, _ALL_POINTS // len(running)))
-                            xs, ys = _thinned(xs, points), _thinned(ys, points)
-                        self._line(ax, name, x, y, looks.by_name[name], alone).set_data(xs / X_AXES[x][1], ys)
-                        drawn.append(ys)
-            for ax, x in zip(self._axes, ("step", "payload"), strict=True):
-                ax.relim()
-                ax.autoscale_view(scalex=x != "step", scaley=True)
-            within = None if alone else limits(drawn)
-            self._axes[0].set_ylim(within, auto=within is None)
-            self._axes[0].set_xlim(0, self.max_steps)
-            if alone:
-                self._say_alone(next(iter(self.histories.values()))[-1])
-            else:
-                self._say_race(running, y_column, looks)
-            image = io.BytesIO()
-            self.figure.savefig(image, format="png")
+        if not self._axes:
+            self._make()
+        alone = len(self.histories) == 1
+        y_column, running = self._loss_column(), self._running()
+        looks = looks_of(list(self.histories))
+        drawn = []
+        for name, histories in running.items():
+            for ax, x in zip(self._axes, ("step", "wire"), strict=True):
+                for y in ("train_loss", "global_loss"):
+                    xs, ys = _mean(histories, X_AXES[x].column, y)
+                    if y == "train_loss":
+                        points = min(_POINTS, max(_FEWEST, _ALL_POINTS // len(running)))
+                        xs, ys = _thinned(xs, points), _thinned(ys, points)
+                    self._line(ax, name, x, y, looks.by_name[name], alone).set_data(xs / X_AXES[x].unit, ys)
+                    drawn.append(ys)
+        for ax, x in zip(self._axes, ("step", "wire"), strict=True):
+            ax.relim()
+            ax.autoscale_view(scalex=x != "step", scaley=True)
+        within = None if alone else limits(drawn)
+        self._axes[0].set_ylim(within, auto=within is None)
+        self._axes[0].set_xlim(0, self.max_steps)
+        if alone:
+            self._say_alone(next(iter(self.histories.values()))[-1])
+        else:
+            self._say_race(running, y_column, looks)
+        image = io.BytesIO()
+        self.figure.savefig(image, format="png")
         return image.getvalue()
 
     def _say_alone(self, history: History) -> None:
-        row = {name: history.last(name) for name in ("step", "train_loss", "payload_bytes")}
+        row = {name: history.last(name) for name in ("step", "train_loss", "wire_bytes")}
         loss = "" if math.isnan(row["train_loss"]) else f", loss {row['train_loss']:.3f}"
-        sent = f"{row['payload_bytes'] / 1e6:.2f} MB sent"
+        sent = f"{row['wire_bytes'] / 1e6:.2f} MB sent"
         self.figure.suptitle(f"{self.title}: step {int(row['step'])} of {self.max_steps}{loss}, {sent}", fontsize=9)
         if not self._axes[1].get_legend():
-            self._axes[1].legend(frameon=False, loc="upper right")
+            self._axes[1].legend(loc="upper right", **LEGEND)
 
     def _say_race(self, running: Mapping[str, Sequence[History]], y: str, looks: Looks) -> None:
         from matplotlib.lines import Line2D
@@ -142,7 +139,7 @@ class LiveRace:
             legend.remove()
         if labels:
             columns = legend_columns(labels)
-            self.figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False, handlelength=2.8)
+            self.figure.legend(handles, labels, loc="lower center", ncols=columns, **LEGEND)
         count = sum(step == front for step in steps.values())
         at_front = f"{count} of {len(self.histories)}" if count < len(self.histories) else f"all {count}"
         more = f"; the {_NAMED} in front are named below" if len(ranking) > _NAMED else ""
@@ -188,9 +185,9 @@ class LiveRace:
         bottom, top = (0.44 + 0.17 * rows) / height, 1 - 0.31 / height
         self.figure.subplots_adjust(left=0.075, right=0.985, top=top, bottom=bottom, wspace=0.08)
         self._axes = list(self.figure.subplots(1, 2, sharey=True))
-        for ax, x in zip(self._axes, ("step", "payload"), strict=True):
-            ax.set_xlabel(X_AXES[x][2])
-            bare(ax)
+        for ax, x in zip(self._axes, ("step", "wire"), strict=True):
+            ax.set_xlabel(X_AXES[x].label)
+            styled(ax)
         self._axes[0].set_ylabel("loss")
 
 
@@ -204,11 +201,12 @@ def _in_notebook() -> bool:
 
 
 def _mean(histories: Sequence[History], x: str, y: str) -> Curve:
-    """Return x and y where they were measured, the mean over histories of the same steps."""
+    """Return x and y where they were measured, the mean over histories of the same steps; of equal x the last."""
     measured = [history.measured(x, y) for history in histories]
     count = min(len(xs) for xs, _ in measured)
     xs, ys = (np.mean([own[i][:count] for own in measured], axis=0) for i in (0, 1))
-    return xs, ys
+    last = last_of_equal(xs)
+    return xs[last], ys[last]
 
 
 def _thinned(values: NDArray[np.float64], points: int) -> NDArray[np.float64]:

@@ -1,12 +1,14 @@
 """How lines are told apart: a colour, a dash pattern and a marker for each name, the same in every figure.
 
-Told apart with any kind of colour vision, and in grey. Of many runs those of a family share a colour, and a legend says
-what colours and dashes stand for instead of naming every run.
+Told apart with any kind of colour vision, and in grey. A colour belongs to a name: it does not depend on what else is
+compared, as far as seven colours last. Names that differ in settings alone are a family, of one colour; where there are
+many, a legend says what colours and dashes stand for instead of naming every run.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
 MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (9, 2)))
+# Names that have a look of their own, so that no two of them ever have the same, in letters and digits alone.
+_KNOWN = ("allreduce", "fedavg", "diloco", "sparta", "spartadiloco", "demo", "alone")
 # More lines than this have no legend of their own, if they belong to families.
 MANY = 12
 # A legend names at most so many values of one setting, evenly spaced among all.
@@ -47,37 +51,53 @@ class Looks:
 
 
 def looks_of(names: Sequence[str]) -> Looks:
-    """Return looks for names in this order; of more than `MANY`, those that differ in settings alone are a family.
+    """Return looks for names: those that differ in settings alone are a family, of one colour.
 
     If all are of one family, the settings in their names say the look, as of `looks_by`.
 
-    >>> looks_of(["AllReduce", "DiLoCo"]).by_name["DiLoCo"].colour
-    '#E69F00'
+    >>> [looks_of(names).by_name["DiLoCo"].colour for names in (["DiLoCo"], ["AllReduce", "DiLoCo"])]
+    ['#56B4E9', '#56B4E9']
     >>> [text for text, _ in looks_of(["AllReduce", *(f"DiLoCo H={H}, lr=0.1" for H in range(20))]).key[""]]
     ['AllReduce', 'DiLoCo (20)']
     """
-    # "DiLoCo H=5, lr=0.1" and "diloco:H=5" are of the families DiLoCo and diloco.
+    # "DiLoCo H=5, lr=0.1", "DiLoCo, H = 5" and "diloco:H=5" are of the families DiLoCo, DiLoCo and diloco.
     families: dict[str, list[str]] = {}
     for name in names:
-        families.setdefault(re.split(r"[\s,:]*\w+=", name)[0], []).append(name)
-    if len(names) <= MANY or len(families) > len(COLOURS):
-        return Looks(
-            {
-                name: Look(COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
-                for i, name in enumerate(names)
-            }
-        )
-    settings = {name: dict(_SETTING.findall(name)) for name in names}
-    if len(families) == 1 and len({tuple(own) for own in settings.values()}) == 1:
-        return looks_by(settings, list(settings[names[0]]), names)
+        families.setdefault(re.split(r"[\s,:]*\w+\s*=", name)[0], []).append(name)
+    few = len(names) <= MANY
+    if len(families) == 1 and len(names) > 1:
+        settings = {name: dict(_SETTING.findall(name)) for name in names}
+        if not few and len({tuple(own) for own in settings.values()}) == 1:
+            return looks_by(settings, list(settings[names[0]]), names)
+        if few:
+            return Looks({name: _look(i) for i, name in enumerate(names)})
     looks, key = {}, []
-    for i, (family, members) in enumerate(families.items()):
-        look = Look(COLOURS[i], marker=MARKERS[i])
-        key.append((family if len(members) == 1 else f"{family or 'runs'} ({len(members)})", look))
+    for family, place in _places(families).items():
+        members = families[family]
+        first = _look(place)
+        key.append((family if len(members) == 1 else f"{family or 'runs'} ({len(members)})", first))
         for j, name in enumerate(members):
-            dash = DASHES[j % len(DASHES)]
-            looks[name] = Look(_lighter(look.colour, 0.65 * j / len(members)), dash, look.marker)
-    return Looks(looks, {"": key})
+            own = _look(place + j)
+            looks[name] = Look(
+                _lighter(first.colour, 0.65 * j / len(members)), own.dash, own.marker if few else first.marker
+            )
+    return Looks(looks, {} if few else {"": key})
+
+
+def _places(families: Iterable[str]) -> dict[str, int]:
+    """Family → the number of its look: that of a known name, or one that follows from its letters, if it is free."""
+    words = {family: re.sub(r"[^a-z0-9]", "", family.lower()) for family in families}
+    known = {word: family for family, word in words.items() if word in _KNOWN}
+    places = {family: _KNOWN.index(word) for word, family in known.items()}
+    for family in sorted(words.keys() - places.keys()):
+        wish = zlib.crc32(words[family].encode())
+        order = [*((wish + i) % len(COLOURS) for i in range(len(COLOURS))), *range(len(COLOURS), 2 * len(words) + 7)]
+        places[family] = next(place for place in order if place not in places.values())
+    return {family: places[family] for family in words}
+
+
+def _look(place: int) -> Look:
+    return Look(COLOURS[place % len(COLOURS)], DASHES[place % len(DASHES)], MARKERS[place % len(MARKERS)])
 
 
 def looks_by(settings: Mapping[str, Mapping[str, str]], order: Sequence[str], shown: Sequence[str]) -> Looks:

@@ -5,10 +5,9 @@ Sizes are those of print: a figure of two panels is as wide as a page of text.
 
 from __future__ import annotations
 
-import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +18,8 @@ from vsim.records.looks import MANY, Look, Looks, looks_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
+
+    from vsim.records.paper import PaperFigure
 
     Runs = Mapping[str, History | Sequence[History]]
 
@@ -28,13 +27,23 @@ _SIZES = {"linewidth": 1.3, "markersize": 4, "markeredgewidth": 1.0}
 # Lines of more points than this are marked at so many of them.
 MARKED_POINTS = 12
 
-# x → (column, divisor, label, logarithmic)
+
+class XAxis(NamedTuple):
+    """What curves are drawn against: a column of `History` over its unit. Bytes are on a logarithmic axis."""
+
+    column: str
+    unit: float
+    label: str
+    is_bytes: bool = False
+
+
 X_AXES = {
-    "step": ("step", 1.0, "step", False),
-    "examples": ("examples", 1.0, "examples", False),
-    "payload": ("payload_bytes", 1e6, "payload communicated per node (MB)", True),
-    "wire": ("wire_bytes", 1e6, "sent on the wire per node (MB)", True),
-    "time": ("seconds", 1.0, "training time (s)", False),
+    "step": XAxis("step", 1, "step"),
+    "examples": XAxis("examples", 1, "examples"),
+    "tokens": XAxis("tokens", 1, "tokens"),
+    "payload": XAxis("payload_bytes", 1e6, "payload communicated per node (MB)", True),
+    "wire": XAxis("wire_bytes", 1e6, "sent on the wire per node (MB)", True),
+    "time": XAxis("seconds", 1, "training time (s)"),
 }
 Y_LABELS = {
     "global_loss": "validation loss",
@@ -44,8 +53,7 @@ Y_LABELS = {
     "global_accuracy": "validation accuracy",
 }
 
-# What figures are made with, unless they are the caller's; and what files are written with: in PDF the fonts are
-# embedded as TrueType, which publishers ask for and which can be searched; in SVG letters are shapes, alike everywhere.
+# What figures are made with, on the caller's axes too; a notebook gives it to `plt.rcParams` for its own figures.
 STYLE: Any = {
     "font.size": 8.5,
     "axes.labelsize": 8.5,
@@ -56,8 +64,15 @@ STYLE: Any = {
     "ytick.major.width": 0.7,
     "legend.fontsize": 8,
 }
-_FILE: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "vsim"}
-_METADATA = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+PAGE = 6.8  # the width of a page of text in inches; of a column 3.3
+# A legend of more entries than this stands below its axes.
+_INSIDE = 4
+_MEAN_REPLICA = "mean replica"
+_THIN: Any = {"linewidth": 0.7, "alpha": 0.7}
+LEGEND: Any = {
+    **{"frameon": False, "fontsize": STYLE["legend.fontsize"], "handlelength": 2.8},
+    **{"columnspacing": 1.2, "labelspacing": 0.3},
+}
 
 
 def bands(
@@ -68,6 +83,7 @@ def bands(
     legend: bool = True,
     looks: Looks | None = None,
     diverged: Mapping[str, str] | None = None,
+    logy: bool = False,
 ) -> Axes:
     """Draw a column of several runs, one line for each name; of runs with several seeds their mean, and a band.
 
@@ -75,78 +91,75 @@ def bands(
     it is drawn against. The band is one standard deviation (of the sample, n − 1) to both sides; more than a dozen runs
     have none. A loss that rises far above its start leaves the picture.
 
+    Against bytes, of all measurements with equal bytes the last is drawn: the loss that they have led to before more
+    were sent. A run that sends nothing is a horizontal line at its last loss. Against everything else a thin line shows
+    the loss of the mean replica where that is not the global model, as between two syncs of DiLoCo, whose outer weights
+    stand still until then.
+
     Args:
         runs: name → history, or a list of histories with one for each seed.
-        x: "step", "examples", "payload", "wire" (MB, on a logarithmic axis) or "time".
+        x: "step", "examples", "tokens", "payload", "wire" (MB, on a logarithmic axis) or "time".
         y: a column of `History`.
         ax: where to draw; default the axes of a new figure.
-        legend: whether to add one.
-        looks: of the lines; default by their order.
+        legend: whether to add one, below the axes if it has many entries.
+        looks: of the lines; default by their names.
         diverged: name → what the legend says of a run that did; a cross at the upper edge is where it ends.
+        logy: whether y is logarithmic, too.
 
     Raises:
-        ValueError, KeyError: there is no such x, or no column y.
+        ValueError, KeyError: there is no such x, or no column y, or no run has tokens.
     """
-    from matplotlib.transforms import ScaledTranslation
+    from vsim.records.paper import new_figure, plain_ticks
 
-    column, divisor, label, logarithmic = X_AXES[one_of("x", x, X_AXES)]
-    if ax is None:
-        import matplotlib
-
-        figure = new_figure(4.4, 4.2 if legend and looks is not None and looks.key else 3.2)
-        with matplotlib.rc_context(STYLE):
-            return bands(runs, x, y, figure.subplots(), legend, looks, diverged)
+    axis = X_AXES[one_of("x", x, X_AXES)]
+    lists = _lists(runs)
     looks, diverged = looks or looks_of(list(runs)), diverged or {}
+    own = new_figure(4.4, 3.2) if ax is None else None
+    ax = own.subplots() if own is not None else ax
+    assert ax is not None
+    if x == "tokens" and lists and not any(h.last("tokens") > 0 for histories in lists.values() for h in histories):
+        raise ValueError("x='tokens' needs batches that hold token ids; x='examples' is there for all data")
     silent, drawn, thin = [], [], len(runs) > MANY
-    for i, (name, histories) in enumerate(_lists(runs).items()):
-        xs, mean, deviation = mean_over_seeds(histories, column, y)
+    for i, (name, histories) in enumerate(lists.items()):
+        xs, mean, deviation = _points(histories, axis, y)
         look = looks.by_name[name]
+        label = f"{name}, {diverged[name]}" if name in diverged else name
         drawn.append(mean)
-        if logarithmic:
-            known = xs > 0
-            xs, mean, deviation = xs[known], mean[known], deviation[known]
-            if not any(history.last(column) > 0 for history in histories):
+        if axis.is_bytes and not any(history.last(axis.column) > 0 for history in histories):
+            if len(mean) and name not in diverged:
                 silent.append(name)
-                continue
+                ax.axhline(mean[-1], color=look.colour, linestyle=look.dash, linewidth=0.9, label=label)
+            continue
         spacing = -(-len(xs) // MARKED_POINTS)
-        ax.plot(
-            xs / divisor,
-            mean,
-            label=f"{name}, {diverged[name]}" if name in diverged else name,
-            **_line(look, thin),
-            # Lines that lie on each other show their markers at different points.
-            markevery=(2 * i % spacing, spacing) if spacing > 1 else 1,
-        )
+        # Lines that lie on each other show their markers at different points.
+        marks = (2 * i % spacing, spacing) if spacing > 1 else 1
+        ax.plot(xs, mean, label=label, markevery=marks, **_line(look, thin))
         if deviation.any() and not thin:
-            ax.fill_between(
-                xs / divisor, mean - deviation, mean + deviation, color=look.colour, alpha=0.18, linewidth=0
-            )
-        end = max((history.last(column) for history in histories), default=0.0) / divisor
-        if name in diverged and not (logarithmic and end <= 0):
+            ax.fill_between(xs, mean - deviation, mean + deviation, color=look.colour, alpha=0.18, linewidth=0)
+        if y == "global_loss" and not (axis.is_bytes or thin or looks.key):
+            _draw_mean_replica(ax, histories, axis, look.colour)
+        end = max((history.last(axis.column) for history in histories), default=0.0) / axis.unit
+        if name in diverged and not (axis.is_bytes and end <= 0):
             cross: Any = {"color": look.colour, "marker": "x", "linestyle": "none", "label": "_"}
             ax.plot([end], [1.0], transform=ax.get_xaxis_transform(), clip_on=False, zorder=4, **cross)
-    ax.set_xlabel(label)
+    ax.set_xlabel(axis.label)
     ax.set_ylabel(Y_LABELS.get(y, y.replace("_", " ")))
-    bare(ax)
-    if logarithmic:
+    styled(ax)
+    if axis.is_bytes:
         ax.set_xscale("log")
-        label_decades(ax.xaxis)
-    if y.endswith("loss") and (within := limits(drawn)) is not None:
+        plain_ticks(ax.xaxis)
+    if logy:
+        ax.set_yscale("log")
+        plain_ticks(ax.yaxis)
+    if y.endswith("loss") and (within := limits(drawn, logy)) is not None:
         ax.set_ylim(within)
     if silent:
         # Names must fit above the axes.
         which = ", ".join(silent) if len(silent) <= 2 else f"{len(silent)} of {len(drawn)}"
-        ax.set_title(f"not shown, as nothing is sent: {which}", fontsize=7.5, color="0.4", loc="right")
-    whole = ax.get_figure(root=True)
-    if legend and ax.get_lines() and whole is not None:
-        handles, labels, columns = _legend(ax, looks, diverged)
-        # A key, which says what colours and dashes stand for, has its place below.
-        place: Any = {}
-        if looks.key:
-            below = ScaledTranslation(0, -34 / 72, whole.dpi_scale_trans)  # the axis' numbers and label
-            place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": ax.transAxes + below}
-            place |= {"handlelength": 2.4, "columnspacing": 1.2, "labelspacing": 0.3}
-        ax.legend(handles, labels, ncols=columns, frameon=False, **{"handlelength": 3.2, **place})
+        ax.set_title(f"horizontal, as nothing is sent: {which}", fontsize=7.5, color="0.4", loc="right")
+    rows = _add_legend(ax, looks, diverged) if legend and ax.get_lines() else 0
+    if own is not None:
+        own.set_figheight(3.2 + 0.15 * rows)
     return ax
 
 
@@ -156,65 +169,36 @@ def overview(
     y: str = "global_loss",
     looks: Looks | None = None,
     diverged: Mapping[str, str] | None = None,
-) -> Figure:
-    """Return a figure of two panels: loss against step, and the same loss against communicated bytes (log).
+    x: str = "step",
+    logy: bool = False,
+    width: float = PAGE,
+) -> PaperFigure:
+    """Return a figure of two panels: loss against step, and the same loss against bytes on the wire (log).
 
     Args:
-        runs, y, looks, diverged: as of `bands`.
+        runs, y, looks, diverged, logy: as of `bands`. x: of the first panel.
         title: what stands above; "": nothing, as for a paper, where the caption says it.
+        width: in inches; of a page, or of a column (3.3), where one panel stands below the other.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
+    from vsim.records.paper import PaperFigure
 
     looks = looks or looks_of(list(runs))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.8, 3.1), dpi=150, layout="constrained")
-        left, right = figure.subplots(1, 2, sharey=True)
-        bands(runs, "step", y, left, False, looks, diverged)
-        bands(runs, "payload", y, right, False, looks, diverged)
-        right.set_ylabel("")
-        handles, labels, columns = _legend(left, looks, diverged or {})
-        if labels:
-            if len(looks.key) <= 1:
-                columns = legend_columns(labels)
-            figure.set_figheight(3.1 + 0.15 * max(0, -(-len(labels) // columns) - 2))
-            figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, handlelength=3.2)
-        if title:
-            figure.suptitle(title, fontsize=9, x=0.01, ha="left")
+    beside = width >= 5
+    figure = PaperFigure(figsize=(width, 3.1 if beside else 4.4), dpi=150, layout="constrained")
+    first, second = figure.subplots(*((1, 2) if beside else (2, 1)), sharey=True)
+    bands(runs, x, y, first, False, looks, diverged, logy)
+    bands(runs, "wire", y, second, False, looks, diverged, logy)
+    if beside:
+        second.set_ylabel("")
+    handles, labels, columns = _legend(first, looks, diverged or {})
+    if labels:
+        if len(looks.key) <= 1:
+            columns = legend_columns(labels, width)
+        figure.set_figheight(figure.get_figheight() + 0.15 * max(0, -(-len(labels) // columns) - 2))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, **LEGEND)
+    if title:
+        figure.suptitle(textwrap.fill(title, int(15 * width)), fontsize=9, x=0.01, ha="left")
     return figure
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Return a figure of pyplot, which a notebook shows; sizes are in inches."""
-    import matplotlib.pyplot as plt  # here, as it takes time, and may open windows
-
-    # Not in the context of a style, at whose end settings of the backend would be lost that the first figure makes.
-    return plt.figure(figsize=(width, height), dpi=150, layout="constrained")
-
-
-def save(figure: Figure | Axes, path: str | Path) -> None:
-    """Write a figure, or the one that axes are on, for a paper: PNG at 300 dots an inch, PDF with its fonts, or SVG.
-
-    The same figure gives the same file, byte for byte: there is no date in it.
-
-    Args:
-        figure: of this module, or any of matplotlib's.
-        path: ends in .png, .pdf or .svg.
-
-    Raises:
-        ValueError: it ends in something else.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    suffix = Path(path).suffix.lower()
-    if suffix not in _METADATA:
-        raise ValueError(f"the path of a figure must end in {', '.join(_METADATA)}, got {str(path)!r}")
-    whole = figure if isinstance(figure, Figure) else figure.get_figure(root=True)
-    assert whole is not None
-    with matplotlib.rc_context(_FILE):
-        whole.draw_without_rendering()  # lays it out; drawn for the first time it would be laid out a little otherwise
-        whole.savefig(path, dpi=300, metadata=_METADATA[suffix])
 
 
 def mean_over_seeds(
@@ -235,24 +219,16 @@ def mean_over_seeds(
     return xs.mean(0), ys.mean(0), ys.std(0, ddof=1) if len(ys) > 1 else np.zeros(len(steps))
 
 
-def label_decades(axis: Axis) -> None:
-    """Label a logarithmic axis with plain numbers: 0.1, 1, 10; over less than two decades 2 and 5 as well."""
-    from matplotlib import rcParams
-    from matplotlib.ticker import FuncFormatter, LogLocator
+def last_of_equal(xs: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return which of the numbers, which do not fall, is the last of those equal to it.
 
-    def between(value: float, _: int | None) -> str:
-        low, high = axis.get_view_interval()
-        return f"{value:g}" if math.log10(high / low) < 2 else ""
-
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
-    axis.set_minor_formatter(FuncFormatter(between))
-    # On one line with the others, though their ticks are shorter.
-    shorter = rcParams["xtick.major.size"] - rcParams["xtick.minor.size"]
-    axis.set_tick_params(which="minor", pad=rcParams["xtick.major.pad"] + shorter)
+    >>> last_of_equal(np.array([0.0, 0.0, 2.0, 2.0, 3.0]))
+    array([False,  True, False,  True,  True])
+    """
+    return np.append(np.diff(xs) > 0, True) if len(xs) else np.empty(0, bool)
 
 
-def limits(curves: Iterable[NDArray[np.float64]]) -> tuple[float, float] | None:
+def limits(curves: Iterable[NDArray[np.float64]], log: bool = False) -> tuple[float, float] | None:
     """Return limits within which a loss that diverges leaves the picture, rather than press all others flat.
 
     None: there is none that does.
@@ -263,19 +239,29 @@ def limits(curves: Iterable[NDArray[np.float64]]) -> tuple[float, float] | None:
     start, best = max(values[0] for values in finite), min(values.min() for values in finite)
     if start <= best or max(values.max() for values in finite) <= start + 0.5 * (start - best):
         return None
-    return best - 0.05 * (start - best), start + 0.1 * (start - best)
+    return 0.97 * best if log else best - 0.05 * (start - best), start + 0.1 * (start - best)
 
 
-def bare(ax: Axes) -> None:
-    """Leave of a frame what is needed: a pale grid, and the axes to the left and below."""
+def styled(ax: Axes) -> None:
+    """Give axes, the caller's too, the sizes of print, and leave of their frame what is needed."""
     ax.grid(True, color="0.9", linewidth=0.6)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
+    sized(ax)
 
 
-def legend_columns(labels: Sequence[str]) -> int:
-    """Return in how many columns a legend below a figure of page width fits, in rows of about equal length."""
-    fitting = max(1, 108 // (max(map(len, labels)) + 10))
+def sized(ax: Axes) -> None:
+    """Give the text and lines of axes the sizes of print."""
+    for spine in ax.spines.values():
+        spine.set_linewidth(STYLE["axes.linewidth"])
+    ax.tick_params(labelsize=STYLE["xtick.labelsize"], width=STYLE["xtick.major.width"])
+    for label in (ax.xaxis.label, ax.yaxis.label):
+        label.set_fontsize(STYLE["axes.labelsize"])
+
+
+def legend_columns(labels: Sequence[str], width: float = PAGE) -> int:
+    """Return in how many columns a legend below a figure of this width fits, in rows of about equal length."""
+    fitting = max(1, int(17 * width) // (max(map(len, labels)) + 9))
     return -(-len(labels) // -(-len(labels) // fitting))
 
 
@@ -284,7 +270,11 @@ def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str]) -> tuple[list[A
     from matplotlib.lines import Line2D
 
     if not looks.key:
-        return *ax.get_legend_handles_labels(), 1
+        handles, labels = ax.get_legend_handles_labels()
+        if any(line.get_gid() == _MEAN_REPLICA for line in ax.get_lines()):
+            handles.append(Line2D([], [], color="0.3", **_THIN))
+            labels.append(f"thin: {_MEAN_REPLICA}")
+        return handles, labels, 1
     empty = ("", Look("none", "none", ""))
     groups = [[*([(title, empty[1])] if title else []), *lines] for title, lines in looks.key.items()]
     if diverged:
@@ -292,6 +282,43 @@ def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str]) -> tuple[list[A
     rows = max(map(len, groups))
     lines = [line for group in groups for line in [*group, *[empty] * (rows - len(group))]]
     return [Line2D([], [], **_line(look)) for _, look in lines], [text for text, _ in lines], len(groups)
+
+
+def _add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str]) -> int:
+    """Add a legend: inside where it is short, below where it would cover the lines; return its rows below."""
+    from matplotlib.transforms import ScaledTranslation
+
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    handles, labels, columns = _legend(ax, looks, diverged)
+    place: Any = {}
+    is_below = bool(looks.key) or len(labels) > _INSIDE
+    if is_below:
+        below = ScaledTranslation(0, -34 / 72, figure.dpi_scale_trans)  # the axis' numbers and label
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": ax.transAxes + below}
+        width = 1.2 * figure.get_figwidth() * ax.get_position().width  # with the numbers of the y axis
+        columns = columns if looks.key else legend_columns(labels, width)
+    ax.legend(handles, labels, ncols=columns, **LEGEND, **place)
+    return -(-len(labels) // columns) if is_below else 0
+
+
+def _draw_mean_replica(ax: Axes, histories: Sequence[History], axis: XAxis, colour: str) -> None:
+    """Draw the loss of the mean replica where it is not that of the global model."""
+    xs, mean, _ = _points(histories, axis, "average_loss")
+    whole = _points(histories, axis, "global_loss")[1]
+    if len(mean) and not np.array_equal(mean, whole):
+        ax.plot(xs, mean, color=colour, label="_", gid=_MEAN_REPLICA, **_THIN)
+
+
+def _points(
+    histories: Sequence[History], axis: XAxis, y: str
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return what is drawn: x in its unit, and mean and deviation of y; of points with equal bytes the last."""
+    xs, mean, deviation = mean_over_seeds(histories, axis.column, y)
+    if axis.is_bytes and len(xs):
+        last = last_of_equal(xs) & ((xs > 0) | (xs[-1] == 0))  # of a run that sends nothing its end
+        xs, mean, deviation = xs[last], mean[last], deviation[last]
+    return xs / axis.unit, mean, deviation
 
 
 def _line(look: Look, thin: bool = False) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Recorder:
                 disable=None,  # not into files and pipes
             )
         if "train_loss" in report.row:
-            megabytes = report.row["payload_bytes"] / 1e6
+            megabytes = report.row["wire_bytes"] / 1e6
             self.bar.set_postfix_str(f"loss {report.row['train_loss']:.3f}, {megabytes:.2f} MB sent", refresh=False)
             self.bar.update()
 

@@ -47,16 +47,24 @@ class Sweep(Comparison):
         """Name → settings of the run, those that do not vary too."""
         return {name: dict(self._points[name].values) for name in self}
 
-    def plot(self, x: str = "step", y: str | None = None, ax: Axes | None = None, *, colour: str | None = None) -> Axes:
+    def plot(
+        self,
+        x: str = "step",
+        y: str | None = None,
+        ax: Axes | None = None,
+        *,
+        logy: bool = False,
+        colour: str | None = None,
+    ) -> Axes:
         """Draw the loss of every run; runs that have one setting in common have one colour, and the legend says so.
 
         Args:
-            x, y, ax: as of `Comparison.plot`.
+            x, y, ax, logy: as of `Comparison.plot`.
             colour: the setting that colours stand for, default the first. Dashes stand for the next, markers for the
                 others.
         """
         looks = self._looks(None if colour is None else one_of("colour", colour, self.varied))
-        return bands(self._drawn(), x, y or self._loss_column, ax, True, looks, self._diverged())
+        return bands(self._drawn(), x, y or self._loss_column, ax, True, looks, self._diverged(), logy)
 
     def heatmap(self, x: str, y: str, /, *, ax: Axes | None = None, **fixed: Any) -> Axes:
         """Draw the final loss, mean over the seeds, over two settings: their values as categories, in their order.

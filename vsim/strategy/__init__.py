@@ -3,6 +3,7 @@
 from typing import Any
 
 from vsim.cluster.optim import OptimSpec
+from vsim.strategy.alone import AloneStrategy
 from vsim.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Strategy
 from vsim.strategy.compression import (
     QSGD,
@@ -37,11 +38,13 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "sparta": (SPARTAStrategy, {}),
     "sparta_diloco": (SPARTADiLoCoStrategy, {"H": 10, "outer_lr": 0.4}),
     "demo": (DeMoStrategy, {"index_bytes": "packed"}),
+    "alone": (AloneStrategy, {}),
 }
 
 __all__ = [
     "QSGD",
     "STRATEGIES",
+    "AloneStrategy",
     "AveragingCommunicator",
     "CommunicateOptimizeStrategy",
     "CommunicationModule",

@@ -42,6 +42,11 @@ class CommunicationModule(Stateful):
     def setup(self, cluster: Cluster) -> None:
         """Prepare for a run on `cluster`: create and declare the state that lasts from step to step."""
 
+    @property
+    def first_step(self) -> int:
+        """The first step that it changes anything at; a run that ends before is warned of."""
+        return 1
+
     def communicate_gradients(self, cluster: Cluster) -> None:
         """Change `cluster.grads` in place, before clipping and the optimizer step number `cluster.step`."""
 

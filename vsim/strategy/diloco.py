@@ -59,6 +59,10 @@ class DiLoCoCommunicator(CommunicationModule):
             raise TypeError("DiLoCo: error_feedback has no effect without compressor=")
         self.compressed = None if compressor is None else CompressedAverage(compressor, error_feedback)
 
+    @property
+    def first_step(self) -> int:
+        return self.H
+
     def setup(self, cluster: Cluster) -> None:
         weights = cluster.weights[0].clone()
         self.outer_gradient = torch.zeros_like(weights)  # shared (P,)

@@ -26,6 +26,10 @@ class AveragingCommunicator(CommunicationModule):
         self.every = whole_number("every", every)
         self.weighting = one_of("weighting", weighting, ("uniform", "examples"))
 
+    @property
+    def first_step(self) -> int:
+        return self.every
+
     def setup(self, cluster: Cluster) -> None:
         if self.island_size is not None:
             whole_number("island_size", self.island_size, at_most=cluster.num_nodes)

@@ -105,6 +105,10 @@ class SparseCommunicator(CommunicationModule):
             None if quantization_bits is None else whole_number("quantization_bits", quantization_bits, at_most=16)
         )
 
+    @property
+    def first_step(self) -> int:
+        return self.every * (1 + self.async_delay)
+
     def setup(self, cluster: Cluster) -> None:
         self.index_selector.setup(cluster)
         self.keep_shared(pending=[])

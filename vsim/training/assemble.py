@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -25,6 +26,7 @@ from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
 from vsim.records.history import History
 from vsim.records.report import Reporter
+from vsim.strategy.base import Strategy
 from vsim.training.alike import batch_shapes, is_vsims_own, same_model, settings_order
 from vsim.training.config import RunConfig
 from vsim.training.evaluate import Evaluator
@@ -182,6 +184,8 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
     strategy = copy.deepcopy(config.strategy)
     strategy.settings = settings_of(config.strategy)
     strategy.setup(cluster)
+    if config.start is None and 0 in part.nodes:  # once a run
+        _warn_of_late_modules(strategy, part.steps)
     device = replicas.weights.device
     return Member(
         part,
@@ -194,6 +198,17 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
         draws=bool(config.callbacks) or not is_vsims_own(config.strategy),
         interrupt=interrupt,
     )
+
+
+def _warn_of_late_modules(strategy: Strategy, steps: int) -> None:
+    for module in strategy.communication_modules:
+        if module.first_step > steps:
+            warnings.warn(
+                f"too few steps for {type(strategy).__name__}: {type(module).__name__} first acts after step "
+                f"{module.first_step}, and the run ends after {steps}",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def _source(part: Part, fetching: dict[Hashable, Part]) -> Source:

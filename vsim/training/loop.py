@@ -236,7 +236,8 @@ def _report_start(run: Run) -> None:
     for group in run.groups:
         for member in [m for m in group.members if m in starting and m.trains]:
             row: dict[str, float] = {"step": member.done, "examples": member.examples}
-            row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0} | found[member]
+            row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
+            row |= {"validation_seconds": member.validation_seconds, **found[member]}
             with _own(run, member):
                 report = StepReport(row, None, [], group.executor.name, member.max_steps, member.minibatch_size)
                 _tell(run, member, report)
@@ -264,6 +265,7 @@ def _report(run: Run, step: int) -> None:
                 "payload_bytes": ledger.payload_bytes,
                 "wire_bytes": ledger.wire_bytes,
                 "seconds": member.seconds,
+                "validation_seconds": member.validation_seconds,
                 "memory_bytes": memory,
                 **found[member],
             }
@@ -319,6 +321,7 @@ def _measurements(run: Run, members: Sequence[Member], first: bool = False) -> M
     on_time = first or bool(run.val_interval and step % run.val_interval == 0) or step in run.extra_validations
     for group in run.groups:
         own = [m for m in group.members if m in found and m.evaluator and (on_time or step == m.max_steps)]
+        started = time.perf_counter()
         for member in own:
             with _own(run, member), torch.no_grad():
                 member.global_weights = member.strategy.global_weights()
@@ -328,8 +331,10 @@ def _measurements(run: Run, members: Sequence[Member], first: bool = False) -> M
         except Exception as error:  # of the model or the data: nobody's own
             for member in own:
                 _leave(run, member, error)
+        seconds, num_nodes = time.perf_counter() - started, sum(member.cluster.num_nodes for member in own)
         for member in own:
             member.global_weights = None
+            member.validation_seconds += seconds * member.cluster.num_nodes / num_nodes
     if run.correlation_interval is not None and step % run.correlation_interval == 0:
         for member in members:
             with member.cluster.collectives.unbilled():

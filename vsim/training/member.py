@@ -95,8 +95,8 @@ class Member:
         minibatch_size: examples per node whose gradients are computed at once; None for the whole batch.
         evaluator: measures it on the validation data; None: there are no such data.
         saver: saves it; None: it is not saved.
-        examples, tokens, seconds: totals of training, including those before a resume. Members that train together
-            share the seconds of a step in proportion to their nodes.
+        examples, tokens, seconds, validation_seconds: totals, including those before a resume. Members that train
+            together share the seconds of a step in proportion to their nodes.
         row: the history's row of the last step.
         starts: whether its first row is still to be reported; False if it resumes.
         draws: whether code of its strategy may draw from the global random generators.
@@ -118,6 +118,7 @@ class Member:
     examples: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    validation_seconds: float = 0.0
     row: Mapping[str, float] = field(default_factory=dict)
     starts: bool = True
     draws: bool = False

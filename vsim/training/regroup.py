@@ -41,7 +41,8 @@ def regroup(run: Run) -> None:
         part.config = replace(part.config, start=None)  # the snapshots hold the old matrices
     successors = dict(zip(remaining, fresh.members, strict=True))
     for old, new in successors.items():
-        new.seconds, new.draws, new.row = old.seconds, old.draws, old.row
+        new.seconds, new.validation_seconds = old.seconds, old.validation_seconds
+        new.draws, new.row = old.draws, old.row
         if new.saver is not None:
             new.saver.begin(new)
     run.members = [successors.get(member, member) for member in run.members]

@@ -1,0 +1,87 @@
+"""Figures for a paper: written as publishers want them, with ticks that are plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
+
+# What files are written with: in PDF the fonts are embedded as TrueType, which publishers ask for and which can be
+# searched; in SVG letters are shapes, alike everywhere.
+_FILE: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "vsim"}
+_METADATA = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+# An axis has about so many numbers.
+_FEW, _MANY = 3, 7
+
+
+class PaperFigure(Figure):
+    """A figure of matplotlib that knows how a paper wants it."""
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file; see `vsim.records.paper.save`."""
+        save(self, path)
+
+
+def save(figure: Figure | Axes, path: str | Path) -> None:
+    """Write a figure, or the one that axes are on, for a paper: PNG at 300 dots an inch, PDF with its fonts, or SVG.
+
+    The same figure gives the same file, byte for byte: there is no date in it.
+
+    Args:
+        figure: of vsim, or any of matplotlib's.
+        path: ends in .png, .pdf or .svg.
+
+    Raises:
+        ValueError: it ends in something else.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in _METADATA:
+        raise ValueError(f"the path of a figure must end in {', '.join(_METADATA)}, got {str(path)!r}")
+    whole = figure if isinstance(figure, Figure) else figure.get_figure(root=True)
+    assert whole is not None
+    with matplotlib.rc_context(_FILE):
+        whole.draw_without_rendering()  # lays it out; drawn for the first time it would be laid out a little otherwise
+        whole.savefig(path, dpi=300, metadata=_METADATA[suffix])
+
+
+def new_figure(width: float, height: float) -> PaperFigure:
+    """Return a figure of pyplot, which a notebook shows; sizes are in inches."""
+    import matplotlib.pyplot as plt  # here, as it may open windows
+
+    return plt.figure(figsize=(width, height), dpi=150, layout="constrained", FigureClass=PaperFigure)  # type: ignore[return-value]
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Label a logarithmic axis with plain numbers, over a large range as over a small one."""
+    axis.set_major_locator(PlainLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+class PlainLocator(Locator):
+    """Ticks of a logarithmic axis: decades; over few of them 1, 2 and 5; over less than one as on a linear axis."""
+
+    def __call__(self) -> Sequence[float]:
+        assert self.axis is not None
+        return self.tick_values(*self.axis.get_view_interval())
+
+    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
+        low, high = min(vmin, vmax), max(vmin, vmax)
+        if low <= 0:  # before there is anything on the axis
+            return []
+        decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        for factors in ([1.0], [1.0, 2.0, 5.0]):
+            ticks = np.outer(decades, factors).flatten()
+            ticks = ticks[(low <= ticks) & (ticks <= high)]
+            if len(ticks) >= _FEW:
+                return [float(tick) for tick in ticks[:: -(-len(ticks) // _MANY)]]
+        linear = MaxNLocator(_MANY - 2, steps=[1, 2, 5, 10]).tick_values(low, high)
+        return [float(tick) for tick in linear if low <= tick <= high]

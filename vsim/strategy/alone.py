@@ -1,0 +1,31 @@
+"""Training alone: the control that every comparison needs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from vsim.strategy.base import Strategy, StrategyOptions
+
+
+class AloneStrategy(Strategy):
+    """Every node trains alone and sends nothing: what communication is to improve on.
+
+        θ_k ← optimizer(θ_k, g_k)
+
+    The global model is that of node 0: the mean of models that never met is not a model that anyone trained.
+
+    Args:
+        options: those of every strategy; see `Strategy`.
+
+    Payload: none.
+    """
+
+    def __init__(self, **options: Unpack[StrategyOptions]) -> None:
+        super().__init__([], **options)
+
+    def global_weights(self) -> Tensor:
+        """Return the shared weights (P,) of node 0."""
+        collectives = self.cluster.collectives
+        with collectives.unbilled():
+            return collectives.broadcast(self.cluster.weights)
