@@ -35,9 +35,6 @@ outside_of_vmap = temporarily_clear_interpreter_stack
 # to leave all dispatch modes would replace it.
 unwatched = _disable_current_modes
 
-# A failed vmapped call is tried on one node without the lowering. torch.overrides would have to export it.
-without_torch_function = torch._C.DisableTorchFunction
-
 
 def is_watched() -> bool:
     """Whether a dispatch mode sees the operations that are called. A public look at the stack would replace it."""

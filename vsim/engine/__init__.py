@@ -4,8 +4,9 @@ from vsim.engine.auto import AutoExecutor
 from vsim.engine.base import Executor, Settings
 from vsim.engine.compiled import CompiledExecutor, CompileError
 from vsim.engine.loop import LoopExecutor
+from vsim.engine.stacked import VmapError
 from vsim.engine.trace import StaleTraceError, TraceError, TraceExecutor
-from vsim.engine.vmap import VmapError, VmapExecutor
+from vsim.engine.vmap import VmapExecutor
 
 EXECUTORS: dict[str, type[Executor]] = {"auto": AutoExecutor, "vmap": VmapExecutor, "loop": LoopExecutor}
 COMPILE = (True, False, "trace", "auto")

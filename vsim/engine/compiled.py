@@ -81,12 +81,15 @@ class CompiledExecutor(VmapExecutor):
         # and silently.
         self.compiled = torch.compile(grads_and_losses, dynamic=False, fullgraph=True)
 
+    @property
+    def reason(self) -> str:  # type: ignore[override]
+        return "" if self.compile_seconds is None else f"compiled in {self.compile_seconds:.1f} s"
+
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         started = time.perf_counter()
         losses = super().losses_and_grads(batch, minibatch_size)
         if self.compile_seconds is None:
             self.compile_seconds = time.perf_counter() - started
-            self.reason = f"compiled in {self.compile_seconds:.1f} s"
             if not self.replicas.grads.any():  # as of a loss that does not depend on the weights
                 self._try_uncompiled(batch)
         return losses

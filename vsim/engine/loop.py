@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,9 +38,14 @@ class LoopExecutor(Executor):
         ]
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        return self.compute(range(len(self.nodes)), batch, share, first)
+
+    def compute(self, numbers: Iterable[int], batch: Any, share: float, first: bool) -> Tensor:
+        """Do the same for the nodes of these numbers alone, with their parts of a stacked batch (K, B, …) of all."""
         losses = []
         with self._moved_up_to_date():
-            for number, node in enumerate(self.nodes):
+            for number in numbers:
+                node = self.nodes[number]
                 own_batch = tree_map(lambda t, number=number: t[number], batch)
                 parameters = dict(zip(self.names, node.leaves, strict=True))
                 # Until the gradients are computed: a checkpointed part of the model runs again for them.

@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -47,19 +46,25 @@ class Lowering(Nodes, TorchFunctionMode):
         kwargs = kwargs or {}
         if self._node is None:  # nothing is vmapped yet
             return func(*args, **kwargs)
-        rule = RULES.get(func)
-        if rule is not None:
-            self.way = "batched"
-            outcome = rule(self, *args, **kwargs)
-            if outcome is not NotImplemented:
-                return self._note(func, self.way, outcome)
-        if name_of(func) in _WHOLE or (func in _RANDOM and self.streams is not None):
-            return self._note(func, "node by node", self.alone(func, args, kwargs))
-        if (self.exact or self.watch) and self._may_differ(func, args, kwargs):
-            if self.exact:
+        try:
+            rule = RULES.get(func)
+            if rule is not None:
+                self.way = "batched"
+                outcome = rule(self, *args, **kwargs)
+                if outcome is not NotImplemented:
+                    return self._note(func, self.way, outcome)
+            if (name := name_of(func)) in _READS:
+                return self.read(func, args, kwargs)
+            if name in _WHOLE or (name in _DRAWS and self.streams is not None):
                 return self._note(func, "node by node", self.alone(func, args, kwargs))
-            self.differing.add(name_of(func))
-        return self._note(func, "functorch", func(*args, **kwargs))
+            if (self.exact or self.watch) and self._may_differ(func, args, kwargs):
+                if self.exact:
+                    return self._note(func, "node by node", self.alone(func, args, kwargs))
+                self.differing.add(name)
+            return self._note(func, "functorch", func(*args, **kwargs))
+        except Exception as error:
+            self.failed = self.failed or error
+            raise
 
     def _may_differ(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether functorch's form of the operation may differ from the operation on one node in the last bits."""
@@ -114,23 +119,19 @@ _MOVES_DATA = _names(
     max_pool1d max_pool2d max_pool3d _max_pool1d _max_pool2d _max_pool3d avg_pool1d avg_pool2d avg_pool3d
     """
 )
+# These tell the model's Python something of a tensor's entries.
+_READS = _names(
+    "__bool__ __int__ __float__ __complex__ __index__ __format__ __contains__ item tolist is_nonzero equal allclose"
+)
 # Run for every node as a whole: functorch has no rule for them, or they draw out of sight.
 _WHOLE = _names(
     "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell multi_head_attention_forward"
 )
-_RANDOM: frozenset[Any] = frozenset(
-    {
-        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like),
-        *(
-            torch.randint_like,
-            torch.bernoulli,
-            torch.normal,
-            torch.multinomial,
-            torch.poisson,
-            torch.binomial,
-            torch.Tensor.bernoulli,
-        ),
-        *(torch.Tensor.multinomial, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax),
-        *(F.fractional_max_pool2d, F.fractional_max_pool3d),
-    }
+# These draw, as `vsim.engine.rules` has no form for.
+_DRAWS = _names(
+    """
+    rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial poisson binomial dropout
+    native_dropout feature_dropout alpha_dropout feature_alpha_dropout rrelu gumbel_softmax _standard_gamma
+    _sample_dirichlet fractional_max_pool2d fractional_max_pool3d
+    """
 )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.engine import products
 from vsim.engine.stacked import Stacked, node_by_node
-from vsim.private_torch import add_batch_dim, batch_dim, batch_level, is_wrapped, outside_of_vmap, unwrapped
+from vsim.private_torch import add_batch_dim, batch_dim, batch_level, is_wrapped, outside_of_vmap, unwatched, unwrapped
 
 
 class InexactError(ValueError):
@@ -31,6 +32,7 @@ class Nodes:
         num_nodes: the nodes of this vmapped call.
         way: how the operation that is being computed is called, as its rule says.
         differing: the operations whose form may differ from one node alone in the last bits.
+        failed: the first error of an operation, which the model may have handled.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class Nodes:
         self.places = dict(places or {})
         self.way = ""
         self.differing: set[str] = set()
+        self.failed: Exception | None = None
+        self._undrawn: list[tuple[torch.Generator, Tensor]] = []  # the streams' states before the first draw
         self._level = -1
         self._node: Tensor | None = None
 
@@ -86,8 +90,30 @@ class Nodes:
         """Wrap a stacked tensor (K, …) for the vmapped function."""
         return add_batch_dim(stacked, 0, self._level)
 
+    def draw(self) -> Sequence[torch.Generator] | None:
+        """Return the streams that an operation is about to draw from."""
+        if self.streams is not None and not self._undrawn:
+            self._undrawn = [(stream, stream.get_state()) for stream in self.streams]
+        return self.streams
+
+    def undraw(self) -> None:
+        """Let the streams be as if nothing had been drawn."""
+        for stream, state in self._undrawn:
+            stream.set_state(state)
+
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what `func` tells the model's Python of its tensors, where it is the same on all nodes.
+
+        Raises:
+            NodesDifferError: it is not.
+        """
+        if all(self.of(t) is None for t in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        with torch.no_grad(), unwatched():  # a number, which a mode that captures operations could not give
+            return self._each(func, args, kwargs, None)
+
     def alone(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call `func` once for each node.
+        """Call `func` once for each node, whose generator it draws from.
 
         Raises:
             InexactError: it writes into its arguments, or works on tensors of another transform in the model.
@@ -97,6 +123,9 @@ class Nodes:
         leaves = tree_leaves((args, kwargs))
         if any(isinstance(t, Tensor) and is_wrapped(t) and self.of(t) is None for t in leaves):
             raise self._refusal(func, "is inside another functorch transform")
+        return self._each(func, args, kwargs, self.draw())
+
+    def _each(self, func: Any, args: Any, kwargs: Any, streams: Sequence[torch.Generator] | None) -> Any:
         known: dict[int, Stacked] = {}  # F.multi_head_attention_forward asks whether query, key and value are one
 
         def mark(leaf: Any) -> Any:
@@ -105,7 +134,7 @@ class Nodes:
 
         marked = tree_map(mark, (args, kwargs))
         with outside_of_vmap():
-            outcome = node_by_node(func, self.num_nodes, marked[0], marked[1], self.streams)
+            outcome = node_by_node(func, self.num_nodes, marked[0], marked[1], streams)
         return tree_map(lambda t: self.batch(t.tensor) if isinstance(t, Stacked) else t, outcome)
 
     def _refusal(self, func: Any, why: str) -> Exception:

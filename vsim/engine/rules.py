@@ -6,6 +6,7 @@ operation to functorch's own rule or to a call for each node.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -106,9 +107,9 @@ def _dropout_rule(whole_features: bool, without_batch: int | None = None) -> Rul
             raise ValueError(f"dropout probability must be between 0 and 1, got {p}")
         if not training or p == 0.0 or input.numel() == 0:
             return input
-        if nodes.streams is None:
+        streams, x = nodes.draw(), nodes.spread(input)
+        if streams is None:
             return NotImplemented
-        x = nodes.spread(input)
         if x is None:  # a transform of the user's own, inside the model
             if not is_batched(input):
                 return NotImplemented
@@ -119,9 +120,39 @@ def _dropout_rule(whole_features: bool, without_batch: int | None = None) -> Rul
             return add_batch_dim(dropped, 0, level)
         one_example = input.dim() == without_batch
         with outside_of_vmap():
-            dropped = batched.dropout(x[:, None] if one_example else x, p, whole_features, nodes.streams)
+            dropped = batched.dropout(x[:, None] if one_example else x, p, whole_features, streams)
             dropped = dropped[:, 0] if one_example else dropped
         return input.copy_(nodes.batch(dropped)) if inplace else nodes.batch(dropped)
+
+    return rule
+
+
+def _filling_rule(function: Rule) -> Rule:
+    """Return the rule of an operation that fills a tensor with random numbers in place."""
+
+    def rule(nodes: Nodes, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        streams, stacked = nodes.draw(), nodes.of(input)
+        if streams is None or stacked is None:
+            return NotImplemented  # one tensor for all nodes, of which functorch says that it cannot be filled
+        columns = [itertools.repeat(a) if (own := nodes.of(a)) is None else own for a in (*args, *kwargs.values())]
+        with outside_of_vmap():
+            for node, (stream, *own_args) in enumerate(zip(streams, *columns, strict=False)):
+                named = dict(zip(kwargs, own_args[len(args) :], strict=True))
+                function(stacked[node], *own_args[: len(args)], **{"generator": stream, **named})
+        return input
+
+    return rule
+
+
+def _empty_rule(function: Rule) -> Rule:
+    """Return the rule of a constructor of memory, which every node is going to fill with its own numbers."""
+
+    def rule(nodes: Nodes, *args: Any, **kwargs: Any) -> Any:
+        like = any(isinstance(t, Tensor) and is_wrapped(t) for t in (*args, *kwargs.values()))
+        if nodes.streams is None or kwargs.get("out") is not None or like:
+            return NotImplemented  # what is made like a tensor of each node is each node's own
+        with outside_of_vmap():
+            return nodes.batch(torch.stack([function(*args, **kwargs)] * nodes.num_nodes))
 
     return rule
 
@@ -317,6 +348,7 @@ RULES: dict[Any, Rule] = {
     F.dropout1d: _dropout_rule(whole_features=True, without_batch=2),
     F.dropout2d: _dropout_rule(whole_features=True),  # which takes (B, C, L), but no single example
     F.dropout3d: _dropout_rule(whole_features=True, without_batch=4),
+    **{function: _empty_rule(function) for function in (torch.empty, torch.empty_like, torch.Tensor.new_empty)},
     F.gelu: _gelu,
     F.embedding: _embedding,
     torch.embedding: _torch_embedding,
@@ -328,6 +360,9 @@ RULES: dict[Any, Rule] = {
     F.cross_entropy: _cross_entropy,
     F.batch_norm: _batch_norm,
 }
+for kind in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform"):
+    function = getattr(torch.Tensor, f"{kind}_")
+    RULES[function] = _filling_rule(function)
 for dims in (1, 2, 3):
     RULES[getattr(F, f"conv{dims}d")] = _convolution_rule(dims)
     for kind, is_exact in (("max_pool", True), ("avg_pool", True), ("adaptive_avg_pool", False)):

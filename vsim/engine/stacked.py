@@ -16,6 +16,14 @@ from vsim_kernels.alignment import ALIGNMENT, are_apart, empty_rows_like, rows_a
 from vsim.cluster.randomness import drawing_from
 
 
+class VmapError(RuntimeError):
+    """The model works on one node but not under torch.func.vmap."""
+
+
+class NodesDifferError(VmapError):
+    """What the model's Python gets to know differs between the nodes, which may each go another way."""
+
+
 class Stacked:
     """Marks a tensor (K, …) as one that holds a slice for every node."""
 
@@ -40,7 +48,7 @@ def node_by_node(
         streams: K generators that `function` draws from in place of the default generator, or None.
 
     Raises:
-        ValueError: what it returns is no tensor, and not the same on all nodes.
+        NodesDifferError: what it returns is no tensor, and not the same on all nodes.
     """
     leaves, spec = tree_flatten((args, kwargs))
     slices = {id(leaf): _Slices.apply(leaf.tensor) for leaf in leaves if isinstance(leaf, Stacked)}
@@ -55,7 +63,8 @@ def node_by_node(
         if isinstance(parts[0], Tensor):
             return Stacked(_GradientApart.apply(_stack(parts)))
         if any(part != parts[0] for part in parts):
-            raise ValueError(f"{getattr(function, '__name__', function)} is {parts[0]} on one node and not on another")
+            name = getattr(function, "__name__", function)
+            raise NodesDifferError(f"{name} is {parts[0]} on one node and not on another")
         return parts[0]
 
     return tree_map(joined, *outcomes)

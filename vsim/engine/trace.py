@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from vsim_kernels.alignment import ALIGNMENT
 
 from vsim.engine.base import Before, Executor
-from vsim.engine.vmap import VmapExecutor
+from vsim.engine.stacked import VmapError
+from vsim.engine.vmap import Piece, VmapExecutor
 from vsim.private_torch import is_watched
 
 CHECKED_EVERY = 100  # steps
@@ -69,6 +70,7 @@ class TraceExecutor(VmapExecutor):
         self._traces: dict[Hashable, _Trace] = {}
         self._seconds = 0.0
         self._refusal = ""
+        self._captures = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -76,7 +78,8 @@ class TraceExecutor(VmapExecutor):
 
     @property
     def reason(self) -> str:  # type: ignore[override]
-        return self._refusal or (f"traced in {self._seconds:.1f} s" if self._traces else "")
+        traced = f"traced in {self._seconds:.1f} s" if self._traces else ""
+        return "; ".join(filter(None, (self._refusal or traced, super().reason)))
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         self.is_ready = True
@@ -102,6 +105,11 @@ class TraceExecutor(VmapExecutor):
             super()._backward(batch, share, first)  # raises the error again, with its place in the model
             raise
 
+    def _by_loop(self, piece: Piece, batch: Any, share: float, first: bool, error: VmapError) -> Tensor:
+        if self._captures:  # which way each node goes belongs to this step alone
+            raise error
+        return super()._by_loop(piece, batch, share, first, error)
+
     def _is_due(self, trace: _Trace) -> bool:
         if not trace.compared_at:
             return True
@@ -119,15 +127,18 @@ class TraceExecutor(VmapExecutor):
             losses.append(self._computed(tree_unflatten(leaves, structure), share, first))
             return losses[0]
 
+        self._captures = True
         started = time.perf_counter()
         try:
             with self._moved_up_to_date():
                 call = _operations(step, leaves)
         except Exception as error:
+            self._captures = False
             before.restore()
             computed = super()._backward(batch, share, first)  # raises the error if it is the model's own
             self._refuse(str(error).strip().split("\n")[0], error)
             return computed
+        self._captures = False
         self._seconds += time.perf_counter() - started
         self._traces[key] = _Trace(call, self.step)
         return losses[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import traceback
 from collections import Counter
@@ -20,7 +21,8 @@ from vsim.engine.base import Before, Executor, Settings, check_depends, cloned, 
 from vsim.engine.loop import LoopExecutor
 from vsim.engine.lowering import Lowering
 from vsim.engine.nodes import InexactError
-from vsim.private_torch import without_performance_warnings, without_torch_function
+from vsim.engine.stacked import NodesDifferError, VmapError
+from vsim.private_torch import version, without_performance_warnings
 
 # A vmapped call takes as many nodes at once as have this many weights together. Larger pieces gain nothing (their
 # arithmetic is already in large kernels) and their temporaries fall out of the caches.
@@ -28,10 +30,6 @@ WEIGHTS_AT_ONCE = 2**22
 
 
 _HERE = Path(__file__).parent
-
-
-class VmapError(RuntimeError):
-    """The model works on one node but not under torch.func.vmap."""
 
 
 class Piece(NamedTuple):
@@ -44,8 +42,37 @@ class Piece(NamedTuple):
     numbers: Tensor
 
 
+class _BeforeCall:
+    """What a vmapped call may change before it fails.
+
+    Args:
+        batch: the tensors of its batch.
+    """
+
+    def __init__(self, lowering: Lowering, piece: Piece, batch: list[Tensor]) -> None:
+        self.lowering = lowering
+        self.buffers = [(b, b.clone()) for b in piece.buffers.values()]
+        self.versions = [(t, version(t)) for t in (*piece.leaves.values(), *batch)]
+
+    def restore(self, error: VmapError) -> None:
+        """Restore the random streams and the buffers.
+
+        Raises:
+            VmapError: the model has changed its weights or its batch in place.
+        """
+        self.lowering.undraw()
+        for buffer, value in self.buffers:
+            buffer.copy_(value)
+        if any(version(t) != at_first for t, at_first in self.versions):
+            raise VmapError(f"{error}, but for weights or a batch that it has changed in place already") from error
+
+
 class VmapExecutor(Executor):
     """All nodes together: `torch.func.vmap` over a call with a node's tensors, in pieces that stay in the caches.
+
+    What the model's Python reads of a tensor (`if mask.all()`, `.item()`) is answered if it is the same on all nodes.
+    If it is not, or if the model handles an error of an operation, the loop computes the nodes of this call at this
+    step; so it does if a call fails after one has worked.
 
     With `settings.exact` the first step with a batch of every shape is computed by the loop as well; an InexactError is
     raised if the results are not bitwise equal.
@@ -53,6 +80,7 @@ class VmapExecutor(Executor):
     Attributes:
         calls: how often the first step called each operation in each way, see `Lowering`.
         differing: its operations that may differ from the loop in the last bits.
+        not_vmapped: how many calls were left to the loop.
     """
 
     name = "vmap"
@@ -63,6 +91,9 @@ class VmapExecutor(Executor):
         self.proven: set[Any] = set()  # shapes of batches for which the results were compared
         self.calls: Counter[tuple[str, str]] = Counter()
         self.differing: set[str] = set()
+        self.not_vmapped = 0
+        self._why_not_vmapped = ""
+        self._has_worked = False
         self.pieces: list[Piece] = []
         self._cut(even_pieces(self.replicas.num_held, self.at_once))
 
@@ -91,11 +122,23 @@ class VmapExecutor(Executor):
         """Return how many nodes a vmapped call takes at most."""
         return min(replicas.num_held, settings.chunk_size or max(1, WEIGHTS_AT_ONCE // replicas.num_parameters))
 
+    @property
+    def reason(self) -> str:  # type: ignore[override]
+        if not self.not_vmapped:
+            return ""
+        return f"{self.not_vmapped} calls went to the loop; the first: {self._why_not_vmapped}"
+
+    @functools.cached_property
+    def _loop(self) -> LoopExecutor:
+        loop = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
+        loop._own_state = self._own_state
+        return loop
+
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         shapes = (minibatch_size, *(t.shape for t in tree_leaves(batch)))
         if not self.settings.exact or shapes in self.proven:
             return super().losses_and_grads(batch, minibatch_size)
-        before = Before(self)
+        before, not_vmapped = Before(self), self.not_vmapped
         reference = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
         expected_losses = reference.losses_and_grads(cloned(batch), minibatch_size)
         expected = {
@@ -118,7 +161,8 @@ class VmapExecutor(Executor):
                 f"the vectorized form of this model is not bitwise equal to its nodes alone: {first} differs; with "
                 "deterministic=True use executor='loop'"
             )
-        self.proven.add(shapes)
+        if self.not_vmapped == not_vmapped:
+            self.proven.add(shapes)
         return losses
 
     def lowering(self, piece: int = 0, first: bool = False) -> Lowering:
@@ -150,14 +194,35 @@ class VmapExecutor(Executor):
     def _computed(self, batch: Any, share: float, first: bool) -> Tensor:
         losses = []
         for number, piece in enumerate(self.pieces):
-            lowering = self.lowering(number, first=first and share == 1.0)
-            with self._own_state.of(range(piece.rows.start, piece.rows.stop)), lowering, self._precision():
-                stacked = self._losses(piece, self._own_batch(batch, piece), lowering)
+            lowering, own_batch = self.lowering(number, first=first and share == 1.0), self._own_batch(batch, piece)
+            before = _BeforeCall(lowering, piece, tree_leaves(own_batch))
+            try:
+                with self._own_state.of(range(piece.rows.start, piece.rows.stop)), lowering, self._precision():
+                    stacked = self._losses(piece, own_batch, lowering)
+            except VmapError as error:
+                before.restore(error)
+                losses.append(self._by_loop(piece, batch, share, first, error))
+                continue
+            self._has_worked = True
             self._note(lowering)
             self._write_gradients(stacked, piece, batch, share, first, number)
-            losses.append(stacked.detach())
-        stacked = losses[0] if len(losses) == 1 else torch.cat(losses)
-        return stacked * share if share != 1.0 else stacked
+            losses.append(stacked.detach() * share if share != 1.0 else stacked.detach())
+        return losses[0] if len(losses) == 1 else torch.cat(losses)
+
+    def _by_loop(self, piece: Piece, batch: Any, share: float, first: bool, error: VmapError) -> Tensor:
+        """Compute the nodes of a piece one by one, after a call that has failed; an error of the model's own is raised.
+
+        Returns: share · losses.
+        """
+        losses = self._loop.compute(range(piece.rows.start, piece.rows.stop), batch, share, first)
+        if not self._has_worked and not isinstance(error, NodesDifferError):
+            raise error
+        self._leave_to_the_loop(error)
+        return losses
+
+    def _leave_to_the_loop(self, error: VmapError) -> None:
+        self._why_not_vmapped = self._why_not_vmapped or str(error)
+        self.not_vmapped += 1
 
     def _write_gradients(
         self, losses: Tensor, piece: Piece, batch: Any, share: float, first: bool, number: int
@@ -170,7 +235,7 @@ class VmapExecutor(Executor):
             else:
                 write_gradients(losses, leaves, piece.grads, share, first)
         except Exception as error:  # of a part that is computed again for the backward pass, outside of vmap, say
-            LoopExecutor(self.replicas, self.objective, self.generators, self.settings)._backward(batch, share, True)
+            self._loop.compute(range(len(self.generators)), batch, share, True)
             raise VmapError(_explain_vmap_failure(error)) from error
 
     def _own_batch(self, batch: Any, piece: Piece) -> Any:
@@ -203,8 +268,14 @@ class VmapExecutor(Executor):
             numbers = torch.arange(rows.stop - rows.start)
             parts = (self.replicas.views(weights[rows]), own_buffers, cloned(batch))
             stream.set_state(state)
-            with drawing_from(stream), Lowering(None) as lowering, self._precision():
-                outcomes.append(self._vmapped(outcome_of_node, lowering, numbers, *parts, batch_of_all=True))
+            try:
+                with drawing_from(stream), Lowering(None) as lowering, self._precision():
+                    outcomes.append(self._vmapped(outcome_of_node, lowering, numbers, *parts, batch_of_all=True))
+            except VmapError as error:
+                stream.set_state(state)
+                evaluated = super()._evaluate(weights, buffers, batch, stream)
+                self._leave_to_the_loop(error)
+                return evaluated
         columns = [torch.cat(column) for column in zip(*outcomes, strict=True)]
         return columns[0], columns[1] if len(columns) > 1 else None
 
@@ -236,16 +307,15 @@ class VmapExecutor(Executor):
 
         try:
             with without_performance_warnings():
-                return vmap(of_number, randomness="same" if batch_of_all else "different")(numbers)
+                stacked = vmap(of_number, randomness="same" if batch_of_all else "different")(numbers)
         except InexactError:
             raise
         except Exception as error:
-            own_weights = weights if weights_of_all else _of_first(weights)
-            own_batch = batch if batch_of_all else _of_first(batch)
-            # A node's own model on its own batch, with the message of that if the failure is not vmap's.
-            with torch.enable_grad(), without_torch_function():  # it may differentiate something itself
-                self._outcome(own_weights, _of_first(buffers), own_batch, with_accuracy=False)
-            raise VmapError(_explain_vmap_failure(error)) from error
+            kind = NodesDifferError if isinstance(error, NodesDifferError) else VmapError
+            raise kind(_explain_vmap_failure(error)) from error
+        if lowering.failed is not None:  # and handled by the model, for all nodes because of one
+            raise NodesDifferError(_explain_vmap_failure(lowering.failed)) from lowering.failed
+        return stacked
 
 
 def even_pieces(num_nodes: int, at_once: int) -> list[slice]:
@@ -261,11 +331,6 @@ def even_pieces(num_nodes: int, at_once: int) -> list[slice]:
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal, NaN to NaN: a node that has diverged says nothing against its form."""
     return torch.equal(one, other) or bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
-
-
-def _of_first(stacked: Any) -> Any:
-    """Return the first node's slices of a tree of stacked tensors (K, …), copied."""
-    return tree_map(lambda t: t[0].detach().clone(), stacked)
 
 
 def _explain_vmap_failure(error: Exception) -> str:

@@ -1,0 +1,256 @@
+"""Models whose Python depends on the numbers of a node: vectorized they compute what they compute node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_lowering import One, make
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import vsim
+from vsim import Trainer
+from vsim.engine import AutoExecutor, Executor, LoopExecutor, StaleTraceError, TraceError, VmapError, VmapExecutor
+from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
+
+SIGNS = [1.0, -1.0, 1.0, 1.0]  # of the nodes' examples, where they differ
+
+
+def batch_of(signs: list[float], step: int = 0) -> list[Tensor]:
+    """[(K, 5, 6)], each node's examples of one sign."""
+    x = torch.rand(len(signs), 5, 6, generator=torch.Generator().manual_seed(step)) + 0.1
+    return [x * torch.tensor(signs)[:, None, None]]
+
+
+class Branching(nn.Module):
+    """Draws, counts and updates buffers before it looks at its examples."""
+
+    def __init__(self, look: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = One(lambda x, m: m.own[0](x), nn.BatchNorm1d(6))
+        self.look = look
+        self.calls = 0
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        self.calls += self.training
+        scale = F.dropout(torch.ones(6), 0.3) + torch.rand(6) + 0.01 * self.calls
+        return self.look(self.inner(batch) * scale.mean(), batch[0])
+
+
+def handled(loss: Tensor, x: Tensor) -> Tensor:
+    """An operation raises for one node, which goes another way."""
+    try:
+        return loss * torch.linalg.cholesky(x.mean() * torch.eye(2)).sum()
+    except torch.linalg.LinAlgError:
+        return 2 * loss
+
+
+def swallowed(loss: Tensor, x: Tensor) -> Tensor:
+    """The model handles every error, also that the nodes differ."""
+    try:
+        return loss if x.sum() > 0 else 2 * loss
+    except Exception:
+        return loss * torch.nan
+
+
+LOOKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a branch": lambda loss, x: loss if x.sum() > 0 else 2 * loss,
+    "a number": lambda loss, x: loss * x.sign().mean().item(),
+    "a list": lambda loss, x: loss * x.sign().tolist()[0][0],
+    "a formatted number": lambda loss, x: loss * float(f"{x.sign().mean():.1f}"),
+    "a comparison": lambda loss, x: loss if torch.equal(x, x.abs()) else 2 * loss,
+    "a condition in evaluation mode, too": lambda loss, x: loss + 1 if loss > x.sum() else loss,
+    "a handled error": handled,
+    "a swallowed error": swallowed,
+}
+
+
+def assert_same(ours: Executor, theirs: Executor, exact: bool) -> None:
+    tolerance: dict[str, float] = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(ours.replicas.grads, theirs.replicas.grads, **tolerance)
+    for name, buffer in ours.replicas.buffers.items():
+        torch.testing.assert_close(buffer, theirs.replicas.buffers[name], **tolerance)
+    for one, other in zip(ours.generators, theirs.generators, strict=True):
+        assert torch.equal(one.get_state(), other.get_state())
+    assert ours.objective.numbers == theirs.objective.numbers
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": True}, {"chunk_size": 2}], ids=str)
+@pytest.mark.parametrize("name", LOOKS)
+def test_every_node_goes_its_own_way(name: str, options: dict[str, Any]) -> None:
+    exact = "exact" in options
+    ours, theirs = (make(kind, Branching(LOOKS[name]), 4, **options) for kind in (VmapExecutor, LoopExecutor))
+    for step, signs in enumerate(([1.0] * 4, SIGNS, [1.0] * 4, SIGNS)):
+        batch = batch_of(signs, step)
+        losses = [executor.losses_and_grads([t.clone() for t in batch]) for executor in (ours, theirs)]
+        torch.testing.assert_close(*losses, **({"rtol": 0, "atol": 0} if exact else {}))
+        assert_same(ours, theirs, exact)
+        if "condition" not in name:
+            assert ("went to the loop" in ours.reason) is (step > 0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    threshold=st.floats(-2, 2), minibatch_size=st.sampled_from([None, 3]), chunk_size=st.sampled_from([None, 1, 2, 3])
+)
+def test_wherever_nodes_differ(threshold: float, minibatch_size: int | None, chunk_size: int | None) -> None:
+    def look(loss: Tensor, x: Tensor) -> Tensor:
+        return loss.tanh() if x.mean() > threshold else loss
+
+    batch = [torch.linspace(-2, 2, 5)[:, None, None] + batch_of([0.1] * 5)[0]]
+    ours, theirs = (make(kind, Branching(look), 5, chunk_size=chunk_size) for kind in (VmapExecutor, LoopExecutor))
+    losses = [executor.losses_and_grads(batch, minibatch_size) for executor in (ours, theirs)]
+    torch.testing.assert_close(*losses)
+    assert_same(ours, theirs, exact=False)
+
+
+def test_an_answer_that_all_nodes_give_keeps_the_one_call() -> None:
+    for name, look in LOOKS.items():
+        if "condition" not in name:
+            ours = make(VmapExecutor, Branching(look), 4)
+            ours.losses_and_grads(batch_of([1.0] * 4))
+            assert isinstance(ours, VmapExecutor) and not ours.not_vmapped and not ours.reason, name
+
+
+def test_rows_that_share_their_weights_go_their_own_ways() -> None:
+    runs = [
+        Trainer(
+            Branching(LOOKS["a branch"]), torch.utils.data.TensorDataset(batch_of([1.0, -1.0] * 3)[0].flatten(0, 1))
+        )
+        for _ in range(2)
+    ]
+    for trainer, executor in zip(runs, ("vmap", "loop"), strict=True):
+        strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.1)
+        trainer.fit(strategy=strategy, num_nodes=3, max_steps=4, batch_size=5, executor=executor, progress=False)
+        assert trainer.strategy is not None
+    one, other = (trainer.strategy.cluster.weights for trainer in runs if trainer.strategy is not None)
+    torch.testing.assert_close(one, other)
+    assert "__bool__ is" in runs[0].history.executor_reason and not runs[1].history.executor_reason
+
+
+def test_an_evaluation_whose_rows_differ() -> None:
+    def look(loss: Tensor, x: Tensor) -> Tensor:
+        return F.dropout(loss, 0.5) if loss > loss.detach().round() else 10 * loss
+
+    ours, theirs = (make(kind, Branching(look), 4) for kind in (VmapExecutor, LoopExecutor))
+    streams = [torch.Generator().manual_seed(1) for _ in range(2)]
+    outcomes = [
+        e.evaluate(3 * e.replicas.weights, e.replicas.buffers, [batch_of(SIGNS)[0][0]], stream)[0]
+        for e, stream in zip((ours, theirs), streams, strict=True)
+    ]
+    assert torch.equal(*outcomes) and "went to the loop" in ours.reason
+    assert torch.equal(*(stream.get_state() for stream in streams))
+
+
+def test_weights_that_have_changed_in_place_cannot_be_restored() -> None:
+    def look(loss: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.inner.scale.mul_(0.9)
+        return LOOKS["a branch"](loss, x)
+
+    model = Branching(look)
+    executor = make(VmapExecutor, model, 4)
+    model = executor.objective.model
+    with pytest.raises(VmapError, match=r"another.*but for weights or a batch that it has changed in place already"):
+        executor.losses_and_grads(batch_of(SIGNS))
+
+
+def test_what_fails_in_one_call_at_a_later_step_goes_to_the_loop_or_is_the_models_own_error() -> None:
+    def look(loss: Tensor, x: Tensor) -> Tensor:
+        if not bool(x.abs().max() > 5):
+            return loss
+        return loss * x[x > 0].mean() if x.abs().max() < 50 else loss @ loss
+
+    ours, theirs = (make(kind, Branching(look), 2) for kind in (VmapExecutor, LoopExecutor))
+    for scale in (1.0, 10.0, 1.0):
+        losses = [e.losses_and_grads([scale * t for t in batch_of([1.0, 1.0])]) for e in (ours, theirs)]
+        torch.testing.assert_close(*losses)
+        assert_same(ours, theirs, exact=False)
+    with pytest.raises(RuntimeError, match="at least 1D") as caught:
+        ours.losses_and_grads([100 * t for t in batch_of([1.0, 1.0])])
+    assert not isinstance(caught.value, VmapError)
+
+
+class Model(nn.Module):
+    """Takes another way where its examples are mostly negative."""
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.threshold = threshold
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape))
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        loss = F.dropout(self.layer(batch[0]), 0.2).pow(2).mean()
+        return loss if batch[0].mean() > self.threshold else loss.sqrt()
+
+
+def data(shift: float = 0.0) -> torch.utils.data.TensorDataset:
+    return torch.utils.data.TensorDataset(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)) + shift)
+
+
+@pytest.mark.slow
+def test_a_run_is_that_of_its_processes() -> None:
+    report = vsim.verify(Model(), data(), DiLoCoStrategy(H=2), num_nodes=2, max_steps=4, executor="vmap")
+    assert report.identical, report
+
+
+def test_a_member_goes_its_own_way() -> None:
+    options: dict[str, Any] = {
+        "num_nodes": 2,
+        "max_steps": 5,
+        "deterministic": True,
+        "progress": False,
+        "batch_size": 4,
+    }
+    strategies = {"DiLoCo": DiLoCoStrategy(H=2), "AllReduce": SimpleReduceStrategy()}
+    members = vsim.compare(Model(), data(), strategies=strategies, **options)
+    for name, strategy in strategies.items():
+        trainer = Trainer(Model(), data())
+        trainer.fit(strategy=strategy, **options)
+        assert np.array_equal(members[name].history.node_losses, trainer.history.node_losses)
+
+
+def test_a_trace_holds_an_answer_until_a_check_tells_that_it_has_changed() -> None:
+    options: dict[str, Any] = {"num_nodes": 2, "batch_size": 4, "executor": "vmap", "progress": False}
+    strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.01)
+    trainers = [Trainer(Model(), data(shift=3.0)) for _ in range(2)]
+    for trainer, compile in zip(trainers, (False, "trace"), strict=True):
+        trainer.fit(strategy=strategy, max_steps=6, compile=compile, **options)
+    assert np.array_equal(*(trainer.history.node_losses for trainer in trainers))
+    assert trainers[1].history.executor == "trace"
+
+    def change(step: int, loss: float) -> None:
+        module = trainer.strategy.cluster.replicas.module  # type: ignore[union-attr]
+        module.threshold = 100.0 if step >= 3 else 0.0
+
+    trainer = Trainer(Model(), data(shift=3.0))
+    with pytest.raises(StaleTraceError, match="differs at step 6"):
+        trainer.fit(strategy=strategy, max_steps=6, compile="trace", train_loss_hook=change, **options)
+
+
+def test_a_step_whose_nodes_differ_is_not_traced() -> None:
+    options: dict[str, Any] = {"num_nodes": 4, "max_steps": 4, "batch_size": 4, "progress": False}
+    strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.01)
+    with pytest.raises(TraceError, match=r"cannot be traced: .*__bool__ is .* on one node and not on another"):
+        Trainer(Model(), data()).fit(strategy=strategy, compile="trace", executor="vmap", **options)
+    loop = Trainer(Model(), data())
+    loop.fit(strategy=strategy, executor="loop", **options)
+    auto = Trainer(Model(), data())
+    auto.fit(strategy=strategy, executor="auto", compile="auto", **options)
+    np.testing.assert_allclose(auto.history.node_losses, loop.history.node_losses, rtol=1e-5)
+
+
+def test_auto_goes_on_with_vmap_after_a_step_of_the_loop() -> None:
+    auto = make(AutoExecutor, Branching(LOOKS["a branch"]), 4)
+    for step in range(12):
+        auto.losses_and_grads(batch_of(SIGNS if step == 3 else [1.0] * 4, step))
+    assert "went to the loop" in auto.reason or auto.name == "loop"
