@@ -8,8 +8,8 @@ import matplotlib
 import pytest
 
 from vsim import History
+from vsim.figures.paper import save
 from vsim.records.looks import COLOURS, DASHES, MARKERS
-from vsim.records.paper import save
 from vsim.records.plots import bands, overview
 
 

@@ -78,7 +78,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     result.figure().save(out / "sweep.png")
     print(f"curves:   {out / 'sweep.png'}")
     if len(result.varied) > 1:
-        from vsim.records.paper import save  # here, as it loads matplotlib
+        from vsim.figures.paper import save  # here, as it loads matplotlib
 
         save(result.heatmap(*result.varied[:2]), out / "heatmap.png")
         print(f"heat map: {out / 'heatmap.png'}")

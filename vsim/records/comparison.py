@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vsim.records.paper import PaperFigure
+    from vsim.figures.paper import PaperFigure
 
 Self = TypeVar("Self", bound="Comparison")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vsim.records.plots import sized
+from vsim.figures.style import sized
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ def heatmap(
     from matplotlib.cm import ScalarMappable
     from matplotlib.patches import Patch, Rectangle
 
-    from vsim.records.paper import new_figure, plain_ticks
+    from vsim.figures.paper import new_figure, plain_ticks
 
     (x_name, x_values), (y_name, y_values) = x, y
     if ax is None:

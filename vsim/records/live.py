@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vsim.figures.style import styled
 from vsim.records.history import History
 from vsim.records.looks import COLOURS, Look, Looks, looks_of
-from vsim.records.plots import LEGEND, X_AXES, Y_LABELS, last_of_equal, legend_columns, limits, styled
+from vsim.records.plots import LEGEND, X_AXES, Y_LABELS, last_of_equal, legend_columns, limits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

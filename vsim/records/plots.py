@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vsim.arguments import one_of
+from vsim.figures.style import STYLE, styled
 from vsim.records.history import History
 from vsim.records.looks import MANY, Look, Looks, looks_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from vsim.records.paper import PaperFigure
+    from vsim.figures.paper import PaperFigure
 
     Runs = Mapping[str, History | Sequence[History]]
 
@@ -53,17 +54,6 @@ Y_LABELS = {
     "global_accuracy": "validation accuracy",
 }
 
-# What figures are made with, on the caller's axes too; a notebook gives it to `plt.rcParams` for its own figures.
-STYLE: Any = {
-    "font.size": 8.5,
-    "axes.labelsize": 8.5,
-    "axes.linewidth": 0.7,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "xtick.major.width": 0.7,
-    "ytick.major.width": 0.7,
-    "legend.fontsize": 8,
-}
 PAGE = 6.8  # the width of a page of text in inches; of a column 3.3
 # A legend of more entries than this stands below its axes.
 _INSIDE = 4
@@ -109,7 +99,7 @@ def bands(
     Raises:
         ValueError, KeyError: there is no such x, or no column y, or no run has tokens.
     """
-    from vsim.records.paper import new_figure, plain_ticks
+    from vsim.figures.paper import new_figure, plain_ticks
 
     axis = X_AXES[one_of("x", x, X_AXES)]
     lists = _lists(runs)
@@ -180,7 +170,7 @@ def overview(
         title: what stands above; "": nothing, as for a paper, where the caption says it.
         width: in inches; of a page, or of a column (3.3), where one panel stands below the other.
     """
-    from vsim.records.paper import PaperFigure
+    from vsim.figures.paper import PaperFigure
 
     looks = looks or looks_of(list(runs))
     beside = width >= 5
@@ -240,23 +230,6 @@ def limits(curves: Iterable[NDArray[np.float64]], log: bool = False) -> tuple[fl
     if start <= best or max(values.max() for values in finite) <= start + 0.5 * (start - best):
         return None
     return 0.97 * best if log else best - 0.05 * (start - best), start + 0.1 * (start - best)
-
-
-def styled(ax: Axes) -> None:
-    """Give axes, the caller's too, the sizes of print, and leave of their frame what is needed."""
-    ax.grid(True, color="0.9", linewidth=0.6)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
-    sized(ax)
-
-
-def sized(ax: Axes) -> None:
-    """Give the text and lines of axes the sizes of print."""
-    for spine in ax.spines.values():
-        spine.set_linewidth(STYLE["axes.linewidth"])
-    ax.tick_params(labelsize=STYLE["xtick.labelsize"], width=STYLE["xtick.major.width"])
-    for label in (ax.xaxis.label, ax.yaxis.label):
-        label.set_fontsize(STYLE["axes.labelsize"])
 
 
 def legend_columns(labels: Sequence[str], width: float = PAGE) -> int:

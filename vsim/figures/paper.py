@@ -26,7 +26,7 @@ class PaperFigure(Figure):
     """A figure of matplotlib that knows how a paper wants it."""
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file; see `vsim.records.paper.save`."""
+        """Write it to a file; see `vsim.figures.paper.save`."""
         save(self, path)
 
 

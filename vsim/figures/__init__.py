@@ -1,0 +1,1 @@
+"""Figures: how they look, and how they are written. Only `paper` imports matplotlib."""

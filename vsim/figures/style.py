@@ -1,0 +1,37 @@
+"""How all figures look: sizes are those of print."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# What figures are made with, on the caller's axes too; a notebook gives it to `plt.rcParams` for its own figures.
+STYLE: Any = {
+    "font.size": 8.5,
+    "axes.labelsize": 8.5,
+    "axes.linewidth": 0.7,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "legend.fontsize": 8,
+}
+
+
+def styled(ax: Axes) -> None:
+    """Give axes, the caller's too, the sizes of print, and leave of their frame what is needed."""
+    ax.grid(True, color="0.9", linewidth=0.6)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    sized(ax)
+
+
+def sized(ax: Axes) -> None:
+    """Give the text and lines of axes the sizes of print."""
+    for spine in ax.spines.values():
+        spine.set_linewidth(STYLE["axes.linewidth"])
+    ax.tick_params(labelsize=STYLE["xtick.labelsize"], width=STYLE["xtick.major.width"])
+    for label in (ax.xaxis.label, ax.yaxis.label):
+        label.set_fontsize(STYLE["axes.labelsize"])
