@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, load_model
 from vsim.cli import main, parse_strategy
 from vsim.cli.problem import parse_settings
 from vsim.models import CNN
-from vsim.strategy import STRATEGIES, DiLoCoStrategy, FedAvgStrategy
+from vsim.strategy import PRESETS, STRATEGIES, DiLoCoCommunicator, DiLoCoStrategy, FedAvgStrategy, TopK
 
 QUICK = ["--steps", "4", "--val-size", "16", "--quiet"]
 
@@ -205,9 +206,16 @@ def test_text_from_a_file_and_the_seed(tmp_path: Path) -> None:
         (["compare", "--strategies", "diloco:h=50"], "unknown argument 'h'; did you mean 'H'"),
         (["compare", "--strategies", "dilocco"], "strategy must be one of .* got 'dilocco'; did you mean 'diloco'"),
         (["compare", "--strategies", "diloco:H"], "expected argument=value after the colon, got 'H'"),
-        (["compare", "--strategies", "diloco:h=3"], "unknown argument 'h'.*Valid: H"),
+        (["compare", "--strategies", "diloco:h=3"], r"unknown argument 'h'.*Valid: .*, H,"),
         (["compare", "--strategies", "diloco:H=0"], "H must be a whole number >= 1, got 0"),
         (["compare", "--strategies", "diloco", "diloco"], "names diloco more than once"),
+        (["compare", "--strategies", "diloco:compressor=topk(2)"], r"topk\(2\): fraction must be > 0 and <= 1, got 2"),
+        (
+            ["compare", "--strategies", "diloco:compressor=topkk(2)"],
+            r"one of .* got 'topkk'; did you mean 'topk'",
+        ),
+        (["compare", "--strategies", "diloco:compressor=topk(x)"], "its arguments must be Python literals"),
+        (["compare", "--strategies", "diloco:compressor=topk"], "compressor must be a Compressor object, got 'topk'"),
         (["compare", "--nodes", "0"], "num_nodes must be a whole number >= 1, got 0"),
         (["compare", "--text", "no/such/file.txt"], "no/such/file.txt"),
         (["compare", "--model", "cnn"], "--model cnn does not fit the data; --model may be gpt here"),
@@ -227,19 +235,72 @@ def test_text_from_a_file_and_the_seed(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_clear_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    import re
-
     assert main([*arguments, "--steps", "2", "--quiet"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.startswith("vsim compare: ")
     assert re.search(message, error), error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "--nodes", "1.5"], "vsim compare: argument --nodes: invalid int value: '1.5'; --help lists"),
+        (["compare", "--stratgies", "x"], "vsim: unrecognized arguments: --stratgies x; --help lists"),
+        (["train", "--preset", "dilocopaper"], "it must be one of 'diloco-paper', .*; did you mean 'diloco-paper'"),
+        (
+            ["train", "--preset", "demo-paper", "--strategy", "demo"],
+            r"--strategy: not allowed with .* --preset",
+        ),
+        (["race"], "invalid choice: 'race'"),
+    ],
+)
+def test_mistakes_in_options_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(message, error), error
+
+
+def test_presets_are_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    diloco = parse_strategy("diloco-paper", lr=1e-3)
+    (module,) = diloco.communication_modules
+    assert isinstance(module, DiLoCoCommunicator) and module.H == 500
+    assert diloco.optim_spec.kwargs == {"weight_decay": 0.1, "lr": 4e-4}
+    assert module.outer_optim_spec.kwargs == {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+    small = ["--data", "digits", "--model", "mlp", "--nodes", 2, "--out", tmp_path]
+    both = ["--preset", "diloco-paper:H=2", "--strategies", "allreduce"]
+    assert run("compare", *QUICK, *small, *both) == 0
+    table = capsys.readouterr().out
+    assert "diloco-paper:H=2" in table and "allreduce" in table and "fedavg" not in table
+    assert run("train", *QUICK, *small, "--preset", "diloco-paper", "--lr", 1) == 2
+    assert "--lr has no effect on diloco-paper, which has its own: give diloco-paper:lr=1" in capsys.readouterr().err
+
+
+def test_compressors_and_optimizers_with_their_arguments(tmp_path: Path) -> None:
+    text = "diloco:H=2,compressor=topk(0.1),inner_optim=adamw(weight_decay=0.1,betas=(0.8,0.9)),outer_lr=0.5"
+    strategy = parse_strategy(text, lr=1e-3)
+    (module,) = strategy.communication_modules
+    assert isinstance(module, DiLoCoCommunicator) and module.compressed is not None
+    assert isinstance(module.compressed.compressor, TopK) and module.compressed.compressor.fraction == 0.1
+    assert strategy.optim_spec.kwargs == {"weight_decay": 0.1, "betas": (0.8, 0.9), "lr": 1e-3}
+    made = parse_settings(["compressor=powersgd(rank=1),topk(0.01),None"])["compressor"]
+    assert [type(one).__name__ for one in made] == ["PowerSGD", "TopK", "NoneType"]
+    sent = []
+    for given in ("diloco:H=2", "diloco:H=2,compressor=topk(0.01)"):
+        out = tmp_path / str(len(sent))
+        assert run("train", *QUICK, "--data", "digits", "--model", "mlp", "--strategy", given, "--out", out) == 0
+        with open(out / "history.csv", newline="") as file:
+            sent.append(float(list(csv.DictReader(file))[-1]["payload_bytes"]))
+    assert 0 < sent[1] < 0.03 * sent[0]
+
+
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["compare", "--help"])
     printed = capsys.readouterr().out
-    assert "examples:" in printed and all(name in printed for name in STRATEGIES)
+    assert "examples:" in printed and all(name in printed for name in (*STRATEGIES, *PRESETS, "powersgd"))
 
 
 def test_a_training_that_diverges_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments))
     except (ValueError, TypeError, OSError, ImportError, FloatingPointError, NodeFailure) as error:
-        print(f"vsim {arguments.command}: {error}", file=sys.stderr)
+        print(f"vsim {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         print(f"vsim {arguments.command}: {str(interrupt) or 'interrupted'}", file=sys.stderr)

@@ -30,16 +30,18 @@ from vsim.doctor import machine
 from vsim.records.compared import ComparedRun
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import folder_name
+from vsim.strategy import STRATEGIES
 from vsim.sweep import sweep
 from vsim.trainer import Trainer
 from vsim.verify import verify
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
-    repeated = sorted({s for s in arguments.strategies if arguments.strategies.count(s) > 1})
+    named = arguments.strategies = arguments.strategies or list(STRATEGIES)
+    repeated = sorted({text for text in named if named.count(text) > 1})
     if repeated:
         raise ValueError(f"--strategies names {', '.join(repeated)} more than once")
-    strategies = {text: parse_strategy(text, lr(arguments)) for text in arguments.strategies}
+    strategies = {text: parse_strategy(text, lr(arguments)) for text in named}
     (train, val), options = data(arguments), _options(arguments)
     start = partial(model, model_kind(arguments), train)
     comparison = compare(start, train, val, strategies=strategies, seeds=_seeds(arguments), **options)

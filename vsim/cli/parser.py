@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vsim import bench
+from vsim.arguments import one_of
 from vsim.cli import commands
+from vsim.cli.problem import MADE
+from vsim.cluster.optim import OPTIMIZERS
 from vsim.engine import EXECUTORS
-from vsim.strategy import STRATEGIES
+from vsim.strategy import PRESETS, STRATEGIES
 from vsim.version import __version__
 
+_OF_PAPERS = f"with the paper's hyperparameters: {', '.join(PRESETS)}"
 DATA = ("docs", "digits", "mnist")
 MODELS = ("gpt", "mlp", "cnn")
 # What `vsim bench` times by default, the first as the measure of the others.
@@ -23,6 +27,7 @@ examples:
   vsim compare                                              K = 4 small GPTs on English text, all strategies
   vsim compare --data digits --model cnn --nodes 8          images instead
   vsim compare --text notes.txt --steps 500 --seeds 1 2 3   your own text, mean and band over three seeds
+  vsim compare --preset diloco-paper --strategies allreduce --steps 2000   as the paper has it, beside AllReduce
   vsim compare --strategies allreduce fedavg:H=50,island_size=2 diloco:H=50,outer_lr=0.7 diloco:H=200 --steps 400
   vsim sweep --strategy diloco --set H=5,10,50 outer_lr=0.4,0.7,1.0 --seeds 1 2 3   nine settings, three seeds each
   vsim train --strategy diloco:H=20 --nodes 16              one strategy, and its model
@@ -34,7 +39,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    whole = argparse.ArgumentParser(
+    whole = _Parser(
         prog="vsim",
         description="Simulate distributed training of K nodes in one process, and count every byte they would send.",
     )
@@ -46,28 +51,49 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
+def _preset(text: str) -> str:
+    """Return the text of a preset, with or without further arguments."""
+    try:
+        one_of("it", text.partition(":")[0], PRESETS)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as those of the commands are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; --help lists the options\n")
+
+
 def _epilog() -> str:
     """What --help says of strategies: their names, what is given to them by default, and what they are."""
+    made = textwrap.wrap(", ".join(sorted(MADE.keys() - OPTIMIZERS.keys())), 100)
     lines = [
         "strategies:",
-        "  A name, or a name with arguments of its class: diloco:H=50,outer_lr=0.7. Beside --lr they are given:",
+        "  A name, or a name with arguments of its class: diloco:H=50,outer_lr=0.7. A value is a Python literal, text,",
+        "  an optimizer of torch.optim with its arguments, 'diloco:inner_optim=adamw(weight_decay=0.1)', or likewise",
+        "  one of these, 'diloco:compressor=topk(0.01)':",
+        *(f"    {line}" for line in made),
+        "  Beside --lr the strategies are given:",
     ]
-    for name, (cls, own) in STRATEGIES.items():
-        given = ", ".join(f"{key}={value}" for key, value in own.items())
-        summary = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-        lines += [
-            f"  {name:14} {given}",
-            *textwrap.wrap(summary, 100, initial_indent=17 * " ", subsequent_indent=17 * " "),
-        ]
+    for title, table in (("", STRATEGIES), ("presets, which --preset names:", PRESETS)):
+        lines += ["", title] if title else []
+        for name, (cls, own) in table.items():
+            given = ", ".join(f"{key}={value}" for key, value in own.items())
+            summary = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+            lines += [f"  {name:14} {given}"]
+            lines += textwrap.wrap(summary, 100, initial_indent=17 * " ", subsequent_indent=17 * " ")
     return "\n".join(lines) + "\n" + _EXAMPLES
 
 
 def _add_compare(kinds: Any) -> None:
     purpose = "train the same model with several strategies, and compare loss and bytes"
     command = _command(kinds, "compare", purpose, one_strategy=False, several_seeds=True)
-    command.add_argument(
-        "--strategies", nargs="+", default=list(STRATEGIES), metavar="NAME", help="what to compare (default: all)"
-    )
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "NAME"}
+    command.add_argument("--strategies", help="what to compare (default: all, or only what --preset says)", **several)
+    command.add_argument("--preset", dest="strategies", type=_preset, help=f"{_OF_PAPERS}, beside them", **several)
     _add_target(command)
     _add_outcome(command)
     command.set_defaults(run=commands.run_compare)
@@ -175,7 +201,9 @@ def _command(
         seed.add_argument("--seeds", nargs="+", type=int, metavar="N", help=repeat)
     run.add_argument("--quiet", action="store_true", help="no progress bar")
     if one_strategy:
-        command.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
+        strategy = command.add_mutually_exclusive_group()
+        strategy.add_argument("--strategy", default="diloco", metavar="NAME", help="default: diloco")
+        strategy.add_argument("--preset", dest="strategy", type=_preset, metavar="NAME", help=_OF_PAPERS)
     return command
 
 

@@ -5,21 +5,35 @@ from __future__ import annotations
 import argparse
 import ast
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from vsim.arguments import one_of
+from vsim import strategy as strategies
+from vsim.arguments import naming, one_of
+from vsim.cluster.optim import OPTIMIZERS, OptimSpec
 from vsim.data import TextDataset, digits, docs_text, mnist, text_file
 from vsim.models import CNN, GPT, MLP
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
-from vsim.strategy import STRATEGIES, Strategy
+from vsim.strategy import PRESETS, STRATEGIES, Compressor, IndexSelector, Strategy
 
 # For each built-in model what trains it well in some hundred steps: AdamW's learning rate, examples a node and step.
 LEARNING_RATES = {"gpt": 6e-4, "mlp": 2e-3, "cnn": 2e-3}
 BATCH_SIZES = {"gpt": 8, "mlp": 16, "cnn": 16}
+# What a value may be beside literals and text, with its arguments: topk(0.01), adamw(weight_decay=0.1).
+MADE: dict[str, Callable[..., Any]] = {
+    **{name: partial(OptimSpec, name) for name in OPTIMIZERS},
+    **{
+        name.lower(): cls
+        for name, cls in vars(strategies).items()
+        if isinstance(cls, type)
+        and issubclass(cls, Compressor | IndexSelector)
+        and cls not in (Compressor, IndexSelector)
+    },
+}
 GPT_SHAPE = {"block_size": 64, "layers": 2, "width": 64, "heads": 4}
 
 
@@ -27,11 +41,14 @@ def parse_strategy(text: str, lr: float) -> Strategy:
     """Return the strategy that "name:argument=value,…" says.
 
     Args:
-        text: the name is one of STRATEGIES; values are Python literals, or else strings.
+        text: the name is one of STRATEGIES or PRESETS; values are Python literals, a compressor, selector or optimizer
+            with its arguments, or else strings.
         lr: learning rate, unless the text or the strategy's own defaults have one.
 
     >>> parse_strategy("diloco:H=50,outer_lr=0.4", lr=1e-3).optim_spec
     OptimSpec(AdamW, lr=0.001)
+    >>> parse_strategy("diloco:compressor=topk(0.01),inner_optim=sgd(momentum=0.9)", lr=1e-3).optim_spec
+    OptimSpec(SGD, momentum=0.9, lr=0.001)
     """
     cls, defaults, given = strategy_class(text, lr)
     return cls(**defaults | given)
@@ -40,9 +57,10 @@ def parse_strategy(text: str, lr: float) -> Strategy:
 def strategy_class(text: str, lr: float) -> tuple[type[Strategy], dict[str, Any], dict[str, Any]]:
     """Return the class that "name:argument=value,…" says, its arguments by default, and those given."""
     name, _, tail = text.partition(":")
-    cls, own_defaults = STRATEGIES[one_of("strategy", name, STRATEGIES)]
+    named = STRATEGIES | PRESETS
+    cls, own_defaults = named[one_of("strategy", name, named)]
     given = {}
-    for item in filter(None, tail.split(",")):
+    for item in filter(None, _split(tail)):
         key, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"strategy {text!r}: expected argument=value after the colon, got {item!r}")
@@ -66,15 +84,38 @@ def parse_settings(items: Sequence[str]) -> dict[str, list[Any]]:
         try:
             settings[key] = list(ast.literal_eval(f"[{text}]"))
         except (ValueError, SyntaxError):
-            settings[key] = [_value(one) for one in text.split(",")]
+            settings[key] = [_value(one) for one in _split(text)]
     return settings
 
 
+def _split(text: str) -> list[str]:
+    """Return the parts between the commas that are in no brackets."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
 def _value(text: str) -> Any:
+    """Return what the text of a value says: a literal, name(arguments) of something made, or the text itself."""
     try:
-        return ast.literal_eval(text)
+        parsed = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(parsed, ast.Call):
+            return ast.literal_eval(parsed)
     except (ValueError, SyntaxError):
         return text
+    make = MADE[one_of("a value with arguments", ast.unparse(parsed.func), MADE)]
+    try:
+        given = [ast.literal_eval(argument) for argument in parsed.args]
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in parsed.keywords}
+    except ValueError as error:
+        raise ValueError(f"{text}: its arguments must be Python literals") from error
+    with naming(text):
+        return make(*given, **named)
 
 
 def writable(out: Path) -> Path:
@@ -133,6 +174,10 @@ def model_kind(arguments: argparse.Namespace) -> str:
 
 
 def lr(arguments: argparse.Namespace) -> float:
+    named = arguments.strategies if arguments.command == "compare" else [arguments.strategy]
+    own = [name for name in (text.partition(":")[0] for text in named) if "lr" in PRESETS.get(name, (None, {}))[1]]
+    if own and arguments.lr is not None:
+        raise ValueError(f"--lr has no effect on {own[0]}, which has its own: give {own[0]}:lr={arguments.lr:g}")
     return LEARNING_RATES[model_kind(arguments)] if arguments.lr is None else float(arguments.lr)
 
 

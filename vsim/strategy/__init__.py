@@ -41,7 +41,23 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "alone": (AloneStrategy, {}),
 }
 
+# The same of papers' hyperparameters, as far as the papers name them.
+PRESETS: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+    "diloco-paper": (
+        DiLoCoStrategy,
+        {
+            "H": 500,
+            "outer_lr": 0.7,
+            "lr": 4e-4,
+            "inner_optim": OptimSpec("adamw", weight_decay=0.1),
+            "lr_scheduler": "cosine",
+        },
+    ),
+    "demo-paper": (DeMoStrategy, {"compression_decay": 0.999, "compression_topk": 32, "compression_chunk": 64}),
+}
+
 __all__ = [
+    "PRESETS",
     "QSGD",
     "STRATEGIES",
     "AloneStrategy",

@@ -128,9 +128,10 @@ class Strategy(Stateful):
     def __init__(
         self, communication_modules: Sequence[CommunicationModule] = (), **options: Unpack[StrategyOptions]
     ) -> None:
-        own = [n for n in inspect.signature(type(self).__init__).parameters if n not in ("self", "options")]
+        of_all = StrategyOptions.__annotations__
+        own = [n for n in inspect.signature(type(self).__init__).parameters if n not in ("self", "options", *of_all)]
         where = f"{type(self).__name__}()"
-        reject_unknown(options, [*own, *StrategyOptions.__annotations__], where)
+        reject_unknown(options, [*own, *of_all], where)
         if not isinstance(communication_modules, Sequence):
             raise TypeError(
                 f"{where}: communication_modules must be a list of CommunicationModules, got {communication_modules!r}"
