@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
+from vsim.checkpoint.start import Saving
 from vsim.cli import main, parse_strategy
 from vsim.cli.problem import parse_settings
 from vsim.models import CNN
 from vsim.strategy import PRESETS, STRATEGIES, DiLoCoCommunicator, DiLoCoStrategy, FedAvgStrategy, TopK
+from vsim.training.interrupt import Interrupted
 
 QUICK = ["--steps", "4", "--val-size", "16", "--quiet"]
 
@@ -126,6 +128,27 @@ def test_results_that_cannot_be_written_are_refused_before_training(
         assert run(*command, "--data", "digits", *QUICK, "--out", out) == 2
         error = capsys.readouterr().err
         assert f"--out {out}" in error and error.count("\n") == 1
+
+
+def test_a_benchmark_that_cannot_be_written_is_refused_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vsim.bench.bench", lambda *_, **__: pytest.fail("it measures"))
+    (tmp_path / "file").write_text("")
+    assert run("bench", "--out", tmp_path / "file") == 2
+    assert "is a file; give a folder" in capsys.readouterr().err
+
+
+def test_an_interrupt_says_where_the_run_is_and_how_it_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, save_dir: str, **__: object) -> None:
+        raise Interrupted(3, Saving(Path(save_dir), None))
+
+    monkeypatch.setattr("vsim.trainer.Trainer.fit", interrupted)
+    assert run("train", "--data", "digits", *QUICK, "--out", tmp_path, "--save-dir", tmp_path / "run") == 130
+    told = f"step 3: the run is saved in '{tmp_path / 'run'}'; resume=True with this save_dir (--save-dir … --resume)"
+    assert told in capsys.readouterr().err
 
 
 def test_a_comparison_of_which_no_run_ends_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     for name in ("nodes", "rounds"):
         for value in getattr(arguments, name) if name == "nodes" else filter(None, [arguments.rounds]):
             whole_number(f"--{name}", value)
+    writable(arguments.out)
     strategies = {text: partial(parse_strategy, text, 1e-4) for text in arguments.strategies}
     for make in strategies.values():
         make()  # before minutes of measuring
