@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vsim.checkpoint.savable import Savable
-from vsim.checkpoint.snapshot import FIXED, GENERATORS, flat_bytes
+from vsim.checkpoint.snapshot import FIXED, GENERATORS, attributes_of, flat_bytes
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import described
 from vsim.strategy.base import Strategy
@@ -65,7 +65,7 @@ def fingerprint(run: Savable) -> dict[str, Any]:
     for name, module in config.model.named_modules():
         path = f"module {name}".strip()
         found[path] = _class(module)
-        for attribute, value in _attributes(module).items():
+        for attribute, value in attributes_of(module).items():
             found |= _contents(value, f"{path}.{attribute}", seen)
     kept: dict[str, Any] = json.loads(json.dumps(found))  # as it will be read: lists for tuples
     return kept
@@ -164,7 +164,7 @@ def _parts(value: Any) -> dict[str, Any]:
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
     if isinstance(value, nn.Module):
         tensors = [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False)]
-        return {**dict(tensors), **dict(value.named_children()), **_attributes(value)}
+        return {**dict(tensors), **dict(value.named_children()), **attributes_of(value)}
     if isinstance(value, types.FunctionType):
         return _parts_of_function(value)
     if isinstance(value, tuple(GENERATORS)):  # whose state is the run's
@@ -203,11 +203,6 @@ def _bytecode(code: types.CodeType) -> list[Any]:
 
 def _flat(value: Any) -> Any:
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)  # whose order is another elsewhere
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    common = vars(nn.Module()).keys()
-    return {name: value for name, value in vars(module).items() if name not in common}
 
 
 def _plain(text: str) -> str:

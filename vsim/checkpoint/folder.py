@@ -17,6 +17,7 @@ from vsim.cluster.state import CheckpointError
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 # In a folder, so many are kept: the newest, and one to fall back on.
 KEPT = 2
+_TRIES = 100  # to lock a file that others remove
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _PART = re.compile(r"\..+\.\d+\.part")
 _held: dict[Path, object] = {}  # by runs of this process: the kernel's locks do not keep a process from itself
@@ -94,10 +95,10 @@ def held(path: str | Path | None, within: Iterable[Path] = ()) -> Iterator[None]
         del _held[folder]
 
 
-def _lock(path: Path, given: str | Path) -> tuple[IO[str], bool]:
+def _lock(path: Path, given: str | Path) -> tuple[IO[bytes], bool]:
     """Return the open lock file, and whether it is locked."""
-    while True:
-        file = path.open("a+", encoding="utf-8")
+    for _ in range(_TRIES):
+        file = path.open("ab+", buffering=0)
         try:
             if fcntl is None:
                 return file, False
@@ -105,16 +106,17 @@ def _lock(path: Path, given: str | Path) -> tuple[IO[str], bool]:
         except (BlockingIOError, PermissionError):
             with file:
                 file.seek(0)
-                raise _in_use(given, file.read() or "another process") from None
+                raise _in_use(given, file.read().decode(errors="replace") or "another process") from None
         except OSError:  # such as a network file system's that knows no locks
             return file, False
         with suppress(OSError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else its last holder has just removed it
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}")
-                file.flush()
+                with suppress(OSError):  # a full disk
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
                 return file, True
         file.close()
+    return path.open("ab+", buffering=0), False  # a file system without lasting numbers of files
 
 
 def _in_use(path: str | Path, who: str) -> CheckpointError:

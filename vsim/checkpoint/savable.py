@@ -9,7 +9,6 @@ import torch
 
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.ledger import Ledger
-from vsim.cluster.randomness import OwnGlobals
 from vsim.engine.objective import Objective
 from vsim.records.history import History
 from vsim.strategy.base import Strategy
@@ -42,9 +41,6 @@ class Savable(Protocol):
 
     @property
     def ledger(self) -> Ledger: ...
-
-    @property
-    def globals(self) -> OwnGlobals | None: ...
 
     @property
     def random_states(self) -> dict[str, Any]: ...

@@ -209,11 +209,17 @@ def fill(value: Any, state: dict[str, Any]) -> None:
         vars(value).update(state)
 
 
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return name → value of what a module has beside what every module has."""
+    common = vars(nn.Module()).keys()
+    return {name: value for name, value in vars(module).items() if name not in common}
+
+
 def own_attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return path → name → value of what modules keep beside parameters and buffers: numbers, tensors, generators."""
-    kinds, common = (*_PLAIN, Tensor, torch.Generator), vars(nn.Module()).keys()
+    kinds = (*_PLAIN, Tensor, torch.Generator)
     return {
-        path: {name: v for name, v in vars(own).items() if name not in common and isinstance(v, kinds)}
+        path: {name: value for name, value in attributes_of(own).items() if isinstance(value, kinds)}
         for path, own in module.named_modules()
     }
 
