@@ -102,6 +102,26 @@ def test_bad_sweeps(
     assert error.count("\n") == 1 and error.startswith("vsim sweep: ") and message in error, error
 
 
+def test_time_prints_what_runs_would_take(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["time", "--parameters", "1e6", "--nodes", 2, "--steps", 10, "--compute", 0.5]
+    assert run(*small, "--network", "32 Mbit/s", "--strategies", "allreduce", "diloco:H=5") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1e+06 parameters, 2 nodes, 10 steps" and "32 Mbit/s" in lines[1]
+    # 4 MB over 32 Mbit/s: 1 s at every step, and at two of ten.
+    assert [line.split() for line in lines[-2:]] == [
+        ["allreduce", "15", "s", "1.5", "s", "33.3%", "0.04", "GB"],
+        ["diloco:H=5", "7", "s", "700", "ms", "71.4%", "0.008", "GB"],
+    ]
+    for wrong, message in (
+        (["--network", "10 MB"], "that is bytes"),
+        (["--strategies", "dilco"], "did you mean 'diloco'"),
+        (["--strategies", "sparta:compression_method=topk"], "what it sends depends on values"),
+    ):
+        assert run(*small, *wrong) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("vsim time: ") and message in error and error.count("\n") == 1
+
+
 def test_parse_settings() -> None:
     given = ["H=5,10", "lr=1e-3", "inner_optim=sgd,adamw", "pairs=(1,2),(3,4)", "cosine_anneal=True,False", "x=None"]
     assert parse_settings(given) == {

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import subprocess
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import test_strategies_common as common
+import torch
 
-from vsim import Compute, price, required_bandwidth, timeline
-from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
+from vsim import Compute, Network, price, required_bandwidth, timeline
+from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
+from vsim.strategy.communicate import all_reduce
 
 # Streaming DiLoCo [Douillard et al. 2025, arXiv:2501.18512], table 4: Gbit/s for utilizations of 50, 80, 90, 95 and
 # 99 %, with two nodes and two bytes a parameter; layers and seconds a step of the models.
@@ -57,3 +63,86 @@ def test_without_values_the_same_is_sent(row: common.Row) -> None:
         assert mine.payload_bytes == (pytest.approx(its.payload_bytes, rel=0.3) if drawn else its.payload_bytes)
     if not drawn:
         assert line.seconds.tolist() == timeline(run, **ON_A_NETWORK).seconds.tolist()
+
+
+@pytest.mark.slow
+def test_a_trillion_parameters_on_ten_thousand_nodes_take_little_memory() -> None:
+    code = """
+import resource, time
+from vsim import price
+from vsim.strategy import DiLoCoStrategy
+
+strategy = DiLoCoStrategy(H=500)  # torch loads what its optimizers need
+before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+line = price(strategy, parameters=1e12, num_nodes=10_000, max_steps=2000, network="1 Gbit/s", compute=30)
+print(line.seconds[-1], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.process_time() - began)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, kilobytes, cpu_seconds = map(float, done.stdout.split())
+    assert seconds == pytest.approx(2000 * 30 + 4 * 2 * 9999 / 10_000 * 32e12 / 1e9)
+    assert kilobytes < 50e3 and cpu_seconds < 10
+
+
+def test_the_model_is_left_as_it_is_and_may_have_no_values() -> None:
+    model = common.model()
+    before = copy.deepcopy(model.state_dict())
+    line = price(DiLoCoStrategy(H=2), model=model, num_nodes=3, max_steps=4, **ON_A_NETWORK)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    bare = price(DiLoCoStrategy(H=2), model=model.to("meta"), num_nodes=3, max_steps=4, **ON_A_NETWORK)
+    assert bare.seconds.tolist() == line.seconds.tolist()
+    halved = price(DiLoCoStrategy(H=2), model=model, bytes_per_parameter=2, num_nodes=3, max_steps=4, **ON_A_NETWORK)
+    assert [event.payload_bytes for event in halved.ledger] == [2 * common.P] * 2
+
+
+@pytest.mark.parametrize("size", [1e9, 10e9, 997, 1])
+def test_parameters_are_one_matrix(size: float) -> None:
+    line = price(SimpleReduceStrategy(), parameters=size, num_nodes=2, max_steps=1, **ON_A_NETWORK)
+    assert [event.payload_bytes for event in line.ledger] == [4 * size]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_step_of_ones_own_and_schedules() -> None:
+    class Own(Strategy):
+        def step(self) -> None:
+            for p in self.model.parameters():
+                all_reduce(p.grad)
+            super().step()
+
+    options: dict[str, Any] = {"model": common.model(), "num_nodes": 3, "max_steps": 5, **ON_A_NETWORK}
+    assert len(price(Own(lr=0.1), **options).ledger) == 5 * len(list(common.model().parameters()))
+    schedules: dict[str, Any] = {"lr_scheduler": "cosine", "warmup_steps": 2, "max_norm": 1.0}
+    assert len(price(FedAvgStrategy(H=2, **schedules), **options).ledger) == 2
+
+
+def test_bad_input() -> None:
+    strategy = DiLoCoStrategy(H=10)
+    options: dict[str, Any] = {"parameters": 10, "num_nodes": 2, "max_steps": 4, **ON_A_NETWORK}
+    for change, kind, message in (
+        ({"parameters": None}, TypeError, "give either parameters=, how many there are, or a model="),
+        ({"model": common.model()}, TypeError, "give either parameters="),
+        ({"parameters": 1.5}, TypeError, "parameters must be a whole number, got 1.5"),
+        ({"parameters": 0}, ValueError, "parameters must be a whole number >= 1, got 0"),
+        ({"bytes_per_parameter": 3}, ValueError, "bytes_per_parameter must be one of '1', '2', '4', '8', got '3'"),
+        ({"network": None}, TypeError, "network is missing"),
+        ({"compute": None}, TypeError, "compute is missing"),
+        ({"network": Network.between(np.ones((3, 3)))}, ValueError, "the network has 3 nodes, and the run 2"),
+        ({"num_node": 3}, TypeError, "did you mean 'num_nodes'"),
+    ):
+        with pytest.raises(kind, match=message):
+            price(strategy, **{**options, **change})
+    with pytest.raises(TypeError, match="strategy must be a Strategy, got 'diloco'"):
+        price("diloco", **options)  # type: ignore[arg-type]
+    required: dict[str, Any] = {"parameters": 10, "num_nodes": 2, "compute": 1.0}
+    with pytest.raises(ValueError, match="DiLoCoStrategy sends nothing in 9 steps; a larger max_steps shows more"):
+        required_bandwidth(strategy, **required, max_steps=9)
+    wrong: Any = {"utilization must be > 0 and <= 1": {"utilization": [2]}, "grid must be > 0": {"grid": [0]}}
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            required_bandwidth(strategy, **required, **change)
+
+
+def test_no_bandwidth_of_the_grid_suffices() -> None:
+    found = required_bandwidth(
+        SimpleReduceStrategy(), parameters=1e9, num_nodes=2, compute=1.0, utilization=[0.5, 0.9], grid=[32e9, 64e9]
+    )
+    assert found == {0.5: 32e9, 0.9: math.inf}  # 32 Gbit take 1 s, as long as a step, and 0.5 s

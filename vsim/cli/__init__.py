@@ -1,4 +1,4 @@
-"""`vsim compare`, `sweep`, `train`, `verify`, `doctor` and `bench`: the main jobs from the command line."""
+"""`vsim compare`, `sweep`, `train`, `time`, `verify`, `doctor` and `bench`: the main jobs from the command line."""
 
 from __future__ import annotations
 

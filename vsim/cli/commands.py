@@ -27,9 +27,13 @@ from vsim.cli.problem import (
 )
 from vsim.compare import compare
 from vsim.doctor import machine
+from vsim.network import Compute, Network
+from vsim.network.timeline import duration
+from vsim.price import price
 from vsim.records.compared import ComparedRun
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import folder_name
+from vsim.records.table import text_table
 from vsim.strategy import STRATEGIES
 from vsim.sweep import sweep
 from vsim.trainer import Trainer
@@ -138,6 +142,35 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         **computing(arguments),
     )
     print(f"{machine()}\n\n{title(arguments)}\n{explanation}")
+    return 0
+
+
+def run_time(arguments: argparse.Namespace) -> int:
+    compute = Compute(arguments.compute, layers=arguments.layers)
+    network = Network.parse(arguments.network)
+    rows = []
+    for text in arguments.strategies:
+        line = price(
+            parse_strategy(text, 1e-3),
+            parameters=arguments.parameters,
+            num_nodes=arguments.nodes,
+            max_steps=arguments.steps,
+            network=network,
+            compute=compute,
+            bytes_per_parameter=arguments.bytes_per_parameter,
+        )
+        seconds, sent = float(line.seconds[-1]), sum(event.payload_bytes for event in line.ledger) / 1e9
+        rows.append(
+            {
+                "strategy": text,
+                "time": duration(seconds),
+                "a step": duration(seconds / arguments.steps),
+                "compute": f"{line.utilization:.1%}",
+                "payload per node": f"{sent:.3g} GB" if sent < 1000 else f"{sent:,.0f} GB",
+            }
+        )
+    what = f"{arguments.parameters:.4g} parameters, {arguments.nodes} nodes, {arguments.steps} steps"
+    print(f"{what}\n{network!r}, {compute!r}\n\n{text_table(rows, 'simple', ['strategy'])}")
     return 0
 
 

@@ -32,6 +32,7 @@ examples:
   vsim sweep --strategy diloco --set H=5,10,50 outer_lr=0.4,0.7,1.0 --seeds 1 2 3   nine settings, three seeds each
   vsim train --strategy diloco:H=20 --nodes 16              one strategy, and its model
   vsim train --save-dir run1 --checkpoint-interval 50       the same, saved; with --resume it goes on where it stopped
+  vsim time --parameters 10e9 --nodes 8 --network "1 Gbit/s, 20 ms" --compute 0.8   hours on a network, not trained
   vsim verify --strategy diloco:H=5                         the simulator against 4 processes, bit by bit
   vsim doctor --data digits --nodes 16                      how this machine computes it
 """
@@ -44,9 +45,9 @@ def parser() -> argparse.ArgumentParser:
         description="Simulate distributed training of K nodes in one process, and count every byte they would send.",
     )
     whole.add_argument("--version", action="version", version=f"vsim {__version__}")
-    names = "compare | sweep | train | verify | doctor | bench"
+    names = "compare | sweep | train | time | verify | doctor | bench"
     kinds = whole.add_subparsers(dest="command", required=True, metavar=names)
-    for add in (_add_compare, _add_sweep, _add_train, _add_verify, _add_doctor, _add_bench):
+    for add in (_add_compare, _add_sweep, _add_train, _add_time, _add_verify, _add_doctor, _add_bench):
         add(kinds)
     return whole
 
@@ -128,6 +129,22 @@ def _add_train(kinds: Any) -> None:
     command.set_defaults(run=commands.run_train)
 
 
+def _add_time(kinds: Any) -> None:
+    purpose = "tell how long runs would take on a network, without training"
+    command = _command_without_data(kinds, "time", purpose, _epilog())
+    command.add_argument("--strategies", nargs="+", default=list(STRATEGIES), metavar="NAME", help="default: all")
+    command.add_argument("--parameters", type=float, default=1e9, metavar="N", help="of the model (default: 1e9)")
+    command.add_argument("--bytes-per-parameter", type=int, default=4, metavar="B", help="1, 2, 4 (default) or 8")
+    command.add_argument("--nodes", type=int, default=4, metavar="K", help="default: 4")
+    command.add_argument("--steps", type=int, default=1000, help="optimizer steps (default: %(default)s)")
+    purpose = "bandwidth, latency, algorithm of collectives, such as '1 Gbit/s, 5 ms, tree'"
+    command.add_argument("--network", default="200 Mbit/s, 50 ms", help=f"{purpose} (default: '%(default)s', a ring)")
+    command.add_argument("--compute", type=float, required=True, metavar="SECONDS", help="that a node computes a step")
+    purpose = "overlap what is sent with the backward pass, layer by layer (default: no overlap)"
+    command.add_argument("--layers", type=int, metavar="L", help=purpose)
+    command.set_defaults(run=commands.run_time)
+
+
 def _add_saving(command: argparse.ArgumentParser, of_one_run: bool) -> None:
     saving = command.add_argument_group("checkpoints")
     saving.add_argument("--save-dir", type=Path, metavar="DIR", help="save at the end, and when interrupted (Ctrl-C)")
@@ -156,7 +173,7 @@ def _add_doctor(kinds: Any) -> None:
 
 def _add_bench(kinds: Any) -> None:
     purpose = "time a step against K, beside K separate modules and beside its floor, and by strategy"
-    command = kinds.add_parser("bench", help=purpose, description=f"{purpose.capitalize()}.")
+    command = _command_without_data(kinds, "bench", purpose)
     models = list(bench.MODELS)
     command.add_argument("--models", nargs="+", choices=models, default=models[:3], help="default: the first three")
     command.add_argument("--nodes", nargs="+", type=int, default=[1, 4, 16], metavar="K", help="default: 1 4 16")
@@ -173,16 +190,21 @@ def _add_bench(kinds: Any) -> None:
     command.set_defaults(run=commands.run_bench)
 
 
-def _command(
-    kinds: Any, name: str, purpose: str, one_strategy: bool = True, several_seeds: bool = False
-) -> argparse.ArgumentParser:
+def _command_without_data(kinds: Any, name: str, purpose: str, epilog: str | None = None) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = kinds.add_parser(
         name,
         help=purpose,
         description=f"{purpose[0].upper()}{purpose[1:]}.",
-        epilog=_epilog(),
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    return command
+
+
+def _command(
+    kinds: Any, name: str, purpose: str, one_strategy: bool = True, several_seeds: bool = False
+) -> argparse.ArgumentParser:
+    command = _command_without_data(kinds, name, purpose, _epilog())
     data = command.add_argument_group("data and model")
     source = data.add_mutually_exclusive_group()
     source.add_argument("--data", choices=DATA, default="docs", help="docs: Python's manual, always there (default)")
