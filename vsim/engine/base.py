@@ -17,7 +17,7 @@ from vsim_kernels.alignment import aligned, empty_rows, is_aligned, rows_apart
 from vsim.cluster.randomness import default_generator, drawing_from
 from vsim.cluster.replicas import Replicas, Views
 from vsim.engine.objective import Objective
-from vsim.engine.own_state import OwnState, numbers_of, put_numbers
+from vsim.engine.own_state import OwnState
 from vsim.private_torch import tensor_tables
 
 
@@ -130,7 +130,7 @@ class Executor(ABC):
         The model is in evaluation mode meanwhile, and draws from `stream`, the same numbers for every row. Nothing of
         the training state changes. `accuracies` is None where the objective knows none.
         """
-        with evaluating(self.objective):
+        with evaluating(self.objective), self._own_state.untouched():
             return self._evaluate(weights, buffers, batch, stream)
 
     @torch.no_grad()
@@ -145,7 +145,8 @@ class Executor(ABC):
         """Return function(model, batch) of the model as in `evaluate`, with shared weights (P,) and buffers."""
         own_buffers = {name: b.clone() for name, b in buffers.items()}
         parameters = {name: aligned(w) for name, w in self.replicas.views(weights).items()}
-        with evaluating(self.objective), drawing_from(stream), self._precision(), self._placed(parameters, own_buffers):
+        placed, own_state = self._placed(parameters, own_buffers), self._own_state.untouched()
+        with evaluating(self.objective), own_state, drawing_from(stream), self._precision(), placed:
             return function(self.objective.model, cloned(batch))
 
     @abstractmethod
@@ -161,7 +162,7 @@ class Executor(ABC):
         for row, own_weights in enumerate(weights):
             own_buffers = {n: b[row].clone() for n, b in buffers.items()}
             stream.set_state(state)
-            with drawing_from(stream), self._precision():
+            with drawing_from(stream), self._precision(), self._own_state.untouched():
                 # Parameters, also to an operation that asks whether they need a gradient, as recurrent ones do.
                 parameters = {
                     name: aligned(w).detach().requires_grad_() for name, w in self.replicas.views(own_weights).items()
@@ -264,7 +265,7 @@ class Before:
         default = default_generator(replicas.weights.device)
         self.streams = [(g, g.get_state()) for g in [*executor.generators, default, *streams]]
         self.objective = executor.objective
-        self.numbers = (numbers_of(self.objective), dict(self.objective.numbers))
+        self.numbers = self.objective.read(), dict(self.objective.numbers), self.objective.left
         changed = [*([replicas.weights] if weights else []), *replicas.buffers.values()]
         self.tensors = [(t, t.clone()) for t in changed]
 
@@ -274,9 +275,10 @@ class Before:
             stream.set_state(state)
         for tensor, value in self.tensors:
             tensor.copy_(value)
-        put_numbers(self.objective, self.numbers[0])
+        now, of_nodes, self.objective.left = self.numbers
+        self.objective.write(now)
         self.objective.numbers.clear()
-        self.objective.numbers.update(self.numbers[1])
+        self.objective.numbers.update(of_nodes)
 
 
 def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vsim.engine import python_state
+from vsim.engine.python_state import State
+
 LossFunction = Callable[[Any, Any], Tensor]
-Numbers = dict[tuple[str, str], float]  # (path of a module, name of an attribute) → number
 
 
 class Objective(nn.Module):
@@ -21,7 +23,8 @@ class Objective(nn.Module):
     `loss_fn` compares outputs (B, C, …) with whole-number targets (B, …): then it is that of argmax over C.
 
     Attributes:
-        numbers: node → the numbers among its modules' attributes, for models that count in Python.
+        numbers: node → the numbers that its Python keeps (see `vsim.engine.python_state`), for models that count.
+        left: those that the last call has left; None: there was none.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
@@ -30,7 +33,16 @@ class Objective(nn.Module):
             raise ValueError("loss_fn has trainable parameters: make them part of the model, or freeze them")
         self.model = model
         self.loss_fn = loss_fn
-        self.numbers: dict[int, Numbers] = {}  # of every node that has called it
+        self.numbers: dict[int, State] = {}  # of every node that has called it
+        self.left: State | None = None
+
+    def read(self) -> State:
+        """Return the numbers that its Python keeps now."""
+        return python_state.read(self.model, self.loss_fn)
+
+    def write(self, numbers: State) -> None:
+        """Let the numbers be these."""
+        python_state.write(numbers, self.model, self.loss_fn)
 
     def forward(self, batch: Any, with_accuracy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return (loss, accuracy): scalars; accuracy is None unless asked for and known."""

@@ -8,15 +8,17 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from vsim.cluster.replicas import Replicas
-from vsim.engine.objective import Numbers, Objective
+from vsim.engine.nodes import InexactError
+from vsim.engine.objective import Objective
+from vsim.engine.python_state import State, changed, dotted, with_changes
 from vsim.private_torch import is_wrapped, version
 
 
 class OwnState:
     """Gives every node numbers of its own, and refuses state that the nodes would share silently.
 
-    Numbers among the attributes of modules are for models that count in Python. The first step shows whether a model
-    does; if it does not, they are left alone from then on.
+    The numbers of `vsim.engine.python_state` are for models that count in Python. The first step shows whether a model
+    does; if it does not, they are left alone from then on. A change between two calls, as by a callback, is for all.
 
     Args:
         replicas: the nodes. objective: whose modules these are; it holds the numbers of all nodes, so that several
@@ -28,21 +30,53 @@ class OwnState:
         self._frozen = {name: (t, version(t)) for name, t in replicas.frozen.items()}
         self._of_loss = {n: (b, version(b)) for n, b in self._loss_buffers() if replicas.num_held > 1}
         self._may_count = True
-        self._at_first: Numbers | None = None
+        self._in_step = False
+        self._at_first: State | None = None
         self._made: dict[str, tuple[int, int]] | None = None  # buffers that forward has made, after the first step
         self._may_make = True
 
     @contextmanager
     def of(self, nodes: range) -> Iterator[None]:
-        """Within this context the numbers are those of some nodes, for which the model is called at once."""
+        """Within this context the numbers are those of some nodes, for which the model is called at once.
+
+        Raises:
+            InexactError: they are not the same for these nodes.
+        """
         if not self._may_count:
             yield
             return
+        objective = self.objective
+        now = objective.left if self._in_step and objective.left is not None else objective.read()
         if self._at_first is None:  # not before: a run that resumes has the checkpoint's numbers
-            self._at_first = numbers_of(self.objective)
-        put_numbers(self.objective, self.objective.numbers.get(nodes[0], self._at_first))
+            self._at_first = now
+        if objective.left is not None and now != objective.left:
+            for node, own in objective.numbers.items():
+                objective.numbers[node] = with_changes(own, objective.left, now)
+            self._at_first = with_changes(self._at_first, objective.left, now)
+        own = objective.numbers.get(nodes[0], self._at_first)
+        for node in nodes[1:]:
+            other = objective.numbers.get(node, self._at_first)
+            if other is not own and (differing := changed(own, other)):
+                raise InexactError(
+                    f"{dotted(differing)} differs between nodes {nodes[0]} and {node}, and the model's Python runs "
+                    "once for both; with executor='loop' it runs for each"
+                )
+        if own != now:
+            objective.write(own)
+        self._in_step = True  # nobody changes anything between nodes
         yield
-        self.objective.numbers.update(dict.fromkeys(nodes, numbers_of(self.objective)))
+        objective.left = objective.read()
+        objective.numbers.update(dict.fromkeys(nodes, objective.left))
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Within this context the model may count; afterwards it has not."""
+        before = self.objective.read() if self._may_count else None
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.objective.write(before)
 
     def check(self) -> None:
         """Check the state of the model after a step.
@@ -51,6 +85,7 @@ class OwnState:
             ValueError: a frozen parameter has changed; or forward has created a buffer that is not the same for all
                 nodes and steps. The first two steps tell; a constant buffer, such as a mask, does no harm.
         """
+        self._in_step = False
         self._may_count = self._may_count and any(n != self._at_first for n in self.objective.numbers.values())
         for name, (tensor, at_first) in self._frozen.items():
             if version(tensor) != at_first:
@@ -83,21 +118,3 @@ class OwnState:
     def _loss_buffers(self) -> list[tuple[str, Tensor]]:
         loss_fn = self.objective.loss_fn
         return list(loss_fn.named_buffers()) if isinstance(loss_fn, nn.Module) else []
-
-
-def numbers_of(model: nn.Module) -> Numbers:
-    """Return (path of a module, name) → number, of all attributes of modules that are numbers."""
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if type(value) in (int, float)
-    }
-
-
-def put_numbers(model: nn.Module, numbers: Numbers) -> None:
-    """Let attributes be as `numbers_of` has found them."""
-    for path, module in model.named_modules():
-        for name in [name for name, value in vars(module).items() if type(value) in (int, float)]:
-            if (path, name) in numbers:
-                vars(module)[name] = numbers[path, name]

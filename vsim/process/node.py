@@ -118,7 +118,7 @@ class EagerExecutor(Executor):
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         for p in self.parameters:
             p.grad = None
-        with self._moved_up_to_date(), drawing_from(self.generators[0]):
+        with self._moved_up_to_date(), self._own_state.of(range(1)), drawing_from(self.generators[0]):
             with self._precision():
                 loss, _ = self.objective(tree_map(lambda t: t[0], batch))
             if share != 1.0:

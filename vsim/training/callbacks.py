@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.checkpoint.savable import savable
-from vsim.engine.own_state import numbers_of
+from vsim.engine import python_state
 from vsim.records.report import Hook
 from vsim.training.member import Member
 
@@ -101,24 +101,20 @@ class Originals(Callback):
             self.on_end(run)
 
     def on_end(self, run: Any) -> None:
-        now, before = {} if self.has_warned else self._now(), self.before
-        changed = [path for path in now if now[path] != before.get(path)]
+        changed = [] if self.has_warned else python_state.changed(self.before, self._now())
         if changed:
             self.has_warned = True
             warnings.warn(
-                f"{', '.join(changed[:4])} changed while the run trained, which has no effect on it: a run trains "
-                "copies of the model and the loss. A callback f(run) in fit(callbacks=[f]) gets the run, whose own are "
-                "run.model and run.loss_fn",
+                f"{python_state.dotted(changed)} changed while the run trained, which has no effect on it: a run "
+                "trains copies of the model and the loss. A callback f(run) in fit(callbacks=[f]) gets the run, whose "
+                "own are run.model and run.loss_fn",
                 UserWarning,
                 stacklevel=2,
             )
 
-    def _now(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in (("model", self.model), ("loss_fn", self.loss_fn)):
-            if isinstance(value, nn.Module):
-                found |= {f"{name}.{path}": number for path, number in named_numbers(value).items()}
-        return found
+    def _now(self) -> python_state.State:
+        # What runs do not copy (globals, classes, what functions hold) they see.
+        return python_state.read(self.model, self.loss_fn, code=False)
 
     def __deepcopy__(self, memo: Any) -> Originals:
         return self
@@ -266,8 +262,3 @@ def checked(callbacks: Any) -> list[Callback]:
     if odd:
         raise TypeError(f"callbacks must be objects of a class of vsim.Callback, or functions f(run), got {odd[0]!r}")
     return [one if isinstance(one, Callback) else AfterStep(one) for one in given]
-
-
-def named_numbers(module: nn.Module) -> dict[str, float]:
-    """Return dotted name → number."""
-    return {".".join(filter(None, key)): value for key, value in numbers_of(module).items()}

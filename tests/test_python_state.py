@@ -1,0 +1,275 @@
+"""Numbers that a model's Python keeps are each node's own, wherever they are, whatever computes the nodes."""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from separate import vectors
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import vsim
+from vsim import Trainer
+from vsim.engine import auto, python_state
+from vsim.strategy import Strategy
+
+CALLS = 0
+TABLE: dict[str, int] = {}
+OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": 7, "batch_size": 5, "val_interval": 2, "progress": False}
+
+
+class Model(nn.Module):
+    """A linear layer, whose outputs are divided by the number of this call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+        stream = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(0.4 * torch.randn(p.shape, generator=stream))
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.layer(batch[0]) / self.number(), batch[1])
+
+    def number(self) -> Any:
+        raise NotImplementedError
+
+
+class Buffer(Model):
+    """The reference: every node has its own, and evaluation leaves no trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def number(self) -> Any:
+        self.calls += 1
+        return self.calls
+
+
+class Attribute(Model):
+    calls = 0
+
+    def number(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+class InDict(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats: dict[str, dict[str, int]] = {"of": {}}
+
+    def number(self) -> int:
+        self.stats["of"]["calls"] = self.stats["of"].get("calls", 0) + 1
+        return self.stats["of"]["calls"]
+
+
+class InCounter(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats: collections.Counter[str] = collections.Counter()
+
+    def number(self) -> int:
+        self.stats["calls"] += 1
+        return self.stats["calls"]
+
+
+@dataclass
+class Config:
+    calls: int = 0
+
+
+class InDataclass(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.configs = (Config(), types.SimpleNamespace(other=3))
+
+    def number(self) -> int:
+        self.configs[0].calls += 1
+        return self.configs[0].calls
+
+
+class InList(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def number(self) -> int:
+        self.seen.append(0.5)
+        return len(self.seen)
+
+
+class OfClass(Model):
+    calls: ClassVar[int] = 0
+
+    def number(self) -> int:
+        type(self).calls += 1
+        return self.calls
+
+
+class Global(Model):
+    def number(self) -> int:
+        global CALLS
+        CALLS += 1
+        return CALLS
+
+
+def counted() -> int:
+    TABLE["calls"] = TABLE.get("calls", 0) + 1
+    return TABLE["calls"]
+
+
+class GlobalTable(Model):
+    def number(self) -> int:
+        return counted()
+
+
+class Default(Model):
+    def number(self, seen: list[int] = []) -> int:  # noqa: B006
+        seen.append(1)
+        return len(seen)
+
+
+def closed() -> nn.Module:
+    calls = 0
+
+    class Closed(Model):
+        def number(self) -> int:
+            nonlocal calls
+            calls += 1
+            return calls
+
+    return Closed()
+
+
+KINDS: list[Callable[[], nn.Module]] = [
+    *(Attribute, InDict, InCounter, InDataclass, InList, OfClass, Global, GlobalTable, Default, closed)
+]
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "CALLS", 0)
+    TABLE.clear()
+    OfClass.calls = 0
+    Default.number.__defaults__[0].clear()  # type: ignore[index]
+
+
+def trained(model: nn.Module, **options: Any) -> Trainer:
+    trainer = Trainer(model, vectors(), vectors(7))
+    trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.5), **{**OPTIONS, **options})
+    return trainer
+
+
+@pytest.mark.parametrize("options", [{"executor": "loop"}, {"executor": "vmap"}, {"executor": "vmap", "chunk_size": 1}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_node_counts_for_itself(kind: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    reference = trained(Buffer(), executor="loop")
+    ours = trained(kind(), **options)
+    np.testing.assert_allclose(ours.history.node_losses, reference.history.node_losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trials_leave_no_trace(kind: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever executor is tried first, and for how long, a seed has its bits."""
+    alone = trained(kind(), executor="loop", deterministic=True).history.node_losses
+    monkeypatch.setattr(auto, "BUDGET_SECONDS", 1e9)
+    monkeypatch.setattr(auto, "BUDGET_SHARE", 1e9)
+    for timed in (1, 2, 3):
+        monkeypatch.setattr(auto, "_TIMED_STEPS", timed)
+        monkeypatch.setattr(auto, "_remembered", {})
+        _reset()
+        np.testing.assert_array_equal(trained(kind(), deterministic=True).history.node_losses, alone)
+
+
+def _reset() -> None:
+    globals()["CALLS"] = OfClass.calls = 0
+    TABLE.clear()
+    Default.number.__defaults__[0].clear()  # type: ignore[index]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [InDict, InDataclass, InList])
+def test_processes_count_alike(kind: Callable[[], nn.Module]) -> None:
+    options = {"num_nodes": 2, "max_steps": 4, "val_dataset": vectors(7), "val_interval": 2}
+    assert vsim.verify(kind(), vectors(), Strategy(optim_spec="sgd", lr=0.5), **options).identical
+
+
+def test_a_loss_may_count() -> None:
+    class Loss:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, outputs: Tensor, y: Tensor) -> Tensor:
+            self.calls += 1
+            return F.cross_entropy(outputs / self.calls, y)
+
+    def run(executor: str) -> Any:
+        trainer = Trainer(Buffer().layer, vectors(), loss_fn=Loss())
+        options = {**OPTIONS, "val_interval": None, "executor": executor}
+        trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.5), **options)
+        return trainer.history.node_losses
+
+    np.testing.assert_allclose(run("loop"), run("vmap"), rtol=1e-6)
+    np.testing.assert_allclose(run("loop"), trained(Buffer(), executor="loop").history.node_losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+def test_a_callback_changes_the_numbers_of_all_nodes(executor: str) -> None:
+    def anew(run: Any) -> None:
+        if run.done == 4:
+            run.model.calls = 0
+
+    def expected(run: Any) -> None:
+        if run.done == 4:
+            run.cluster.replicas.buffers["calls"].zero_()
+
+    ours = trained(Attribute(), executor=executor, callbacks=[anew]).history.node_losses
+    theirs = trained(Buffer(), executor="loop", callbacks=[expected]).history.node_losses
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    assert not np.isclose(ours[4:], trained(Attribute(), executor=executor).history.node_losses[4:], rtol=1e-3).all()
+
+
+def test_nodes_that_count_differently_are_not_computed_at_once() -> None:
+    run = Trainer(Attribute(), vectors()).prepare(strategy=Strategy(), **{**OPTIONS, "executor": "vmap"})
+    _, group = run.only
+    group.losses_and_grads(next(group.batches))
+    numbers = group.executor.objective.numbers
+    numbers[2] = python_state.with_changes(numbers[2], {}, {"model": {"calls": 5}})
+    with pytest.raises(ValueError, match=r"model\.calls differs between nodes 0 and 2, .*executor='loop'"):
+        group.losses_and_grads(next(group.batches))
+
+
+# The search
+
+
+def test_read_write_and_changed() -> None:
+    model = InDataclass()
+    before = python_state.read(model)
+    model.configs[0].calls, model.configs[1].new = 3, 2.5
+    now = python_state.read(model)
+    places = python_state.changed(before, now)
+    assert python_state.dotted(places) == "model.configs.0.calls, model.configs.1.new"
+    python_state.write(before, model)
+    assert model.configs[0].calls == 0 and not hasattr(model.configs[1], "new")
+    assert python_state.changed(before, python_state.read(model)) == []
+    assert python_state.with_changes(before, before, now) == now
+
+
+def test_large_tables_circles_and_libraries_are_left_alone() -> None:
+    model = Model()
+    model.vocabulary = {str(i): i for i in range(5000)}  # type: ignore[assignment]
+    model.itself = [model.__dict__]  # type: ignore[assignment]
+    model.reference = types.SimpleNamespace(model=model)  # type: ignore[assignment]
+    model.reference.itself = model.reference
+    paths = python_state.read(model)
+    assert not any("vocabulary" in path or "torch" in path for path in paths)

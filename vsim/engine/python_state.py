@@ -1,0 +1,227 @@
+"""Numbers that a user's Python keeps: in attributes, in dicts, lists and objects that they hold, and in globals.
+
+They are found from the modules of a model and from a loss: through what their attributes hold, in their classes, and
+through the variables that the code of these classes names. Code of libraries is not looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Any]  # path of a holder → its numbers: name → number, or a list of numbers
+
+_NUMBERS = (int, float, bool)
+_OPAQUE = (Tensor, nn.Module, type, np.ndarray, str, bytes, torch.Generator, torch.optim.Optimizer)
+_PLAIN = frozenset([*_NUMBERS, str, type(None), Tensor, torch.Size, torch.device, torch.dtype])
+_MOST = 1000  # entries of a container that is looked into; larger ones are data, such as a vocabulary
+_MOST_HOLDERS = 10_000
+_MACHINERY = ("torch", "numpy", "builtins", "logging", "threading", "multiprocessing", "_io", "io")
+_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+_COMMON = frozenset(vars(nn.Module()))
+
+
+class Holder(NamedTuple):
+    """What holds numbers: the dict of an object, a dict, a list, a class, or a variable of a closure.
+
+    Attributes:
+        names: those that are looked at; None: all.
+    """
+
+    path: str
+    of: Any
+    names: frozenset[str] | None = None
+
+    def read(self) -> Any:
+        """Return its numbers; empty if there are none."""
+        of = self.of
+        if isinstance(of, list | deque):
+            return list(of) if all(type(v) in _NUMBERS for v in of) else []
+        items = vars(of) if isinstance(of, type) else {"": _content(of)} if isinstance(of, CellType) else of
+        if self.names is not None:
+            items = {name: items[name] for name in self.names if name in items}
+        return {k: v for k, v in items.items() if type(v) in _NUMBERS and k not in _COMMON}
+
+    def write(self, numbers: Any) -> None:
+        """Let its numbers be these."""
+        of, now = self.of, self.read()
+        if now == numbers or not (now or numbers):
+            return
+        if isinstance(of, list | deque):
+            of.clear()
+            of.extend(numbers)
+            return
+        for name in {**now, **dict(numbers)}:
+            if isinstance(of, CellType):
+                of.cell_contents = numbers[name]
+            elif isinstance(of, type):
+                setattr(of, name, numbers[name]) if name in numbers else delattr(of, name)
+            elif name in numbers:
+                of[name] = numbers[name]
+            else:
+                del of[name]
+
+
+def read(model: nn.Module, loss_fn: Any = None, code: bool = True) -> State:
+    """Return all numbers: path of what holds them → numbers; code: those too that classes and functions name."""
+    return {holder.path: found for holder in _holders(model, loss_fn, code) if (found := holder.read())}
+
+
+def write(state: Mapping[str, Any], model: nn.Module, loss_fn: Any = None) -> None:
+    """Let the numbers be as `read` returned them; others that have come are removed."""
+    for holder in list(_holders(model, loss_fn, True)):
+        holder.write(state.get(holder.path, {}))
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    """Return (path, name) of all numbers that differ; the name is None where a list differs."""
+    found: list[tuple[str, str | None]] = []
+    for path in {**before, **now}:
+        one, other = before.get(path, {}), now.get(path, {})
+        if one == other:
+            continue
+        if isinstance(one, list) or isinstance(other, list):
+            found.append((path, None))
+        else:
+            found += [(path, name) for name in {**one, **other} if one.get(name) != other.get(name)]
+    return found
+
+
+def with_changes(state: State, before: State, now: State) -> State:
+    """Return a copy of a state in which all numbers that differ between two others are as in the latter."""
+    found = dict(state)
+    for path, name in changed(before, now):
+        if name is None:
+            found[path] = now.get(path, {})
+        else:
+            own = {k: v for k, v in found.get(path, {}).items() if k != name}
+            found[path] = {**own, name: now[path][name]} if name in now.get(path, {}) else own
+    return {path: own for path, own in found.items() if own}
+
+
+def dotted(places: list[tuple[str, str | None]]) -> str:
+    """Return some of the places that `changed` returned as text."""
+    names = [f"{path}.{name}" if name else path for path, name in places]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# Where they are ------------------------------------------------------------------------------------------------------
+
+
+def _holders(model: nn.Module, loss_fn: Any, code: bool) -> Iterator[Holder]:
+    search = _Search(code)
+    for name, root in (("model", model), ("loss_fn", loss_fn)):
+        modules = root.named_modules() if isinstance(root, nn.Module) else ()
+        for path, module in modules:
+            yield from search.within(vars(module), f"{name}.{path}".rstrip("."))
+            yield from search.of_class(type(module))
+        if not modules:
+            yield from search.of_value(root, name)
+    for path, variables, names in search.variables.values():
+        yield Holder(path, variables, frozenset(names))
+
+
+class _Search:
+    """One search through objects and code, each of which is looked at once."""
+
+    def __init__(self, code: bool) -> None:
+        self.code = code
+        self.seen: set[int] = set()
+        self.variables: dict[int, tuple[str, dict[str, Any], set[str]]] = {}  # of modules: those that code names
+
+    def within(self, items: Any, path: str) -> Iterator[Holder]:
+        """A container, and what is reached from it."""
+        if id(items) in self.seen or len(items) > _MOST or len(self.seen) > _MOST_HOLDERS:
+            return
+        self.seen.add(id(items))
+        yield Holder(path, items)
+        for name, value in list(items.items() if isinstance(items, dict) else enumerate(items)):
+            if name not in _COMMON and type(value) not in _PLAIN:
+                yield from self.of_value(value, f"{path}.{name}")
+
+    def of_value(self, value: Any, path: str) -> Iterator[Holder]:
+        if isinstance(value, _OPAQUE):
+            return
+        if isinstance(value, dict | list | deque):
+            yield from self.within(value, path)
+        elif isinstance(value, tuple):
+            for i, item in enumerate(value[:_MOST]):
+                yield from self.of_value(item, f"{path}.{i}")
+        elif isinstance(value, functools.partial):
+            yield from self.of_value((value.func, value.args, value.keywords), path)
+        elif isinstance(value, MethodType):
+            yield from self.of_value(value.__func__, path)
+        elif isinstance(value, FunctionType):
+            yield from self.of_function(value)
+        elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _MACHINERY:
+            yield from self.within(vars(value), path)
+            yield from self.of_class(type(value))
+
+    def of_class(self, cls: type) -> Iterator[Holder]:
+        """The numbers of a class and of those that it inherits from, and what their functions name."""
+        for base in cls.__mro__:
+            if not self.code or id(base) in self.seen:
+                continue
+            self.seen.add(id(base))
+            if _is_library(sys.modules.get(base.__module__)):
+                continue
+            yield Holder(base.__qualname__, base)
+            for name, value in list(vars(base).items()):
+                if not name.startswith("__") or isinstance(value, FunctionType):
+                    yield from self.of_value(value, f"{base.__qualname__}.{name}")
+
+    def of_function(self, function: FunctionType) -> Iterator[Holder]:
+        """The variables that a function names: of its module, of a module that it uses, of a closure."""
+        code = function.__code__
+        if not self.code or id(code) in self.seen or _is_of_library(code.co_filename):
+            return
+        self.seen.add(id(code))
+        names = _names(code)
+        variables = function.__globals__
+        self.variables.setdefault(id(variables), (function.__module__, variables, set()))[2].update(names)
+        for name, value in [(name, variables[name]) for name in names if name in variables]:
+            if isinstance(value, ModuleType) and not _is_library(value):
+                own = vars(value)
+                self.variables.setdefault(id(own), (value.__name__, own, set()))[2].update(names)
+            elif type(value) not in _NUMBERS:
+                yield from self.of_value(value, f"{function.__module__}.{name}")
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            path = f"{function.__qualname__}.{name}"
+            yield Holder(path, cell)
+            yield from self.of_value(_content(cell), path)
+        yield from self.of_value(function.__defaults__ or (), f"{function.__qualname__}.defaults")
+
+
+@functools.cache
+def _names(code: CodeType) -> frozenset[str]:
+    """Return the names that code uses, with those of functions within it."""
+    inner = [_names(own) for own in code.co_consts if isinstance(own, CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _is_library(module: ModuleType | None) -> bool:
+    if module is None or module.__name__ == "__main__":  # of a notebook
+        return False
+    file = getattr(module, "__file__", None)
+    return file is None or _is_of_library(file)
+
+
+def _is_of_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file
