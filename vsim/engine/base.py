@@ -85,6 +85,7 @@ class Executor(ABC):
         each weighted by its part of the batch.
         """
         self.step += 1
+        self._own_state.begin()
         total: Tensor | None = None
         for piece, share in minibatches(tree_map(rows_apart, batch), minibatch_size):
             losses = self._backward(piece, share, first=total is None)

@@ -27,13 +27,17 @@ class OwnState:
 
     def __init__(self, replicas: Replicas, objective: Objective) -> None:
         self.replicas, self.objective = replicas, objective
-        self._frozen = {name: (t, version(t)) for name, t in replicas.frozen.items()}
-        self._of_loss = {n: (b, version(b)) for n, b in self._loss_buffers() if replicas.num_held > 1}
+        self.begin()
         self._may_count = True
         self._in_step = False
         self._at_first: State | None = None
         self._made: dict[str, tuple[int, int]] | None = None  # buffers that forward has made, after the first step
         self._may_make = True
+
+    def begin(self) -> None:
+        """Look at the state before a step: between steps it may be changed."""
+        self._frozen = {name: (t, version(t)) for name, t in self.replicas.frozen.items()}
+        self._of_loss = {n: (b, version(b)) for n, b in self._loss_buffers() if self.replicas.num_held > 1}
 
     @contextmanager
     def of(self, nodes: range) -> Iterator[None]:
