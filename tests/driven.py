@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from vsim import Ledger
 from vsim.cluster import Cluster
-from vsim.cluster.collectives import Collectives, Groups, StackedCollectives, reduce_rows
+from vsim.cluster.collectives import Collectives, Finish, StackedCollectives, reduce_rows
 from vsim.cluster.replicas import Replicas
 from vsim.strategy import Strategy
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -106,35 +109,34 @@ class _SplitCollectives(Collectives):
     """The collectives of one of K nodes that hold a row each."""
 
     def __init__(self, meeting: _Meeting, rank: int, num_nodes: int) -> None:
-        super().__init__(Ledger(num_nodes))
+        super().__init__(Ledger(num_nodes), range(rank, rank + 1))
         self.meeting, self.rank = meeting, rank
 
-    def _all_reduce(self, stacked: Tensor, op: str, groups: Groups | None, weights: Tensor | None) -> Tensor:
-        assert groups is None and weights is None
-        return reduce_rows(self._all_gather(stacked), op)
+    def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
+        rows = self.meeting.all_rows(self.rank, stacked)
+        return lambda: reduce_rows(rows, op, shares)
 
-    def _all_gather(self, stacked: Tensor) -> Tensor:
-        return self.meeting.all_rows(self.rank, stacked)
+    def _all_gather(self, stacked: Tensor) -> Finish:
+        rows = self.meeting.all_rows(self.rank, stacked)
+        return lambda: rows
 
-    def _broadcast(self, stacked: Tensor, src: int) -> Tensor:
-        return self._all_gather(stacked)[src]
+    def _broadcast(self, stacked: Tensor, src: int) -> Finish:
+        rows = self.meeting.all_rows(self.rank, stacked)
+        return lambda: rows[src]
+
+    def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
+        rows = self.meeting.all_rows(self.rank, stacked)
+        return lambda: rows[[src for src, dst in pairs if dst == self.rank]]
 
 
-def driven_apart(strategy: Strategy, model: nn.Module, gradients: Tensor, deterministic: bool = True) -> list[Driven]:
-    """As `driven`, with every node held by a thread of its own, as processes would."""
-    num_nodes = gradients.shape[1]
+def apart(num_nodes: int, work: Callable[[Collectives], Result]) -> list[Result]:
+    """What `work` returns for every node, each in a thread of its own that holds one row, as processes would."""
     meeting = _Meeting(num_nodes)
-    runs: list[Driven | None] = [None] * num_nodes
+    results: dict[int, Result] = {}
 
     def node(rank: int) -> None:
         try:
-            replicas = Replicas.of(model, 1, torch.device("cpu"))
-            replicas.first_node = rank
-            collectives = _SplitCollectives(meeting, rank, num_nodes)
-            run = _started(strategy, replicas, collectives, deterministic)
-            for given in gradients:
-                run.step(given[rank : rank + 1])
-            runs[rank] = run
+            results[rank] = work(_SplitCollectives(meeting, rank, num_nodes))
         except BaseException:
             meeting.barrier.abort()
             raise
@@ -144,6 +146,18 @@ def driven_apart(strategy: Strategy, model: nn.Module, gradients: Tensor, determ
         thread.start()
     for thread in threads:
         thread.join()
-    finished = [run for run in runs if run is not None]
-    assert len(finished) == num_nodes
-    return finished
+    return [results[rank] for rank in range(num_nodes)]
+
+
+def driven_apart(strategy: Strategy, model: nn.Module, gradients: Tensor, deterministic: bool = True) -> list[Driven]:
+    """As `driven`, with every node held apart."""
+
+    def node(collectives: Collectives) -> Driven:
+        replicas = Replicas.of(model, 1, torch.device("cpu"))
+        replicas.first_node = collectives.nodes.start
+        run = _started(strategy, replicas, collectives, deterministic)
+        for given in gradients:
+            run.step(given[collectives.nodes.start : collectives.nodes.stop])
+        return run
+
+    return apart(gradients.shape[1], node)

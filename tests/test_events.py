@@ -17,7 +17,7 @@ from separate import small_mlp, vectors
 from torch import Tensor
 
 from vsim import Event, Ledger, Trainer
-from vsim.cluster.collectives import Collectives, StackedCollectives, check_partition
+from vsim.cluster.collectives import Collectives, StackedCollectives
 from vsim.cluster.traffic import traffic
 from vsim.strategy import (
     AveragingCommunicator,
@@ -303,36 +303,6 @@ def test_what_traffic_refuses() -> None:
         traffic("all_reduce", 3, "circle")
     with pytest.raises(ValueError, match="n must be a whole number >= 1, got 0"):
         traffic("all_reduce", 0)
-
-
-def test_what_a_collective_returns() -> None:
-    rows = torch.tensor([[1.0, 5.0], [2.0, 1.0], [6.0, 0.0]])
-    collectives = StackedCollectives(Ledger(3))
-    assert collectives.all_reduce(rows, "mean").tolist() == [3.0, 2.0]
-    assert collectives.all_reduce(rows, "sum").tolist() == [9.0, 6.0]
-    assert collectives.all_reduce(rows, "max").tolist() == [6.0, 5.0]
-    assert collectives.all_reduce(rows, "min").tolist() == [1.0, 0.0]
-    # Weights 1, 1 and 2: (1 + 2 + 12)/4 and (5 + 1 + 0)/4.
-    assert collectives.all_reduce(rows, "mean", weights=torch.tensor([1, 1, 2])).tolist() == [3.75, 1.5]
-    grouped = collectives.all_reduce(rows, "mean", groups=[[2, 0], [1]], weights=torch.tensor([1, 1, 2]))
-    assert grouped.tolist() == [pytest.approx([13 / 3, 5 / 3]), [2.0, 1.0], pytest.approx([13 / 3, 5 / 3])]
-    assert collectives.broadcast(rows, 1).tolist() == [2.0, 1.0]
-    assert torch.equal(collectives.all_gather(rows), rows)
-
-
-def test_what_a_collective_refuses() -> None:
-    rows, collectives = torch.ones(3, 2), StackedCollectives(Ledger(3))
-    with pytest.raises(ValueError, match="op must be one of 'mean', 'sum', 'max', 'min', got 'avg'"):
-        collectives.all_reduce(rows, "avg")
-    with pytest.raises(ValueError, match="weights are for op='mean', got op='sum'"):
-        collectives.all_reduce(rows, "sum", weights=torch.ones(3))
-    with pytest.raises(ValueError, match="src must be a whole number from 0 to 2, got 3"):
-        collectives.broadcast(rows, 3)
-    for groups in ([[0, 1]], [[0, 1], [1, 2]], [[0, 1, 2, 3]]):
-        with pytest.raises(ValueError, match="each of the nodes 0 … 2 exactly once, got"):
-            collectives.all_reduce(rows, "mean", groups=groups)
-    assert len(collectives.ledger) == 0
-    check_partition([[1], [2, 0]], 3)
 
 
 def test_unbilled_is_only_for_its_block() -> None:

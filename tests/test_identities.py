@@ -313,7 +313,7 @@ def test_averaging_conserves_the_sum_of_the_rows(groups: list[list[int]], column
     num_nodes = sum(map(len, groups))
     rows = torch.randn(num_nodes, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     before = rows.clone()
-    averaged = StackedCollectives(Ledger(num_nodes)).all_reduce(rows, "mean", groups=groups)
+    averaged = StackedCollectives(Ledger(num_nodes)).all_reduce(rows, "mean", among=groups)
     torch.testing.assert_close(averaged.sum(0), rows.sum(0))
     for group in groups:
         assert torch.equal(averaged[group], rows[group].mean(0).expand(len(group), -1))
@@ -330,7 +330,7 @@ def test_a_weighted_mean_is_scaled_inside_every_group(groups: list[list[int]], s
     stream = torch.Generator().manual_seed(seed)
     rows = torch.randn(num_nodes, 3, generator=stream, dtype=torch.float64)
     weights = torch.randint(1, 9, (num_nodes,), generator=stream)
-    averaged = StackedCollectives(Ledger(num_nodes)).all_reduce(rows, "mean", groups=groups, weights=weights)
+    averaged = StackedCollectives(Ledger(num_nodes)).all_reduce(rows, "mean", among=groups, weights=weights)
     # Conserved is the weighted sum: Σ_k w_k · (Σ_j w_j x_j / Σ_j w_j) = Σ_j w_j x_j in every group.
     torch.testing.assert_close(weights.double() @ averaged, weights.double() @ rows)
     for group in groups:

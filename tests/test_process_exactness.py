@@ -19,10 +19,18 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from vsim import Trainer
+from vsim.cluster import Cluster
 from vsim.engine.objective import LossFunction
 from vsim.records.history import COLUMNS, OF_THE_MACHINE
-from vsim.strategy import FedAvgStrategy, OptimSpec, PartitionedIndexSelector, SPARTAStrategy, Strategy
-from vsim.strategy.communicate import all_gather, all_reduce, broadcast
+from vsim.strategy import (
+    CommunicationModule,
+    FedAvgStrategy,
+    OptimSpec,
+    PartitionedIndexSelector,
+    SPARTAStrategy,
+    Strategy,
+)
+from vsim.strategy.communicate import all_gather, all_reduce, broadcast, send
 from vsim.training.member import Run
 
 STEPS = 30
@@ -53,11 +61,51 @@ class PerNode(Strategy):
                 largest = p.data.clone()
                 all_reduce(largest, "max")
                 p.data.add_(largest, alpha=1e-2)
+            if self.local_step % 3 == 0:
+                arrived = p.data.clone()
+                send(arrived, [(k, (k + 1) % self.num_nodes) for k in range(self.num_nodes)])
+                p.data.add_(arrived).div_(2)
             if self.local_step % 5 == 0:
                 rows = all_gather(None, p.data)
                 p.data.copy_(torch.stack(rows).median(0).values)
             if self.local_step % 7 == 0:
                 broadcast(p.data, source)
+
+
+class PointToPoint(CommunicationModule):
+    """A cohort's mean gradient; gossip that arrives two steps later; a server that some nodes push to and pull from."""
+
+    def setup(self, cluster: Cluster) -> None:
+        self.keep_shared(server=cluster.weights[0].clone())
+        self.keep_stacked(gossip=None)
+
+    def communicate_gradients(self, cluster: Cluster) -> None:
+        cohort = torch.randperm(cluster.num_nodes, generator=cluster.generator)[: 1 + cluster.step % 3]
+        grads = cluster.grads
+        grads.copy_(cluster.collectives.all_reduce(grads, "mean", among=cohort, label="cohort"))
+
+    def communicate(self, cluster: Cluster) -> None:
+        collectives, weights = cluster.collectives, cluster.weights
+        order = torch.randperm(cluster.num_nodes, generator=cluster.generator).tolist()
+        if self.gossip is not None and self.gossip.due == cluster.step:
+            weights.add_(self.gossip.result()).div_(2)
+            self.gossip = None
+        if self.gossip is None:
+            pairs = list(zip(order, [*order[1:], order[0]], strict=True))
+            self.gossip = collectives.start("send", weights, pairs, delay=2, label="gossip")
+        if cluster.step % 3 == 0:
+            pushed = collectives.push(weights, among=order[:2])  # (n, P)
+            self.server.add_(pushed[-1] - self.server, alpha=0.5)
+            weights.copy_(collectives.pull(self.server, weights, among=order[:2]))
+        if cluster.step % 4 == 0:
+            gathered = collectives.all_gather(weights[:, :5].clone(), among=order[:2])  # (R, n, 5)
+            weights[:, :5] = gathered[:, 0] - gathered[:, -1]
+            weights.copy_(collectives.broadcast(weights, order[0], among=order[:2]))
+
+
+class PointToPointStrategy(Strategy):
+    def __init__(self, **options: Any) -> None:
+        super().__init__([PointToPoint()], **options)
 
 
 class Orthogonal(torch.optim.Optimizer):
@@ -82,6 +130,7 @@ ROWS = [
     Row("SPARTA, sent mask", SPARTAStrategy, {"p_sparta": 0.1, "mask": "broadcast", "sparta_interval": 2}, []),
     Row("SPARTA, partitions", SPARTAStrategy, {"index_selector": PartitionedIndexSelector(0.1)}, []),
     Row("per-node code", PerNode, {}, []),
+    Row("point to point", PointToPointStrategy, {}, []),
     Row("an optimizer of one's own", FedAvgStrategy, {"H": 4, "optim_spec": OptimSpec(Orthogonal)}, []),
 ]
 BY_NAME = {row.name: row for row in ROWS}
@@ -140,6 +189,7 @@ CELLS = {
 # Every model, and every way of communicating, with one K.
 QUICK = [
     "K3-cnn-AllReduce",
+    "K3-mlp-point to point",
     "K3-gpt-islands by examples",
     "K3-mlp-DiLoCo",
     "K3-cnn-SPARTA + DiLoCo",
@@ -259,7 +309,7 @@ def test_processes_that_are_spawned_have_the_same_bits(tmp_path: Path) -> None:
     everything = Variant(*5 * [True])
     simulated, processes = both(tmp_path, TASKS[1], everything, everything.strategy(BY_NAME["per-node code"]), 3)
     assert_same_bits(simulated, processes)
-    assert {e.collective for e in processes.trainer.ledger} == {"all_reduce", "all_gather", "broadcast"}
+    assert {e.collective for e in processes.trainer.ledger} == {"all_reduce", "all_gather", "broadcast", "send"}
 
 
 def test_what_is_defined_in_a_function_is_shipped_with_loader_workers_and_a_loss(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vsim.checkpoint.snapshot import FIXED, GENERATORS, SEQUENCES, Node, Shard, fill, flat_bytes, state_of
+from vsim.cluster.collectives import Pending
 from vsim.cluster.state import CheckpointError, described, name_of, placements_of
 
 Saved = Sequence[tuple[Shard, Node]]  # one value, as it was in each of the processes that hold a part of it
@@ -155,6 +156,11 @@ class Restorer:
         value = np.array(saved[0][1]["items"], saved[0][1]["dtype"])
         return value[()] if saved[0][1]["scalar"] else value
 
+    def _pending(self, saved: Saved, live: Any, path: str, placement: str | None) -> Pending:
+        results = [(shard, n["result"]) for shard, n in saved]
+        result, due = self._value(results, _ABSENT, path, placement), int(saved[0][1]["due"])
+        return Pending(self._made["collectives"], due, lambda: result)
+
     # Containers and objects
 
     def _sequence(self, saved: Saved, live: Any, path: str, placement: str | None) -> Any:
@@ -237,6 +243,7 @@ _KINDS: dict[str, Callable[[Restorer, Saved, Any, str, str | None], Any]] = {
     "tensor": Restorer._tensor,
     "view": Restorer._view,
     "array": Restorer._array,
+    "pending": Restorer._pending,
     "sequence": Restorer._sequence,
     "dict": Restorer._dict,
     "object": Restorer._object,

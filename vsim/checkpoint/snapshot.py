@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vsim.cluster.collectives import Pending
 from vsim.cluster.state import CheckpointError, described, name_of
 
 Node = Any  # of a tree: None, a bool, a number, a text, or a dict with its "kind", as JSON has them
@@ -91,6 +92,8 @@ class Snapshot:
         self._seen[id(value)] = path, value
         if isinstance(value, Tensor):
             return self._tensor(value, path)
+        if isinstance(value, Pending):
+            return {"kind": "pending", "due": value.due, "result": self._node(value.arrived(), path)}
         if isinstance(value, np.ndarray | np.generic):
             if value.dtype.kind not in "biuf":
                 raise CheckpointError(f"{path} is an array of {value.dtype}, which cannot be saved; only numbers are")

@@ -1,15 +1,19 @@
 """The collectives, and their stacked implementation: reductions down the node dimension.
 
 Every collective takes a *stacked* tensor (R, …): a row for each node held here (all K in the simulator). A result that
-is equal on all nodes comes back once, as a *shared* tensor; one that differs between groups comes back stacked. This
+is equal on all nodes comes back once, as a *shared* tensor; one that differs between nodes comes back stacked. This
 is where the ledger is written, and nowhere else.
+
+`among=` says who takes part. Who does not neither sends nor pays, and its row of the result is as it was.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -17,8 +21,12 @@ from torch import Tensor
 from vsim.arguments import one_of, whole_number
 from vsim.cluster.ledger import Event, Ledger
 
-Groups = Sequence[Sequence[int]]
+Nodes = Sequence[int] | Tensor
+Among = Nodes | Sequence[Nodes]
+Finish = Callable[[], Tensor]  # waits for what was issued, and returns the result
 REDUCTIONS = ("mean", "sum", "max", "min")
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "send", "push", "pull")
+_P = ParamSpec("_P")
 
 
 def reduce_rows(stacked: Tensor, op: str, weights: Tensor | None = None) -> Tensor:
@@ -32,66 +40,231 @@ def reduce_rows(stacked: Tensor, op: str, weights: Tensor | None = None) -> Tens
     return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
+def _awaited(issue: Callable[_P, Finish]) -> Callable[_P, Tensor]:
+    """Make a collective that waits for its result of one that is only issued, which `Collectives.start` calls."""
+
+    @wraps(issue)
+    def collective(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        return issue(*args, **kwargs)()
+
+    return collective
+
+
+class Pending:
+    """A collective that is on its way; see `Collectives.start`. It is saved with a run.
+
+    Attributes:
+        due: the step at which the result is taken.
+    """
+
+    def __init__(self, collectives: Collectives, due: int, finish: Finish) -> None:
+        self.due = due
+        self._collectives, self._finish = collectives, finish
+
+    def result(self) -> Tensor:
+        """Return what the collective would have returned at once.
+
+        Raises:
+            RuntimeError: it is taken at another step than the one that the ledger has.
+        """
+        if self._collectives.step != self.due:
+            raise RuntimeError(
+                f"the result of this collective is due at step {self.due}, and was taken at step "
+                f"{self._collectives.step}; give start() the delay after which it is taken"
+            )
+        return self.arrived()
+
+    def arrived(self) -> Tensor:
+        """Wait for the result, whenever it is due, and return it."""
+        result = self._finish()
+        self._finish = lambda: result
+        return result
+
+
 class Collectives(ABC):
     """The collectives of a cluster of K nodes; every call is recorded in the ledger.
 
+    All take `label`, the name in the ledger, and `payload_bytes`, what one node hands in, if that is not its row as it
+    is (packed indices, fewer bits). `among` is the nodes that take part, default all; for `all_reduce` also several
+    groups of nodes, each of which reduces on its own. With `among` results are stacked, and the row of a node that does
+    not take part is its own.
+
     Attributes:
-        num_nodes: K.
+        num_nodes: K. nodes: those held here, R of them.
         ledger: where calls are recorded.
         step, moment: the step that calls now belong to, and whether they come before its optimizer step, "gradients",
             or after it, "weights"; the cluster and the strategy set them.
         label: that of the last call.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.num_nodes = ledger.num_nodes
+    def __init__(self, ledger: Ledger, nodes: range) -> None:
+        self.num_nodes, self.nodes = ledger.num_nodes, nodes
         self.ledger = ledger
         self.step, self.moment = 0, "weights"
         self.label = ""
         self._billed = True
+        self._delay = 0
 
+    @_awaited
     def all_reduce(
         self,
         stacked: Tensor,
         op: str,
         *,
-        label: str = "all_reduce",
-        groups: Groups | None = None,
+        among: Among | None = None,
         weights: Tensor | None = None,
+        label: str = "all_reduce",
         payload_bytes: float | None = None,
-    ) -> Tensor:
+    ) -> Finish:
         """Reduce over the nodes.
 
         Args:
             stacked: (R, …).
             op: "mean", "sum", "max" or "min".
-            label: its name in the ledger.
-            groups: a partition of range(K); every group then reduces on its own.
             weights: (K,), one per node, for a weighted mean; they are scaled to sum to 1 in every group.
-            payload_bytes: what one node hands in, if that is not its row as it is (packed indices, fewer bits).
 
         Returns:
-            Shared (…); with `groups`, stacked (R, …): every row the result of its own group.
+            Shared (…); with `among`, stacked (R, …): every row the result of its own group.
         """
         one_of("op", op, REDUCTIONS)
         if weights is not None and op != "mean":
             raise ValueError(f"weights are for op='mean', got op={op!r}")
+        groups = [range(self.num_nodes)] if among is None else groups_of(among, self.num_nodes)
         self._record("all_reduce", label, stacked, groups, payload_bytes)
-        return self._all_reduce(stacked, op, groups, weights)
+        if among is None:
+            return self._all_reduce(stacked, op, None if weights is None else shares_of(weights))
+        return self._written(stacked, [(group, self._reduced(stacked, op, group, weights)) for group in groups])
 
-    def all_gather(self, stacked: Tensor, *, label: str = "all_gather", payload_bytes: float | None = None) -> Tensor:
-        """Give every node the rows of all: (R, …) → shared (K, …), in the order of the ranks."""
-        self._record("all_gather", label, stacked, None, payload_bytes)
-        return self._all_gather(stacked)
+    def _reduced(self, stacked: Tensor, op: str, group: Sequence[int], weights: Tensor | None) -> Finish:
+        rows, shares = self._rows(stacked, group, group), None if weights is None else shares_of(weights[list(group)])
+        return lambda: reduce_rows(rows(), op, shares)
 
+    @_awaited
+    def all_gather(
+        self,
+        stacked: Tensor,
+        *,
+        among: Nodes | None = None,
+        label: str = "all_gather",
+        payload_bytes: float | None = None,
+    ) -> Finish:
+        """Give every node the rows of all: (R, …) → shared (K, …), in the order of the ranks.
+
+        With `among`, n nodes: stacked (R, n, …), in their order; a node that does not take part has its own row there.
+        """
+        group = self._one_group(among)
+        self._record("all_gather", label, stacked, [group], payload_bytes)
+        if among is None:
+            return self._all_gather(stacked)
+        own = stacked[:, None].repeat_interleave(len(group), 1)
+        return self._written(own, [(group, self._rows(stacked, group, group))])
+
+    @_awaited
     def broadcast(
-        self, stacked: Tensor, src: int = 0, *, label: str = "broadcast", payload_bytes: float | None = None
-    ) -> Tensor:
-        """Give every node the row of node `src`: (R, …) → shared (…)."""
+        self,
+        stacked: Tensor,
+        src: int = 0,
+        *,
+        among: Nodes | None = None,
+        label: str = "broadcast",
+        payload_bytes: float | None = None,
+    ) -> Finish:
+        """Give every node the row of node `src`: (R, …) → shared (…); with `among`, stacked (R, …)."""
         whole_number("src", src, at_least=0, at_most=self.num_nodes - 1)
-        order = None if src == 0 else [[*range(src, self.num_nodes), *range(src)]]  # along the ring
-        self._record("broadcast", label, stacked, order, payload_bytes)
-        return self._broadcast(stacked, src)
+        group = self._one_group(among)
+        if src not in group:
+            raise ValueError(f"src must be one of the nodes that take part, {group}, got {src}")
+        first = group.index(src)
+        along = [*group[first:], *group[:first]] if first else group
+        self._record("broadcast", label, stacked, [along], payload_bytes)
+        if among is None:
+            return self._broadcast(stacked, src)
+        row = self._rows(stacked, [src], group)
+        return self._written(stacked, [(group, lambda: row()[0])])
+
+    @_awaited
+    def send(
+        self,
+        stacked: Tensor,
+        pairs: Sequence[tuple[int, int]] | Tensor,
+        *,
+        label: str = "send",
+        payload_bytes: float | None = None,
+    ) -> Finish:
+        """Send rows from node to node, all at the same time.
+
+        Args:
+            stacked: (R, …).
+            pairs: (src, dst), …; a node is at most once a source, and at most once a destination. One that sends to
+                itself neither sends nor pays.
+
+        Returns:
+            Stacked (R, …): the row of `dst` is that of `src`, all others are as they were.
+        """
+        listed = [(int(src), int(dst)) for src, dst in pairs]
+        for nodes in zip(*listed, strict=True):
+            groups_of(nodes, self.num_nodes)
+        routes = [pair for pair in listed if pair[0] != pair[1]]
+        self._record("send", label, stacked, routes, payload_bytes)
+        here = [dst - self.nodes.start for _, dst in routes if dst in self.nodes]
+        arriving = self._sent(stacked, routes)
+
+        def finish() -> Tensor:
+            result = stacked.clone()
+            result[here] = arriving()  # also where nothing arrives: what is sent from there must have left
+            return result
+
+        return finish
+
+    @_awaited
+    def push(
+        self, stacked: Tensor, *, among: Nodes | None = None, label: str = "push", payload_bytes: float | None = None
+    ) -> Finish:
+        """Send rows to a server, which is none of the nodes: (R, …) → shared (n, …), in the order of `among`.
+
+        The server's state is shared: what it does with the rows, every process does.
+        """
+        group = self._one_group(among)
+        self._record("push", label, stacked, [group], payload_bytes)
+        return self._all_gather(stacked) if among is None else self._rows(stacked, group, range(self.num_nodes))
+
+    @_awaited
+    def pull(
+        self,
+        shared: Tensor,
+        stacked: Tensor,
+        *,
+        among: Nodes | None = None,
+        label: str = "pull",
+        payload_bytes: float | None = None,
+    ) -> Finish:
+        """Fetch a value (…) from the server, which transmits one to every node that pulls.
+
+        Returns:
+            Stacked (R, …): `shared` on the nodes that pull, and the row of `stacked` (R, …) on all others.
+        """
+        group = self._one_group(among)
+        self._record("pull", label, shared[None], [group], payload_bytes)
+        return self._written(stacked, [(group, lambda: shared)])
+
+    def start(self, collective: str, *arguments: Any, delay: int = 0, **options: Any) -> Pending:
+        """Hand tensors to a collective, and take its result later, while training goes on.
+
+        The values that travel are those of now. The simulator computes the result at once; processes send meanwhile.
+
+        Args:
+            collective: the name of a method here; arguments, options: that method's.
+            delay: steps until the result is taken, at least 0. The ledger has the step as `due`, also that of a result
+                which a run never gets to.
+        """
+        one_of("collective", collective, COLLECTIVES)
+        kept = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
+        self._delay = whole_number("delay", delay, at_least=0)
+        try:
+            finish = getattr(type(self), collective).__wrapped__(self, *kept, **options)
+        finally:
+            self._delay = 0
+        return Pending(self, self.step + delay, finish)
 
     @contextmanager
     def unbilled(self) -> Iterator[None]:
@@ -102,47 +275,92 @@ class Collectives(ABC):
         finally:
             self._billed = before
 
+    def _one_group(self, among: Nodes | None) -> Sequence[int]:
+        if among is None:
+            return range(self.num_nodes)
+        groups = groups_of(among, self.num_nodes)
+        if len(groups) > 1:
+            raise ValueError(f"among must be the nodes that take part, not groups of them, got {among}")
+        return groups[0] if groups else []
+
     def _record(
-        self, collective: str, label: str, stacked: Tensor, groups: Groups | None, payload_bytes: float | None
+        self,
+        collective: str,
+        label: str,
+        stacked: Tensor,
+        groups: Sequence[Sequence[int]],
+        payload_bytes: float | None,
     ) -> None:
         self.label = label
-        if groups is not None:
-            check_partition(groups, self.num_nodes)
-        if not self._billed:
+        taking_part = tuple(group if isinstance(group, range) else tuple(group) for group in groups if group)
+        if not self._billed or not taking_part:
             return
         if payload_bytes is None:
             payload_bytes = stacked[0].numel() * stacked.element_size()
-        taking_part = self.ledger.everyone if groups is None else tuple(map(tuple, groups))
-        self.ledger.record(Event(self.step, self.step, self.moment, collective, label, payload_bytes, taking_part))
+        due = self.step + self._delay
+        self.ledger.record(Event(self.step, due, self.moment, collective, label, payload_bytes, taking_part))
+
+    def _written(self, stacked: Tensor, parts: Sequence[tuple[Sequence[int], Finish]]) -> Finish:
+        """Write to the rows of some nodes what they receive, as far as they are held here."""
+
+        def finish() -> Tensor:
+            result = stacked.clone()
+            for nodes, received in parts:
+                here = [node - self.nodes.start for node in nodes if node in self.nodes]
+                if here:
+                    result[here] = received()
+            return result
+
+        return finish
+
+    # What a backend defines -----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _all_reduce(self, stacked: Tensor, op: str, groups: Groups | None, weights: Tensor | None) -> Tensor: ...
+    def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
+        """(R, …) → shared (…); `shares` (K,) sum to 1."""
 
     @abstractmethod
-    def _all_gather(self, stacked: Tensor) -> Tensor: ...
+    def _all_gather(self, stacked: Tensor) -> Finish:
+        """(R, …) → shared (K, …)."""
 
     @abstractmethod
-    def _broadcast(self, stacked: Tensor, src: int) -> Tensor: ...
+    def _broadcast(self, stacked: Tensor, src: int) -> Finish:
+        """(R, …) → shared (…)."""
+
+    @abstractmethod
+    def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
+        """(R, …) → (n, …): the rows of the sources of those pairs (src, dst) whose `dst` is held here."""
+
+    def _rows(self, stacked: Tensor, sources: Sequence[int], receivers: Sequence[int]) -> Finish:
+        """(R, …) → (n, …): the rows of n `sources`, for one node that is held here, if it is one of the `receivers`."""
+        return self._sent(stacked, [(src, dst) for dst in receivers for src in sources])
 
 
 class StackedCollectives(Collectives):
     """All nodes are rows of one tensor, so that a collective is a reduction over dim 0."""
 
-    def _all_reduce(self, stacked: Tensor, op: str, groups: Groups | None, weights: Tensor | None) -> Tensor:
-        if groups is None:
-            return reduce_rows(stacked, op, None if weights is None else shares_of(weights))
-        result = torch.empty_like(stacked)
-        for group in groups:
-            rows = torch.as_tensor(group, device=stacked.device)
-            own = None if weights is None else shares_of(weights[list(group)])
-            result[rows] = reduce_rows(stacked[rows], op, own)
-        return result
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger, range(ledger.num_nodes))
 
-    def _all_gather(self, stacked: Tensor) -> Tensor:
-        return stacked
+    def start(self, collective: str, *arguments: Any, delay: int = 0, **options: Any) -> Pending:
+        pending = super().start(collective, *arguments, delay=delay, **options)
+        pending.arrived()
+        return pending
 
-    def _broadcast(self, stacked: Tensor, src: int) -> Tensor:
-        return stacked[src]
+    def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
+        return lambda: reduce_rows(stacked, op, shares)
+
+    def _all_gather(self, stacked: Tensor) -> Finish:
+        return lambda: stacked
+
+    def _broadcast(self, stacked: Tensor, src: int) -> Finish:
+        return lambda: stacked[src]
+
+    def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
+        return lambda: stacked[[src for src, _ in pairs]]
+
+    def _rows(self, stacked: Tensor, sources: Sequence[int], receivers: Sequence[int]) -> Finish:
+        return lambda: stacked[list(sources)]  # one copy for all receivers
 
 
 def shares_of(weights: Tensor) -> Tensor:
@@ -151,7 +369,15 @@ def shares_of(weights: Tensor) -> Tensor:
     return weights.cpu().double() / weights.sum().item()
 
 
-def check_partition(groups: Groups, num_nodes: int) -> None:
-    """Raise a ValueError unless every node is in exactly one of the groups."""
-    if sorted(node for group in groups for node in group) != list(range(num_nodes)):
-        raise ValueError(f"groups must hold each of the nodes 0 … {num_nodes - 1} exactly once, got {groups}")
+def groups_of(among: Among, num_nodes: int) -> list[list[int]]:
+    """Return the groups that are named: nodes are one group, groups of nodes several; empty ones are left out.
+
+    Raises:
+        ValueError: something named is no node, or is named twice.
+    """
+    parts: list[Any] = [part.tolist() if hasattr(part, "tolist") else part for part in among]
+    groups = [list(part) for part in parts] if all(hasattr(part, "__iter__") for part in parts) else [parts]
+    named = [node for group in groups for node in group]
+    if any(type(node) is not int for node in named) or sorted({*named} & {*range(num_nodes)}) != sorted(named):
+        raise ValueError(f"each of the nodes that take part must be named once, from 0 to {num_nodes - 1}; got {among}")
+    return [group for group in groups if group]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vsim.cluster.collectives import Collectives, Groups, reduce_rows, shares_of
+from vsim.cluster.collectives import Collectives, Finish, reduce_rows
 from vsim.cluster.ledger import Ledger
 
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -41,49 +42,74 @@ class ProcessCollectives(Collectives):
     """
 
     def __init__(self, ledger: Ledger, exact: bool) -> None:
-        super().__init__(ledger)
         self.rank = dist.get_rank()
+        super().__init__(ledger, range(self.rank, self.rank + 1))
         self.exact = exact
         # Where the group's backend reaches tensors.
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        self._messages = 0
 
-    def _all_reduce(self, stacked: Tensor, op: str, groups: Groups | None, weights: Tensor | None) -> Tensor:
-        if groups is not None:
-            # Random groups would need a new process group at every call; nodes gather all rows and keep their group's.
-            (own,) = [list(group) for group in groups if self.rank in group]
-            rows = self._all_gather(stacked)[own]
-            return reduce_rows(rows, op, None if weights is None else shares_of(weights[own]))[None]
-        shares = None if weights is None else shares_of(weights)
+    def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
         if self.exact or stacked.dtype not in _NATIVE:
-            return reduce_rows(self._all_gather(stacked), op, shares)
+            rows = self._all_gather(stacked)
+            return lambda: reduce_rows(rows(), op, shares)
         total = stacked[0].to(self.device, copy=True, memory_format=torch.contiguous_format)
         if shares is not None:
             total *= shares[self.rank].item()
-        with self._completing("all_reduce"):
-            dist.all_reduce(total, _OPERATIONS[op])
-        if op == "mean" and shares is None:
-            total /= self.num_nodes
-        return total.to(stacked.device)
+        wait = self._issue("all_reduce", lambda: [dist.all_reduce(total, _OPERATIONS[op], async_op=True)])
 
-    def _all_gather(self, stacked: Tensor) -> Tensor:
-        row = self._as_bytes(stacked[0])
-        rows = [torch.empty_like(row) for _ in range(self.num_nodes)]
-        with self._completing("all_gather"):
-            dist.all_gather(rows, row)
-        return torch.stack(rows).to(stacked.device).view(stacked.dtype).view(self.num_nodes, *stacked.shape[1:])
+        def finish() -> Tensor:
+            wait()
+            mean = op == "mean" and shares is None
+            return (total / self.num_nodes if mean else total).to(stacked.device)
 
-    def _broadcast(self, stacked: Tensor, src: int) -> Tensor:
-        row = self._as_bytes(stacked[0]).clone()
-        with self._completing("broadcast"):
-            dist.broadcast(row, src)
-        return row.to(stacked.device).view(stacked.dtype).view(stacked.shape[1:])
+        return finish
 
-    def _as_bytes(self, row: Tensor) -> Tensor:
-        """A row as it travels: bytes, as not every backend knows every dtype, where the backend can reach them."""
-        return row.to(self.device).contiguous().view(-1).view(torch.uint8)
+    def _all_gather(self, stacked: Tensor) -> Finish:
+        row = self._as_bytes(stacked)
+        rows = row.new_empty((self.num_nodes, len(row)))
+        wait = self._issue("all_gather", lambda: [dist.all_gather(list(rows), row, async_op=True)])
+        return lambda: self._from_bytes(rows, stacked, wait)
 
-    @contextmanager
-    def _completing(self, name: str) -> Iterator[None]:
+    def _broadcast(self, stacked: Tensor, src: int) -> Finish:
+        row = self._as_bytes(stacked).clone()
+        wait = self._issue("broadcast", lambda: [dist.broadcast(row, src, async_op=True)])
+        return lambda: self._from_bytes(row[None], stacked, wait)[0]
+
+    def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
+        # From node to node: groups that are drawn anew would need a new process group at every call.
+        self._messages += 1  # the same everywhere, so that no message is taken for another
+        own, tag = self._as_bytes(stacked), self._messages
+        sources = [src for src, dst in pairs if dst == self.rank]
+        rows = own.new_empty((len(sources), len(own)))
+        messages = [dist.P2POp(dist.isend, own, dst, tag=tag) for src, dst in pairs if src == self.rank != dst]
+        for row, src in zip(rows, sources, strict=True):
+            if src == self.rank:
+                row.copy_(own)
+            else:
+                messages.append(dist.P2POp(dist.irecv, row, src, tag=tag))
+        wait = self._issue("messages", lambda: dist.batch_isend_irecv(messages) if messages else [])
+        return lambda: self._from_bytes(rows, stacked, wait)
+
+    def _as_bytes(self, stacked: Tensor) -> Tensor:
+        """The row held here as it travels: bytes, as not every backend knows every dtype, where the backend is."""
+        return stacked[0].to(self.device).contiguous().view(-1).view(torch.uint8)
+
+    def _from_bytes(self, rows: Tensor, stacked: Tensor, wait: Callable[[], None]) -> Tensor:
+        """Wait for the bytes of n rows that are like that of `stacked`."""
+        wait()
+        return rows.to(stacked.device).view(stacked.dtype).view(len(rows), *stacked.shape[1:])
+
+    def _issue(self, name: str, call: Callable[[], Sequence[Any]]) -> Callable[[], None]:
+        """Issue messages, and return what waits for all of them; what fails is raised as a `CollectiveFailure`."""
         label = name if self.label == name else f"{name} of {self.label!r}"
-        with completing(f"{label} at step {self.step} on node {self.rank}"):
-            yield
+        where = f"{label} at step {self.step} on node {self.rank}"
+        with completing(where):
+            works = call()
+
+        def wait() -> None:
+            with completing(where):
+                for work in works:
+                    work.wait()
+
+        return wait

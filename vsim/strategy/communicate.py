@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from vsim.cluster.collectives import Collectives
+from vsim.cluster.collectives import Among, Collectives, Nodes
 
 _REDUCTIONS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"}
 _current: ContextVar[Collectives] = ContextVar("collectives")
@@ -30,7 +30,7 @@ def all_reduce(
     op: str | ReduceOp.RedOpType = "sum",
     *,
     label: str = "all_reduce",
-    groups: Sequence[Sequence[int] | Tensor] | None = None,
+    among: Among | None = None,
     payload_bytes: float | None = None,
 ) -> None:
     """Replace every node's row of stacked `tensor` (K, …) by the "sum", "mean", "max" or "min" over the nodes.
@@ -39,42 +39,71 @@ def all_reduce(
         tensor: stacked (K, …), changed in place.
         op: the reduction, also as torch.distributed names it: ReduceOp.SUM, AVG, MAX or MIN.
         label: its name in the ledger.
-        groups: a partition of the nodes, as lists or tensors of their numbers: every group then reduces on its own.
+        among: the nodes that take part, as a list or tensor of their numbers, or groups of nodes, each of which reduces
+            on its own; default all. Who does not take part neither sends nor pays, and keeps its row.
         payload_bytes: what one node sends, if that is not its row as it is: fewer bits, for instance.
     """
-    partition = None if groups is None else [[int(node) for node in group] for group in groups]
     collectives = _collectives("all_reduce", tensor)
     name = op if isinstance(op, str) else _REDUCTIONS.get(op.name, op.name)
-    tensor.copy_(collectives.all_reduce(tensor, name, label=label, groups=partition, payload_bytes=payload_bytes))
+    tensor.copy_(collectives.all_reduce(tensor, name, label=label, among=among, payload_bytes=payload_bytes))
 
 
-def broadcast(tensor: Tensor, src: int = 0, *, label: str = "broadcast", payload_bytes: float | None = None) -> None:
-    """Replace every node's row of stacked `tensor` (K, …) by that of node `src`; `payload_bytes` as of all_reduce."""
-    row = _collectives("broadcast", tensor).broadcast(tensor, src, label=label, payload_bytes=payload_bytes)
-    tensor.copy_(row.clone())
+def broadcast(
+    tensor: Tensor,
+    src: int = 0,
+    *,
+    among: Nodes | None = None,
+    label: str = "broadcast",
+    payload_bytes: float | None = None,
+) -> None:
+    """Replace every node's row of stacked `tensor` (K, …) by that of node `src`; other arguments as of all_reduce."""
+    collectives = _collectives("broadcast", tensor)
+    tensor.copy_(collectives.broadcast(tensor, src, among=among, label=label, payload_bytes=payload_bytes).clone())
 
 
 def all_gather(
-    tensor_list: list[Tensor] | None, tensor: Tensor, *, label: str = "all_gather", payload_bytes: float | None = None
+    tensor_list: list[Tensor] | None,
+    tensor: Tensor,
+    *,
+    among: Nodes | None = None,
+    label: str = "all_gather",
+    payload_bytes: float | None = None,
 ) -> list[Tensor]:
     """Give every node the rows of all nodes.
 
     Args:
-        tensor_list: K stacked tensors (K, …) to fill in place, the one at position j with node j's row; or None.
+        tensor_list: n stacked tensors (K, …) to fill in place, the one at position j with the row of the j-th of the n
+            nodes that take part; or None.
         tensor: stacked (K, …): what every node sends.
-        label, payload_bytes: as of all_reduce.
+        among, label, payload_bytes: as of all_reduce. Who does not take part finds its own row everywhere.
 
     Returns:
-        `tensor_list`, or a new list of K tensors of the shape of `tensor`, which share memory between nodes.
+        `tensor_list`, or a new list of n tensors of the shape of `tensor`, which share memory between nodes.
     """
-    rows = _collectives("all_gather", tensor).all_gather(tensor, label=label, payload_bytes=payload_bytes)
+    collectives = _collectives("all_gather", tensor)
+    gathered = collectives.all_gather(tensor, among=among, label=label, payload_bytes=payload_bytes)
+    rows = list(gathered.clone() if among is None else gathered.unbind(1))
     if tensor_list is None:
-        return [row.expand_as(tensor) for row in rows.clone()]
+        return [row.expand_as(tensor) for row in rows]
     if len(tensor_list) != len(rows):
         raise ValueError(f"tensor_list must hold one tensor for each of {len(rows)} nodes, got {len(tensor_list)}")
     for target, row in zip(tensor_list, rows, strict=True):
         target.copy_(row)
     return tensor_list
+
+
+def send(
+    tensor: Tensor,
+    pairs: Sequence[tuple[int, int]] | Tensor,
+    *,
+    label: str = "send",
+    payload_bytes: float | None = None,
+) -> None:
+    """Replace, for every pair (src, dst), the row of node `dst` in stacked `tensor` (K, …) by that of node `src`.
+
+    All pairs are at the same time. A node is at most once a source, and at most once a destination.
+    """
+    tensor.copy_(_collectives("send", tensor).send(tensor, pairs, label=label, payload_bytes=payload_bytes))
 
 
 def _collectives(name: str, tensor: Tensor) -> Collectives:

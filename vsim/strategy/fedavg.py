@@ -7,7 +7,6 @@ from typing_extensions import Unpack
 
 from vsim.arguments import one_of, whole_number
 from vsim.cluster import Cluster
-from vsim.cluster.collectives import Groups
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
 
 
@@ -42,12 +41,12 @@ class AveragingCommunicator(CommunicationModule):
                 cluster.weights,
                 "mean",
                 label="weights",
-                groups=self._islands(cluster),
+                among=self._islands(cluster),
                 weights=cluster.shard_sizes if self.weighting == "examples" else None,
             )
         )
 
-    def _islands(self, cluster: Cluster) -> Groups | None:
+    def _islands(self, cluster: Cluster) -> list[list[int]] | None:
         if self.island_size is None or self.island_size == cluster.num_nodes:
             return None
         shuffled = torch.randperm(cluster.num_nodes, generator=cluster.generator)

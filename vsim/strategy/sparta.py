@@ -11,6 +11,7 @@ from vsim_kernels import topk_entries, uniform_quantize, write_entries_
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
+from vsim.cluster.collectives import Pending
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
 from vsim.strategy.diloco import DiLoCoCommunicator
 from vsim.strategy.selectors import (
@@ -42,7 +43,7 @@ class SparseCommunicator(CommunicationModule):
         sparsification_rate: p, the share of the entries, 0 < p ≤ 1; default 0.005. Give it or a selector.
         every: steps between rounds.
         async_delay: d, rounds until a mean is written: round r + d writes the mean of round r into the entries of round
-            r, over what the nodes have done to them since. The means of the last d rounds of a run are not written.
+            r, over what the nodes have done to them since. The means of the last d rounds of a run are never written.
         compression_method: "random": S is what the selector chooses. "topk": every node nominates, of every tensor of n
             entries, the ⌈p·n⌉ that have moved furthest since this module last shared them; S is the union.
         quantization_bits: b, 1 to 16: before the mean a node rounds its values to b bits, uniformly, with a scale for
@@ -59,7 +60,7 @@ class SparseCommunicator(CommunicationModule):
         TypeError: two arguments contradict each other.
     """
 
-    pending: list[tuple[Tensor, Tensor]]  # shared columns (m,) and their means (m,), the oldest first
+    pending: list[tuple[Tensor, Pending]]  # shared columns (m,) and their means (m,), the oldest first
 
     def __init__(
         self,
@@ -125,16 +126,16 @@ class SparseCommunicator(CommunicationModule):
             index = cluster.collectives.broadcast(everywhere, label="mask", payload_bytes=size)
         values = cluster.weights.gather(1, everywhere)  # (R, m)
         self.index_selector.note_shared(index, values)
-        self.pending.append((index, self._mean(cluster, index, values)))
-        if len(self.pending) > self.async_delay:
-            index, mean = self.pending.pop(0)
+        if index.numel():
+            self.pending.append((index, self._send(cluster, index, values)))
+        if self.pending and self.pending[0][1].due == cluster.step:
+            index, pending = self.pending.pop(0)
+            mean = pending.result()
             write_entries_(cluster.weights, index, mean)
             self.index_selector.note_shared(index, mean)
 
-    def _mean(self, cluster: Cluster, index: Tensor, values: Tensor) -> Tensor:
-        """Return the mean (m,) over all nodes of what each of them sends of its `values` (R, m)."""
-        if not index.numel():
-            return values[0]
+    def _send(self, cluster: Cluster, index: Tensor, values: Tensor) -> Pending:
+        """Start the mean (m,) over all nodes of what each of them sends of its `values` (R, m)."""
         payload = None
         if self.quantization_bits is not None:
             stops = torch.searchsorted(index, self.tensor_stops).cpu()  # where in `index` the tensors end
@@ -142,7 +143,9 @@ class SparseCommunicator(CommunicationModule):
             scale_bytes = max(4, values.element_size())
             payload = math.ceil(index.numel() * self.quantization_bits / 8) + scale_bytes * len(tensors)
             values = torch.cat([uniform_quantize(part, self.quantization_bits, dim=-1) for part in tensors], dim=1)
-        return cluster.collectives.all_reduce(values, "mean", label="sparse weights", payload_bytes=payload)
+        delay = self.async_delay * self.every
+        options = {"label": "sparse weights", "payload_bytes": payload}
+        return cluster.collectives.start("all_reduce", values, "mean", delay=delay, **options)
 
 
 class _FurthestMoved(IndexSelector):

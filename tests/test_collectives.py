@@ -1,0 +1,215 @@
+"""The collectives by themselves: what they return, whom they bill, and when their results are taken."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from driven import apart
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vsim import Ledger
+from vsim.cluster.collectives import Collectives, StackedCollectives
+from vsim.process.collectives import ProcessCollectives
+
+
+def test_what_a_collective_returns() -> None:
+    rows = torch.tensor([[1.0, 5.0], [2.0, 1.0], [6.0, 0.0]])
+    collectives = StackedCollectives(Ledger(3))
+    assert collectives.all_reduce(rows, "mean").tolist() == [3.0, 2.0]
+    assert collectives.all_reduce(rows, "sum").tolist() == [9.0, 6.0]
+    assert collectives.all_reduce(rows, "max").tolist() == [6.0, 5.0]
+    assert collectives.all_reduce(rows, "min").tolist() == [1.0, 0.0]
+    # Weights 1, 1 and 2: (1 + 2 + 12)/4 and (5 + 1 + 0)/4.
+    assert collectives.all_reduce(rows, "mean", weights=torch.tensor([1, 1, 2])).tolist() == [3.75, 1.5]
+    grouped = collectives.all_reduce(rows, "mean", among=[[2, 0], [1]], weights=torch.tensor([1, 1, 2]))
+    assert grouped.tolist() == [pytest.approx([13 / 3, 5 / 3]), [2.0, 1.0], pytest.approx([13 / 3, 5 / 3])]
+    assert collectives.broadcast(rows, 1).tolist() == [2.0, 1.0]
+    assert torch.equal(collectives.all_gather(rows), rows)
+
+
+def test_what_a_collective_refuses() -> None:
+    rows, collectives = torch.ones(3, 2), StackedCollectives(Ledger(3))
+    with pytest.raises(ValueError, match="op must be one of 'mean', 'sum', 'max', 'min', got 'avg'"):
+        collectives.all_reduce(rows, "avg")
+    with pytest.raises(ValueError, match="weights are for op='mean', got op='sum'"):
+        collectives.all_reduce(rows, "sum", weights=torch.ones(3))
+    with pytest.raises(ValueError, match="src must be a whole number from 0 to 2, got 3"):
+        collectives.broadcast(rows, 3)
+    for among in ([[0, 1], [1, 2]], [0, 0], [0, 3], [-1], [0, [1]], [[0.5]], torch.tensor([True, False, True])):
+        with pytest.raises(ValueError, match="named once, from 0 to 2; got"):
+            collectives.all_reduce(rows, "mean", among=among)
+    with pytest.raises(
+        ValueError, match=r"among must be the nodes that take part, not groups of them, got \[\[0\], \[1"
+    ):
+        collectives.all_gather(rows, among=[[0], [1, 2]])
+    with pytest.raises(ValueError, match=r"src must be one of the nodes that take part, \[1, 2\], got 0"):
+        collectives.broadcast(rows, among=[1, 2])
+    for pairs in ([(0, 1), (0, 2)], [(0, 2), (1, 2)], [(0, 3)]):
+        with pytest.raises(ValueError, match="named once, from 0 to 2; got"):
+            collectives.send(rows, pairs)
+    with pytest.raises(ValueError, match=r"collective must be one of 'all_reduce', .*, got 'reduce'"):
+        collectives.start("reduce", rows)
+    with pytest.raises(ValueError, match="delay must be a whole number >= 0, got -1"):
+        collectives.start("push", rows, delay=-1)
+    assert len(collectives.ledger) == 0
+
+
+def rows_of(num_nodes: int, *shape: int) -> Tensor:
+    """Stacked (K, …): the digit k everywhere in row k."""
+    return torch.arange(num_nodes, dtype=torch.float32).view(-1, *[1] * len(shape)).expand(-1, *shape).clone()
+
+
+def test_who_is_not_among_keeps_its_row_and_pays_nothing() -> None:
+    rows, collectives = rows_of(4, 2), StackedCollectives(Ledger(4))  # 8 bytes a row
+    assert collectives.all_reduce(rows, "mean", among=torch.tensor([3, 0])).tolist() == [
+        [1.5] * 2,
+        [1.0] * 2,
+        [2.0] * 2,
+        [1.5] * 2,
+    ]
+    assert collectives.all_reduce(rows, "sum", among=[[0, 1], [3]])[:, 0].tolist() == [1, 1, 2, 3]
+    assert collectives.all_gather(rows, among=[2, 1])[..., 0].tolist() == [[0, 0], [2, 1], [2, 1], [3, 3]]
+    assert collectives.broadcast(rows, 3, among=[0, 2, 3])[:, 0].tolist() == [3, 1, 3, 3]
+    assert collectives.all_reduce(rows, "mean", among=[]).equal(rows) and len(collectives.ledger) == 4
+    assert [event.groups for event in collectives.ledger] == [((3, 0),), ((0, 1), (3,)), ((2, 1),), ((3, 0, 2),)]
+    # Pairs reduce with 8 bytes each; a gathering node sends its row to the other; 3 → 0 → 2 passes on.
+    assert collectives.ledger.node_wire_bytes.tolist() == [8 + 8 + 8, 8 + 8, 8, 8 + 8]
+    assert collectives.ledger.node_payload_bytes.tolist() == [16, 16, 8, 24]
+
+
+def test_from_node_to_node_and_to_a_server() -> None:
+    rows, collectives = rows_of(4, 2), StackedCollectives(Ledger(4))
+    assert collectives.send(rows, [(0, 1), (1, 0), (3, 2)])[:, 0].tolist() == [1, 0, 3, 3]
+    assert collectives.push(rows, among=[3, 1], payload_bytes=5)[:, 0].tolist() == [3, 1]
+    assert collectives.push(rows).equal(rows)
+    pulled = collectives.pull(torch.tensor([7.0, 7.0]), rows, among=[2, 1])
+    assert pulled[:, 0].tolist() == [0, 7, 7, 3]
+    assert [event.collective for event in collectives.ledger] == ["send", "push", "push", "pull"]
+    assert collectives.ledger[0].groups == ((0, 1), (1, 0), (3, 2))
+    assert collectives.ledger.node_wire_bytes.tolist() == [8 + 8, 8 + 5 + 8, 8, 8 + 5 + 8]
+    assert collectives.ledger.server_wire_bytes == 16 and collectives.ledger.total_wire_bytes == 3 * 8 + 2 * 5 + 4 * 8
+    assert collectives.send(rows, [(1, 1), (0, 0)]).equal(rows) and len(collectives.ledger) == 4  # nothing travels
+
+
+@st.composite
+def calls(draw: st.DrawFn, num_nodes: int) -> Callable[[Collectives, Tensor], Tensor]:
+    """A call of any collective by any nodes, of the rows that a process holds."""
+    order = draw(st.permutations(range(num_nodes)))
+    among = draw(st.sampled_from([None, order[: draw(st.integers(0, num_nodes))]]))
+    groups = draw(st.sampled_from([among, [order[:1], order[1:]]]))
+    pairs = list(zip(order, [*order[1:], order[0]], strict=True))[: draw(st.integers(0, num_nodes))]
+    op = draw(st.sampled_from(["mean", "sum", "max", "min"]))
+    weights = torch.arange(1, num_nodes + 1) if op == "mean" and draw(st.booleans()) else None
+    return draw(
+        st.sampled_from(
+            [
+                lambda c, rows: c.all_reduce(rows, op, among=groups, weights=weights),
+                lambda c, rows: c.all_gather(rows, among=among),
+                lambda c, rows: c.broadcast(rows, order[0], among=None if among is None else among or order[:1]),
+                lambda c, rows: c.send(rows, pairs),
+                lambda c, rows: c.push(rows, among=among),
+                lambda c, rows: c.pull(torch.ones(3), rows, among=among),
+            ]
+        )
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), st.integers(1, 5), st.integers(0, 2**31))
+def test_nodes_apart_get_the_bits_of_nodes_together(data: st.DataObject, num_nodes: int, seed: int) -> None:
+    call = data.draw(calls(num_nodes))
+    rows = torch.randn(num_nodes, 3, generator=torch.Generator().manual_seed(seed))
+    before, together = rows.clone(), StackedCollectives(Ledger(num_nodes))
+    expected = call(together, rows)
+    ledger = together.ledger
+    assert ledger.node_wire_bytes.sum() == pytest.approx(ledger.total_wire_bytes) and rows.equal(before)
+    pending = apart(num_nodes, lambda c: (call(c, rows[c.nodes.start : c.nodes.stop]), list(c.ledger)))
+    for node, (result, events) in enumerate(pending):
+        assert events == list(ledger)
+        is_stacked = expected.shape[:1] == (num_nodes,) and result.shape[:1] == (1,) and num_nodes > 1
+        assert torch.equal(result, expected[node : node + 1] if is_stacked else expected)
+
+
+def test_a_result_is_of_the_values_of_sending_and_taken_when_due() -> None:
+    rows, collectives = rows_of(3, 2), StackedCollectives(Ledger(3))
+    collectives.step = 4
+    late = [
+        collectives.start("all_reduce", rows, "mean", delay=2, label="late"),
+        collectives.start("all_gather", rows, delay=2),
+        collectives.start("send", rows, [(0, 1)], delay=2),
+        collectives.start("broadcast", rows, 2, delay=2),
+    ]
+    at_once = collectives.start("push", rows)
+    assert [(e.step, e.due) for e in collectives.ledger] == [(4, 6)] * 4 + [(4, 4)]
+    rows.zero_()
+    assert at_once.result()[:, 0].tolist() == [0, 1, 2] and at_once.due == 4
+    for step in (5, 7):
+        collectives.step = step
+        with pytest.raises(RuntimeError, match=f"due at step 6, and was taken at step {step}; give start.. the delay"):
+            late[0].result()
+    collectives.step = 6
+    assert [pending.result().flatten().tolist() for pending in late] == [
+        [1, 1],
+        [0, 0, 1, 1, 2, 2],
+        [0, 0, 0, 0, 2, 2],
+        [2, 2],
+    ]
+    collectives.all_reduce(rows, "mean")
+    assert collectives.ledger[-1].due == 6 and len(collectives.ledger) == 6
+
+
+# In processes ---------------------------------------------------------------------------------------------------------
+
+
+def _rank(rank: int, folder: Path, exact: bool) -> None:
+    """Start collectives before the other process has; that one waits until this process has gone on."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    collectives, row = ProcessCollectives(Ledger(2), exact), torch.full((1, 3), float(rank + 1))
+    if rank == 1:
+        store.wait(["gone on"], timedelta(seconds=60))
+    calls: list[tuple[Any, ...]] = [
+        ("all_reduce", "mean"),
+        ("all_gather",),
+        ("broadcast", 1),
+        ("send", [(1, 0), (0, 1)]),
+        ("push",),
+        ("send", [(1, 0)]),
+    ]
+    pending = [collectives.start(name, row, *arguments) for name, *arguments in calls]
+    row.zero_()
+    if rank == 0:
+        store.set("gone on", "")
+    torch.save([one.result() for one in pending], folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_processes_go_on_while_what_they_sent_is_on_its_way(exact: bool, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(rank, tmp_path, exact), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    for rank in range(2):
+        results = [result.tolist() for result in torch.load(tmp_path / f"{rank}.pt")]
+        assert results == [
+            [1.5] * 3,
+            [[1.0] * 3, [2.0] * 3],
+            [2.0] * 3,
+            [[2.0 - rank] * 3],
+            [[1.0] * 3, [2.0] * 3],
+            [[2.0] * 3],
+        ]
