@@ -19,6 +19,7 @@ QUICK = {
     "train": QUICK_TRAINING,
     "verify": ["--steps", "2", "--quiet"],
     "doctor": ["--steps", "2", "--quiet"],
+    "time": ["--steps", "2"],
     "bench": ["--rounds", "1", "--out", "vsim-out"],
 }
 

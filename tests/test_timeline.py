@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.colors import to_hex
 
 import vsim
 from vsim import Compute, Event, History, Ledger, Network, timeline
@@ -132,7 +134,7 @@ networks = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.data(), ledgers(), networks)
 def test_it_is_a_plain_simulation_of_every_message(data: Any, ledger: Ledger, network: Network) -> None:
     compute = data.draw(computes(ledger.num_nodes))
@@ -142,6 +144,7 @@ def test_it_is_a_plain_simulation_of_every_message(data: Any, ledger: Ledger, ne
     np.testing.assert_allclose(line.stalls, stalls, rtol=1e-9, atol=1e-9)
 
 
+@settings(deadline=None)
 @given(st.data(), ledgers(), networks)
 def test_computed_and_waited_is_the_whole_time(data: Any, ledger: Ledger, network: Network) -> None:
     compute = data.draw(computes(ledger.num_nodes))
@@ -153,6 +156,7 @@ def test_computed_and_waited_is_the_whole_time(data: Any, ledger: Ledger, networ
     assert (line.stalls >= 0).all() and (np.diff(line.seconds) >= 0).all() and 0 < line.utilization <= 1 + 1e-12
 
 
+@settings(deadline=None)
 @given(st.data(), ledgers(), networks)
 def test_pricing_twice_gives_the_same(data: Any, ledger: Ledger, network: Network) -> None:
     compute = data.draw(computes(ledger.num_nodes))
@@ -160,6 +164,7 @@ def test_pricing_twice_gives_the_same(data: Any, ledger: Ledger, network: Networ
     assert one.seconds.tolist() == two.seconds.tolist() and one.stalls.tolist() == two.stalls.tolist()
 
 
+@settings(deadline=None)
 @given(st.data(), ledgers(), st.floats(1e5, 1e8), st.floats(0, 0.5), st.floats(1, 50), st.floats(0, 0.5))
 def test_time_never_falls_when_bandwidth_falls_or_latency_grows(
     data: Any, ledger: Ledger, bandwidth: float, latency: float, factor: float, more: float
@@ -172,6 +177,7 @@ def test_time_never_falls_when_bandwidth_falls_or_latency_grows(
         assert (timeline(ledger, slower, compute).seconds >= before * (1 - 1e-12)).all()
 
 
+@settings(deadline=None)
 @given(st.data(), ledgers())
 def test_an_infinite_bandwidth_leaves_compute_and_barriers(data: Any, ledger: Ledger) -> None:
     compute = Compute(data.draw(st.floats(0.01, 2)), layers=data.draw(st.sampled_from([None, 4])))
@@ -180,6 +186,7 @@ def test_an_infinite_bandwidth_leaves_compute_and_barriers(data: Any, ledger: Le
     assert line.stalls.max(initial=0) < 1e-9 and line.utilization == pytest.approx(1)
 
 
+@settings(deadline=None)
 @given(st.data(), ledgers(max_nodes=1), networks)
 def test_one_node_never_waits_for_others(data: Any, ledger: Ledger, network: Network) -> None:
     compute = data.draw(computes(1))
@@ -189,7 +196,7 @@ def test_one_node_never_waits_for_others(data: Any, ledger: Ledger, network: Net
     assert line.stalls.max(initial=0) < 1e-9
 
 
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=60)
 @given(st.data(), ledgers(delays=False), networks)
 def test_a_delay_never_makes_a_run_slower(data: Any, ledger: Ledger, network: Network) -> None:
     compute = data.draw(computes(ledger.num_nodes))
@@ -272,6 +279,49 @@ def test_bad_input() -> None:
 def test_a_run_without_steps() -> None:
     line = timeline(record(2, 0), 1e6, 1.0)
     assert line.seconds.tolist() == [0] and line.utilization == 1 and "0 steps" in repr(line)
+
+
+def bars(ax: Any) -> dict[Any, list[tuple[float, float]]]:
+    """Colour → (start, end) of the bars, in their order."""
+    found: dict[Any, list[tuple[float, float]]] = {}
+    for bar in ax.collections:
+        for path in bar.get_paths():
+            x = path.vertices[:, 0]
+            found.setdefault(to_hex(bar.get_facecolor()[0]).upper(), []).append((x.min(), x.max()))
+    return found
+
+
+def test_the_picture_shows_every_second() -> None:
+    """2 steps of 1 and 2 s; 1 s is sent after step 1. Node 0 waits 1 + 1 s, node 1 one; then they compute again."""
+    line = timeline(record(2, 2, [(1, 1, "weights", "all_reduce", 1e6, None)]), 8e6, Compute([1, 2]))
+    ax = line.plot()
+    drawn = bars(ax)
+    assert drawn["#999999"] == [(0, 1), (3, 4), (0, 2), (3, 5)]
+    assert drawn["#FBE0D0"] == [(1, 3), (2, 3)] and drawn["#0072B2"] == [(2, 3), (2, 3)]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["computes", "waits", "its line: x"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["node 0", "node 1"]
+    assert bars(line.plot(steps=(2, 2), nodes=[1]))["#999999"] == [(3, 5)]
+    plt.close("all")
+
+
+def test_the_picture_of_many_nodes_and_steps_is_that_of_the_first_event() -> None:
+    line = timeline(record(9, 300, [(s, s + 1, "weights", "all_reduce", 1e6, None) for s in (100, 200)]), 8e6, 1.0)
+    ax = line.plot()
+    assert [label.get_text() for label in ax.get_yticklabels()] == [f"node {k}" for k in range(4)]
+    assert ax.get_xlim()[0] == pytest.approx(97) and ax.get_ylabel() == "4 of 9 nodes"
+    assert "step 98" in [text.get_text() for text in ax.texts]
+    for options, message in (({"steps": (0, 3)}, "of 1 … 300, got"), ({"nodes": [9]}, "some of 0 … 8, got")):
+        with pytest.raises(ValueError, match=message):
+            line.plot(**options)
+    plt.close("all")
+
+
+def test_the_picture_is_drawn_in_a_column_of_a_paper() -> None:
+    figure, ax = plt.subplots(figsize=(3.3, 2.4), dpi=100, layout="constrained")
+    timeline(record(4, 3, [(2, 2, "weights", "all_reduce", 1e6, None)]), 8e6, 1.0).plot(ax=ax)
+    figure.draw_without_rendering()
+    assert ax.get_window_extent().width > 0.6 * 330 and ax.get_legend().get_window_extent().x1 <= 330
+    plt.close("all")
 
 
 @pytest.mark.slow

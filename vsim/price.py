@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -95,10 +97,8 @@ def required_bandwidth(
     """
     compute = Compute.of(compute)
     shares = [real_number("utilization", share, above=0, at_most=1) for share in utilization]
-    bits = (
-        np.logspace(8, 12, 50) if grid is None else np.sort([real_number("grid", float(one), above=0) for one in grid])
-    )
-    networks = [Network(float(one), latency, collective=collective) for one in bits]
+    given = np.logspace(8, 12, 50).tolist() if grid is None else grid
+    bits = sorted(real_number("grid", float(one), above=0) for one in given)
     model = _model(parameters, model, bytes_per_parameter)
     ledger = _communicated(
         strategy, model, whole_number("num_nodes", num_nodes), whole_number("max_steps", max_steps), 42
@@ -106,8 +106,13 @@ def required_bandwidth(
     if not len(ledger):
         raise ValueError(f"{type(strategy).__name__} sends nothing in {max_steps} steps; a larger max_steps shows more")
     ledger.steps = ledger[-1].step  # whole rounds
-    reached = np.array([timeline(ledger, network, compute).utilization for network in networks])
-    return {share: min((float(b) for b in bits[reached >= share]), default=math.inf) for share in shares}
+
+    @cache
+    def reached(bandwidth: float) -> float:
+        return timeline(ledger, Network(bandwidth, latency, collective=collective), compute).utilization
+
+    places = {share: bisect_left(bits, share, key=reached) for share in shares}
+    return {share: bits[place] if place < len(bits) else math.inf for share, place in places.items()}
 
 
 def _model(parameters: float | None, model: nn.Module | None, bytes_per_parameter: int | None) -> nn.Module:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,33 +22,14 @@ MOMENTS = ("gradients", "weights")
 _BLOCK = 1 << 20
 
 
-class Event(Protocol):
-    """What was sent; see `vsim.cluster.ledger.Event`."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def due(self) -> int: ...
-    @property
-    def moment(self) -> str: ...
-    @property
-    def collective(self) -> str: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def payload_bytes(self) -> float: ...
-    @property
-    def groups(self) -> tuple[Sequence[int], ...]: ...
-
-
 @runtime_checkable
 class Record(Protocol):
-    """What a run has sent, event by event; see `vsim.cluster.ledger.Ledger`."""
+    """What a run has sent, event by event; see `Ledger` and `Event` of `vsim.cluster.ledger`."""
 
     num_nodes: int
     steps: int
 
-    def __iter__(self) -> Iterator[Event]: ...
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 class Span(NamedTuple):
@@ -113,7 +94,7 @@ class Clock:
         self.server = np.zeros(2)  # likewise that of a server
         self.steps = ledger.steps
         self.seconds, self.compute, self.stalls = (np.zeros(self.steps + i) for i in (1, 0, 0))
-        self.events: dict[tuple[int, str], list[tuple[Event, _Groups, list[float]]]] = {}
+        self.events: dict[tuple[int, str], list[tuple[Any, _Groups, list[float]]]] = {}
         self.due: dict[tuple[int, str], list[tuple[_Groups, Floats]]] = {}
         self._plan(ledger)
 
@@ -139,24 +120,25 @@ class Clock:
             price = [prices[event.collective, kind][event.payload_bytes] for kind in groups.kinds]
             self.events.setdefault((event.step, event.moment), []).append((event, groups, price))
 
-    def run(self) -> Clock:
-        """Take all steps."""
+    def run(self, until: int | None = None) -> Clock:
+        """Take all steps, or those to `until`."""
+        steps = self.steps if until is None else until
         issued = {event.step for own in self.events.values() for event, _, _ in own}
         due = {event.due for own in self.events.values() for event, _, _ in own}
         self._communicate(0)  # before training
         self.stalls[:1] += self.now.mean()
         done = 0
-        for step in [*sorted(step for step in issued | due if 0 < step <= self.steps), self.steps + 1]:
+        for step in [*sorted(step for step in issued | due if 0 < step <= steps), steps + 1]:
             while done < step - 1:
                 done = self._quiet_steps(done, step - 1)
-            if step <= self.steps:
+            if step <= steps:
                 before = self.now
                 own = self._compute(step)
                 self._communicate(step)
                 self.stalls[done] += (self.now - before - own).mean()
                 done = step
                 self.seconds[done] = self.now.max()
-        self.stalls[-1:] += (self.seconds[-1] - self.now).mean()
+        self.stalls[-1:] += (self.seconds[steps] - self.now).mean()
         np.maximum(self.stalls, 0, out=self.stalls)  # which rounding leaves below
         return self
 
@@ -191,7 +173,7 @@ class Clock:
             for groups, ends in self.due.pop((step, moment), ()):
                 self._wait(step, groups, ends)
 
-    def _send(self, event: Event, groups: _Groups, price: Floats) -> Floats:
+    def _send(self, event: Any, groups: _Groups, price: Floats) -> Floats:
         """Put an event on the lines; return when each of its groups is done: (groups,)."""
         if event.collective in ("push", "pull"):
             return self._through_server(event, groups, price)
@@ -202,12 +184,14 @@ class Clock:
             self._show("send", event.step, np.array([first]), ends, label=event.label)
             return ends
         self._spread()
-        if event.collective == "send" and not groups.apart:
-            return self._one_by_one(event, groups, price)
+        if event.collective == "send" and not groups.apart:  # messages of one line queue in their order
+            alone = np.zeros(1, dtype=np.int64), np.full(1, 2)
+            pairs = zip(groups.nodes.reshape(-1, 2), price[:, None], strict=True)
+            return np.concatenate([self._in_parallel(event, pair, *alone, own) for pair, own in pairs])
         return self._in_parallel(event, groups.nodes, groups.starts, groups.sizes, price)
 
     def _in_parallel(
-        self, event: Event, nodes: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64], price: Floats
+        self, event: Any, nodes: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64], price: Floats
     ) -> Floats:
         free = self.busy[:, nodes].max(0)
         pair = event.collective == "send"
@@ -225,15 +209,7 @@ class Clock:
         self._show("send", event.step, np.repeat(first, sizes), spread, nodes, event.label)
         return ends
 
-    def _one_by_one(self, event: Event, groups: _Groups, price: Floats) -> Floats:
-        """Pairs that share a line: its messages queue in their order."""
-        pairs = groups.nodes.reshape(-1, 2)
-        one, two = np.zeros(1, dtype=np.int64), np.full(1, 2)
-        return np.concatenate(
-            [self._in_parallel(event, pair, one, two, price[i : i + 1]) for i, pair in enumerate(pairs)]
-        )
-
-    def _through_server(self, event: Event, groups: _Groups, price: Floats) -> Floats:
+    def _through_server(self, event: Any, groups: _Groups, price: Floats) -> Floats:
         self._spread()
         way = int(event.collective == "pull")
         ends = np.zeros(len(price))
@@ -262,14 +238,6 @@ class Clock:
         self.now, self.ready = (np.broadcast_to(row, (self.num_nodes,)).copy() for row in (self.now, self.ready))
         self.busy = np.broadcast_to(self.busy, (2, self.num_nodes)).copy()
 
-    def _show(
-        self,
-        what: str,
-        step: int,
-        start: Floats,
-        end: Floats,
-        nodes: NDArray[np.int64] | None = None,
-        label: str = "",
-    ) -> None:
+    def _show(self, what: str, step: int, start: Floats, end: Floats, nodes: Any = None, label: str = "") -> None:
         if self.watch is not None:
             self.watch(Span(what, step, start, end, nodes, label))

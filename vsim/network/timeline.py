@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vsim.network.clock import Clock, Record
 from vsim.network.compute import Compute
+from vsim.network.gantt import gantt, window
 from vsim.network.links import Network
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,6 +42,29 @@ class Timeline:
         """The share of the time in which nodes compute; 1 before the first step."""
         total = float(self.seconds[-1])
         return float(self.compute_seconds.sum()) / total if total else 1.0
+
+    def plot(
+        self, steps: tuple[int, int] | None = None, nodes: Sequence[int] | None = None, ax: Axes | None = None
+    ) -> Axes:
+        """Draw what nodes compute, what their lines carry and where they wait; needs matplotlib.
+
+        Args:
+            steps: the first and the last that are drawn. Default: those around the first event.
+            nodes: which; by default the first four.
+            ax: where to draw; default the axes of a new figure.
+
+        Raises:
+            ValueError: there are no such steps or nodes.
+        """
+        first, last = window(self.ledger) if steps is None else steps
+        total, num_nodes = self.ledger.steps, self.ledger.num_nodes
+        if not 1 <= first <= last <= total:
+            raise ValueError(f"steps must be the first and the last that are drawn, of 1 … {total}, got {steps}")
+        shown = range(min(4, num_nodes)) if nodes is None else nodes
+        odd = [node for node in shown if not 0 <= node < num_nodes]
+        if odd or not len(shown):
+            raise ValueError(f"nodes must be some of 0 … {num_nodes - 1}, got {nodes}")
+        return gantt(self.ledger, self.network, self.compute, (first, last), shown, ax)
 
     def __repr__(self) -> str:
         return (
