@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import textwrap
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from links import CABLE, address, linked
 from separate import images, small_cnn
 from torch import nn
 
@@ -151,37 +150,11 @@ def test_two_agents_meet_over_loopback(tmp_path: Path) -> None:
     assert_the_simulators_bits(tmp_path)
 
 
-@pytest.fixture
-def namespaces() -> Iterator[list[str]]:
-    """Two network namespaces with a cable between them: 10.213.7.1 and 10.213.7.2 on `cable`."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root, and ip of iproute2")
-    names = [f"vsim-{uuid.uuid4().hex[:8]}" for _ in range(2)]
-    ends = [name[:13] + "x" for name in names]
-    try:
-        for name in names:
-            if subprocess.run(["ip", "netns", "add", name], check=False).returncode:
-                pytest.skip("this machine makes no network namespaces")
-        _ip(f"link add {ends[0]} type veth peer name {ends[1]}")
-        for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
-            _ip(f"link set {end} netns {name} name cable")
-            _ip(f"-n {name} address add 10.213.7.{number}/24 dev cable")
-            _ip(f"-n {name} link set cable up")
-            _ip(f"-n {name} link set lo up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False)
-
-
-def _ip(arguments: str) -> None:
-    subprocess.run(["ip", *arguments.split()], check=True)
-
-
 @pytest.mark.slow
-def test_two_agents_meet_over_a_network(tmp_path: Path, namespaces: list[str]) -> None:
-    befores = [["ip", "netns", "exec", name] for name in namespaces]
-    on_two_machines(script(tmp_path), "10.213.7.1", befores, "cable")
+def test_two_agents_meet_over_a_network(tmp_path: Path) -> None:
+    with linked(2) as nodes:
+        befores = [["ip", "netns", "exec", node] for node in nodes]
+        on_two_machines(script(tmp_path), address(0), befores, CABLE)
     assert_the_simulators_bits(tmp_path)
 
 
