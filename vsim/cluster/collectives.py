@@ -21,8 +21,10 @@ from torch import Tensor
 from vsim.arguments import one_of, whole_number
 from vsim.cluster.ledger import Event, Ledger
 
-Nodes = Sequence[int] | Tensor
-Among = Nodes | Sequence[Nodes]
+Nodes = Sequence[int] | Tensor | None  # their numbers; None: all
+Among = Nodes | Sequence[Sequence[int] | Tensor]
+Pairs = Sequence[tuple[int, int]] | Tensor
+Bytes = float | None  # None: those of the tensor as it is
 Finish = Callable[[], Tensor]  # waits for what was issued, and returns the result
 REDUCTIONS = ("mean", "sum", "max", "min")
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "send", "push", "pull")
@@ -111,10 +113,10 @@ class Collectives(ABC):
         stacked: Tensor,
         op: str,
         *,
-        among: Among | None = None,
+        among: Among = None,
         weights: Tensor | None = None,
         label: str = "all_reduce",
-        payload_bytes: float | None = None,
+        payload_bytes: Bytes = None,
     ) -> Finish:
         """Reduce over the nodes.
 
@@ -141,12 +143,7 @@ class Collectives(ABC):
 
     @_awaited
     def all_gather(
-        self,
-        stacked: Tensor,
-        *,
-        among: Nodes | None = None,
-        label: str = "all_gather",
-        payload_bytes: float | None = None,
+        self, stacked: Tensor, *, among: Nodes = None, label: str = "all_gather", payload_bytes: Bytes = None
     ) -> Finish:
         """Give every node the rows of all: (R, …) → shared (K, …), in the order of the ranks.
 
@@ -165,9 +162,9 @@ class Collectives(ABC):
         stacked: Tensor,
         src: int = 0,
         *,
-        among: Nodes | None = None,
+        among: Nodes = None,
         label: str = "broadcast",
-        payload_bytes: float | None = None,
+        payload_bytes: Bytes = None,
     ) -> Finish:
         """Give every node the row of node `src`: (R, …) → shared (…); with `among`, stacked (R, …)."""
         whole_number("src", src, at_least=0, at_most=self.num_nodes - 1)
@@ -183,14 +180,7 @@ class Collectives(ABC):
         return self._written(stacked, [(group, lambda: row()[0])])
 
     @_awaited
-    def send(
-        self,
-        stacked: Tensor,
-        pairs: Sequence[tuple[int, int]] | Tensor,
-        *,
-        label: str = "send",
-        payload_bytes: float | None = None,
-    ) -> Finish:
+    def send(self, stacked: Tensor, pairs: Pairs, *, label: str = "send", payload_bytes: Bytes = None) -> Finish:
         """Send rows from node to node, all at the same time.
 
         Args:
@@ -217,9 +207,7 @@ class Collectives(ABC):
         return finish
 
     @_awaited
-    def push(
-        self, stacked: Tensor, *, among: Nodes | None = None, label: str = "push", payload_bytes: float | None = None
-    ) -> Finish:
+    def push(self, stacked: Tensor, *, among: Nodes = None, label: str = "push", payload_bytes: Bytes = None) -> Finish:
         """Send rows to a server, which is none of the nodes: (R, …) → shared (n, …), in the order of `among`.
 
         The server's state is shared: what it does with the rows, every process does.
@@ -230,13 +218,7 @@ class Collectives(ABC):
 
     @_awaited
     def pull(
-        self,
-        shared: Tensor,
-        stacked: Tensor,
-        *,
-        among: Nodes | None = None,
-        label: str = "pull",
-        payload_bytes: float | None = None,
+        self, shared: Tensor, stacked: Tensor, *, among: Nodes = None, label: str = "pull", payload_bytes: Bytes = None
     ) -> Finish:
         """Fetch a value (…) from the server, which transmits one to every node that pulls.
 
@@ -275,7 +257,7 @@ class Collectives(ABC):
         finally:
             self._billed = before
 
-    def _one_group(self, among: Nodes | None) -> Sequence[int]:
+    def _one_group(self, among: Nodes) -> Sequence[int]:
         if among is None:
             return range(self.num_nodes)
         groups = groups_of(among, self.num_nodes)
@@ -284,12 +266,7 @@ class Collectives(ABC):
         return groups[0] if groups else []
 
     def _record(
-        self,
-        collective: str,
-        label: str,
-        stacked: Tensor,
-        groups: Sequence[Sequence[int]],
-        payload_bytes: float | None,
+        self, collective: str, label: str, stacked: Tensor, groups: Sequence[Sequence[int]], payload_bytes: Bytes
     ) -> None:
         self.label = label
         taking_part = tuple(group if isinstance(group, range) else tuple(group) for group in groups if group)
@@ -369,7 +346,7 @@ def shares_of(weights: Tensor) -> Tensor:
     return weights.cpu().double() / weights.sum().item()
 
 
-def groups_of(among: Among, num_nodes: int) -> list[list[int]]:
+def groups_of(among: Any, num_nodes: int) -> list[list[int]]:
     """Return the groups that are named: nodes are one group, groups of nodes several; empty ones are left out.
 
     Raises:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from vsim.cluster.collectives import Among, Collectives, Nodes
+from vsim.cluster.collectives import Among, Bytes, Collectives, Nodes, Pairs
 
 _REDUCTIONS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"}
 _current: ContextVar[Collectives] = ContextVar("collectives")
@@ -30,8 +30,8 @@ def all_reduce(
     op: str | ReduceOp.RedOpType = "sum",
     *,
     label: str = "all_reduce",
-    among: Among | None = None,
-    payload_bytes: float | None = None,
+    among: Among = None,
+    payload_bytes: Bytes = None,
 ) -> None:
     """Replace every node's row of stacked `tensor` (K, …) by the "sum", "mean", "max" or "min" over the nodes.
 
@@ -49,12 +49,7 @@ def all_reduce(
 
 
 def broadcast(
-    tensor: Tensor,
-    src: int = 0,
-    *,
-    among: Nodes | None = None,
-    label: str = "broadcast",
-    payload_bytes: float | None = None,
+    tensor: Tensor, src: int = 0, *, among: Nodes = None, label: str = "broadcast", payload_bytes: Bytes = None
 ) -> None:
     """Replace every node's row of stacked `tensor` (K, …) by that of node `src`; other arguments as of all_reduce."""
     collectives = _collectives("broadcast", tensor)
@@ -65,9 +60,9 @@ def all_gather(
     tensor_list: list[Tensor] | None,
     tensor: Tensor,
     *,
-    among: Nodes | None = None,
+    among: Nodes = None,
     label: str = "all_gather",
-    payload_bytes: float | None = None,
+    payload_bytes: Bytes = None,
 ) -> list[Tensor]:
     """Give every node the rows of all nodes.
 
@@ -92,13 +87,7 @@ def all_gather(
     return tensor_list
 
 
-def send(
-    tensor: Tensor,
-    pairs: Sequence[tuple[int, int]] | Tensor,
-    *,
-    label: str = "send",
-    payload_bytes: float | None = None,
-) -> None:
+def send(tensor: Tensor, pairs: Pairs, *, label: str = "send", payload_bytes: Bytes = None) -> None:
     """Replace, for every pair (src, dst), the row of node `dst` in stacked `tensor` (K, …) by that of node `src`.
 
     All pairs are at the same time. A node is at most once a source, and at most once a destination.
