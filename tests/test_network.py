@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
 from vsim.network.prices import rounds
-from vsim.network.ring import FEW, slowest_on_best_ring
+from vsim.network.ring import slowest_on_best_ring
 from vsim.network.units import bits_per_second, seconds
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -170,7 +170,7 @@ def test_the_best_ring_is_the_best_of_all(given: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_ring_of_many_nodes_takes_no_slow_link_where_few_are(seed: int) -> None:
-    n, draws = 3 * FEW, np.random.default_rng(seed)
+    n, draws = 24, np.random.default_rng(seed)
     latency, per_byte = (draws.choice([1.0, 100.0], size=(n, n), p=[0.9, 0.1]) for _ in range(2))
     np.testing.assert_array_equal(slowest_on_best_ring(latency, 0 * per_byte, np.array([1.0, 2.0])), [1, 1])
     np.testing.assert_array_equal(slowest_on_best_ring(0 * latency, per_byte, np.array([1.0, 2.0])), [1, 2])
@@ -186,7 +186,10 @@ def test_regions() -> None:
         price = network.seconds("all_reduce", network.kind(group), 1e6)
         assert price == pytest.approx(2 * slowest)
     whole = network.seconds("all_reduce", network.kind(range(6)), 1e6)
-    assert whole == pytest.approx(10 * (0.1 + s / 6 / 5e7))  # every ring through three places has their slowest link
+    assert whole == pytest.approx(10 * (0.08 + s / 6 / 2e8))  # us, us, us, eu, as, eu: not over the slow us - as
+    alone = Network.regions({"eu": 1, "us": 4, "as": 1}, **given)
+    whole = alone.seconds("all_reduce", alone.kind(range(6)), 1e6)
+    assert whole == pytest.approx(10 * (0.1 + s / 6 / 5e7))  # with one node in eu every ring has the slowest link
     assert network.seconds("send", network.kind((5, 0)), 1e6) == pytest.approx(s / 1e8)
 
 
@@ -204,6 +207,28 @@ def test_between_equal_links_is_the_network_of_equal_links(
     np.testing.assert_allclose(
         other.seconds(collective, other.kind(range(n)), [1e3, 1e6]), one.seconds(collective, n, [1e3, 1e6])
     )
+
+
+@settings(max_examples=40)
+@given(st.data(), st.lists(st.integers(1, 3), min_size=2, max_size=4).filter(lambda nodes: sum(nodes) <= 7))
+def test_the_best_ring_through_places_is_that_of_their_nodes(data: Any, nodes: list[int]) -> None:
+    n = len(nodes)
+    entries = st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=n * n, max_size=n * n)
+    latency, per_byte = (np.array(data.draw(entries)).reshape(n, n) for _ in range(2))
+    place = np.repeat(np.arange(n), nodes)
+    of_nodes = np.ix_(place, place)
+    sizes = np.array([0.0, 1.0, 4.0])
+    np.testing.assert_array_equal(
+        slowest_on_best_ring(latency, per_byte, sizes, np.array(nodes)),
+        slowest_on_best_ring(latency[of_nodes], per_byte[of_nodes], sizes),
+    )
+
+
+def test_up_and_down_of_a_server_are_links_of_their_own() -> None:
+    """Node 1 sends 1 MB in 8 s and receives it in 1; node 0 is beside the server, whose line takes 1 s for it."""
+    network = Network.between([[0, 8e6], [1e6, 0]], collective="server", server="8 Mbit/s")
+    found = {one: float(network.seconds(one, (0, 1), 1e6)[0]) for one in ("push", "pull", "all_reduce", "broadcast")}
+    assert found == {"push": 8, "pull": 2, "all_reduce": 10, "broadcast": 2}  # node 0 sends over the server's line
 
 
 def test_a_server_stands_beside_node_0() -> None:

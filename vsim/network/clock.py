@@ -53,9 +53,13 @@ class _Groups:
     def __init__(self, groups: Sequence[Sequence[int]], collective: str, network: Network, num_nodes: int) -> None:
         alone = collective in ("push", "pull")
         there = [group for group in groups if len(group) > 1 or (alone and group)]
-        self.kinds: list[Hashable] = [network.kind(group) for group in there]
-        self.whole = len(there) == 1 and len(there[0]) == num_nodes  # of all nodes
         self._there, self.sizes = there, np.array([len(group) for group in there], dtype=np.int64)
+        # What the price of a group depends on; all of them go through a server at the same time.
+        shares = network.collective == "server" and collective not in ("send", "push", "pull")
+        self.kinds: list[tuple[Hashable, float]] = [
+            (network.kind(group), self.sizes.sum() / len(group) if shares else 1.0) for group in there
+        ]
+        self.whole = len(there) == 1 and len(there[0]) == num_nodes  # of all nodes
 
     @cached_property
     def nodes(self) -> NDArray[np.int64]:
@@ -69,8 +73,8 @@ class _Groups:
 
     @cached_property
     def apart(self) -> bool:
-        """Whether no node is in two of the groups; of a pair the one that sends, and the one that receives."""
-        return len(set(self.nodes.tolist())) == len(self.nodes)
+        """Whether no line is in two of the pairs: of the node that sends the one out, of the other the one in."""
+        return all(len(set(ends.tolist())) == len(ends) for ends in self.nodes.reshape(-1, 2).T)
 
 
 class Clock:
@@ -101,7 +105,7 @@ class Clock:
     def _plan(self, ledger: Record) -> None:
         """Price all events, those of one kind together."""
         parts: dict[tuple[int, str], tuple[object, _Groups]] = {}  # the groups are held, so that no other has their id
-        prices: dict[tuple[str, Hashable], dict[float, float]] = {}
+        prices: dict[tuple[str, tuple[Hashable, float]], dict[float, float]] = {}
         planned = []
         for event in ledger:
             key = id(event.groups), event.collective
@@ -111,13 +115,13 @@ class Clock:
             groups = parts[key][1]
             if groups.kinds:
                 planned.append((event, groups))
-                for kind in set(groups.kinds):
-                    prices.setdefault((event.collective, kind), {})[event.payload_bytes] = 0.0
-        for (collective, kind), own in prices.items():
-            seconds = self.network.seconds(collective, kind, np.array(list(own)) / self.layers)
+                for one in set(groups.kinds):
+                    prices.setdefault((event.collective, one), {})[event.payload_bytes] = 0.0
+        for (collective, (kind, crowd)), own in prices.items():
+            seconds = self.network.seconds(collective, kind, np.array(list(own)) / self.layers, crowd)
             own.update(zip(own, seconds.tolist(), strict=True))
         for event, groups in planned:
-            price = [prices[event.collective, kind][event.payload_bytes] for kind in groups.kinds]
+            price = [prices[event.collective, one][event.payload_bytes] for one in groups.kinds]
             self.events.setdefault((event.step, event.moment), []).append((event, groups, price))
 
     def run(self, until: int | None = None) -> Clock:
@@ -210,13 +214,18 @@ class Clock:
         return ends
 
     def _through_server(self, event: Any, groups: _Groups, price: Floats) -> Floats:
+        """A message waits on the server's line for those before it alone, however slow the lines of their nodes."""
         self._spread()
-        way = int(event.collective == "pull")
+        inward = event.collective == "push"
+        way = int(not inward)
         ends = np.zeros(len(price))
         for i, nodes in enumerate(np.split(groups.nodes, groups.starts[1:])):
-            first = max(self.ready[nodes].max(), self.busy[way, nodes].max(), self.server[way])
-            ends[i] = max(first + self.layers * price[i], self.now[nodes].max() + price[i])
-            self.busy[way, nodes] = self.server[way] = ends[i]
+            held = self.network.server_seconds(inward, len(nodes) * event.payload_bytes / self.layers)
+            first = max(self.ready[nodes].max(), self.busy[way, nodes].max())
+            part = max(first + price[i], self.server[way] + held)
+            ends[i] = max(part + (self.layers - 1) * price[i], self.now[nodes].max() + price[i])
+            last = first if self.layers == 1 else ends[i] - price[i]  # when its last part starts
+            self.busy[way, nodes], self.server[way] = ends[i], max(last, self.server[way]) + held
             self._show("send", event.step, np.array([first]), ends[i : i + 1], nodes, event.label)
         return ends
 

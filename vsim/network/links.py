@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vsim.arguments import known_keywords, one_of, whole_number
-from vsim.network.prices import ALGORITHMS, rounds, ways
+from vsim.network.prices import ALGORITHMS, Way, rounds, ways
 from vsim.network.ring import slowest_on_best_ring
-from vsim.network.units import bits_per_second, delay, rate, seconds
+from vsim.network.units import bits_per_second, seconds
 
 Floats = NDArray[np.float64]
 Link = str | tuple[float | str, float | str]
@@ -142,9 +142,7 @@ class Network:
         return cls._of_places(bits, delays, np.repeat(np.arange(len(names)), counts), options)
 
     @classmethod
-    def _of_places(
-        cls, bits: Floats, latency: Floats, place: NDArray[np.int64] | None, options: dict[str, Any]
-    ) -> Network:
+    def _of_places(cls, bits: Floats, latency: Floats, place: NDArray[np.int64], options: dict[str, Any]) -> Network:
         network = cls(math.inf, **options)
         network._bits, network._latency, network._place = bits, latency, place
         return network
@@ -154,21 +152,6 @@ class Network:
         """K, or None: any."""
         return None if self._place is None else len(self._place)
 
-    def as_plain(self) -> dict[str, Any]:
-        """Return the network as lists, numbers and text, which JSON can hold."""
-        place = None if self._place is None else self._place.tolist()
-        bits = [[str(one) for one in row] for row in self._bits.tolist()]  # they may be infinite
-        own = {"bits_per_second": bits, "latency": self._latency.tolist(), "place": place}
-        return {**own, "collective": self.collective, "server": self._server}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Network:
-        """Make the network that `as_plain` was of."""
-        options = {key: plain[key] for key in ("collective", "server")}
-        bits, latency, place = (plain[key] for key in ("bits_per_second", "latency", "place"))
-        place = None if place is None else np.array(place)
-        return cls._of_places(np.array(bits, dtype=np.float64), np.array(latency, dtype=np.float64), place, options)
-
     def check(self, num_nodes: int) -> None:
         """Raise a ValueError if this is the network of another number of nodes."""
         if self.num_nodes not in (None, num_nodes):
@@ -176,14 +159,20 @@ class Network:
 
     def kind(self, group: Sequence[int]) -> Hashable:
         """Return what the price of a collective of these nodes depends on: their number, or where they are."""
-        return len(group) if self._place is None else tuple(self._place[list(group)].tolist())
+        if self._place is None:
+            return len(group)
+        places = self._place[list(group)].tolist()
+        return tuple(
+            sorted(places) if self.collective == "ring" and len(group) > 2 else places
+        )  # a ring is without order
 
-    def seconds(self, collective: str, kind: Hashable, payload_bytes: ArrayLike) -> Floats:
+    def seconds(self, collective: str, kind: Hashable, payload_bytes: ArrayLike, crowd: float = 1.0) -> Floats:
         """Return how long a collective takes from when all of its group have come.
 
         Args:
             collective: as in the ledger. kind: of the group, from `kind`; its size where all links are alike.
             payload_bytes: (E,) what a node hands in, of several calls.
+            crowd: the nodes of all groups that go through a server at the same time, per node of this one.
 
         Returns:
             (E,).
@@ -191,7 +180,7 @@ class Network:
         payload = np.atleast_1d(np.asarray(payload_bytes, dtype=np.float64))
         places = np.array(kind) if isinstance(kind, tuple) else np.zeros(int(kind), dtype=np.int64)  # type: ignore[call-overload]
         if collective in ("push", "pull") or (self.collective == "server" and collective != "send" and len(places) > 1):
-            return self._through_server(ways(collective, len(places)), places, payload)
+            return self._through_server(ways(collective, len(places)), places, payload, crowd)
         total = np.zeros_like(payload)
         if len(places) < 2:
             return total
@@ -210,28 +199,35 @@ class Network:
         return (self._latency[link][:, None] + 8 * size / self._bits[link][:, None]).max(0)
 
     def _around(self, places: NDArray[np.int64], size: Floats) -> Floats:
-        """The time of messages that travel at once around the best ring, which passes through place after place."""
-        there, counts = np.unique(places, return_counts=True)
-        inner = there[counts > 1]
-        slowest = self._messages(inner, inner, size) if len(inner) else np.zeros_like(size)
+        """The time of messages that travel at once around the best ring."""
+        there, nodes = np.unique(places, return_counts=True)
         if len(there) == 1:
-            return slowest
+            return self._messages(there, there, size)
         link = np.ix_(there, there)
-        return np.maximum(slowest, slowest_on_best_ring(self._latency[link], 8 / self._bits[link], size))
+        return slowest_on_best_ring(self._latency[link], 8 / self._bits[link], size, nodes)
 
-    def _through_server(self, ways: Any, places: NDArray[np.int64], payload: Floats) -> Floats:
-        home = 0 if self._place is None else self._place[0]
-        line = self._server or self._bits[home].max(where=np.isfinite(self._bits[home]), initial=0) or math.inf
-        server = np.full(len(places), home)
+    def _through_server(self, ways: Sequence[Way], places: NDArray[np.int64], payload: Floats, crowd: float) -> Floats:
         total = np.zeros_like(payload)
-        for nodes, share in ways:
-            size = share * payload
-            total += np.maximum(nodes * 8 * size / line, self._messages(places, server, size))
+        for inward, who, share in ways:
+            nodes, size = places[who], share * payload
+            server = np.full(len(nodes), self._home)
+            own = self._messages(nodes, server, size) if inward else self._messages(server, nodes, size)
+            total += np.maximum(self.server_seconds(inward, crowd * len(nodes) * size), own)
         return total
+
+    @property
+    def _home(self) -> int:
+        """The place of the server."""
+        return 0 if self._place is None else int(self._place[0])
+
+    def server_seconds(self, inward: bool, size: Any) -> Any:
+        """Return how long so many bytes take on the server's line, in or out."""
+        lines = self._bits[:, self._home] if inward else self._bits[self._home]
+        return 8 * size / (self._server or lines.max(where=np.isfinite(lines), initial=0) or math.inf)
 
     def __repr__(self) -> str:
         other = ~np.eye(len(self._bits), dtype=bool) | (self._bits < math.inf)
-        shown = [_span(self._bits[other], rate), _span(self._latency[other], delay), self.collective]
+        shown = [_span(self._bits[other], _rate), _span(self._latency[other], _delay), self.collective]
         if self._place is not None:
             shown.insert(0, f"{self.num_nodes} nodes at {len(self._bits)} places")
         return f"Network({', '.join(shown)})"
@@ -263,3 +259,14 @@ def _matrix(name: str, given: Any, parse: Any) -> Floats:
 def _span(values: Floats, text: Any) -> str:
     low, high = text(values.min(initial=math.inf)), text(values.max(initial=0))
     return low if low == high else f"{low} … {high}"
+
+
+def _rate(bits: float) -> str:
+    for prefix, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if unit <= bits < math.inf:
+            return f"{bits / unit:.4g} {prefix}bit/s"
+    return f"{bits:g} bit/s"
+
+
+def _delay(value: float) -> str:
+    return f"{value * 1e3:.4g} ms"

@@ -64,16 +64,22 @@ def rounds(collective: str, n: int, algorithm: str) -> tuple[Round, ...]:
     return (*(scatter if collective != "all_gather" else []), *(gather if collective != "reduce_scatter" else []))
 
 
-def ways(collective: str, n: int) -> tuple[tuple[int, float], ...]:
-    """Return what goes to a server and what comes back: of how many nodes, and how much of each, in payloads."""
-    return {
-        "push": ((n, 1.0),),
-        "pull": ((n, 1.0),),
-        "all_reduce": ((n, 1.0), (n, 1.0)),
-        "all_gather": ((n, 1.0), (n, n - 1.0)),
-        "reduce_scatter": ((n, 1.0), (n, 1 / n)),
-        "broadcast": ((1, 1.0), (n - 1, 1.0)),
-    }[collective]
+class Way(NamedTuple):
+    """Messages to a server, or back from it: of these nodes of the group, each of so many payloads."""
+
+    inward: bool
+    nodes: slice
+    share: float
+
+
+def ways(collective: str, n: int) -> tuple[Way, ...]:
+    """Return what goes to a server and then what comes back, where S is what a node hands in."""
+    all_in, source, others = Way(True, slice(None), 1.0), Way(True, slice(1), 1.0), slice(1, None)
+    back = {"all_reduce": 1.0, "all_gather": n - 1.0, "reduce_scatter": 1 / n, "pull": 1.0}
+    if collective == "broadcast":
+        return source, Way(False, others, 1.0)
+    there = () if collective == "pull" else (all_in,)
+    return there if collective == "push" else (*there, Way(False, slice(None), back[collective]))
 
 
 def _halves(n: int, span: int) -> NDArray[np.int64]:
