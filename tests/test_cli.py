@@ -42,6 +42,19 @@ def test_compare_writes_table_figure_and_data(tmp_path: Path, capsys: pytest.Cap
     assert float(lines[-1]["payload_bytes"]) == 2 * float(lines[1]["payload_bytes"])
 
 
+def test_hours_on_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--data", "digits", "--model", "mlp", "--out", tmp_path, "--strategies", "allreduce", "alone"]
+    priced = ["--network", "200 Mbit/s, 50 ms", "--compute", 0.8, "--target-loss", 9]
+    assert run("compare", *QUICK, *small, *priced) == 0
+    printed = capsys.readouterr().out
+    assert "utilization" in printed and "hours to 9" in printed and "100.0 %" in printed
+    assert png_size(tmp_path / "winners.png") > 10_000
+    assert run("compare", *QUICK, *small, "--network", "200 MB") == 2
+    assert "bandwidth must be a rate in bits" in capsys.readouterr().err
+    assert run("compare", *QUICK, *small, "--network", "200 Mbit/s") == 2
+    assert "compute is missing" in capsys.readouterr().err
+
+
 def test_sweep_writes_table_curves_map_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--data", "digits", "--model", "mlp", "--out", tmp_path / "out", "--seeds", 1, 2]
     assert run("sweep", *QUICK, *small, "--set", "H=1,2", "outer_lr=0.4,0.7,1.0", "warmup_steps=1") == 0

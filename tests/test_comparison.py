@@ -76,7 +76,8 @@ def test_plot_draws_the_columns(comparison: vsim.Comparison, x: str) -> None:
     import matplotlib.pyplot as plt
 
     ax = comparison.plot(x=x)
-    column, unit, _, is_bytes = X_AXES[x]
+    column, unit, _, is_bytes, _ = X_AXES[x]
+    assert isinstance(column, str)
     lines = {line.get_label(): line for line in ax.get_lines() if line.get_label() != "_"}
     assert set(lines) == set(comparison)
     assert ax.get_xscale() == ("log" if is_bytes else "linear")

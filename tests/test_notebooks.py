@@ -54,6 +54,14 @@ EXPECTED: dict[str, list[str]] = {
         r"first difference: step 1, node 0, weights, layers\.1\.weight",
         r"identical: False \| rounding: False \| \d+ entries, [\d,]+ ULPs",
     ],
+    "which_strategy_on_my_network": [
+        PICTURE,
+        r"AllReduce .* %",
+        r"time to loss",
+        r"from [\d.]+ [kMG]bit/s|any",
+        r"VBox\(",
+        r"DiLoCo H=\d+, outer_lr=0\.\d",
+    ],
     "your_own_strategy": [
         r"label='votes', payload_bytes=512.0",
         r"ring, pairs: bit-identical over \d+ steps",

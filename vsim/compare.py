@@ -17,6 +17,7 @@ from vsim.arguments import naming, true_or_false, whole_number
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
 from vsim.grid import merged
+from vsim.network import Compute, Network
 from vsim.race import Race, Runner, saving_in
 from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.loggers import Logger, check_run_name, date_and_time, folder_name, for_one_run
@@ -57,6 +58,8 @@ def compare(
     save_dir: str | Path | None = None,
     checkpoint_interval: int | None = None,
     resume: bool = False,
+    network: Network | str | float | None = None,
+    compute: Compute | float | str | None = None,
     **fit_options: Any,
 ) -> Comparison:
     """Train the same model on the same data in the same order with several strategies, all of them together.
@@ -82,6 +85,8 @@ def compare(
             `Trainer.fit` can read. All are saved at the end, when interrupted, and every `checkpoint_interval` steps.
         resume: resume the comparison in `save_dir` from the last step at which all of its runs were saved, bitwise
             equal to one that was never stopped.
+        network, compute: what hours are derived from, as of `vsim.timeline`; kept in the comparison, whose tables then
+            show hours and utilization. They can be given afterwards, too.
         fit_options: every other argument of `Trainer.fit`, the same for all.
 
     Returns:
@@ -118,6 +123,8 @@ def compare(
         save_dir=save_dir,
         checkpoint_interval=checkpoint_interval,
         resume=resume,
+        network=network,
+        compute=compute,
         **fit_options,
     )
 
@@ -139,6 +146,8 @@ def run_members(
     save_dir: str | Path | None = None,
     checkpoint_interval: int | None = None,
     resume: bool = False,
+    network: Network | str | float | None = None,
+    compute: Compute | float | str | None = None,
     **fit_options: Any,
 ) -> Comparison:
     """Train every entry with every seed; see `compare` for the arguments and for what it raises.
@@ -148,6 +157,11 @@ def run_members(
             The others are kept with `stopped_at`.
     """
     seeds = _checked_seeds(seeds, fit_options)
+    priced = None if network is None and compute is None else (Network.of(network), Compute.of(compute))
+    if priced is not None:
+        for entry in entries.values():
+            priced[0].check(entry.num_nodes)
+            priced[1].steps(entry.num_nodes)
     if run_name is not None:
         check_run_name(run_name)
     if not isinstance(resume, bool):
@@ -204,6 +218,8 @@ def run_members(
         race.run()
     trainable = [p for p in models[seeds[0]].parameters() if p.requires_grad]
     comparison = Comparison(sum(p.numel() * p.element_size() for p in trainable))
+    if priced is not None:
+        comparison.network, comparison.compute = priced
     for runner in runners:
         if runner.has_begun:
             comparison.add(runner.name, _compared(runner))

@@ -76,6 +76,7 @@ def sweep(
         entries[name] = Entry(made(strategy, name, own), nodes, point.values.get("batch_size"))
     runs = run_members(entries, model, train_dataset, val_dataset, seeds=seeds, halving=halving, **options)
     result = Sweep(runs.allreduce_bytes, found, getattr(strategy, "__name__", "strategy").removesuffix("Strategy"))
+    result.network, result.compute = runs.network, runs.compute
     for name in runs:
         for run in runs.runs(name):
             result.add(name, run)

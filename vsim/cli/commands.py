@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_model
@@ -48,11 +49,16 @@ def run_compare(arguments: argparse.Namespace) -> int:
     strategies = {text: parse_strategy(text, lr(arguments)) for text in named}
     (train, val), options = data(arguments), _options(arguments)
     start = partial(model, model_kind(arguments), train)
+    options |= {"network": arguments.network, "compute": arguments.compute}
     comparison = compare(start, train, val, strategies=strategies, seeds=_seeds(arguments), **options)
     print(f"\n{comparison.table(loss=arguments.target_loss)}\n")
     comparison.to_csv(arguments.out / "comparison.csv")
-    comparison.figure(title(arguments)).save(arguments.out / "comparison.png")
+    x = "step" if arguments.network is None else "time"
+    comparison.figure(title(arguments), x=x).save(arguments.out / "comparison.png")
     print(f"figure: {arguments.out / 'comparison.png'}\ndata:   {arguments.out / 'comparison.csv'}")
+    if arguments.network is not None and arguments.target_loss is not None:
+        _save_figure(comparison.winners(arguments.target_loss).plot(), arguments.out / "winners.png")
+        print(f"map:    {arguments.out / 'winners.png'}")
     return _status(comparison)
 
 
@@ -76,6 +82,8 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         settings={**defaults, **given, **settings},
         seeds=_seeds(arguments),
         halving=arguments.halving,
+        network=arguments.network,
+        compute=arguments.compute,
         **options,
     )
     print(f"\n{result.table(loss=arguments.target_loss)}\n")
@@ -84,9 +92,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     result.figure().save(out / "sweep.png")
     print(f"curves:   {out / 'sweep.png'}")
     if len(result.varied) > 1:
-        from vsim.figures.paper import save  # here, as it loads matplotlib
-
-        save(result.heatmap(*result.varied[:2]), out / "heatmap.png")
+        _save_figure(result.heatmap(*result.varied[:2]), out / "heatmap.png")
         print(f"heat map: {out / 'heatmap.png'}")
     print(f"data:     {out / 'sweep.csv'}")
     return _status(result)
@@ -222,6 +228,12 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     writable(arguments.out)
     return options
+
+
+def _save_figure(figure: Any, path: Path) -> None:
+    from vsim.figures.paper import save  # here, as it loads matplotlib
+
+    save(figure, path)
 
 
 def _seeds(arguments: argparse.Namespace) -> list[int]:

@@ -119,8 +119,11 @@ def _add_sweep(kinds: Any) -> None:
 
 
 def _add_target(command: argparse.ArgumentParser) -> None:
-    purpose = "show the steps and bytes that each takes to this validation loss"
-    command.add_argument("--target-loss", type=float, metavar="LOSS", help=purpose)
+    priced = command.add_argument_group("what it takes")
+    purpose = "show the steps and bytes, and with --network the hours, that each takes to this validation loss"
+    priced.add_argument("--target-loss", type=float, metavar="LOSS", help=purpose)
+    priced.add_argument("--network", metavar="'BANDWIDTH, LATENCY'", help='show hours on it: "200 Mbit/s, 50 ms"')
+    priced.add_argument("--compute", type=float, metavar="SECONDS", help="that a node computes in a step")
 
 
 def _add_train(kinds: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,18 @@ class Compute:
         if given is None:
             raise TypeError("compute is missing: give Compute(seconds_per_step), or the seconds a step takes")
         return given if isinstance(given, Compute) else cls(given)
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return the compute as lists and numbers, which JSON can hold."""
+        own = {key: getattr(self, key) for key in ("num_nodes", "layers", "jitter", "seed")}
+        return {"node_seconds": self.node_seconds.tolist(), **own}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Compute:
+        """Make the compute that `as_plain` was of."""
+        made = cls(plain["node_seconds"], layers=plain["layers"])
+        made.num_nodes, made.jitter, made.seed = plain["num_nodes"], plain["jitter"], plain["seed"]
+        return made
 
     def steps(self, num_nodes: int) -> ComputedSteps:
         """Return the compute seconds of a run of `num_nodes` nodes, step by step from the first."""

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from vsim.arguments import known_keywords, one_of, whole_number
 from vsim.network.prices import ALGORITHMS, Way, rounds, ways
 from vsim.network.ring import slowest_on_best_ring
-from vsim.network.units import bits_per_second, seconds
+from vsim.network.units import bits_per_second, delay, rate, seconds
 
 Floats = NDArray[np.float64]
 Link = str | tuple[float | str, float | str]
@@ -142,7 +142,9 @@ class Network:
         return cls._of_places(bits, delays, np.repeat(np.arange(len(names)), counts), options)
 
     @classmethod
-    def _of_places(cls, bits: Floats, latency: Floats, place: NDArray[np.int64], options: dict[str, Any]) -> Network:
+    def _of_places(
+        cls, bits: Floats, latency: Floats, place: NDArray[np.int64] | None, options: dict[str, Any]
+    ) -> Network:
         network = cls(math.inf, **options)
         network._bits, network._latency, network._place = bits, latency, place
         return network
@@ -151,6 +153,21 @@ class Network:
     def num_nodes(self) -> int | None:
         """K, or None: any."""
         return None if self._place is None else len(self._place)
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return the network as lists, numbers and text, which JSON can hold."""
+        place = None if self._place is None else self._place.tolist()
+        bits = [[str(one) for one in row] for row in self._bits.tolist()]  # they may be infinite
+        own = {"bits_per_second": bits, "latency": self._latency.tolist(), "place": place}
+        return {**own, "collective": self.collective, "server": self._server}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Network:
+        """Make the network that `as_plain` was of."""
+        options = {key: plain[key] for key in ("collective", "server")}
+        bits, latency, place = (plain[key] for key in ("bits_per_second", "latency", "place"))
+        place = None if place is None else np.array(place)
+        return cls._of_places(np.array(bits, dtype=np.float64), np.array(latency, dtype=np.float64), place, options)
 
     def check(self, num_nodes: int) -> None:
         """Raise a ValueError if this is the network of another number of nodes."""
@@ -227,7 +244,7 @@ class Network:
 
     def __repr__(self) -> str:
         other = ~np.eye(len(self._bits), dtype=bool) | (self._bits < math.inf)
-        shown = [_span(self._bits[other], _rate), _span(self._latency[other], _delay), self.collective]
+        shown = [_span(self._bits[other], rate), _span(self._latency[other], delay), self.collective]
         if self._place is not None:
             shown.insert(0, f"{self.num_nodes} nodes at {len(self._bits)} places")
         return f"Network({', '.join(shown)})"
@@ -259,14 +276,3 @@ def _matrix(name: str, given: Any, parse: Any) -> Floats:
 def _span(values: Floats, text: Any) -> str:
     low, high = text(values.min(initial=math.inf)), text(values.max(initial=0))
     return low if low == high else f"{low} … {high}"
-
-
-def _rate(bits: float) -> str:
-    for prefix, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if unit <= bits < math.inf:
-            return f"{bits / unit:.4g} {prefix}bit/s"
-    return f"{bits:g} bit/s"
-
-
-def _delay(value: float) -> str:
-    return f"{value * 1e3:.4g} ms"

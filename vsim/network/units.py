@@ -46,6 +46,27 @@ def seconds(name: str, value: Any, **bounds: float) -> float:
     return real_number(name, value, **bounds)
 
 
+def rate(bits: float) -> str:
+    """Return a rate as text.
+
+    >>> rate(2e8)
+    '200 Mbit/s'
+    """
+    for prefix, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if unit <= bits < math.inf:
+            return f"{bits / unit:.4g} {prefix}bit/s"
+    return f"{bits:g} bit/s"
+
+
+def delay(value: float) -> str:
+    """Return a short duration as text.
+
+    >>> delay(0.05)
+    '50 ms'
+    """
+    return f"{value * 1e3:.4g} ms"
+
+
 def _number(name: str, digits: str, text: str) -> float:
     try:
         return float(digits)

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import base64
-import copy
 import io
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from vsim.cluster.traffic import traffic
-from vsim.extras import extra
+from vsim.network import Compute, Network
+from vsim.network.many import seconds_on
+from vsim.network.units import bits_per_second, seconds
 from vsim.records.compared import ComparedRun
-from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
+from vsim.records.history import History
 from vsim.records.looks import MANY, Looks, looks_of
-from vsim.records.plots import PAGE, Y_LABELS, bands, overview
+from vsim.records.plots import PAGE, Y_LABELS, XAxis, bands, overview, time_axis
+from vsim.records.runs import Runs
+from vsim.records.slider import sliders
 from vsim.records.table import text_table
+from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners, ascending
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from vsim.figures.paper import PaperFigure
 
-Self = TypeVar("Self", bound="Comparison")
+# What hours are derived from, and how both may be given.
+AnyNetwork = Network | str | float | None
+AnyCompute = Compute | float | str | None
+_Priced = tuple[Network, Compute] | None
 
 
-class Comparison(Mapping[str, ComparedRun]):
+class Comparison(Runs):
     """The runs of several strategies, by name. In a notebook it shows itself as a table and a figure.
 
     Where every strategy ran with several seeds, `comparison[name]` is its run with the first of them and
@@ -38,41 +45,8 @@ class Comparison(Mapping[str, ComparedRun]):
 
     Attributes:
         allreduce_bytes: what AllReduce would hand to its collectives in one step, per node: all gradients once.
+        network, compute: what hours are derived from where no others are given; None: nothing.
     """
-
-    def __init__(self, allreduce_bytes: int) -> None:
-        self.allreduce_bytes = allreduce_bytes
-        self._runs: dict[str, list[ComparedRun]] = {}
-        self._names: list[str] = []  # of all runs, of a selection too: the looks of lines follow from them
-
-    @overload
-    def __getitem__(self, name: str) -> ComparedRun: ...
-    @overload
-    def __getitem__(self: Self, name: list[str]) -> Self: ...
-    def __getitem__(self: Self, name: str | list[str]) -> ComparedRun | Self:
-        if not isinstance(name, list):
-            return self.runs(name)[0]
-        selection = copy.copy(self)
-        selection._runs = {one: self.runs(one) for one in name}
-        return selection
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._runs)
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def runs(self, name: str) -> list[ComparedRun]:
-        """Return the runs of one strategy, one for each seed."""
-        if name not in self._runs:
-            raise KeyError(f"no run {name!r}; there are {', '.join(self._runs)}")
-        return self._runs[name]
-
-    @property
-    def num_nodes(self) -> int | None:
-        """K; None if it is not the same for all."""
-        numbers = {history.num_nodes for history in self._all_histories()}
-        return numbers.pop() if len(numbers) == 1 else None
 
     def best(self) -> str:
         """Return the name of the lowest final loss, on average over the seeds.
@@ -102,12 +76,92 @@ class Comparison(Mapping[str, ComparedRun]):
             for name, histories in self.histories.items()
         }
 
-    @property
-    def histories(self) -> dict[str, list[History]]:
-        """Name → histories, one for each seed: what `vsim.records.plots.bands` draws."""
-        return {name: [run.history for run in runs] for name, runs in self._runs.items()}
+    def cheapest(
+        self, loss: float, hours: float | None = None, network: AnyNetwork = None, compute: AnyCompute = None
+    ) -> str:
+        """Return the name that reaches a loss, within so many hours, with the fewest bytes on the wire.
 
-    def rows(self, loss: float | None = None) -> list[dict[str, Any]]:
+        Args:
+            loss: the target, which every seed has to reach. hours: on this network; None: however long it takes.
+            network, compute: as of `vsim.timeline`; default those of the comparison.
+
+        Raises:
+            ValueError: none does. TypeError: hours need network and compute.
+        """
+        priced = self._priced(network, compute) if hours is None else self._must_be_priced(network, compute)
+        rows = dict(zip(self._ordered(), self.rows(loss, *(priced or ())), strict=True))
+        took = {name: row[f"wire MB to {loss:g}"] for name, row in rows.items() if name not in self._never(loss)}
+        within = [name for name in took if hours is None or rows[name][f"hours to {loss:g}"] <= hours]
+        if not within:
+            times = {name: rows[name].get(f"hours to {loss:g}", 0.0) for name in took}
+            fastest = min(times, key=times.__getitem__, default=None)
+            hint = "" if fastest is None else f"; the first is {fastest}, in {times[fastest]:.3g} hours"
+            raise ValueError(f"no run reaches loss {loss:g}{'' if hours is None else f' within {hours:g} hours'}{hint}")
+        return min(within, key=took.__getitem__)
+
+    def winners(
+        self,
+        loss: float,
+        bandwidths: Sequence[float | str] | None = None,
+        latencies: Sequence[float | str] | None = None,
+        compute: AnyCompute = None,
+        *,
+        collective: str = "ring",
+    ) -> Winners:
+        """Return which strategy reaches a loss first, over bandwidth and latency; it shows itself as a map.
+
+        Args:
+            loss: the target. A strategy takes the mean of its seeds, all of which have to reach it.
+            bandwidths: in bit/s or as text; default 1 Mbit/s to 100 Gbit/s.
+            latencies: in seconds or as text; default 0.1 ms to 1 s.
+            compute: as of `vsim.timeline`; default that of the comparison.
+            collective: how collectives are made of messages, as of `Network`.
+        """
+        bits = ascending("bandwidths", bandwidths, BANDWIDTHS, bits_per_second)
+        delays = ascending("latencies", latencies, LATENCIES, lambda name, one: seconds(name, one, at_least=0))
+        networks = [Network(b, d, collective=collective) for d in delays.tolist() for b in bits.tolist()]
+        own, never = Compute.of(self.compute if compute is None else compute), self._never(loss)
+        took = {}
+        for name, steps in self.steps_to(loss).items():
+            if name not in never:
+                runs = zip(self.runs(name), steps, strict=True)
+                each = [seconds_on(run.ledger, networks, own, [int(step)])[:, 0] for run, step in runs]
+                took[name] = np.mean(each, axis=0).reshape(len(delays), len(bits))
+        return Winners(loss, bits, delays, took, never, self._looks())
+
+    def slider(self, compute: AnyCompute = None, *, collective: str = "ring") -> Any:
+        """Return a widget for a notebook: loss against time and bytes, with sliders for bandwidth and latency.
+
+        Args:
+            compute: as of `vsim.timeline`; default that of the comparison. collective: as of `Network`.
+
+        Raises:
+            ImportError: ipywidgets is not installed.
+        """
+        own = Compute.of(self.compute if compute is None else compute)
+        return sliders(lambda network: self.figure("", x="time", network=network, compute=own), collective)
+
+    def _never(self, loss: float) -> dict[str, str]:
+        """Name → what is said of a strategy of which not every seed reaches the loss."""
+        said = {}
+        for name, steps in self.steps_to(loss).items():
+            reach = sum(step == step for step in steps)
+            if reach < len(steps):
+                said[name] = f"{reach} of {len(steps)} runs" if reach else "never"
+        return said
+
+    def _priced(self, network: AnyNetwork, compute: AnyCompute) -> _Priced:
+        """What hours are derived from: what is given, or else the comparison's own; None: nothing."""
+        network = self.network if network is None else network
+        compute = self.compute if compute is None else compute
+        return None if network is None and compute is None else (Network.of(network), Compute.of(compute))
+
+    def _must_be_priced(self, network: AnyNetwork, compute: AnyCompute) -> tuple[Network, Compute]:
+        return self._priced(network, compute) or (Network.of(None), Compute.of(None))  # which raises
+
+    def rows(
+        self, loss: float | None = None, network: AnyNetwork = None, compute: AnyCompute = None
+    ) -> list[dict[str, Any]]:
         """Return one dict a strategy: the columns of the table as numbers.
 
         Losses are the last measured: of the global model on the validation data, or without any, the mean training
@@ -118,11 +172,13 @@ class Comparison(Mapping[str, ComparedRun]):
 
         Args:
             loss: adds the steps and the bytes on the wire to this loss, as of `steps_to`; NaN if a run never has it.
+            network, compute: add the hours that the run would take, the share of them in which nodes compute, and the
+                hours to `loss`; as of `vsim.timeline`, default those of the comparison.
         """
-        rows = []
+        rows, priced = [], self._priced(network, compute)
         for name in self._ordered():
             runs = self._runs[name]
-            numbers = [self._numbers(run, loss) for run in _sound(runs)]
+            numbers = [self._numbers(run, loss, priced) for run in _sound(runs)]
             row: dict[str, Any] = {**self._titles(name)}
             for column in numbers[0]:
                 values = [own[column] for own in numbers]
@@ -141,6 +197,8 @@ class Comparison(Mapping[str, ComparedRun]):
         columns: Sequence[str] | None = None,
         digits: int | Mapping[str, int] | None = None,
         loss: float | None = None,
+        network: AnyNetwork = None,
+        compute: AnyCompute = None,
     ) -> str:
         """Return the results as a text table.
 
@@ -149,32 +207,50 @@ class Comparison(Mapping[str, ComparedRun]):
             columns: of `rows`, those to show, in this order.
             digits: after the point, for all columns or by column.
             loss: adds what it took to reach this loss; see `rows`. A strategy that never does is said so.
+            network, compute: add hours; see `rows`.
 
         Raises:
             ValueError: there is no such column.
         """
-        diverged, rows = self._diverged(), self.rows(loss)
-        reached = {} if loss is None else self.steps_to(loss)
+        diverged, rows = self._diverged(), self.rows(loss, network, compute)
+        never = {} if loss is None else self._never(loss)
         for name, row in zip(self._ordered(), rows, strict=True):
             if name in diverged:
                 row[self._loss_title] = diverged[name]
-            for column in [key for key in row if name in reached and key.endswith(f" to {loss:g}")]:
-                if math.isnan(row[column]):
-                    count = sum(step == step for step in reached[name])
-                    row[column] = f"{count} of {len(reached[name])} runs" if count else "never"
+            if name in never:
+                row |= {key: never[name] for key in row if key.endswith(f" to {loss:g}")}
         titles = [title for name in self._ordered()[:1] for title in self._titles(name)]
         return text_table(rows, format, titles, columns, digits)
 
-    def plot(self, x: str = "step", y: str | None = None, ax: Axes | None = None, *, logy: bool = False) -> Axes:
-        """Draw the loss of every strategy against "step", "examples", "tokens", "payload", "wire" or "time".
+    def plot(
+        self,
+        x: str = "step",
+        y: str | None = None,
+        ax: Axes | None = None,
+        *,
+        logy: bool = False,
+        network: AnyNetwork = None,
+        compute: AnyCompute = None,
+    ) -> Axes:
+        """Draw the loss of every strategy.
 
         Args:
-            x: what to draw against; bytes are per node, on a logarithmic axis.
+            x: against "step", "examples", "tokens"; "payload" or "wire", bytes per node on a logarithmic axis; "time",
+                that of a network; or "seconds", those of the simulation.
             y: a column of `History`; default the global validation loss, or the training loss without validation.
             ax: where; default a new figure.
             logy: whether y is logarithmic, too.
+            network, compute: what "time" follows from, as of `vsim.timeline`; default those of the comparison.
         """
-        return bands(self._drawn(), x, y or self._loss_column, ax, True, self._looks(), self._diverged(), logy)
+        axis = self._x_axis(x, network, compute)
+        return bands(self._drawn(), axis, y or self._loss_column, ax, True, self._looks(), self._diverged(), logy)
+
+    def _x_axis(self, x: str, network: AnyNetwork, compute: AnyCompute) -> str | XAxis:
+        if x == "time":
+            return time_axis(self._all_histories(), *self._must_be_priced(network, compute))
+        if network is not None or compute is not None:
+            raise TypeError(f"network and compute have no effect with x={x!r}; x='time' follows from them")
+        return x
 
     def figure(
         self,
@@ -184,6 +260,8 @@ class Comparison(Mapping[str, ComparedRun]):
         x: str = "step",
         logy: bool = False,
         width: float = PAGE,
+        network: AnyNetwork = None,
+        compute: AnyCompute = None,
     ) -> PaperFigure:
         """Return the figure of two panels: loss against step, and against bytes on the wire.
 
@@ -192,90 +270,21 @@ class Comparison(Mapping[str, ComparedRun]):
         Args:
             title: what stands above, default nodes and size; "": nothing, as for a paper.
             strategies: names to draw, default all.
-            x: of the first panel, as of `plot`.
+            x: of the first panel, as of `plot`; so are network and compute.
             logy: whether the loss is on a logarithmic axis.
             width: in inches, of a page (6.8) or of a column (3.3), where the panels stand one below the other.
         """
         shown = self if strategies is None else self[strategies]
         title = shown._title() if title is None else title
         looks = shown._looks()
-        return overview(shown._drawn(), title, self._loss_column, looks, shown._diverged(), x, logy, width)
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return a DataFrame with one row a strategy, seed and step: these two and the columns of `History`."""
-        pandas = extra("pandas", "to_pandas()", "pandas", "notebook")
-        frames = [run.history.to_pandas().assign(**titles) for titles, run in self._titled_runs()]
-        titles, _ = next(self._titled_runs())
-        return pandas.concat(frames, ignore_index=True)[[*titles, *self._columns]]
-
-    def to_csv(self, path: str | Path) -> None:
-        """Write one line a strategy, seed and step, with the columns of `to_pandas`."""
-        titles, _ = next(self._titled_runs())
-        rows = (
-            (*own.values(), *values)
-            for own, run in self._titled_runs()
-            for values in zip(*(run.history[c].tolist() for c in self._columns), strict=True)
-        )
-        write_csv(path, (*titles, *self._columns), rows)
-
-    @property
-    def _columns(self) -> list[str]:
-        """Those of all histories: their runs have the same metrics."""
-        return list(dict.fromkeys(c for _, run in self._titled_runs() for c in run.history.columns))
-
-    def to_json(self, path: str | Path) -> None:
-        """Write everything but the models, for `from_json`: histories, ledgers, failures."""
-        write_json(path, self._as_plain())
-
-    @classmethod
-    def from_json(cls: type[Self], path: str | Path) -> Self:
-        """Read what `to_json` wrote; the runs have no models.
-
-        Raises:
-            ValueError: the file holds something else.
-        """
-        content = read_json(path, cls.__name__, cls._keys)
-        with holding_a_record(path, cls.__name__):
-            return cls._from_plain(content)
-
-    _keys: tuple[str, ...] = ("allreduce_bytes", "runs")
-
-    def _as_plain(self) -> dict[str, Any]:
-        runs = [{"strategy": name, **run.as_plain()} for name, runs in self._runs.items() for run in runs]
-        return {"allreduce_bytes": self.allreduce_bytes, "runs": runs}
-
-    @classmethod
-    def _from_plain(cls: type[Self], content: Mapping[str, Any]) -> Self:
-        comparison = cls._empty(content)
-        for run in content["runs"]:
-            comparison.add(run["strategy"], ComparedRun.from_plain(run))
-        return comparison
-
-    @classmethod
-    def _empty(cls: type[Self], content: Mapping[str, Any]) -> Self:
-        return cls(content["allreduce_bytes"])
-
-    def add(self, name: str, run: ComparedRun) -> None:
-        """Add a run of one seed."""
-        if name not in self._runs:
-            self._names.append(name)
-        self._runs.setdefault(name, []).append(run)
-
-    def _titles(self, name: str) -> dict[str, Any]:
-        """What a row of the table is called: column → text."""
-        return {"strategy": name}
-
-    def _titled_runs(self) -> Iterator[tuple[dict[str, Any], ComparedRun]]:
-        """All runs, with what their lines in files begin with: column → value."""
-        for name, runs in self._runs.items():
-            for run in runs:
-                yield {"strategy": name, "seed": run.seed}, run
+        axis = shown._x_axis(x, network, compute)
+        return overview(shown._drawn(), title, self._loss_column, looks, shown._diverged(), axis, logy, width)
 
     def _ordered(self) -> list[str]:
         """The names in the order of the table."""
         return list(self._runs)
 
-    def _numbers(self, run: ComparedRun, target: float | None) -> dict[str, float]:
+    def _numbers(self, run: ComparedRun, target: float | None, priced: _Priced) -> dict[str, float]:
         """The columns of the table for one run, in their order."""
         history, numbers = run.history, {}
         steps = int(history.last("step")) if len(history) else 0
@@ -294,6 +303,12 @@ class Comparison(Mapping[str, ComparedRun]):
         if target is not None:
             first, bytes_to_it = history.first(target, self._loss_column, "step", "wire_bytes")
             numbers |= {f"steps to {target:g}": first, f"wire MB to {target:g}": bytes_to_it / 1e6}
+        if priced is not None:
+            timeline = history.time(*priced)
+            numbers |= {"hours": float(timeline.seconds[-1]) / 3600, "utilization": timeline.utilization}
+            if target is not None:
+                known = not math.isnan(first)
+                numbers[f"hours to {target:g}"] = timeline.seconds[int(first)] / 3600 if known else math.nan
         return numbers
 
     def _loss(self, run: ComparedRun) -> float:
@@ -336,9 +351,6 @@ class Comparison(Mapping[str, ComparedRun]):
         if len(notes) == len(runs) and len(set(notes.values())) == 1:
             return runs[0].note
         return "; ".join(f"seed {seed}: {note}" for seed, note in notes.items())
-
-    def _all_histories(self) -> list[History]:
-        return [run.history for runs in self._runs.values() for run in runs]
 
     @property
     def _validated(self) -> bool:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vsim.figures.style import styled
 from vsim.records.history import History
 from vsim.records.looks import COLOURS, Look, Looks, looks_of
-from vsim.records.plots import LEGEND, X_AXES, Y_LABELS, last_of_equal, legend_columns, limits
+from vsim.records.plots import LEGEND, X_AXES, Y_LABELS, XAxis, last_of_equal, legend_columns, limits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,11 +91,11 @@ class LiveRace:
         for name, histories in running.items():
             for ax, x in zip(self._axes, ("step", "wire"), strict=True):
                 for y in ("train_loss", "global_loss"):
-                    xs, ys = _mean(histories, X_AXES[x].column, y)
+                    xs, ys = _mean(histories, X_AXES[x], y)
                     if y == "train_loss":
                         points = min(_POINTS, max(_FEWEST, _ALL_POINTS // len(running)))
                         xs, ys = _thinned(xs, points), _thinned(ys, points)
-                    self._line(ax, name, x, y, looks.by_name[name], alone).set_data(xs / X_AXES[x].unit, ys)
+                    self._line(ax, name, x, y, looks.by_name[name], alone).set_data(xs, ys)
                     drawn.append(ys)
         for ax, x in zip(self._axes, ("step", "wire"), strict=True):
             ax.relim()
@@ -201,9 +201,10 @@ def _in_notebook() -> bool:
     return getattr(get_ipython(), "kernel", None) is not None
 
 
-def _mean(histories: Sequence[History], x: str, y: str) -> Curve:
+def _mean(histories: Sequence[History], axis: XAxis, y: str) -> Curve:
     """Return x and y where they were measured, the mean over histories of the same steps; of equal x the last."""
-    measured = [history.measured(x, y) for history in histories]
+    pairs = [np.stack([axis.values(history), history[y]]) for history in histories]
+    measured = [pair[:, ~np.isnan(pair).any(0)] for pair in pairs]
     count = min(len(xs) for xs, _ in measured)
     xs, ys = (np.mean([own[i][:count] for own in measured], axis=0) for i in (0, 1))
     last = last_of_equal(xs)

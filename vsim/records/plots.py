@@ -6,7 +6,7 @@ Sizes are those of print: a figure of two panels is as wide as a page of text.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from vsim.arguments import one_of
 from vsim.figures.style import STYLE, styled
+from vsim.network import Compute, Network
 from vsim.records.history import History
 from vsim.records.looks import MANY, Look, Looks, looks_of
 
@@ -30,12 +31,20 @@ MARKED_POINTS = 12
 
 
 class XAxis(NamedTuple):
-    """What curves are drawn against: a column of `History` over its unit. Bytes are on a logarithmic axis."""
+    """What curves are drawn against: a column of `History`, or what a function makes of one, over its unit.
 
-    column: str
+    Bytes are on a logarithmic axis, and so is what `is_wide`.
+    """
+
+    column: str | Callable[[History], NDArray[np.float64]]
     unit: float
     label: str
     is_bytes: bool = False
+    is_wide: bool = False
+
+    def values(self, history: History) -> NDArray[np.float64]:
+        """Return x of every row, in its unit."""
+        return (history[self.column] if isinstance(self.column, str) else self.column(history)) / self.unit
 
 
 X_AXES = {
@@ -44,8 +53,9 @@ X_AXES = {
     "tokens": XAxis("tokens", 1, "tokens"),
     "payload": XAxis("payload_bytes", 1e6, "payload communicated per node (MB)", True),
     "wire": XAxis("wire_bytes", 1e6, "sent on the wire per node (MB)", True),
-    "time": XAxis("seconds", 1, "training time (s)"),
+    "seconds": XAxis("seconds", 1, "seconds of the simulation"),
 }
+_TIMES = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 Y_LABELS = {
     "global_loss": "validation loss",
     "local_loss": "validation loss of node 0",
@@ -67,7 +77,7 @@ LEGEND: Any = {
 
 def bands(
     runs: Runs,
-    x: str = "step",
+    x: str | XAxis = "step",
     y: str = "global_loss",
     ax: Axes | None = None,
     legend: bool = True,
@@ -88,7 +98,8 @@ def bands(
 
     Args:
         runs: name → history, or a list of histories with one for each seed.
-        x: "step", "examples", "tokens", "payload", "wire" (MB, on a logarithmic axis) or "time".
+        x: "step", "examples", "tokens", "payload", "wire" (MB, on a logarithmic axis), "seconds" of the simulation, or
+            another axis, such as `time_axis`.
         y: a column of `History`.
         ax: where to draw; default the axes of a new figure.
         legend: whether to add one, below the axes if it has many entries.
@@ -101,7 +112,7 @@ def bands(
     """
     from vsim.figures.paper import new_figure, plain_ticks
 
-    axis = X_AXES[one_of("x", x, X_AXES)]
+    axis = x if isinstance(x, XAxis) else X_AXES[one_of("x", x, X_AXES)]
     lists = _lists(runs)
     looks, diverged = looks or looks_of(list(runs)), diverged or {}
     own = new_figure(4.4, 3.2) if ax is None else None
@@ -115,7 +126,7 @@ def bands(
         look = looks.by_name[name]
         label = f"{name}, {diverged[name]}" if name in diverged else name
         drawn.append(mean)
-        if axis.is_bytes and not any(history.last(axis.column) > 0 for history in histories):
+        if axis.is_bytes and not any((axis.values(history) > 0).any() for history in histories):
             if len(mean) and name not in diverged:
                 silent.append(name)
                 ax.axhline(mean[-1], color=look.colour, linestyle=look.dash, linewidth=0.9, label=label)
@@ -128,14 +139,14 @@ def bands(
             ax.fill_between(xs, mean - deviation, mean + deviation, color=look.colour, alpha=0.18, linewidth=0)
         if y == "global_loss" and not (axis.is_bytes or thin or looks.key):
             _draw_mean_replica(ax, histories, axis, look.colour)
-        end = max((history.last(axis.column) for history in histories), default=0.0) / axis.unit
+        end = max((np.nanmax(axis.values(history), initial=0) for history in histories), default=0.0)
         if name in diverged and not (axis.is_bytes and end <= 0):
             cross: Any = {"color": look.colour, "marker": "x", "linestyle": "none", "label": "_"}
             ax.plot([end], [1.0], transform=ax.get_xaxis_transform(), clip_on=False, zorder=4, **cross)
     ax.set_xlabel(axis.label)
     ax.set_ylabel(Y_LABELS.get(y, y.replace("_", " ")))
     styled(ax)
-    if axis.is_bytes:
+    if axis.is_bytes or axis.is_wide:
         ax.set_xscale("log")
         plain_ticks(ax.xaxis)
     if logy:
@@ -159,7 +170,7 @@ def overview(
     y: str = "global_loss",
     looks: Looks | None = None,
     diverged: Mapping[str, str] | None = None,
-    x: str = "step",
+    x: str | XAxis = "step",
     logy: bool = False,
     width: float = PAGE,
 ) -> PaperFigure:
@@ -191,17 +202,29 @@ def overview(
     return figure
 
 
+def time_axis(histories: Iterable[History], network: Network, compute: Compute) -> XAxis:
+    """Return the axis of the time that runs would take on a network, logarithmic if some take ten times others'."""
+    times = {id(one): one.time(network, compute).seconds[one["step"].astype(int)] for one in histories if len(one)}
+    ends = [float(own[-1]) for own in times.values() if own[-1] > 0]
+    unit, name = next(((u, n) for u, n in _TIMES if max(ends, default=0) >= 2 * u), _TIMES[-1])
+    wide = bool(ends) and max(ends) > 10 * min(ends)
+    return XAxis(
+        lambda history: times.get(id(history), np.empty(0)), unit, f"time on the network ({name})", False, wide
+    )
+
+
 def mean_over_seeds(
-    histories: Sequence[History], x: str, y: str
+    histories: Sequence[History], axis: XAxis, y: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return x, the mean of y and its standard deviation, at every step at which all `histories` have measured both.
 
     >>> runs = [History(), History()]
     >>> for loss, run in zip([1.0, 3.0], runs): run.append({"step": 0, "train_loss": loss})
-    >>> mean_over_seeds(runs, "step", "train_loss")
+    >>> mean_over_seeds(runs, X_AXES["step"], "train_loss")
     (array([0.]), array([2.]), array([1.41421356]))
     """
-    measured = [history.measured("step", x, y) for history in histories]
+    tables = [np.stack([history["step"], axis.values(history), history[y]]) for history in histories]  # (3, rows)
+    measured = [table[:, ~np.isnan(table).any(0)] for table in tables]
     steps = sorted(set.intersection(*(set(m[0].tolist()) for m in measured))) if measured else []
     if not steps:
         return np.empty(0), np.empty(0), np.empty(0)
@@ -287,11 +310,11 @@ def _points(
     histories: Sequence[History], axis: XAxis, y: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return what is drawn: x in its unit, and mean and deviation of y; of points with equal bytes the last."""
-    xs, mean, deviation = mean_over_seeds(histories, axis.column, y)
-    if axis.is_bytes and len(xs):
+    xs, mean, deviation = mean_over_seeds(histories, axis, y)
+    if (axis.is_bytes or axis.is_wide) and len(xs):
         last = last_of_equal(xs) & ((xs > 0) | (xs[-1] == 0))  # of a run that sends nothing its end
         xs, mean, deviation = xs[last], mean[last], deviation[last]
-    return xs / axis.unit, mean, deviation
+    return xs, mean, deviation
 
 
 def _line(look: Look, thin: bool = False) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vsim.arguments import one_of
 from vsim.records.compared import ComparedRun
-from vsim.records.comparison import Comparison
+from vsim.records.comparison import AnyCompute, AnyNetwork, Comparison
 from vsim.records.heatmap import Cell, heatmap
 from vsim.records.history import COLUMNS
 from vsim.records.looks import Looks, looks_by
@@ -54,17 +54,20 @@ class Sweep(Comparison):
         ax: Axes | None = None,
         *,
         logy: bool = False,
+        network: AnyNetwork = None,
+        compute: AnyCompute = None,
         colour: str | None = None,
     ) -> Axes:
         """Draw the loss of every run; runs that have one setting in common have one colour, and the legend says so.
 
         Args:
-            x, y, ax, logy: as of `Comparison.plot`.
+            x, y, ax, logy, network, compute: as of `Comparison.plot`.
             colour: the setting that colours stand for, default the first. Dashes stand for the next, markers for the
                 others.
         """
         looks = self._looks(None if colour is None else one_of("colour", colour, self.varied))
-        return bands(self._drawn(), x, y or self._loss_column, ax, True, looks, self._diverged(), logy)
+        axis = self._x_axis(x, network, compute)
+        return bands(self._drawn(), axis, y or self._loss_column, ax, True, looks, self._diverged(), logy)
 
     def heatmap(self, x: str, y: str, /, *, ax: Axes | None = None, **fixed: Any) -> Axes:
         """Draw the final loss, mean over the seeds, over two settings: their values as categories, in their order.

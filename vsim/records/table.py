@@ -10,7 +10,7 @@ from vsim.arguments import one_of, whole_number
 
 # Digits after the point, where they are not 2. A loss or a number of bytes needs more, a time or a count fewer.
 _DIGITS = {"validation loss": 4, "training loss": 4, "seconds": 1, "validation seconds": 1}
-_PERCENT, _TIMES = ("accuracy",), ("times less than AllReduce",)
+_PERCENT, _TIMES = ("accuracy", "utilization"), ("times less than AllReduce",)
 
 
 def text_table(
@@ -67,6 +67,8 @@ def _default_digits(key: str, value: float) -> int:
         return 1
     if key in _TIMES:
         return 1 if value < 99.95 else 0
+    if key.startswith("hours") and 0 < value < 10:
+        return 1 - math.floor(math.log10(value))
     if "MB" in key and 0 < value < 0.1:
         return 4
     return 0 if key.startswith("steps") else _DIGITS.get(key, 2)

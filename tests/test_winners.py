@@ -1,0 +1,220 @@
+"""Runs priced on networks: the same for many networks as for one, who is first where, and what holds the answer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from compared import compared
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vsim
+from vsim.cluster.ledger import Event
+from vsim.network import Compute, Network, timeline
+from vsim.network.many import seconds_on
+from vsim.strategy import AloneStrategy, DiLoCoStrategy, SimpleReduceStrategy
+
+K = 4
+NOT_REACHED = "not reached by sometimes (1 of 2 runs), lost (never)"
+
+
+@st.composite
+def ledgers(draw: Any) -> vsim.Ledger:
+    """Of K nodes and up to 8 steps; half of them with groups, pairs, servers or delays, which not all nodes share."""
+    ledger = vsim.Ledger(K)
+    ledger.steps = draw(st.integers(1, 8))
+    odd = draw(st.booleans())
+    everyone: tuple[Any, ...] = (range(K),)
+    groups = st.sampled_from([everyone, ((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,), (3,))])
+    for step in sorted(draw(st.lists(st.integers(0, ledger.steps), max_size=8))):
+        moment, size = draw(st.sampled_from(["gradients", "weights"])), draw(st.sampled_from([0, 100, 1e4, 3e6]))
+        collective, own, due = draw(st.sampled_from(["all_reduce", "all_gather", "broadcast"])), everyone, step
+        if odd:
+            own, due = draw(groups), step + draw(st.integers(0, 2))
+        if odd and draw(st.booleans()):
+            collective, own = draw(st.sampled_from([("push", everyone), ("pull", everyone), ("send", ((0, 1),))]))
+        ledger.record(Event(step, due, moment, collective, "x", size, own))
+    return ledger
+
+
+networks = st.builds(
+    Network,
+    st.sampled_from([1e5, "10 Mbit/s", "1 Gbit/s", math.inf]),
+    st.sampled_from([0, "1 ms", 0.2]),
+    collective=st.sampled_from(["ring", "tree", "halving-doubling", "server"]),
+)
+computes = st.builds(
+    Compute,
+    st.sampled_from([0.5, "20 ms", [0.1, 0.2, 0.1, 0.3]]),
+    layers=st.sampled_from([None, 1, 5]),
+    jitter=st.sampled_from([None, 0.3]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ledgers(), st.lists(networks, min_size=1, max_size=3), computes)
+def test_many_networks_at_once_are_each_by_itself(ledger: vsim.Ledger, many: list[Network], compute: Compute) -> None:
+    steps = [ledger.steps, 0, ledger.steps // 2]
+    found = seconds_on(ledger, many, compute, steps)
+    for network, own in zip(many, found, strict=True):
+        np.testing.assert_allclose(own, timeline(ledger, network, compute).seconds[steps], rtol=1e-12, atol=1e-12)
+
+
+@given(networks, computes)
+def test_networks_and_compute_come_back_from_files(network: Network, compute: Compute) -> None:
+    ledger = vsim.Ledger(K)
+    ledger.steps = 2
+    ledger.record(Event(1, 1, "weights", "all_reduce", "x", 1e6, (range(K),)))
+    again = Network.from_plain(network.as_plain()), Compute.from_plain(compute.as_plain())
+    assert timeline(ledger, *again).seconds.tolist() == timeline(ledger, network, compute).seconds.tolist()
+    assert repr(again) == repr((network, compute))
+
+
+def run(steps: int, reached: int | None, payload: float, seed: int = 0) -> vsim.ComparedRun:
+    """A run of K nodes that all-reduces at every step, and has loss 1 from step `reached` on."""
+    history = vsim.History("", K)
+    for step in range(steps + 1):
+        loss = 1.0 if reached is not None and step >= reached else 2.0
+        row = {"step": step, "examples": step, "global_loss": loss, "wire_bytes": 1.5 * payload * step}
+        history.append({**row, "payload_bytes": payload * step})
+        if step and payload:
+            history.ledger.record(Event(step, step, "weights", "all_reduce", "x", payload, (range(K),)))
+    return vsim.ComparedRun(history, seed=seed)
+
+
+@pytest.fixture
+def three() -> vsim.Comparison:
+    made = vsim.Comparison(1_000_000)
+    for seed in (0, 1):
+        made.add("AllReduce", run(40, 10, 1e6, seed))
+        made.add("local", run(40, 30, 0, seed))
+        made.add("sometimes", run(40, 5 if seed else None, 0, seed))
+    made.add("lost", run(40, None, 1e3))
+    return made
+
+
+def test_who_is_first_by_hand(three: vsim.Comparison) -> None:
+    """AllReduce takes 10 · (1 s + p), training alone 30 s: they are equal at p = 2 s.
+
+    Without latency p = 2 · 3/4 · 8 · 10⁶ bit / B, so B = 6 Mbit/s. With 1/3 s a message, 6 messages take the 2 s.
+    """
+    found = three.winners(1.0, bandwidths=["3 Mbit/s", 12e6, "1 Gbit/s"], latencies=[0, "400 ms"], compute=1.0)
+    assert found.first == [["local", "AllReduce", "AllReduce"], ["local"] * 3]
+    np.testing.assert_allclose(found.seconds["AllReduce"][0], [50, 20, 10 + 0.12])
+    assert (found.seconds["local"] == 30).all()
+    assert found.never == {"sometimes": "1 of 2 runs", "lost": "never"}
+    one, two, three_ = found.stretches()
+    assert (one.name, two.name, three_.name) == ("local", "AllReduce", "local")
+    assert one.high == two.low == pytest.approx(6e6, rel=0.1)  # between 3 and 12 Mbit/s, in logarithms
+    table = found.table()
+    assert "never" in table and "1 of 2 runs" in table and "time to loss 1" in table
+    fine = three.winners(1.0, np.linspace(5e6, 7e6, 101), [0], 1.0)
+    assert fine.stretches()[0].high == pytest.approx(6e6, rel=1e-4)
+
+
+def test_the_map_is_drawn(three: vsim.Comparison) -> None:
+    import matplotlib.pyplot as plt
+
+    ax = three.winners(1.0, compute=1.0).plot()
+    ax.figure.canvas.draw()
+    assert [text.get_text() for text in ax.texts] == ["AllReduce", "local", NOT_REACHED]
+    assert ax.get_title("left") == "first to loss 1" and ax.get_xscale() == ax.get_yscale() == "log"
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["1M", "10M", "100M", "1G", "10G", "100G"]
+    nobody = three.winners(0.1, compute=1.0)
+    assert set(nobody.never) == set(three) and not nobody.stretches() and nobody.first[0][0] == ""
+    assert nobody.plot().get_title("left") == "nobody reaches 0.1"
+    alone = three.winners(1.0, ["1 Mbit/s"], [0.1], 1.0).plot()
+    assert alone.texts[0].get_text() == "local"
+    plt.close("all")
+
+
+def test_bad_maps(three: vsim.Comparison) -> None:
+    with pytest.raises(TypeError, match="compute is missing"):
+        three.winners(1.0)
+    with pytest.raises(ValueError, match=r"bandwidths must be a rate in bits, .* got '10 MB'"):
+        three.winners(1.0, ["10 MB"], compute=1)
+    with pytest.raises(TypeError, match="latencies must be a list, got '5 ms'"):
+        three.winners(1.0, latencies="5 ms", compute=1)
+    with pytest.raises(ValueError, match="bandwidths must have at least one value"):
+        three.winners(1.0, [], compute=1)
+    with pytest.raises(ValueError, match="compute has 2 nodes, and the run 4"):
+        three.winners(1.0, compute=Compute([1.0, 2.0]))
+
+
+def test_hours_in_table_and_figure(three: vsim.Comparison) -> None:
+    priced = {"network": "6 Mbit/s", "compute": 1.0}
+    rows = {row["strategy"]: row for row in three.rows(1.0, **priced)}
+    assert rows["AllReduce"]["hours"] == pytest.approx(40 * 3 / 3600)  # a step computes for 1 s and sends for 2
+    assert rows["AllReduce"]["utilization"] == pytest.approx(1 / 3) and rows["local"]["utilization"] == 1
+    assert rows["AllReduce"]["hours to 1"] == pytest.approx(30 / 3600) and math.isnan(rows["lost"]["hours to 1"])
+    table = three.table(loss=1.0, columns=["hours", "utilization", "hours to 1"], **priced)
+    assert "33.3 %" in table and "0.033" in table and "never" in table
+    ax = three.plot("time", **priced)
+    line = next(line for line in ax.get_lines() if line.get_label() == "AllReduce")
+    np.testing.assert_allclose(line.get_xdata(), np.arange(41) * 3 / 60)
+    assert ax.get_xlabel() == "time on the network (minutes)"
+    assert three.figure(x="time", **priced).axes[0].get_xlabel() == ax.get_xlabel()
+    for missing in ({"network": 1e6}, {"compute": 1.0}, {}):
+        with pytest.raises(TypeError, match=r"(network|compute) is missing"):
+            three.plot("time", **missing)
+    with pytest.raises(TypeError, match="network and compute have no effect with x='step'"):
+        three.plot("step", **priced)
+
+
+def test_the_cheapest_within_a_time(three: vsim.Comparison) -> None:
+    assert three.cheapest(1.0) == "local"
+    assert three.cheapest(1.0, hours=15 / 3600, network="1 Gbit/s", compute=1.0) == "AllReduce"
+    with pytest.raises(ValueError, match=r"no run reaches loss 1 within 0.001 hours; the first is AllReduce, in 0"):
+        three.cheapest(1.0, hours=0.001, network="1 Gbit/s", compute=1.0)
+    with pytest.raises(ValueError, match=r"no run reaches loss 0.5$"):
+        three.cheapest(0.5)
+    with pytest.raises(TypeError, match="network is missing"):
+        three.cheapest(1.0, hours=1)
+
+
+def test_a_comparison_holds_its_network(tmp_path: Path) -> None:
+    strategies = {"AllReduce": SimpleReduceStrategy(), "alone": AloneStrategy()}
+    runs = compared(strategies, network="1 Mbit/s, 20 ms", compute=0.5)
+    runs.to_json(tmp_path / "c.json")
+    again = vsim.Comparison.from_json(tmp_path / "c.json")
+    assert again.table() == runs.table() and again.rows()[1]["utilization"] == 1
+    np.testing.assert_array_equal(*(own.plot("time").get_lines()[0].get_xdata() for own in (runs, again)))
+    assert again.winners(9.0).first[0][-1] in strategies
+    with pytest.raises(TypeError, match="compute is missing"):
+        compared(strategies, network="1 Mbit/s")
+    with pytest.raises(ValueError, match="compute has 3 nodes, and the run 2"):
+        compared(strategies, network="1 Mbit/s", compute=Compute([1, 2, 3]))
+    train, val = vsim.data.digits()
+    swept = vsim.sweep(
+        vsim.models.MLP(hidden=(8,)),
+        train,
+        val,
+        strategy=DiLoCoStrategy,
+        settings={"H": [1, 2]},
+        num_nodes=2,
+        max_steps=4,
+        network="1 Mbit/s",
+        compute=0.1,
+        progress=False,
+    )
+    assert swept.cheapest(9.0, hours=1) in swept and "hours" in swept.table()
+    swept.to_json(tmp_path / "s.json")
+    assert vsim.Sweep.from_json(tmp_path / "s.json").table() == swept.table()
+
+
+def test_sliders_draw_the_network_that_they_say(three: vsim.Comparison) -> None:
+    pytest.importorskip("ipywidgets")
+    bandwidth, latency, said, picture = three.slider(compute=1.0).children
+    first = bytes(picture.value)
+    assert first.startswith(b"\x89PNG") and said.value == "200 Mbit/s, 10 ms, ring"
+    bandwidth.value = 1e6
+    assert bytes(picture.value) != first and said.value == "1 Mbit/s, 10 ms, ring"
+    slow = bytes(picture.value)
+    latency.value = 1.0
+    assert bytes(picture.value) not in (first, slow)
+    with pytest.raises(TypeError, match="compute is missing"):
+        three.slider()
