@@ -30,7 +30,10 @@ ALGORITHMS = ("ring", "tree", "halving-doubling", "server")
         ("2.5 Tbit/s", 2.5e12),
         ("64 kbit/s", 64e3),
         ("1e9 bit/s", 1e9),
+        (".5 kb/s", 500.0),
         (5, 5.0),
+        (np.int64(5), 5.0),
+        (np.float32(5), 5.0),
         (math.inf, math.inf),
     ],
 )
@@ -38,7 +41,9 @@ def test_rates(text: Any, bits: float) -> None:
     assert bits_per_second("bandwidth", text) == bits
 
 
-@pytest.mark.parametrize(("text", "value"), [("50 ms", 0.05), ("20 us", 2e-5), ("3 µs", 3e-6), ("2 s", 2.0), (0, 0.0)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("50 ms", 0.05), ("20 us", 2e-5), ("3 µs", 3e-6), ("3 μs", 3e-6), ("2 s", 2.0), (0, 0.0)]
+)
 def test_durations(text: Any, value: float) -> None:
     assert seconds("latency", text) == pytest.approx(value)
 
@@ -49,7 +54,9 @@ def test_durations(text: Any, value: float) -> None:
         (lambda: Network("10 MB"), "'10 MB': that is bytes, and no rate; as a rate 80 Mbit/s"),
         (lambda: Network("10 MB/s"), "that is bytes a second; as a rate 80 Mbit/s"),
         (lambda: Network("fast"), "bandwidth must be a rate in bits, such as '200 Mbit/s', got 'fast'"),
-        (lambda: Network("1.2.3 Mbit/s"), "must begin with a number"),
+        (lambda: Network("1.2.3 Mbit/s"), "got '1.2.3 Mbit/s'$"),
+        (lambda: Network("1.2.3 MB"), "got '1.2.3 MB'$"),
+        (lambda: Network("10 MiB/s"), "got '10 MiB/s'$"),
         (lambda: Network(0), "bandwidth must be > 0, got 0"),
         (lambda: Network("-3 Mbit/s"), "bandwidth must be > 0"),
         (lambda: Network(math.nan), "bandwidth must be > 0"),
@@ -64,6 +71,8 @@ def test_durations(text: Any, value: float) -> None:
         (lambda: Network.regions({"a": 1, "b": 1}, "1 Gbit/s", {}), "no links are given for a and b"),
         (lambda: Network.regions({"a": 1}, {"c": "1 Gbit/s"}, 1e9), "there is no region c; there are a"),
         (lambda: Network.regions({"a": 0}, 1e9, 1e9), r"regions\['a'\] must be a whole number >= 1"),
+        (lambda: Network.regions({"a": 1}, "1 Gbit/s, 1 ms, tree", 1e9), "links are 'bandwidth, latency'"),
+        (lambda: Compute(1, speeds=[]), "must have one number per node, and there is none"),
         (lambda: Compute(0), "seconds_per_step must be > 0"),
         (lambda: Compute(math.inf), "must be > 0 and finite"),
         (lambda: Compute([1, 2], speeds=[1, 2, 3]), "has 2 values, one per node, and speeds 3"),
@@ -81,6 +90,14 @@ def test_bad_values(make: Any, message: str) -> None:
     ("make", "message"),
     [
         (lambda: Network([1e9]), "bandwidth must be a number"),
+        (lambda: Network(np.array([1e9, 1e9])), "bandwidth must be a number"),
+        (lambda: Network.between(3), r"bandwidth must be a \(K, K\) matrix, from every node to every other, got 3"),  # type: ignore[arg-type]
+        (lambda: Network.between([1, 2]), r"\(K, K\) matrix, from every node to every other, got \[1, 2\]"),
+        (lambda: Network.between([[1, 2], [3, 4]], None), "latency must be a .* matrix, .* got None"),  # type: ignore[arg-type]
+        (lambda: Network.regions({}, 1e9, 1e9), "regions must be a mapping, name to nodes, .*, got {}"),  # type: ignore[arg-type]
+        (lambda: Network.regions(["a"], 1e9, 1e9), r"regions must be a mapping, .*, got \['a'\]"),  # type: ignore
+        (lambda: Compute(1, speeds=2), "speeds must be numbers, one per node, got 2"),  # type: ignore[arg-type]
+        (lambda: Compute(np.array(1.0)), "seconds_per_step must be a number"),  # type: ignore[arg-type]
         (lambda: Network(1e9, delay=3), "unknown argument 'delay'"),
         (lambda: Compute(1, speed=[2]), "did you mean 'speeds'"),
         (lambda: Compute(1, seed=3), "seed is that of the jitter, and has no effect without"),
@@ -209,7 +226,7 @@ def test_between_equal_links_is_the_network_of_equal_links(
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), st.lists(st.integers(1, 3), min_size=2, max_size=4).filter(lambda nodes: sum(nodes) <= 7))
 def test_the_best_ring_through_places_is_that_of_their_nodes(data: Any, nodes: list[int]) -> None:
     n = len(nodes)
@@ -257,6 +274,14 @@ def test_no_price_falls_when_a_link_gets_slower(
         for network in (Network.between(m, 0.01, collective=algorithm) for m in (matrix, slower))
     )
     assert after >= before * (1 - 1e-12)
+
+
+def test_networks_say_what_they_are() -> None:
+    for network in (Network(math.inf), Network.between([[0]])):
+        assert "inf bit/s, 0 ms, ring)" in repr(network)
+    assert repr(Network.between([[0, "1 Mbit/s"], [2e6, 0]], "5 ms")) == (
+        "Network(2 nodes at 2 places, 1 Mbit/s … 2 Mbit/s, 5 ms, ring)"
+    )
 
 
 def test_compute() -> None:

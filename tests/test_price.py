@@ -121,6 +121,10 @@ def test_bad_input() -> None:
         ({"parameters": None}, TypeError, "give either parameters=, how many there are, or a model="),
         ({"model": common.model()}, TypeError, "give either parameters="),
         ({"parameters": 1.5}, TypeError, "parameters must be a whole number, got 1.5"),
+        ({"parameters": math.inf}, ValueError, "parameters must be finite, got inf"),
+        ({"parameters": "10e9"}, TypeError, "parameters must be a number, got '10e9'"),
+        ({"parameters": None, "model": 3}, TypeError, "model must be an nn.Module, got 3"),
+        ({"seed": "a"}, TypeError, "seed must be a whole number, got 'a'"),
         ({"parameters": 0}, ValueError, "parameters must be a whole number >= 1, got 0"),
         ({"bytes_per_parameter": 3}, ValueError, "bytes_per_parameter must be one of '1', '2', '4', '8', got '3'"),
         ({"network": None}, TypeError, "network is missing"),
@@ -135,14 +139,24 @@ def test_bad_input() -> None:
     required: dict[str, Any] = {"parameters": 10, "num_nodes": 2, "compute": 1.0}
     with pytest.raises(ValueError, match="DiLoCoStrategy sends nothing in 9 steps; a larger max_steps shows more"):
         required_bandwidth(strategy, **required, max_steps=9)
-    wrong: Any = {"utilization must be > 0 and <= 1": {"utilization": [2]}, "grid must be > 0": {"grid": [0]}}
+    wrong: Any = {
+        "utilization must be > 0 and <= 1": {"utilization": [2]},
+        "grid must be > 0": {"grid": [0]},
+        "utilization must be several numbers, got 0.9": {"utilization": 0.9},
+        "grid must be several numbers, got": {"grid": []},
+    }
     for message, change in wrong.items():
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             required_bandwidth(strategy, **required, **change)
 
 
 def test_no_bandwidth_of_the_grid_suffices() -> None:
     found = required_bandwidth(
-        SimpleReduceStrategy(), parameters=1e9, num_nodes=2, compute=1.0, utilization=[0.5, 0.9], grid=[32e9, 64e9]
+        SimpleReduceStrategy(),
+        parameters=1e9,
+        num_nodes=2,
+        compute=1.0,
+        utilization=[0.5, 0.9],
+        grid=["32 Gbit/s", 64e9],
     )
     assert found == {0.5: 32e9, 0.9: math.inf}  # 32 Gbit take 1 s, as long as a step, and 0.5 s

@@ -61,7 +61,7 @@ def real_number(
     name: str, value: Any, *, at_least: float = -math.inf, above: float = -math.inf, at_most: float = math.inf
 ) -> float:
     """Return `value` as a float if it is finite and in the range; raise a ValueError or TypeError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     if not (at_least <= value <= at_most and value > above) or abs(value) == math.inf:
         bounds = [

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
+from numbers import Real
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from vsim.cluster.optim import torch_optimizers
 from vsim.cluster.randomness import SHARED, generator
 from vsim.cluster.replicas import Replicas
 from vsim.network import Compute, Network, Timeline, timeline
+from vsim.network.units import bits_per_second
 from vsim.private_torch import mark_stepped
 from vsim.strategy import Strategy
 
@@ -61,6 +63,7 @@ def price(
     max_steps = whole_number("max_steps", max_steps)
     num_nodes = whole_number("num_nodes", num_nodes)
     network.check(num_nodes)
+    seed = whole_number("seed", seed, at_least=0)
     model = _model(parameters, model, bytes_per_parameter)
     return timeline(_communicated(strategy, model, num_nodes, max_steps, seed), network, compute)
 
@@ -77,16 +80,17 @@ def required_bandwidth(
     latency: float | str = 0,
     collective: str = "ring",
     bytes_per_parameter: int | None = None,
-    grid: Iterable[float] | None = None,
+    grid: Sequence[float | str] | None = None,
     max_steps: int = 1000,
 ) -> dict[float, float]:
     """Return the bandwidth between the nodes, in bit/s, at which they compute so much of the time.
 
     Args:
         strategy, parameters, model, num_nodes, compute, bytes_per_parameter: as of `price`.
-        utilization: shares of the time, in (0, 1).
+        utilization: shares of the time, in (0, 1].
         latency, collective: of the `Network`.
-        grid: bandwidths in bit/s to choose from. Default: 50 from 0.1 to 1000 Gbit/s, evenly spaced in their logarithm.
+        grid: bandwidths to choose from, in bit/s or text. Default: 50 from 0.1 to 1000 Gbit/s, evenly spaced in their
+            logarithm.
         max_steps: steps to look at, to the last in which something is sent.
 
     Returns:
@@ -96,9 +100,12 @@ def required_bandwidth(
         ValueError: nothing is sent in `max_steps` steps; and as of `price`.
     """
     compute = Compute.of(compute)
+    for name, several in (("utilization", utilization), ("grid", grid)):
+        if isinstance(several, str | Real) or (several is not None and not len(several)):
+            raise TypeError(f"{name} must be several numbers, got {several!r}")
     shares = [real_number("utilization", share, above=0, at_most=1) for share in utilization]
     given = np.logspace(8, 12, 50).tolist() if grid is None else grid
-    bits = sorted(real_number("grid", float(one), above=0) for one in given)
+    bits = sorted(bits_per_second("grid", one) for one in given)
     model = _model(parameters, model, bytes_per_parameter)
     ledger = _communicated(
         strategy, model, whole_number("num_nodes", num_nodes), whole_number("max_steps", max_steps), 42
@@ -120,12 +127,15 @@ def _model(parameters: float | None, model: nn.Module | None, bytes_per_paramete
     if (parameters is None) == (model is None):
         raise TypeError("give either parameters=, how many there are, or a model=")
     if bytes_per_parameter is not None:
-        one_of("bytes_per_parameter", str(bytes_per_parameter), map(str, _DTYPES))
+        bytes_per_parameter = int(one_of("bytes_per_parameter", str(bytes_per_parameter), map(str, _DTYPES)))
     if model is not None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, got {model!r}")
         values = {id(t): t for t in (*model.parameters(), *model.buffers())}
         bare = copy.deepcopy(model, {key: _without_values(t) for key, t in values.items()})  # copies no value
         return bare if bytes_per_parameter is None else bare.to(_DTYPES[bytes_per_parameter])
-    size = whole_number("parameters", int(parameters) if parameters == int(parameters) else parameters)  # type: ignore[arg-type]
+    number = real_number("parameters", parameters)
+    size = whole_number("parameters", int(number) if number.is_integer() else parameters)
     width = next(w for w in range(math.isqrt(size), 0, -1) if size % w == 0)
     bare = nn.Module()
     bare.weight = nn.Parameter(torch.empty(size // width, width, dtype=_DTYPES[bytes_per_parameter or 4], device=_META))

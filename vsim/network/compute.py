@@ -44,16 +44,18 @@ class Compute:
         jitter: float | None = None,
         seed: int | None = None,
     ) -> None:
-        per_node = isinstance(seconds_per_step, Sequence | np.ndarray) and not isinstance(seconds_per_step, str)
+        per_node = not isinstance(seconds_per_step, str) and bool(np.ndim(seconds_per_step))
         given: Any = seconds_per_step if per_node else [seconds_per_step]
-        own = np.array([seconds("seconds_per_step", _plain(one), above=0) for one in given])
+        own = np.array([seconds("seconds_per_step", one, above=0) for one in given])
         if speeds is not None:
-            relative = np.array([real_number("speeds", _plain(one), above=0) for one in speeds])
+            if not np.ndim(speeds):
+                raise TypeError(f"speeds must be numbers, one per node, got {speeds!r}")
+            relative = np.array([real_number("speeds", one, above=0) for one in speeds])
             if per_node and len(relative) != len(own):
                 raise ValueError(f"seconds_per_step has {len(own)} values, one per node, and speeds {len(relative)}")
             own = own / relative
         if not len(own):
-            raise ValueError("seconds_per_step must be one number, or one per node, and none is given")
+            raise ValueError("seconds_per_step and speeds must have one number per node, and there is none")
         self.node_seconds: NDArray[np.float64] = own
         self.num_nodes = len(own) if per_node or speeds is not None else None
         self.layers = 1 if layers is None else whole_number("layers", layers)
@@ -127,8 +129,3 @@ class ComputedSteps:
             return np.broadcast_to(own, (steps, len(own)))
         z = self._generator.standard_normal((steps, self.num_nodes), dtype=np.float32)
         return np.multiply(own, np.exp(jitter * z - jitter**2 / 2))
-
-
-def _plain(value: Any) -> Any:
-    """A number of numpy's as Python's own."""
-    return value.item() if isinstance(value, np.generic) else value

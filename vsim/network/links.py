@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class Network:
             ValueError: a matrix is not square, or not as large as the other.
         """
         bits = _matrix("bandwidth", bandwidth, bits_per_second)
-        one = isinstance(latency, str | int | float)
+        one = isinstance(latency, str | Real)
         delays = np.full_like(bits, _latency("latency", latency)) if one else _matrix("latency", latency, _latency)
         if bits.shape != delays.shape:
             raise ValueError(f"bandwidth is of {len(bits)} nodes, and latency of {len(delays)}")
@@ -125,6 +126,8 @@ class Network:
         Raises:
             ValueError: a region or a pair of regions has no links.
         """
+        if not isinstance(regions, Mapping) or not regions:
+            raise TypeError(f"regions must be a mapping, name to nodes, such as {{'eu': 4, 'us': 4}}, got {regions!r}")
         names = list(regions)
         counts = [whole_number(f"regions[{name!r}]", regions[name]) for name in names]
         given: dict[tuple[str, str], Any] = dict(between) if isinstance(between, Mapping) else {}
@@ -243,7 +246,7 @@ class Network:
         return 8 * size / (self._server or lines.max(where=np.isfinite(lines), initial=0) or math.inf)
 
     def __repr__(self) -> str:
-        other = ~np.eye(len(self._bits), dtype=bool) | (self._bits < math.inf)
+        other = ~np.eye(len(self._bits), dtype=bool) | (self._bits < math.inf) | (len(self._bits) == 1)
         shown = [_span(self._bits[other], rate), _span(self._latency[other], delay), self.collective]
         if self._place is not None:
             shown.insert(0, f"{self.num_nodes} nodes at {len(self._bits)} places")
@@ -251,8 +254,10 @@ class Network:
 
 
 def _link(given: Any) -> tuple[float, float]:
-    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, tuple) else (given,)
-    bandwidth, latency = (*parts, 0)[:2] if len(parts) < 3 else (None, None)
+    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, tuple | list) else (given,)
+    if not 1 <= len(parts) <= 2:
+        raise ValueError(f"links are 'bandwidth, latency', such as '200 Mbit/s, 50 ms', got {given!r}")
+    bandwidth, latency = (*parts, 0)[:2]
     return bits_per_second("bandwidth", bandwidth), _latency("latency", latency)
 
 
@@ -261,7 +266,9 @@ def _latency(name: str, given: Any) -> float:
 
 
 def _matrix(name: str, given: Any, parse: Any) -> Floats:
-    rows = [list(row) for row in (given.tolist() if hasattr(given, "tolist") else given)]
+    rows = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(rows, list | tuple) or not all(isinstance(row, list | tuple) for row in rows):
+        raise TypeError(f"{name} must be a (K, K) matrix, from every node to every other, got {given!r}")
     if not rows or any(len(row) != len(rows) for row in rows):
         shape = f"{len(rows)} rows of {', '.join(sorted({str(len(row)) for row in rows})) or 0}"
         raise ValueError(f"{name} must be a (K, K) matrix, from every node to every other, got {shape}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from numbers import Real
 from typing import Any
 
 from vsim.arguments import real_number
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_NUMBER = r"\s*([+-]?[\d.]+(?:e[+-]?\d+)?)\s*"
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+_NUMBER = r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*"
 
 
 def bits_per_second(name: str, value: Any) -> float:
@@ -22,14 +23,14 @@ def bits_per_second(name: str, value: Any) -> float:
     if isinstance(value, str):
         match = re.fullmatch(_NUMBER + r"([kMGT]?)(bit/s|bits/s|bps|bit|b/s)\s*", value, flags=re.ASCII)
         if match is None:
-            amount = re.fullmatch(_NUMBER + r"([kKMGT]?)i?(?:B|bytes?)(/s|ps)?\s*", value)
+            amount = re.fullmatch(_NUMBER + r"([kKMGT]?)(?:B|bytes?)(/s|ps)?\s*", value)
             hint = ""
             if amount is not None:
                 what = "bytes a second" if amount[3] else "bytes, and no rate"
                 hint = f": that is {what}; as a rate {8 * float(amount[1]):g} {amount[2].replace('K', 'k')}bit/s"
             raise ValueError(f"{name} must be a rate in bits, such as '200 Mbit/s', got {value!r}{hint}")
-        value = _number(name, match[1], value) * _PREFIXES[match[2]]
-    return math.inf if value == math.inf else real_number(name, value, above=0)
+        value = float(match[1]) * _PREFIXES[match[2]]
+    return math.inf if isinstance(value, Real) and value == math.inf else real_number(name, value, above=0)
 
 
 def seconds(name: str, value: Any, **bounds: float) -> float:
@@ -39,10 +40,10 @@ def seconds(name: str, value: Any, **bounds: float) -> float:
         TypeError: neither. ValueError: not within the bounds of `real_number`, or text that is no duration.
     """
     if isinstance(value, str):
-        match = re.fullmatch(_NUMBER + "(s|ms|us|µs|ns)" + r"\s*", value)
+        match = re.fullmatch(_NUMBER + "(s|ms|us|µs|μs|ns)" + r"\s*", value)
         if match is None:
             raise ValueError(f"{name} must be a duration, such as '50 ms', got {value!r}")
-        value = _number(name, match[1], value) * _SECONDS[match[2]]
+        value = float(match[1]) * _SECONDS[match[2]]
     return real_number(name, value, **bounds)
 
 
@@ -65,10 +66,3 @@ def delay(value: float) -> str:
     '50 ms'
     """
     return f"{value * 1e3:.4g} ms"
-
-
-def _number(name: str, digits: str, text: str) -> float:
-    try:
-        return float(digits)
-    except ValueError:
-        raise ValueError(f"{name} must begin with a number, got {text!r}") from None
