@@ -80,7 +80,7 @@ def test_names_of_objects_say_what_differs() -> None:
     ("settings", "error", "message"),
     [
         ({"H": [5, 0, 1], "lr": [1, 2]}, ValueError, r"^DiLoCo H=0, lr=1 is refused: H must be a whole number >= 1"),
-        ({"h": [5]}, TypeError, "DiLoCoStrategy got an unknown argument 'h'.*Valid: H, outer_optim"),
+        ({"h": [5]}, TypeError, "DiLoCoStrategy got an unknown argument 'h'.*Valid: outer_optim_spec, H, outer_optim"),
         ({"outer_rl": [5]}, TypeError, "did you mean 'outer_lr'"),
         ({"inner_lr": [0.1, 0.2], "lr": 0.1}, TypeError, r"^DiLoCo inner_lr=0.1 is refused: .*two spellings"),
         ({"H": []}, ValueError, "H is an empty list"),
