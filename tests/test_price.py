@@ -14,7 +14,16 @@ import test_strategies_common as common
 import torch
 
 from vsim import Compute, Network, price, required_bandwidth, timeline
-from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
+from vsim.cluster import Cluster
+from vsim.strategy import (
+    CommunicationModule,
+    DeMoStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    SimpleReduceStrategy,
+    SPARTAStrategy,
+    Strategy,
+)
 from vsim.strategy.communicate import all_reduce
 
 # Streaming DiLoCo [Douillard et al. 2025, arXiv:2501.18512], table 4: Gbit/s for utilizations of 50, 80, 90, 95 and
@@ -112,6 +121,53 @@ def test_a_step_of_ones_own_and_schedules() -> None:
     assert len(price(Own(lr=0.1), **options).ledger) == 5 * len(list(common.model().parameters()))
     schedules: dict[str, Any] = {"lr_scheduler": "cosine", "warmup_steps": 2, "max_norm": 1.0}
     assert len(price(FedAvgStrategy(H=2, **schedules), **options).ledger) == 2
+
+
+# A million parameters of 4 bytes take s = 1 s at 32 Mbit/s; a message 0.1 s more.
+BY_HAND: list[tuple[Strategy, int, float, list[float]]] = [
+    # Every step 2 (n - 1) (0.1 + s / n).
+    (SimpleReduceStrategy(), 2, 2.0, [3.2, 6.4, 9.6]),
+    (SimpleReduceStrategy(), 3, 2.0, [2 + 4 * (0.1 + 1 / 3), 4 + 8 * (0.1 + 1 / 3), 6 + 12 * (0.1 + 1 / 3)]),
+    (DiLoCoStrategy(H=2), 2, 2.0, [2, 5.2, 7.2]),
+    # Half of the entries: 0.7 s, within the next step; or behind each other on the line, from 0.5 s on.
+    (SPARTAStrategy(p_sparta=0.5), 2, 2.0, [2.7, 5.4, 8.1]),
+    (SPARTAStrategy(p_sparta=0.5, async_delay=1), 2, 2.0, [2, 4, 6]),
+    (SPARTAStrategy(p_sparta=0.5, async_delay=1), 2, 0.5, [0.5, 1.2, 1.9]),
+    # 400 tiles of 50 x 50, 32 of each with 8 + 4 bytes; two rounds of 0.1 + 0.0384 s.
+    (DeMoStrategy(), 3, 2.0, [2.2768, 4.5536, 6.8304]),
+    (DiLoCoStrategy(H=1), 1, 2.0, [2, 4, 6]),
+]
+
+
+@pytest.mark.parametrize(("strategy", "num_nodes", "compute", "expected"), BY_HAND)
+def test_three_steps_by_hand(strategy: Strategy, num_nodes: int, compute: float, expected: list[float]) -> None:
+    line = price(
+        strategy, parameters=1e6, num_nodes=num_nodes, max_steps=3, network="32 Mbit/s, 100 ms", compute=compute
+    )
+    np.testing.assert_allclose(line.seconds[1:], expected)
+    assert line.utilization == pytest.approx(3 * compute / expected[-1])
+
+
+class SentAhead(CommunicationModule):
+    """Sends all weights after every second step, and takes the mean two steps later."""
+
+    def communicate(self, cluster: Cluster) -> None:
+        if cluster.step % 2 == 0:
+            cluster.collectives.start("all_reduce", cluster.weights, "mean", delay=2)
+
+
+def test_what_is_due_later_needs_its_bandwidth() -> None:
+    """32 Gbit between two nodes within two steps of 1 s, in every round, the last one, too: 16 Gbit/s."""
+    found = required_bandwidth(
+        Strategy([SentAhead()]),
+        parameters=1e9,
+        num_nodes=2,
+        compute=1.0,
+        utilization=[1],
+        grid=[15e9, 16e9],
+        max_steps=2,
+    )
+    assert found == {1: 16e9}
 
 
 def test_bad_input() -> None:

@@ -91,7 +91,7 @@ def required_bandwidth(
         latency, collective: of the `Network`.
         grid: bandwidths to choose from, in bit/s or text. Default: 50 from 0.1 to 1000 Gbit/s, evenly spaced in their
             logarithm.
-        max_steps: steps to look at, to the last in which something is sent.
+        max_steps: steps in which something is sent; looked at until the last of it is due.
 
     Returns:
         Utilization → the smallest bandwidth of the grid that suffices, inf where none does.
@@ -112,7 +112,7 @@ def required_bandwidth(
     )
     if not len(ledger):
         raise ValueError(f"{type(strategy).__name__} sends nothing in {max_steps} steps; a larger max_steps shows more")
-    ledger.steps = ledger[-1].step  # whole rounds
+    ledger.steps = max(event.due for event in ledger)  # whole rounds, with all that is waited for
 
     @cache
     def reached(bandwidth: float) -> float:
