@@ -668,7 +668,10 @@ TABLE = [
         "averages of averages",
         lambda: Strategy([GradientAverage(), GradientAverage()]),
         ValueError,
-        r"Strategy\(\): communication_modules has GradientAverage 2 times, and the nodes' gradients are equal after",
+        r"Strategy\(\): communication_modules has the same GradientAverage twice",
+    ),
+    Bad(
+        "one module at two places", lambda: Strategy([DiLoCoCommunicator(2)] * 2), ValueError, "same DiLoCoCommunicator"
     ),
     Bad("a strategy without a base", lambda: fit(strategy=Unmade()), TypeError, r"Unmade.__init__\(\) must call super"),
     Bad("a step that is none", lambda: fit(strategy=Idle()), TypeError, r"Idle.step\(\) must end with super\(\).step"),

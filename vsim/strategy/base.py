@@ -139,13 +139,10 @@ class Strategy(Stateful):
         for module in communication_modules:
             if not isinstance(module, CommunicationModule):
                 raise TypeError(f"{where}: communication_modules must be CommunicationModules, got {module!r}")
-        kinds = [type(m) for m in communication_modules]
-        for kind in kinds:
-            if kinds.count(kind) > 1 and kind.communicate_gradients is not CommunicationModule.communicate_gradients:
-                raise ValueError(
-                    f"{where}: communication_modules has {kind.__name__} {kinds.count(kind)} times, and the nodes' "
-                    "gradients are equal after the first; give it once"
-                )
+        for i, module in enumerate(communication_modules):
+            for other in communication_modules[:i]:  # a module holds state, or does the same again
+                if module is other or (type(module) is type(other) and not (vars(module) or vars(other))):
+                    raise ValueError(f"{where}: communication_modules has the same {type(module).__name__} twice")
         self.settings: dict[str, Any] = {}
         self.communication_modules = list(communication_modules)
         self.optim_spec = resolve_optim(
