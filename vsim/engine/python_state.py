@@ -74,13 +74,15 @@ class Holder(NamedTuple):
 
 def read(model: nn.Module, loss_fn: Any = None, code: bool = True) -> State:
     """Return all numbers: path of what holds them → numbers; code: those too that classes and functions name."""
-    return {holder.path: found for holder in _holders(model, loss_fn, code) if (found := holder.read())}
+    holders = _holders(model, loss_fn, code)
+    return {h.path: found for h in holders if (found := h.read()) or isinstance(h.of, list | deque)}
 
 
 def write(state: Mapping[str, Any], model: nn.Module, loss_fn: Any = None) -> None:
-    """Let the numbers be as `read` returned them; others that have come are removed."""
+    """Let the numbers be as `read` returned them; others that have come are removed, but lists that are new stay."""
     for holder in list(_holders(model, loss_fn, True)):
-        holder.write(state.get(holder.path, {}))
+        if holder.path in state or not isinstance(holder.of, list | deque):
+            holder.write(state.get(holder.path, {}))
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str | None]]:
@@ -196,9 +198,10 @@ class _Search:
             elif type(value) not in _NUMBERS:
                 yield from self.of_value(value, f"{function.__module__}.{name}")
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            path = f"{function.__qualname__}.{name}"
-            yield Holder(path, cell)
-            yield from self.of_value(_content(cell), path)
+            path, value = f"{function.__qualname__}.{name}", _content(cell)
+            if type(value) in _NUMBERS:
+                yield Holder(path, cell)
+            yield from self.of_value(value, path)
         yield from self.of_value(function.__defaults__ or (), f"{function.__qualname__}.defaults")
 
 
