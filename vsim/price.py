@@ -48,7 +48,7 @@ def price(
 
     Args:
         strategy: its own code runs, but for the inner optimizer, which sends nothing.
-        parameters: N, as one matrix, as square as the divisors of N allow. Or give a model.
+        parameters: N, up to 10¹⁵, as one matrix, as square as the divisors of N allow. Or give a model.
         model: whose parameters it is; strategies that look at shapes (DeMo, PowerSGD) need it. It may be on the meta
             device, and is not changed.
         num_nodes, max_steps: of the run. network, compute: as of `timeline`.
@@ -135,7 +135,7 @@ def _model(parameters: float | None, model: nn.Module | None, bytes_per_paramete
         bare = copy.deepcopy(model, {key: _without_values(t) for key, t in values.items()})  # copies no value
         return bare if bytes_per_parameter is None else bare.to(_DTYPES[bytes_per_parameter])
     number = real_number("parameters", parameters)
-    size = whole_number("parameters", int(number) if number.is_integer() else parameters)
+    size = whole_number("parameters", int(number) if number.is_integer() else parameters, at_most=10**15)
     width = next(w for w in range(math.isqrt(size), 0, -1) if size % w == 0)
     bare = nn.Module()
     bare.weight = nn.Parameter(torch.empty(size // width, width, dtype=_DTYPES[bytes_per_parameter or 4], device=_META))
