@@ -1,4 +1,4 @@
-"""What holds for all tests: one thread, no figure windows."""
+"""What holds for all tests: one thread, no figure windows, no deadlines."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterator
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import hypothesis
 import pytest
 import torch
 from ranks import Ranks
+
+# How long an example takes is the machine's affair.
+hypothesis.settings.register_profile("vsim", deadline=None)
+hypothesis.settings.load_profile("vsim")
 
 
 @pytest.fixture(autouse=True, scope="session")

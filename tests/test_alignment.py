@@ -18,7 +18,7 @@ def begins(rows: Tensor) -> list[int]:
     return [row.data_ptr() % ALIGNMENT for row in rows]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     shape=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     num_nodes=st.integers(1, 4),

@@ -123,7 +123,7 @@ def calls(draw: st.DrawFn, num_nodes: int) -> Callable[[Collectives, Tensor], Te
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data(), st.integers(1, 5), st.integers(0, 2**31))
 def test_nodes_apart_get_the_bits_of_nodes_together(data: st.DataObject, num_nodes: int, seed: int) -> None:
     call = data.draw(calls(num_nodes))

@@ -95,7 +95,7 @@ def test_every_node_goes_its_own_way(name: str, options: dict[str, Any]) -> None
             assert ("went to the loop" in ours.reason) is (step > 0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     threshold=st.floats(-2, 2), minibatch_size=st.sampled_from([None, 3]), chunk_size=st.sampled_from([None, 1, 2, 3])
 )

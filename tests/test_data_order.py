@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from separate import shard_batches
 from torch import Tensor
@@ -66,7 +66,6 @@ shapes = given(
 )
 
 
-@settings(deadline=None)
 @shapes
 def test_epochs_are_those_of_distributed_sampler(
     num_examples: int, num_nodes: int, batch_size: int, shuffle: bool, seed: int
@@ -86,7 +85,6 @@ def test_epochs_are_those_of_distributed_sampler(
         assert epoch_indices(num_examples, num_nodes, shuffle, seed, epoch).tolist() == expected
 
 
-@settings(deadline=None)
 @shapes
 def test_batches_are_those_of_dataloaders_over_three_epochs(
     num_examples: int, num_nodes: int, batch_size: int, shuffle: bool, seed: int
@@ -100,7 +98,6 @@ def test_batches_are_those_of_dataloaders_over_three_epochs(
         assert torch.equal(ours, theirs)
 
 
-@settings(deadline=None)
 @shapes
 def test_without_the_last_batch_too(
     num_examples: int, num_nodes: int, batch_size: int, shuffle: bool, seed: int
@@ -122,7 +119,6 @@ lengths = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(lengths=lengths, batch_size=st.integers(1, 6), start=st.integers(0, 12), shuffle=st.booleans())
 def test_starting_at_a_step_is_skipping_to_it(lengths: list[int], batch_size: int, start: int, shuffle: bool) -> None:
     num_nodes = len(lengths) if len(lengths) > 1 else 2
@@ -132,7 +128,6 @@ def test_starting_at_a_step_is_skipping_to_it(lengths: list[int], batch_size: in
     assert [b.tolist() for b in later] == [b.tolist() for b in skipped]
 
 
-@settings(deadline=None)
 @given(length=st.integers(1, 12), num_nodes=st.integers(2, 4), batch_size=st.integers(1, 5), shuffle=st.booleans())
 def test_equal_own_datasets_go_in_epochs(length: int, num_nodes: int, batch_size: int, shuffle: bool) -> None:
     # Node k's own dataset, alone in the world, lies at k·length of the concatenation.
@@ -143,7 +138,6 @@ def test_equal_own_datasets_go_in_epochs(length: int, num_nodes: int, batch_size
         assert torch.equal(ours, alone + length * torch.arange(num_nodes)[:, None])
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), min_size=2, max_size=4), batch_size=st.integers(1, 5))
 def test_unequal_own_datasets_go_round_without_a_break(lengths: list[int], batch_size: int) -> None:
     order = Order([*lengths, max(lengths) + 1], len(lengths) + 1, batch_size, shuffle=True, seed=7)

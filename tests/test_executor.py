@@ -77,7 +77,7 @@ def test_every_node_has_the_loss_and_gradient_of_its_own_model(task: Task, kind:
 
 
 @every_kind
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(size=st.integers(1, 7))
 def test_accumulated_gradients_are_those_of_the_whole_batch(kind: type[Executor], size: int) -> None:
     # 6 examples in pieces of 4 are 4 and 2: weighted by 4/6 and 2/6, the mean of the means is the mean.

@@ -307,7 +307,7 @@ def partitions(draw: st.DrawFn) -> list[list[int]]:
     return [list(nodes[a:b]) for a, b in zip([0, *cuts], [*cuts, len(nodes)], strict=True)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(groups=partitions(), columns=st.integers(1, 40), seed=st.integers(0, 2**31))
 def test_averaging_conserves_the_sum_of_the_rows(groups: list[list[int]], columns: int, seed: int) -> None:
     num_nodes = sum(map(len, groups))
@@ -323,7 +323,7 @@ def test_averaging_conserves_the_sum_of_the_rows(groups: list[list[int]], column
     torch.testing.assert_close(shared * num_nodes, rows.sum(0))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(groups=partitions(), seed=st.integers(0, 2**31))
 def test_a_weighted_mean_is_scaled_inside_every_group(groups: list[list[int]], seed: int) -> None:
     num_nodes = sum(map(len, groups))

@@ -31,7 +31,7 @@ def test_transform_is_scipys(shape, dtype, error):
     assert np.abs(idct_tiles(x).numpy() - back).max() < error * np.abs(back).max()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tiles=st.integers(1, 3), h=st.integers(1, 7), w=st.integers(1, 7), flat=st.booleans(), seed=seeds)
 def test_transform_against_reference(tiles, h, w, flat, seed):
     shape = (tiles, w) if flat else (tiles, h, w)
@@ -40,7 +40,7 @@ def test_transform_against_reference(tiles, h, w, flat, seed):
     torch.testing.assert_close(idct_tiles(x), idct_tiles_reference(x))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tiles=st.integers(1, 3), h=st.integers(1, 40), w=st.integers(1, 70), seed=seeds)
 def test_inverse_and_energy(tiles, h, w, seed):
     x = normal(tiles, h, w, seed=seed)

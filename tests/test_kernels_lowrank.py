@@ -21,7 +21,7 @@ def power_iteration(matrices: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tens
     return p, right_factor(matrices, p).mean(0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     nodes=st.integers(1, 4),
     n=st.integers(1, 12),
@@ -41,7 +41,7 @@ def test_steps_against_reference(nodes, n, m, r, seed):
     torch.testing.assert_close(p.T @ p, torch.eye(r, dtype=p.dtype))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(extra=st.integers(0, 20), r=st.integers(1, 5), seed=seeds)
 def test_orthogonalize_is_gram_schmidt(extra, r, seed):
     p = normal(r + extra, r, seed=seed)

@@ -45,7 +45,7 @@ def stochastic_quantize(x: torch.Tensor, levels: int, generator: torch.Generator
     return dequantize(*stochastic_codes(x, levels, uniform)).to(x.dtype)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(x=tensors(ordinary), bits=bits, dim=dims)
 def test_quantize_against_reference(x, bits, dim):
     codes, scale = quantize(x, bits, dim)
@@ -57,7 +57,7 @@ def test_quantize_against_reference(x, bits, dim):
     torch.testing.assert_close(uniform_quantize(x, bits, dim), uniform_quantize_reference(x, bits, dim))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(x=tensors(ordinary), bits=st.integers(2, 16), dim=dims)
 def test_error_is_at_most_half_a_step(x, bits, dim):
     codes, scale = quantize(x, bits, dim)
@@ -81,7 +81,7 @@ def test_quantize_by_hand():
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(x=tensors(anything), bits=bits, dim=dims, levels=st.sampled_from([1, 7, 127, 32767]))
 def test_nothing_makes_a_nan(x, bits, dim, levels):
     for out in (
@@ -119,7 +119,7 @@ def test_a_zero_row_beside_another():
     assert torch.equal(uniform_quantize(x, 1, dim=-1), x)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(x=tensors(ordinary), levels=st.sampled_from([1, 2, 15, 127, 128, 1000]), seed=st.integers(0, 2**31))
 def test_stochastic_against_reference(x, levels, seed):
     uniform = torch.rand(x.shape, generator=generator(seed))
@@ -158,7 +158,7 @@ def test_norm_beyond_the_largest_number_saturates():
     assert out.isfinite().all() and torch.equal(out, torch.full((4,), LARGEST))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 8)), elements=st.sampled_from([-1, 0, 1])))
 def test_votes_against_counting(signs):
     signs = torch.from_numpy(signs)

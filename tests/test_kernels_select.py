@@ -65,7 +65,7 @@ def test_short_vectors_have_the_distribution_too():
     check_distribution(draws(bernoulli_indices, 4, 0.5, 4000), 0.5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     numel=st.integers(0, 3000),
     p=st.floats(0, 1) | st.sampled_from([0.0, 1.0, 5e-324, 1e-300, 1 - 2**-53]),

@@ -25,7 +25,7 @@ def check_topk(x: torch.Tensor, k: int) -> None:
     assert torch.equal(values, again) and torch.equal(index, index_again)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(rows=st.integers(1, 4), n=st.integers(1, 200), k=st.integers(1, 40), seed=seeds, dtype=dtypes)
 @example(rows=2, n=197, k=2, seed=0, dtype=torch.float32)  # prime: one stage
 @example(rows=2, n=192, k=2, seed=0, dtype=torch.float32)  # two stages, groups of 8
@@ -34,7 +34,7 @@ def test_topk_against_sorting(rows, n, k, seed, dtype):
     check_topk(torch.randn(rows, n, generator=torch.Generator().manual_seed(seed)).to(dtype), k)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(rows=st.integers(1, 3), n=st.integers(1, 200), k=st.integers(1, 20), seed=seeds)
 def test_topk_with_ties(rows, n, k, seed):
     x = torch.randint(-2, 3, (rows, n), generator=torch.Generator().manual_seed(seed))
@@ -72,7 +72,7 @@ def sent(draw):
     return index, torch.randn(index.shape, generator=generator).to(draw(dtypes)), n
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(sent())
 def test_scatter_mean_against_reference(case):
     index, values, n = case

@@ -84,7 +84,7 @@ def tasks(draw: st.DrawFn) -> tuple[nn.Module, list[Tensor], dict[str, Any]]:
     return model, [x, y], options
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(tasks())
 def test_mlp_cnn_and_gpt_have_the_bits_of_the_loop(task: tuple[nn.Module, list[Tensor], dict[str, Any]]) -> None:
     model, batch, options = task
@@ -92,7 +92,7 @@ def test_mlp_cnn_and_gpt_have_the_bits_of_the_loop(task: tuple[nn.Module, list[T
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(tasks())
 def test_many_models_have_the_bits_of_the_loop(task: tuple[nn.Module, list[Tensor], dict[str, Any]]) -> None:
     model, batch, options = task
@@ -323,7 +323,7 @@ def test_every_operation_of_torch_that_draws_is_known_as_one() -> None:
 # Nodes as groups of channels
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     nodes=st.integers(1, 4),
     groups=st.integers(1, 2),

@@ -92,7 +92,7 @@ def test_a_vectorised_step_takes_more_than_one_node_after_another() -> None:
     assert vmap(16) > 2 * loop(16)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(batch_size=st.integers(1, 24), share=st.floats(0.05, 1.3))
 def test_the_largest_divisor_that_fits(batch_size: int, share: float) -> None:
     engine = executor(small_mlp())

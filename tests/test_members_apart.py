@@ -228,9 +228,7 @@ class Rotten(Jittered):
 def test_what_was_done_is_kept_when_the_data_fail() -> None:
     result = compare(plain(), Rotten())
     (failure,) = {run.failure for run in result.values()}
-    assert re.fullmatch(
-        r"OSError: the batches of step \d+: example \d+ .*, of node \d: unreadable", failure
-    )
+    assert re.fullmatch(r"OSError: the batches of step \d+: example \d+ .*, of node \d: unreadable", failure)
     assert all(len(run.history) > 1 for run in result.values())
 
 

@@ -257,7 +257,7 @@ def test_gpt_head_is_tied(copied: Callable[[GPT], GPT]) -> None:
 GPT_SMALL = GPT(11, block_size=8, layers=2, width=16, heads=2, dropout=0.5, seed=0).eval()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_gpt_is_causal(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 8))

@@ -169,7 +169,6 @@ costs = st.integers(2, 6).flatmap(
 )
 
 
-@settings(deadline=None)
 @given(costs)
 def test_the_best_ring_is_the_best_of_all(given: Any) -> None:
     latency, per_byte = (np.array(one).reshape(math.isqrt(len(one)), -1) for one in given[:2])
@@ -210,7 +209,6 @@ def test_regions() -> None:
     assert network.seconds("send", network.kind((5, 0)), 1e6) == pytest.approx(s / 1e8)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(ALGORITHMS), st.sampled_from(COLLECTIVES), st.integers(2, 9), st.floats(0, 1), st.floats(1e3, 1e9)
 )
@@ -226,7 +224,7 @@ def test_between_equal_links_is_the_network_of_equal_links(
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data(), st.lists(st.integers(1, 3), min_size=2, max_size=4).filter(lambda nodes: sum(nodes) <= 7))
 def test_the_best_ring_through_places_is_that_of_their_nodes(data: Any, nodes: list[int]) -> None:
     n = len(nodes)
@@ -254,7 +252,7 @@ def test_a_server_stands_beside_node_0() -> None:
     assert network.seconds("all_reduce", network.kind(range(3)), 1e5) == pytest.approx(2 * max(3 * 0.8 / 2, 0.5 + 0.8))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.sampled_from(ALGORITHMS),
     st.sampled_from(COLLECTIVES),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from separate import AverageWeights, small_mlp, train_separately, vectors
 from torch import Tensor, nn
@@ -419,7 +419,6 @@ def test_wrong_schedules(make: Callable[[], Schedule], error: type[Exception], m
 # Clipping
 
 
-@settings(deadline=None)
 @given(num_nodes=st.integers(1, 5), max_norm=st.floats(1e-3, 1e3), scale=st.floats(1e-6, 1e3), seed=st.integers(0, 99))
 def test_clipping_is_torchs_on_every_node(num_nodes: int, max_norm: float, scale: float, seed: int) -> None:
     replicas = Replicas.of(small_mlp(), num_nodes, CPU)

@@ -48,7 +48,7 @@ def assert_each_is_as_alone(num_nodes: int, examples: int, inner: int, outer: in
             assert torch.equal(stacked[node], alone)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @of_any_kind
 def test_linear_has_the_bits_of_a_node(
     num_nodes: int, examples: int, inner: int, outer: int, with_bias: bool, threads: int
@@ -62,7 +62,7 @@ def test_a_product_that_differs_in_one_column(threads: int) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=600)
+@settings(max_examples=600)
 @of_any_kind
 def test_linear_has_the_bits_of_a_node_for_many_shapes(
     num_nodes: int, examples: int, inner: int, outer: int, with_bias: bool, threads: int

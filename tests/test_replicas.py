@@ -28,7 +28,7 @@ class Shapes(nn.Module):
         self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=5),
     num_nodes=st.integers(1, 5),

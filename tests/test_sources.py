@@ -30,7 +30,7 @@ def _global_rng_untouched() -> Iterator[None]:
 # Vocabulary
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.text(min_size=1), st.data())
 def test_encode_decode_round_trip(text: str, data: st.DataObject) -> None:
     vocabulary = Vocabulary(text)
@@ -42,7 +42,7 @@ def test_encode_decode_round_trip(text: str, data: st.DataObject) -> None:
     assert vocabulary.decode(ids) == other
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.text(min_size=1), st.characters())
 def test_unknown_character_is_named(text: str, character: str) -> None:
     text = text.replace(character, "") or chr(ord(character) ^ 1)
@@ -103,7 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("files")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.text(string.ascii_letters, min_size=2, max_size=200),
     st.integers(1, 9),
@@ -222,7 +222,7 @@ def write_mnist(folder: Path, counts: tuple[int, int] = (5, 3), suffix: str = ""
         write_idx(folder / f"{part}-labels{dash}idx1-ubyte{suffix}", rng.integers(0, 10, count))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     counts=st.tuples(st.integers(0, 6), st.integers(0, 6)),
     height=st.integers(1, 9),

@@ -104,7 +104,7 @@ def fitted(strategy: Strategy, num_nodes: int = 3, **options: Any) -> tuple[Tens
 # Selectors -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=4),
     p=st.floats(1e-3, 1.0),

@@ -41,7 +41,7 @@ SETTINGS = st.dictionaries(
 
 
 @given(SETTINGS)
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_a_grid_is_the_product_of_its_lists(varied: dict[str, Any]) -> None:
     lists = {key: value if isinstance(value, list) else [value] for key, value in varied.items()}
     found = vsim.grid(Anything, **varied)
@@ -198,7 +198,6 @@ def test_what_is_refused_is_named_and_nothing_trains(
 
 
 @given(st.integers(1, 200), st.integers(1, 5000), st.integers(2, 6))
-@settings(deadline=None)
 def test_rungs(count: int, steps: int, factor: int) -> None:
     found = rungs(count, steps, factor)
     at, left = [step for step, _ in found], [kept for _, kept in found]

@@ -85,7 +85,6 @@ def test_computed_and_waited_is_the_whole_time(data: Any, ledger: Ledger, networ
     assert (line.stalls >= 0).all() and (np.diff(line.seconds) >= 0).all() and 0 < line.utilization <= 1 + 1e-12
 
 
-@settings(deadline=None)
 @given(st.data(), ledgers(), networks)
 def test_pricing_twice_gives_the_same(data: Any, ledger: Ledger, network: Network) -> None:
     compute = data.draw(computes(ledger.num_nodes))
@@ -93,7 +92,6 @@ def test_pricing_twice_gives_the_same(data: Any, ledger: Ledger, network: Networ
     assert one.seconds.tolist() == two.seconds.tolist() and one.stalls.tolist() == two.stalls.tolist()
 
 
-@settings(deadline=None)
 @given(st.data(), ledgers(), st.floats(1e5, 1e8), st.floats(0, 0.5), st.floats(1, 50), st.floats(0, 0.5))
 def test_time_never_falls_when_bandwidth_falls_or_latency_grows(
     data: Any, ledger: Ledger, bandwidth: float, latency: float, factor: float, more: float
@@ -106,7 +104,6 @@ def test_time_never_falls_when_bandwidth_falls_or_latency_grows(
         assert (timeline(ledger, slower, compute).seconds >= before * (1 - 1e-12)).all()
 
 
-@settings(deadline=None)
 @given(st.data(), ledgers())
 def test_an_infinite_bandwidth_leaves_compute_and_barriers(data: Any, ledger: Ledger) -> None:
     compute = Compute(data.draw(st.floats(0.01, 2)), layers=data.draw(st.sampled_from([None, 4])))
@@ -115,7 +112,6 @@ def test_an_infinite_bandwidth_leaves_compute_and_barriers(data: Any, ledger: Le
     assert line.stalls.max(initial=0) < 1e-9 and line.utilization == pytest.approx(1)
 
 
-@settings(deadline=None)
 @given(st.data(), ledgers(max_nodes=1), networks)
 def test_one_node_never_waits_for_others(data: Any, ledger: Ledger, network: Network) -> None:
     compute = data.draw(computes(1))
@@ -125,7 +121,7 @@ def test_one_node_never_waits_for_others(data: Any, ledger: Ledger, network: Net
     assert line.stalls.max(initial=0) < 1e-9
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data(), ledgers(delays=False), networks)
 def test_a_delay_never_makes_a_run_slower(data: Any, ledger: Ledger, network: Network) -> None:
     compute = data.draw(computes(ledger.num_nodes))

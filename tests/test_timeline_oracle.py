@@ -212,7 +212,7 @@ def networks(draw: Any, K: int) -> tuple[Network, Wires]:
     return network, Wires(bits, delay, place, algorithm, server)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), ledgers())
 def test_the_clock_is_what_nodes_and_lines_do(data: Any, ledger: Ledger) -> None:
     K = ledger.num_nodes

@@ -234,7 +234,7 @@ def test_a_factory_makes_the_validation_data_of_the_first_node() -> None:
     assert trainer.history["global_loss"].tolist()[-1] == other.history["global_loss"].tolist()[-1]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(num_nodes=st.integers(1, 5), columns=st.integers(2, 60), at_once=st.integers(1, 70), seed=st.integers(0, 999))
 def test_divergence_and_correlation_are_numpys(num_nodes: int, columns: int, at_once: int, seed: int) -> None:
     weights = torch.randn(num_nodes, columns, generator=torch.Generator().manual_seed(seed)) + 0.3

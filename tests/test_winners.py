@@ -55,7 +55,7 @@ computes = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ledgers(), st.lists(networks, min_size=1, max_size=3), computes)
 def test_many_networks_at_once_are_each_by_itself(ledger: vsim.Ledger, many: list[Network], compute: Compute) -> None:
     steps = [ledger.steps, 0, ledger.steps // 2]
