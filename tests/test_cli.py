@@ -116,7 +116,7 @@ def test_bad_sweeps(
 
 
 def test_time_prints_what_runs_would_take(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["time", "--parameters", "1e6", "--nodes", 2, "--steps", 10, "--compute", 0.5]
+    small = ["time", "--parameters", "1e6", "--nodes", 2, "--steps", 10, "--compute", "500 ms"]
     assert run(*small, "--network", "32 Mbit/s", "--strategies", "allreduce", "diloco:H=5") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "1e+06 parameters, 2 nodes, 10 steps" and "32 Mbit/s" in lines[1]

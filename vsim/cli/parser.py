@@ -123,7 +123,16 @@ def _add_target(command: argparse.ArgumentParser) -> None:
     purpose = "show the steps and bytes, and with --network the hours, that each takes to this validation loss"
     priced.add_argument("--target-loss", type=float, metavar="LOSS", help=purpose)
     priced.add_argument("--network", metavar="'BANDWIDTH, LATENCY'", help='show hours on it: "200 Mbit/s, 50 ms"')
-    priced.add_argument("--compute", type=float, metavar="SECONDS", help="that a node computes in a step")
+    priced.add_argument(
+        "--compute", type=_number_or_text, metavar="SECONDS", help="that a node computes in a step: 0.8, or '800 ms'"
+    )
+
+
+def _number_or_text(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _add_train(kinds: Any) -> None:
@@ -142,7 +151,8 @@ def _add_time(kinds: Any) -> None:
     command.add_argument("--steps", type=int, default=1000, help="optimizer steps (default: %(default)s)")
     purpose = "bandwidth, latency, algorithm of collectives, such as '1 Gbit/s, 5 ms, tree'"
     command.add_argument("--network", default="200 Mbit/s, 50 ms", help=f"{purpose} (default: '%(default)s', a ring)")
-    command.add_argument("--compute", type=float, required=True, metavar="SECONDS", help="that a node computes a step")
+    purpose = "that a node computes in a step: 0.8, or '800 ms'"
+    command.add_argument("--compute", type=_number_or_text, required=True, metavar="SECONDS", help=purpose)
     purpose = "overlap what is sent with the backward pass, layer by layer (default: no overlap)"
     command.add_argument("--layers", type=int, metavar="L", help=purpose)
     command.set_defaults(run=commands.run_time)
