@@ -32,9 +32,6 @@ class Network:
         server: bandwidth of the server's line, for collectives through a server, and for pushes and pulls whatever
             `collective` is. Default: that of the nodes. Where links differ, the server stands beside node 0.
 
-    Attributes:
-        num_nodes: K, or None: any.
-
     Raises:
         TypeError, ValueError: a bandwidth is not above 0 or no rate ("10 MB" is bytes), a latency is below 0.
 
