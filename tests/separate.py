@@ -191,6 +191,24 @@ def small_mlp(dropout: float = 0.0) -> MLP:
     return MLP(12, (16,), 5, dropout=dropout, seed=1)
 
 
+class Scaled(nn.Module):
+    """A linear layer for `vectors`, and what is made of its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+        stream = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(0.4 * torch.randn(p.shape, generator=stream))
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self.scaled(self.layer(batch[0])), batch[1])
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x
+
+
 def small_cnn(dropout: float = 0.3) -> CNN:
     """With BatchNorm."""
     return CNN((1, 6, 6), (4, 8), 5, batch_norm=True, dropout=dropout, seed=1)

@@ -213,3 +213,12 @@ def test_processes_go_on_while_what_they_sent_is_on_its_way(exact: bool, tmp_pat
             [[1.0] * 3, [2.0] * 3],
             [[2.0] * 3],
         ]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_travels_are_the_values_of_sending(named: bool) -> None:
+    collectives, values = StackedCollectives(Ledger(2)), torch.tensor([[1.0], [2.0]])
+    given = {"stacked": values} if named else {}
+    pending = collectives.start("all_gather", *([] if named else [values]), **given)
+    values.zero_()
+    assert pending.result().tolist() == [[1.0], [2.0]]

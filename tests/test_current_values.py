@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from separate import vectors
+from separate import Scaled, vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,22 +24,8 @@ PARTIAL = functools.partial(F.relu)
 CHANGED_AFTER = 5
 
 
-class Model(nn.Module):
+class Model(Scaled):
     """A linear layer, whose outputs are multiplied by a number: 1, and 2 from a step on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(12, 5)
-        stream = torch.Generator().manual_seed(2)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(0.4 * torch.randn(p.shape, generator=stream))
-
-    def forward(self, batch: list[Tensor]) -> Tensor:
-        return F.cross_entropy(self.scaled(self.layer(batch[0])), batch[1])
-
-    def scaled(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 class Buffer(Model):

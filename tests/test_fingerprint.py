@@ -132,7 +132,7 @@ def test_a_function_that_is_defined_again_is_the_same(tmp_path: Path) -> None:
         exec(compile("\n" * line + CELL.format(comment="", name="a"), f"<cell {line}>", "exec"), cell)
         cells.append(cell["loss"])
     trained(tmp_path, cells[0])
-    trained(tmp_path, cells[1], resume=True, max_steps=6)
+    assert trained(tmp_path, cells[1], resume=True, max_steps=6).history["step"][-1] == 6
 
 
 class Drawing(Dataset[Any]):
@@ -229,4 +229,4 @@ def test_other_contents_differ(one: Any, other: Any) -> None:
 
 def test_models_are_compared_without_their_weights(tmp_path: Path) -> None:
     trained(tmp_path, model=small_mlp(), loss=None)
-    trained(tmp_path, model=small_mlp(), loss=None, resume=True, max_steps=6)
+    assert trained(tmp_path, model=small_mlp(), loss=None, resume=True, max_steps=6).history["step"][-1] == 6

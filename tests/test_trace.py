@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from separate import TASKS, Task, small_mlp, vectors
+from separate import TASKS, Scaled, Task, small_mlp, vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -30,24 +30,6 @@ captures_draws = pytest.mark.skipif(
 
 SEEN: list[int] = []  # what a model does beside computing
 SCALE = 1.0
-
-
-class Model(nn.Module):
-    """A linear layer and what is made of its outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(12, 5)
-        stream = torch.Generator().manual_seed(2)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(0.4 * torch.randn(p.shape, generator=stream))
-
-    def forward(self, batch: list[Tensor]) -> Tensor:
-        return F.cross_entropy(self.scaled(self.layer(batch[0])), batch[1])
-
-    def scaled(self, x: Tensor) -> Tensor:
-        return x
 
 
 def trained(model: nn.Module, steps: int = 8, data: TensorDataset | None = None, **options: Any) -> Trainer:
@@ -97,7 +79,7 @@ def test_so_are_nodes_that_share_a_row(strategy: Any, options: dict[str, Any]) -
     assert_same(*(trained(small_mlp(0.1), strategy=strategy, compile=c, **options) for c in ("trace", False)))
 
 
-class InPlace(Model):
+class InPlace(Scaled):
     """It changes its batch, and what it makes of it."""
 
     def forward(self, batch: list[Tensor]) -> Tensor:
@@ -105,7 +87,7 @@ class InPlace(Model):
         return F.cross_entropy(self.layer(batch[0]).mul(2.0).add_(1.0).relu_(), batch[1])
 
 
-class Decaying(Model):
+class Decaying(Scaled):
     """It changes its weights."""
 
     def forward(self, batch: list[Tensor]) -> Tensor:
@@ -114,7 +96,7 @@ class Decaying(Model):
         return super().forward(batch)
 
 
-class Running(Model):
+class Running(Scaled):
     """A buffer that is assigned anew, one that is written to, and a gradient within."""
 
     def __init__(self) -> None:
@@ -128,7 +110,7 @@ class Running(Model):
         return self.norm(x) - self.mean + slope.detach()
 
 
-class OwnTensor(Model):
+class OwnTensor(Scaled):
     """A tensor that is no buffer, which a hook writes to."""
 
     def __init__(self) -> None:
@@ -176,7 +158,7 @@ def stacked_batch(seed: int, num_nodes: int = 3, size: int = 4) -> list[Tensor]:
     return [x, torch.randint(0, 5, (num_nodes, size), generator=stream)]
 
 
-class Noting(Model):
+class Noting(Scaled):
     def scaled(self, x: Tensor) -> Tensor:
         SEEN.append(len(SEEN))
         return x
@@ -206,11 +188,11 @@ def test_every_shape_has_a_trace_of_its_own_up_to_a_number(monkeypatch: pytest.M
 
 
 def test_a_batch_may_be_a_dict() -> None:
-    class Named(Model):
+    class Named(Scaled):
         def forward(self, batch: dict[str, Any]) -> Tensor:
             return F.cross_entropy(self.layer(batch["x"][0]), batch["y"])
 
-    plain, named = engine_of(Model()), engine_of(Named())
+    plain, named = engine_of(Scaled()), engine_of(Named())
     for seed in range(4):
         x, y = stacked_batch(seed)
         assert torch.equal(plain.losses_and_grads([x, y]), named.losses_and_grads({"y": y, "x": (x, x)}))
@@ -250,7 +232,7 @@ def test_an_error_is_that_of_the_model() -> None:
 
 @captures_draws
 def test_draws_in_place_are_captured() -> None:
-    class Deep(Model):
+    class Deep(Scaled):
         def scaled(self, x: Tensor) -> Tensor:
             return x * x.new_empty(len(x), 1).bernoulli_(0.8).div_(0.8) + torch.empty(5).normal_()
 
@@ -260,7 +242,7 @@ def test_draws_in_place_are_captured() -> None:
 # What a trace does not hold
 
 
-class Annealed(Model):
+class Annealed(Scaled):
     scale: ClassVar[float] = 1.0
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -295,7 +277,7 @@ def test_python_that_changes_is_found_and_the_steps_named(
         )
 
 
-class Counting(Model):
+class Counting(Scaled):
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
@@ -305,19 +287,19 @@ class Counting(Model):
         return x / self.calls
 
 
-class Random(Model):
+class Random(Scaled):
     def scaled(self, x: Tensor) -> Tensor:
         return x * random.random()
 
 
-class Noisy(Model):
+class Noisy(Scaled):
     """Its noise comes from the node's stream, but not by an operation that takes a generator."""
 
     def scaled(self, x: Tensor) -> Tensor:
         return x + torch.randn_like(x)
 
 
-class Reading(Model):
+class Reading(Scaled):
     """A branch on the weights, which works under vmap where the nodes share them."""
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -350,7 +332,7 @@ def test_auto_goes_on_without_a_trace(make: Callable[[], nn.Module], options: di
 
 
 def test_a_model_that_vmap_cannot_take_is_refused() -> None:
-    class Branching(Model):
+    class Branching(Scaled):
         def scaled(self, x: Tensor) -> Tensor:
             return x * x[x > 0].mean()
 

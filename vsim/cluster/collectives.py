@@ -17,6 +17,7 @@ from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from vsim.arguments import one_of, whole_number
 from vsim.cluster.ledger import Event, Ledger
@@ -240,10 +241,10 @@ class Collectives(ABC):
                 which a run never gets to.
         """
         one_of("collective", collective, COLLECTIVES)
-        kept = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
+        kept, named = tree_map_only(Tensor, Tensor.clone, (arguments, options))
         self._delay = whole_number("delay", delay, at_least=0)
         try:
-            finish = getattr(type(self), collective).__wrapped__(self, *kept, **options)
+            finish = getattr(type(self), collective).__wrapped__(self, *kept, **named)
         finally:
             self._delay = 0
         return Pending(self, self.step + delay, finish)
