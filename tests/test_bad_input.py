@@ -418,10 +418,10 @@ TABLE = [
     Bad("closures", lambda: FedAvgStrategy(inner_optim="lbfgs"), ValueError, "LBFGS needs closures"),
     Bad("an optimizer that mixes nodes", lambda: fit(strategy=Mixing()), TypeError, "Adafactor .* would mix nodes"),
     Bad(
-        "an outer optimizer that mixes",
-        lambda: DiLoCoStrategy(outer_optim="adafactor"),
+        "an outer optimizer for matrices only",
+        lambda: fit(strategy=DiLoCoStrategy(outer_optim="muon")),
         ValueError,
-        "the outer optimizer .* must be elementwise; Adafactor is not",
+        "Muon only supports 2D parameters",
     ),
     Bad(
         "unknown schedule",

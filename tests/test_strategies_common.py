@@ -30,6 +30,7 @@ from vsim.strategy import (
     DeMoStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
+    EagerDiLoCoStrategy,
     FedAvgStrategy,
     GradientAverage,
     OptimSpec,
@@ -45,6 +46,7 @@ from vsim.strategy import (
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
+    StreamingDiLoCoStrategy,
     TopK,
     UniformQuantizer,
 )
@@ -197,6 +199,52 @@ TABLE = [
         },
         equal_after=[3, 6],
         learns_with={"H": 5, "outer_lr": 0.2},
+    ),
+    Row(
+        # Two layers are two fragments: 1024 + 16 = 1040 entries after steps 3 // 2 = 1 and 4, 170 after steps 3 and 6.
+        "Streaming DiLoCo",
+        StreamingDiLoCoStrategy,
+        {"H": 3, "fragments": 2, "delay": 1, "mixing": 0.5},
+        [
+            (step, "all_reduce", f"outer gradient of fragment {i}", 4.0 * n)
+            for step, i, n in ((1, 0, 1040), (3, 1, 170), (4, 0, 1040), (6, 1, 170))
+        ],
+        {
+            "H": {"H": 2, "fragments": 2, "delay": 1, "mixing": 0.5},
+            "outer_optim": {"H": 3, "outer_optim": "adam"},
+            "outer_optim_spec": {"H": 3, "outer_optim_spec": "adam"},
+            "outer_lr": {"H": 3, "outer_lr": 0.3},
+            "fragments": {"H": 3, "fragments": 1, "delay": 1, "mixing": 0.5},
+            "pattern": {"H": 3, "pattern": "sequential", "fragments": 2},
+            "delay": {"H": 3, "fragments": 2, "delay": 2, "mixing": 0.5},
+            "mixing": {"H": 3, "fragments": 2, "delay": 1, "mixing": 0.2},
+            "outer_step": {"H": 3, "fragments": 2, "delay": 1, "mixing": 0.5, "outer_step": "send"},
+            "compressor": {"H": 3, "compressor": TopK(0.1)},
+            "error_feedback": {"H": 3, "compressor": TopK(0.1), "error_feedback": False},
+        },
+        learns_with={"H": 5, "outer_lr": 0.2},
+    ),
+    Row(
+        "Eager DiLoCo",
+        EagerDiLoCoStrategy,
+        {"H": 2},
+        every(2, "all_reduce", "outer gradient", 4 * P),
+        {
+            "H": {"H": 3},
+            "outer_optim": {"H": 2, "outer_optim": OptimSpec("sgd", lr=0.5)},
+            "outer_optim_spec": {"H": 2, "outer_optim_spec": "adam"},
+            "outer_lr": {"H": 2, "outer_lr": 0.3},
+            "eager": {"H": 2, "eager": False},
+        },
+        learns_with={"H": 5, "outer_lr": 0.2},
+    ),
+    Row(
+        "Delayed DiLoCo",
+        EagerDiLoCoStrategy,
+        {"H": 2, "eager": False},
+        every(2, "all_reduce", "outer gradient", 4 * P),
+        equal_after=[2, 4, 6],
+        learns_with={"H": 5, "outer_optim": OptimSpec("sgd", lr=0.5)},
     ),
     Row(
         # Tiles 16×64 and 10×16 send 32 pairs each, the vectors of 16 and 10 all of theirs: 90 pairs of 8 + 4 bytes.
@@ -413,9 +461,11 @@ def test_one_node_is_plain_torch(row: Row, optimizer: OptimSpec) -> None:
     assert torch.equal(weights(trainer)[0], expected)
 
 
-def outcome(strategy: Strategy) -> tuple[bytes, list[Any]]:
+def outcome(strategy: Strategy) -> tuple[bytes, bytes, list[Any]]:
     trainer = run(strategy)
-    return weights(trainer).numpy().tobytes(), list(trainer.ledger)
+    assert trainer.strategy is not None
+    shared = trainer.strategy.global_weights()
+    return weights(trainer).numpy().tobytes(), shared.numpy().tobytes(), list(trainer.ledger)
 
 
 WITH_ARGUMENTS = [row for row in TABLE if row.changes]

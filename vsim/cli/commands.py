@@ -35,14 +35,14 @@ from vsim.records.compared import ComparedRun
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import folder_name
 from vsim.records.table import text_table
-from vsim.strategy import STRATEGIES
+from vsim.strategy import COMPARED
 from vsim.sweep import sweep
 from vsim.trainer import Trainer
 from vsim.verify import verify
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
-    named = arguments.strategies = arguments.strategies or list(STRATEGIES)
+    named = arguments.strategies = arguments.strategies or list(COMPARED)
     repeated = sorted({text for text in named if named.count(text) > 1})
     if repeated:
         raise ValueError(f"--strategies names {', '.join(repeated)} more than once")

@@ -13,7 +13,7 @@ from vsim.cli import commands
 from vsim.cli.problem import MADE
 from vsim.cluster.optim import OPTIMIZERS
 from vsim.engine import EXECUTORS
-from vsim.strategy import PRESETS, STRATEGIES
+from vsim.strategy import COMPARED, PRESETS, STRATEGIES
 from vsim.version import __version__
 
 _OF_PAPERS = f"with the paper's hyperparameters: {', '.join(PRESETS)}"
@@ -22,13 +22,16 @@ MODELS = ("gpt", "mlp", "cnn")
 # What `vsim bench` times by default, the first as the measure of the others.
 BENCHED = ["allreduce", "diloco:H=10", "sparta", "demo"]
 
+_COMPARED = f"default: {' '.join(COMPARED)}"
+
 _EXAMPLES = """
 examples:
-  vsim compare                                              K = 4 small GPTs on English text, all strategies
+  vsim compare                                              K = 4 small GPTs on English text, seven strategies
   vsim compare --data digits --model cnn --nodes 8          images instead
   vsim compare --text notes.txt --steps 500 --seeds 1 2 3   your own text, mean and band over three seeds
   vsim compare --preset diloco-paper --strategies allreduce --steps 2000   as the paper has it, beside AllReduce
   vsim compare --strategies allreduce fedavg:H=50,island_size=2 diloco:H=50,outer_lr=0.7 diloco:H=200 --steps 400
+  vsim compare --strategies diloco:H=30 streaming:H=30,fragments=4,delay=2 eager:H=30     the newer ones
   vsim sweep --strategy diloco --set H=5,10,50 outer_lr=0.4,0.7,1.0 --seeds 1 2 3   nine settings, three seeds each
   vsim train --strategy diloco:H=20 --nodes 16              one strategy, and its model
   vsim train --save-dir run1 --checkpoint-interval 50       the same, saved; with --resume it goes on where it stopped
@@ -93,7 +96,9 @@ def _add_compare(kinds: Any) -> None:
     purpose = "train the same model with several strategies, and compare loss and bytes"
     command = _command(kinds, "compare", purpose, one_strategy=False, several_seeds=True)
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "NAME"}
-    command.add_argument("--strategies", help="what to compare (default: all, or only what --preset says)", **several)
+    command.add_argument(
+        "--strategies", help=f"what to compare ({_COMPARED}; with --preset only that)", **several
+    )
     command.add_argument("--preset", dest="strategies", type=_preset, help=f"{_OF_PAPERS}, beside them", **several)
     _add_target(command)
     _add_outcome(command)
@@ -144,7 +149,9 @@ def _add_train(kinds: Any) -> None:
 def _add_time(kinds: Any) -> None:
     purpose = "tell how long runs would take on a network, without training"
     command = _command_without_data(kinds, "time", purpose, _epilog())
-    command.add_argument("--strategies", nargs="+", default=list(STRATEGIES), metavar="NAME", help="default: all")
+    command.add_argument(
+        "--strategies", nargs="+", default=COMPARED, metavar="NAME", help=f"default: {' '.join(COMPARED)}"
+    )
     command.add_argument("--parameters", type=float, default=1e9, metavar="N", help="of the model (default: 1e9)")
     command.add_argument("--bytes-per-parameter", type=int, default=4, metavar="B", help="1, 2, 4 (default) or 8")
     command.add_argument("--nodes", type=int, default=4, metavar="K", help="default: 4")

@@ -230,21 +230,29 @@ class Collectives(ABC):
         self._record("pull", label, shared[None], [group], payload_bytes)
         return self._written(stacked, [(group, lambda: shared)])
 
-    def start(self, collective: str, *arguments: Any, delay: int = 0, **options: Any) -> Pending:
+    def start(
+        self, collective: str | Callable[..., Tensor], *arguments: Any, delay: int = 0, **options: Any
+    ) -> Pending:
         """Hand tensors to a collective, and take its result later, while training goes on.
 
         The values that travel are those of now. The simulator computes the result at once; processes send meanwhile.
 
         Args:
-            collective: the name of a method here; arguments, options: that method's.
+            collective: the name of a method here; or a function that communicates through this object, such as a
+                compressor's exchange of several messages, for which processes wait at once: what they send later
+                depends on what they got. arguments, options: those of the method or function.
             delay: steps until the result is taken, at least 0. The ledger has the step as `due`, also that of a result
                 which a run never gets to.
         """
-        one_of("collective", collective, COLLECTIVES)
+        if not callable(collective):
+            one_of("collective", collective, COLLECTIVES)
         kept, named = tree_map_only(Tensor, Tensor.clone, (arguments, options))
         self._delay = whole_number("delay", delay, at_least=0)
         try:
-            finish = getattr(type(self), collective).__wrapped__(self, *kept, **named)
+            if callable(collective):
+                result = collective(*kept, **named)
+                return Pending(self, self.step + delay, lambda: result)
+            finish: Finish = getattr(type(self), collective).__wrapped__(self, *kept, **named)
         finally:
             self._delay = 0
         return Pending(self, self.step + delay, finish)
@@ -320,7 +328,9 @@ class StackedCollectives(Collectives):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger, range(ledger.num_nodes))
 
-    def start(self, collective: str, *arguments: Any, delay: int = 0, **options: Any) -> Pending:
+    def start(
+        self, collective: str | Callable[..., Tensor], *arguments: Any, delay: int = 0, **options: Any
+    ) -> Pending:
         pending = super().start(collective, *arguments, delay=delay, **options)
         pending.arrived()
         return pending

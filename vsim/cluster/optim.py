@@ -133,19 +133,23 @@ class OptimSpec:
         return self.build_over(replicas.weights, replicas.grads[: len(replicas.weights)], deterministic)
 
     def build_over(self, weights: Tensor, grads: Tensor, deterministic: bool) -> Optimizer:
-        """Build one optimizer that updates stacked `weights` (R, P), or a shared row (P,), in place from `grads`.
+        """Build one optimizer that updates stacked `weights` (R, P) in place from `grads`.
 
         A matrix is stepped with the gaps between its rows, as one dense parameter (R, pitch): fused kernels go over
         memory in whole vectors then, so that equal rows are rounded alike wherever a thread's part ends.
         """
-        kwargs = dict(self.kwargs)
-        if not deterministic:
-            if self.cls in _FUSED and not _CHOICE_OF_KERNEL & kwargs.keys() and not weights.is_meta:
-                kwargs["fused"] = True
-        elif kwargs.get("fused") and weights.dim() == 2:
+        if deterministic and self.kwargs.get("fused"):
             # The last entries of a node's own parameters are no whole vector, and are rounded in another way.
-            return self.cls([_with_grad(w, g) for w, g in zip(weights, grads, strict=True)], **kwargs)
-        return self.cls([_with_grad(with_gaps(weights), with_gaps(grads))], **kwargs)
+            return self.build_shared(list(weights), list(grads), deterministic)
+        return self.build_shared([with_gaps(weights)], [with_gaps(grads)], deterministic)
+
+    def build_shared(self, weights: Sequence[Tensor], grads: Sequence[Tensor], deterministic: bool) -> Optimizer:
+        """Build one optimizer that updates tensors as they are, in place from `grads`."""
+        kwargs = dict(self.kwargs)
+        picks = not (deterministic or _CHOICE_OF_KERNEL & kwargs.keys() or weights[0].is_meta)
+        if picks and self.cls in _FUSED:
+            kwargs["fused"] = True
+        return self.cls([_with_grad(w, g) for w, g in zip(weights, grads, strict=True)], **kwargs)
 
     def __repr__(self) -> str:
         return f"OptimSpec({', '.join([self.cls.__name__, *(f'{k}={v!r}' for k, v in self.kwargs.items())])})"

@@ -84,8 +84,10 @@ def _optimizers(strategy: Strategy) -> Iterator[tuple[str, StackedOptimizer]]:
     owners += [(f"communication_modules[{i}].", vars(m)) for i, m in enumerate(strategy.communication_modules)]
     for owner, attributes in owners:
         for name, value in attributes.items():
-            if isinstance(value, Optimizer | NodeOptimizers) and value is not strategy.optim:
-                yield f"{owner}{name} ", value
+            listed = {f"{name}[{j}]": one for j, one in enumerate(value)} if isinstance(value, list) else {name: value}
+            for called, one in listed.items():
+                if isinstance(one, Optimizer | NodeOptimizers) and one is not strategy.optim:
+                    yield f"{owner}{called} ", one
 
 
 def _states(optimizer: StackedOptimizer, replicas: Replicas) -> list[tuple[list[dict[str, Tensor]], bool]]:

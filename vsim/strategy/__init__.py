@@ -19,6 +19,7 @@ from vsim.strategy.compression import (
 )
 from vsim.strategy.demo import DeMoStrategy
 from vsim.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
+from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vsim.strategy.reduce import GradientAverage, SimpleReduceStrategy
 from vsim.strategy.selectors import (
@@ -28,6 +29,7 @@ from vsim.strategy.selectors import (
     ShuffledSequentialIndexSelector,
 )
 from vsim.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
+from vsim.strategy.streaming import StreamingDiLoCoCommunicator, StreamingDiLoCoStrategy
 
 # Short name → class and the arguments that the command line gives it where the user does not. Some hundred steps are
 # few rounds: DiLoCo's outer rate of 0.7, made for H = 500, swings around the minimum there.
@@ -37,9 +39,13 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "diloco": (DiLoCoStrategy, {"H": 10, "outer_lr": 0.4}),
     "sparta": (SPARTAStrategy, {}),
     "sparta_diloco": (SPARTADiLoCoStrategy, {"H": 10, "outer_lr": 0.4}),
+    "streaming": (StreamingDiLoCoStrategy, {"H": 10, "outer_lr": 0.4, "fragments": 2, "delay": 1, "mixing": 0.5}),
+    "eager": (EagerDiLoCoStrategy, {"H": 10, "outer_lr": 0.4}),
     "demo": (DeMoStrategy, {"index_bytes": "packed"}),
     "alone": (AloneStrategy, {}),
 }
+# What the command line compares where nothing is named.
+COMPARED = ["allreduce", "fedavg", "diloco", "sparta", "sparta_diloco", "demo", "alone"]
 
 # The same of papers' hyperparameters, as far as the papers name them.
 PRESETS: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
@@ -57,6 +63,7 @@ PRESETS: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 }
 
 __all__ = [
+    "COMPARED",
     "PRESETS",
     "QSGD",
     "STRATEGIES",
@@ -70,6 +77,8 @@ __all__ = [
     "DeMoStrategy",
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
+    "EagerDiLoCoCommunicator",
+    "EagerDiLoCoStrategy",
     "FedAvgStrategy",
     "GradientAverage",
     "IndexSelector",
@@ -86,6 +95,8 @@ __all__ = [
     "SimpleReduceStrategy",
     "SparseCommunicator",
     "Strategy",
+    "StreamingDiLoCoCommunicator",
+    "StreamingDiLoCoStrategy",
     "TopK",
     "UniformQuantizer",
 ]

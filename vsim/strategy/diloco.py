@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from vsim.arguments import whole_number
-from vsim.cluster import Cluster
-from vsim.cluster.optim import OptimSpec, resolve_optim
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
-from vsim.strategy.compression import CompressedAverage, Compressor
+from vsim.strategy.base import Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.compression import Compressor
+from vsim.strategy.streaming import StreamingDiLoCoCommunicator
 
 
-class DiLoCoCommunicator(CommunicationModule):
+class DiLoCoCommunicator(StreamingDiLoCoCommunicator):
     """After every H-th step the mean distance that the nodes have come is the outer optimizer's gradient.
 
     Args:
@@ -27,10 +22,6 @@ class DiLoCoCommunicator(CommunicationModule):
             `CompressedAverage`.
     """
 
-    outer_weights: Tensor  # φ, shared (P,)
-    outer_optim: Optimizer
-    derived = ("outer_gradient",)
-
     def __init__(
         self,
         H: int = 100,
@@ -41,51 +32,15 @@ class DiLoCoCommunicator(CommunicationModule):
         compressor: Compressor | None = None,
         error_feedback: bool | float | None = None,
     ) -> None:
-        self.H = whole_number("H", H)
-        self.outer_optim_spec = resolve_optim(
-            "DiLoCo",
-            {"outer_optim_spec": outer_optim_spec, "outer_optim": outer_optim},
-            {"outer_lr": outer_lr},
-            default=OptimSpec(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+        super().__init__(
+            H,
+            outer_optim_spec,
+            outer_optim=outer_optim,
+            outer_lr=outer_lr,
+            fragments=1,
+            compressor=compressor,
+            error_feedback=error_feedback,
         )
-        if not self.outer_optim_spec.elementwise:
-            raise ValueError(
-                f"the outer optimizer steps all weights as one vector, so it must be elementwise; "
-                f"{self.outer_optim_spec.cls.__name__} is not"
-            )
-        if self.outer_optim_spec.kwargs.get("lr") == 0:
-            raise ValueError("outer_lr must be > 0, got 0: the outer weights, which every sync returns to, would stay")
-        if compressor is None and error_feedback is not None:
-            raise TypeError("DiLoCo: error_feedback has no effect without compressor=")
-        self.compressed = None if compressor is None else CompressedAverage(compressor, error_feedback)
-
-    @property
-    def first_step(self) -> int:
-        return self.H
-
-    def setup(self, cluster: Cluster) -> None:
-        weights = cluster.weights[0].clone()
-        self.outer_gradient = torch.zeros_like(weights)  # shared (P,)
-        outer_optim = self.outer_optim_spec.build_over(weights, self.outer_gradient, cluster.deterministic)
-        self.keep_shared(outer_weights=weights, outer_optim=outer_optim)
-        if self.compressed is not None:
-            self.compressed.setup(cluster)
-
-    def communicate(self, cluster: Cluster) -> None:
-        if cluster.step % self.H:
-            return
-        if self.compressed is None:
-            # mean_k (φ − θ_k): φ is equal on all nodes, so that averaging θ_k sends the same bytes.
-            mean = cluster.collectives.all_reduce(cluster.weights, "mean", label="outer gradient")
-            torch.sub(self.outer_weights, mean, out=self.outer_gradient)
-        else:
-            distances = self.outer_weights - cluster.weights  # (R, P)
-            self.outer_gradient.copy_(self.compressed.average(distances, cluster, "outer gradient"))
-        self.outer_optim.step()
-        cluster.weights.copy_(self.outer_weights)
-
-    def global_weights(self, cluster: Cluster) -> Tensor:
-        return self.outer_weights
 
 
 class DiLoCoStrategy(Strategy):

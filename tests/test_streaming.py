@@ -1,0 +1,248 @@
+"""Streaming DiLoCo beside the update rule written out for every node in NumPy."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from driven import driven, driven_apart, normal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from test_strategies_common import examples
+from torch import Tensor, nn
+
+import vsim
+from vsim import Trainer
+from vsim.models import GPT
+from vsim.strategy import AloneStrategy, DiLoCoStrategy, OptimSpec, StreamingDiLoCoStrategy, TopK
+from vsim.strategy.fragments import fragments_of
+
+Array = NDArray[np.float64]
+INNER, OUTER = 0.1, OptimSpec("sgd", lr=0.5, momentum=0.9, nesterov=True)
+
+
+class Layered(nn.Module):
+    """An embedding of 3 entries, layers of 2, 4, 1 and 3, and a head of 2: P = 15."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = itertools.chain([3], (2, 4, 1, 3), [2])
+        made = [nn.Parameter(normal(n, seed=n, dtype=torch.float64)) for n in shapes]
+        self.embedding, *layers, self.head = made
+        self.blocks = nn.ModuleList(nn.ParameterDict({"weight": p}) for p in layers)
+
+
+# Columns by hand: named_parameters() has embedding 0–2, head 3–4, then the layers 5–6, 7–10, 11, 12–14.
+EMBEDDING_AND_HEAD = [*range(5)]
+LAYERS = [[5, 6], [7, 8, 9, 10], [11], [12, 13, 14]]
+
+
+def columns(number: int, pattern: str) -> list[list[int]]:
+    """The columns of every fragment, by the definition."""
+    parts: list[list[int]] = [[] for _ in range(number)]
+    for layer, own in enumerate(LAYERS):
+        parts[layer % number if pattern == "strided" else layer * number // len(LAYERS)] += own
+    return [sorted([*EMBEDDING_AND_HEAD, *parts[0]]), *parts[1:]]
+
+
+def by_hand(
+    gradients: Array, parts: list[list[int]], H: int, delay: int, mixing: float, outer_step: str
+) -> tuple[Array, Array, list[tuple[int, int, float]]]:
+    """The nodes' weights, φ, and (step, due, bytes) of what is sent."""
+    phi = torch.nn.utils.parameters_to_vector(Layered().parameters()).detach().numpy().copy()
+    nodes = np.stack([phi] * gradients.shape[1])
+    buffer, first, sent = np.zeros_like(phi), [True] * len(parts), []
+    coming: list[tuple[int, list[int], Array]] = []
+
+    def step_outer(i: int, mean: Array) -> None:
+        own = parts[i]
+        buffer[own] = mean if first[i] else 0.9 * buffer[own] + mean
+        first[i] = False
+        phi[own] -= 0.5 * (mean + 0.9 * buffer[own])
+
+    for t, gradient in enumerate(gradients, start=1):
+        nodes = nodes - INNER * gradient
+        for i, own in enumerate(parts):
+            begins = (i + 1) * H // len(parts)
+            if t >= begins and (t - begins) % H == 0:
+                sent.append((t, t + delay, 8.0 * len(own)))
+                mean = (phi[own] - nodes[:, own]).mean(0)
+                if outer_step == "send":
+                    step_outer(i, mean)
+                coming.append((t + delay, own, mean))
+        for due, own, mean in list(coming):
+            if due == t:
+                if outer_step == "due":
+                    step_outer(parts.index(own), mean)
+                nodes[:, own] = mixing * nodes[:, own] + (1 - mixing) * phi[own]
+    return nodes, phi, sent
+
+
+@settings(max_examples=30)
+@given(
+    number=st.integers(1, 4),
+    pattern=st.sampled_from(["strided", "sequential"]),
+    H=st.integers(4, 7),
+    delay=st.integers(0, 3),
+    mixing=st.sampled_from([0.0, 0.3, 1.0]),
+    reading=st.sampled_from(["due", "send"]),
+    num_nodes=st.integers(1, 3),
+)
+def test_every_fragment_has_the_update_rule(
+    number: int, pattern: str, H: int, delay: int, mixing: float, reading: str, num_nodes: int
+) -> None:
+    gradients = normal(15, num_nodes, 15, dtype=torch.float64)
+    strategy = StreamingDiLoCoStrategy(
+        OptimSpec("sgd", lr=INNER),
+        OUTER,
+        H,
+        fragments=number,
+        pattern=pattern,
+        delay=delay,
+        mixing=mixing,
+        outer_step=reading if delay else None,
+    )
+    run = driven(strategy, Layered(), gradients)
+    nodes, phi, sent = by_hand(gradients.numpy(), columns(number, pattern), H, delay, mixing, reading)
+    np.testing.assert_allclose(run.cluster.weights.numpy(), nodes, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(run.strategy.global_weights().numpy(), phi, rtol=1e-12, atol=1e-12)
+    assert [(e.step, e.due, e.payload_bytes) for e in run.ledger] == sent
+
+
+def test_two_layers_by_hand() -> None:
+    # Constant gradients 1 and 3 on two nodes, inner lr 0.1, outer SGD lr 1: the nodes' mean falls by 0.2 a step.
+    # H = 4, two fragments: fragment 0 is sent after steps 2 and 6, fragment 1 after step 4, each due one step later,
+    # α = 0.5. Fragment 0, from 1: after step 2 the nodes have 0.8 and 0.4, Δ = 1 − 0.6 = 0.4. After step 3 they have
+    # 0.7 and 0.1, φ = 1 − 0.4 = 0.6: they get the means 0.65 and 0.35.
+    # Fragment 1, from 1: after step 4 they have 0.6 and −0.2, Δ = 0.8; after step 5 0.5 and −0.5, φ = 0.2, and they
+    # get 0.35 and −0.15. Fragment 0 then is at 0.65 − 0.2 = 0.45 and 0.35 − 0.6 = −0.25.
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for p in model.parameters():
+        nn.init.ones_(p)
+    strategy = StreamingDiLoCoStrategy(
+        OptimSpec("sgd", lr=0.1), OptimSpec("sgd", lr=1.0), H=4, fragments=2, delay=1, mixing=0.5
+    )
+    gradients = torch.tensor([[1.0, 1.0], [3.0, 3.0]]).expand(5, 2, 2)
+    run = driven(strategy, model, gradients[:3])
+    torch.testing.assert_close(run.cluster.weights, torch.tensor([[0.65, 0.7], [0.35, 0.1]]))
+    run = driven(strategy, model, gradients)
+    torch.testing.assert_close(run.cluster.weights, torch.tensor([[0.45, 0.35], [-0.25, -0.15]]))
+    torch.testing.assert_close(run.strategy.global_weights(), torch.tensor([0.6, 0.2]))
+    assert [(e.step, e.due, e.label) for e in run.ledger] == [
+        (2, 3, "outer gradient of fragment 0"),
+        (4, 5, "outer gradient of fragment 1"),
+    ]
+
+
+def weights(strategy: Any, **options: Any) -> Tensor:
+    trainer = Trainer(GPT(17, block_size=8, layers=3, width=16, heads=2, seed=0), text(), **options)
+    trainer.fit(strategy=strategy, num_nodes=3, max_steps=9, batch_size=4, progress=False, deterministic=True)
+    assert trainer.strategy is not None
+    return trainer.strategy.cluster.weights
+
+
+def text() -> Any:
+    tokens = torch.randint(17, (40, 9), generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+@pytest.mark.parametrize("fragments", [1, [["token", "position", "blocks", "norm", "lm_head"]]], ids=["1", "a list"])
+def test_one_fragment_is_diloco(fragments: Any) -> None:
+    names = {name.split(".")[0] for name, _ in GPT(17, block_size=8, layers=3, width=16, heads=2).named_parameters()}
+    fragments = [sorted(names)] if isinstance(fragments, list) else fragments
+    assert torch.equal(weights(StreamingDiLoCoStrategy(H=3, fragments=fragments)), weights(DiLoCoStrategy(H=3)))
+
+
+def test_with_mixing_1_every_node_trains_alone() -> None:
+    streaming = StreamingDiLoCoStrategy(H=3, fragments=3, delay=1, mixing=1.0)
+    assert torch.equal(weights(streaming), weights(AloneStrategy()))
+
+
+def test_the_reading_of_the_delay_changes_the_global_model_only() -> None:
+    gradients = normal(7, 2, 15, dtype=torch.float64)
+    due, send = (
+        driven(StreamingDiLoCoStrategy(H=4, fragments=2, delay=2, outer_step=reading), Layered(), gradients)
+        for reading in ("due", "send")
+    )
+    assert torch.equal(due.cluster.weights, send.cluster.weights)
+    assert not torch.equal(due.strategy.global_weights(), send.strategy.global_weights())
+
+
+@pytest.mark.parametrize("compressor", [None, TopK(0.5)], ids=["as it is", "top-k"])
+def test_nodes_held_apart_have_equal_bits(compressor: Any) -> None:
+    strategy = StreamingDiLoCoStrategy(H=4, fragments=3, delay=1, mixing=0.3, compressor=compressor)
+    gradients = normal(10, 3, 15)
+    model = Layered().float()
+    together = driven(strategy, model, gradients, deterministic=True)
+    for node, run in enumerate(driven_apart(strategy, model, gradients)):
+        assert torch.equal(run.cluster.weights[0], together.cluster.weights[node])
+        assert list(run.ledger) == list(together.ledger)
+
+
+def test_a_compressor_sees_a_fragment_as_if_it_were_the_model() -> None:
+    # Half of the entries of each fragment, by the fragment's own size: 5 + 2 + 1 = 8 and 7 of 15.
+    strategy = StreamingDiLoCoStrategy(H=4, fragments=2, compressor=TopK(0.5), lr=0.01)
+    run = driven(strategy, Layered(), normal(4, 2, 15, dtype=torch.float64))
+    assert [(e.step, e.payload_bytes) for e in run.ledger] == [(2, 4 * (8 + 8)), (4, 4 * (8 + 8))]
+
+
+def test_a_muon_steps_the_outer_weights_in_their_shapes() -> None:
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False)).double()
+    spec = OptimSpec("muon", lr=0.1)
+    run = driven(
+        StreamingDiLoCoStrategy(OptimSpec("sgd", lr=0.1), spec, 2, fragments=1),
+        model,
+        gradients := normal(2, 3, 18, dtype=torch.float64),
+    )
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    moved = 0.1 * gradients.sum(0).mean(0)
+    for p, part in zip(model.parameters(), moved.split([12, 6]), strict=True):
+        p.grad = part.view_as(p)
+    optimizer.step()
+    expected = torch.nn.utils.parameters_to_vector(model.parameters())
+    torch.testing.assert_close(run.strategy.global_weights(), expected.detach())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_nodes", [2, 3, 5])
+def test_real_processes_have_equal_bits(num_nodes: int) -> None:
+    strategy = StreamingDiLoCoStrategy(H=4, fragments=2, delay=2, mixing=0.5, lr=1e-2)
+    report = vsim.verify(vsim.models.MLP(hidden=(8, 8), seed=0), examples(), strategy, num_nodes, 8, batch_size=4)
+    assert report.identical, report
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"fragments": 5}, ValueError, r"at most the number of layers, got 5; .*'blocks.0', 'blocks.1'"),
+        ({"fragments": 9, "H": 8}, ValueError, "fragments must be a whole number from 1 to 8, got 9"),
+        ({"H": 3}, ValueError, "H must be at least the number of fragments, 4, got 3"),
+        ({"fragments": [["embedding"], ["blocks"]]}, ValueError, "head is in none"),
+        ({"fragments": [["embedding", "head", "blocks"], ["blocks.1"]]}, ValueError, "blocks.1.weight is in 2"),
+        ({"fragments": [["embedding", "haed"]]}, ValueError, "'haed', the name of no parameter; there are"),
+        ({"fragments": ["embedding"]}, TypeError, "got the name 'embedding' in place of a list"),
+        ({"fragments": 2.0}, TypeError, "fragments must be"),
+        ({"pattern": "stride"}, ValueError, "did you mean 'strided'"),
+        ({"H": 4, "delay": 4}, ValueError, "delay must be below H"),
+        ({"mixing": 1.5}, ValueError, "mixing must be >= 0 and <= 1, got 1.5"),
+        ({"outer_step": "send"}, TypeError, "outer_step='send' has no effect without delay"),
+        ({"outer_step": "late", "delay": 1}, ValueError, "outer_step must be one of 'due', 'send'"),
+    ],
+    ids=str,
+)
+def test_what_is_not_possible(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        driven(StreamingDiLoCoStrategy(**{"H": 6, **arguments}), Layered(), normal(1, 2, 15, dtype=torch.float64))
+
+
+def test_layers_are_numbered_modules() -> None:
+    model = GPT(17, block_size=8, layers=3, width=16, heads=2)
+    layout = vsim.cluster.replicas.Replicas.of(model, 1, torch.device("cpu")).layout
+    first, second = fragments_of(layout, 2, "strided")
+    assert {c.name.split(".")[1] for c in second.parameters} == {"1"}
+    assert {"blocks.0", "blocks.2"} <= {".".join(c.name.split(".")[:2]) for c in first.parameters}
+    assert len(first.parameters) + len(second.parameters) == len(layout)

@@ -1,0 +1,121 @@
+"""Overlapped DiLoCo: the outer gradient travels during the next round; eager updates do not wait for their own part."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import Unpack
+
+from vsim.arguments import true_or_false, whole_number
+from vsim.cluster import Cluster
+from vsim.cluster.collectives import Pending
+from vsim.cluster.optim import resolve_optim
+from vsim.cluster.replicas import matrix
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.streaming import DEFAULT_OUTER
+
+
+class EagerDiLoCoCommunicator(CommunicationModule):
+    """After every H-th step each node takes an outer step with what has arrived of the round before.
+
+    `EagerDiLoCoStrategy` says what its arguments are.
+    """
+
+    outer_weights: Tensor  # φ_k, stacked (R, P)
+    outer_optim: Optimizer
+    distances: Tensor  # d_k, stacked (R, P), of the round before
+    pending: list[Pending]  # D, shared (P,), of the round before
+
+    derived = ("outer_gradient",)
+
+    def __init__(
+        self,
+        H: int = 100,
+        outer_optim_spec: Optim = None,
+        *,
+        outer_optim: Optim = None,
+        outer_lr: float | None = None,
+        eager: bool = True,
+    ) -> None:
+        self.H = whole_number("H", H)
+        self.outer_optim_spec = resolve_optim(
+            "EagerDiLoCo",
+            {"outer_optim_spec": outer_optim_spec, "outer_optim": outer_optim},
+            {"outer_lr": outer_lr},
+            default=DEFAULT_OUTER,
+        )
+        if not self.outer_optim_spec.elementwise:
+            raise ValueError(
+                "the outer optimizer steps the nodes' outer weights as one matrix, so it must be elementwise; "
+                f"{self.outer_optim_spec.cls.__name__} is not"
+            )
+        self.eager = true_or_false("eager", eager)
+
+    @property
+    def first_step(self) -> int:
+        return self.H if self.eager else 2 * self.H
+
+    def setup(self, cluster: Cluster) -> None:
+        weights = cluster.weights
+        rows, columns = weights.shape
+        outer, self.outer_gradient = (matrix(rows, columns, weights.dtype, weights.device) for _ in range(2))
+        outer.copy_(weights)
+        optim = self.outer_optim_spec.build_over(outer, self.outer_gradient, cluster.deterministic)
+        self.keep_stacked(outer_weights=outer, outer_optim=optim, distances=torch.zeros_like(weights))
+        self.keep_shared(pending=[])
+
+    def communicate(self, cluster: Cluster) -> None:
+        if cluster.step % self.H:
+            return
+        distances = self.outer_weights - cluster.weights  # d_k(t), (R, P)
+        gradient = self.outer_gradient.zero_()
+        if self.eager:
+            torch.sub(distances, self.distances, out=gradient).div_(cluster.num_nodes)
+        for pending in self.pending:
+            gradient.add_(pending.result())
+        start = cluster.collectives.start
+        self.pending = [start("all_reduce", distances, "mean", label="outer gradient", delay=self.H)]
+        self.distances.copy_(distances)
+        self.outer_optim.step()
+        cluster.weights.copy_(self.outer_weights)
+
+    def global_weights(self, cluster: Cluster) -> Tensor:
+        with cluster.collectives.unbilled():
+            return cluster.collectives.all_reduce(self.outer_weights, "mean")
+
+
+class EagerDiLoCoStrategy(Strategy):
+    """DiLoCo whose communication overlaps a whole round [Kale et al. 2025, arXiv:2502.12996].
+
+        θ_k ← inner optimizer(θ_k, g_k)
+        after every H-th step, t times H:  d_k(t) = φ_k − θ_k, and D(t) = mean_j d_j(t) is due H steps later
+            g_k = D(t−1) + (d_k(t) − d_k(t−1)) / K        (delayed: g_k = D(t−1))
+            φ_k ← outer optimizer(φ_k, g_k);  θ_k ← φ_k
+
+    with D(0) = d_k(0) = 0. In the mean that has arrived, each node puts its own fresh distance in place of its old one,
+    so that the nodes' outer weights differ. With one node it is DiLoCo. The global model is the mean of the φ_k.
+
+    Args:
+        H: inner steps of a round, at least 1.
+        outer_optim, outer_optim_spec, outer_lr: as of `DiLoCoStrategy`; elementwise.
+        eager: False: delayed, the outer step waits for what arrives; the φ_k are equal then.
+        options: those of every strategy; see `Strategy`.
+
+    Payload: all weights every H steps, due H steps later; what is sent last in a run is never applied.
+    """
+
+    def __init__(
+        self,
+        optim_spec: Optim = None,
+        /,
+        outer_optim_spec: Optim = None,
+        H: int = 100,
+        *,
+        outer_optim: Optim = None,
+        outer_lr: float | None = None,
+        eager: bool = True,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        outer = EagerDiLoCoCommunicator(H, outer_optim_spec, outer_optim=outer_optim, outer_lr=outer_lr, eager=eager)
+        super().__init__([outer], **with_inner(optim_spec, options))

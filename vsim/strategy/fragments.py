@@ -1,0 +1,119 @@
+"""Fragments of a model: parameters that are synchronized on their own, as columns of the matrix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vsim.cluster import Cluster
+from vsim.cluster.replicas import Columns
+
+Fragments = int | Sequence[Sequence[str]] | None
+PATTERNS = ("strided", "sequential")
+
+
+class Fragment:
+    """Some parameters, by their columns in the matrix.
+
+    Attributes:
+        parameters: in the order of their columns.
+        ranges: the same columns with adjacent parameters in one range, (start, stop).
+    """
+
+    def __init__(self, parameters: Sequence[Columns]) -> None:
+        self.parameters = sorted(parameters, key=lambda c: c.start)
+        self.ranges: list[tuple[int, int]] = []
+        for c in self.parameters:
+            begun = self.ranges.pop()[0] if self.ranges and self.ranges[-1][1] == c.start else c.start
+            self.ranges.append((begun, c.stop))
+
+    def views(self, matrix: Tensor) -> list[Tensor]:
+        """Return views of its ranges, (…, n) each, in a stacked matrix (R, P) or a shared row (P,)."""
+        return [matrix[..., start:stop] for start, stop in self.ranges]
+
+    def tensors(self, row: Tensor) -> list[Tensor]:
+        """Return views of its parameters, each in its own shape, in a shared row (P,)."""
+        return [row[c.start : c.stop].view(c.shape) for c in self.parameters]
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """Return its columns (…, N): a view where they are adjacent, otherwise a copy."""
+        views = self.views(matrix)
+        return views[0] if len(views) == 1 else torch.cat(views, dim=-1)
+
+    def cut(self, values: Tensor) -> list[Tensor]:
+        """Cut its columns (…, N) into its ranges."""
+        return list(values.split([stop - start for start, stop in self.ranges], dim=-1))
+
+    def alone(self, cluster: Cluster) -> Cluster:
+        """Return the cluster as if these were all parameters; a view of it where they are adjacent."""
+        layout, stop = [], 0
+        for c in self.parameters:
+            layout.append(Columns(c.name, c.shape, stop, stop + c.stop - c.start))
+            stop = layout[-1].stop
+        replicas = cluster.replicas
+        own = replace(replicas, layout=layout, weights=self.of(replicas.weights), grads=self.of(replicas.grads))
+        return replace(cluster, replicas=own)
+
+
+def fragments_of(layout: Sequence[Columns], wanted: Fragments, pattern: str) -> list[Fragment]:
+    """Return the fragments of a model, which have every parameter once.
+
+    Args:
+        layout: the columns of all parameters.
+        wanted: their number, or lists of names: of parameters, or of modules for all of their parameters. None: one for
+            every layer. Layers are the numbered modules, such as blocks.3; parameters of none (embedding, final norm,
+            head) are in the first fragment.
+        pattern: "strided", layer l is in fragment l mod n; or "sequential", neighbouring layers in one.
+
+    Raises:
+        ValueError: there are fewer layers than fragments; a name is that of no parameter, or a parameter is in none or
+            in several of the lists.
+    """
+    layers = list(dict.fromkeys(filter(None, (_layer(c.name) for c in layout))))
+    if wanted is not None and not isinstance(wanted, int):
+        return [Fragment(part) for part in _listed(layout, wanted)]
+    number = max(1, len(layers)) if wanted is None else wanted
+    if number > max(1, len(layers)):
+        raise ValueError(
+            f"fragments must be at most the number of layers, got {number}; the model's layers are {layers or 'none'}"
+        )
+    strided = pattern == "strided"
+    place = {name: i % number if strided else i * number // len(layers) for i, name in enumerate(layers)}
+    parts: list[list[Columns]] = [[] for _ in range(number)]
+    for c in layout:
+        parts[place.get(_layer(c.name), 0)].append(c)
+    return [Fragment(part) for part in parts]
+
+
+def _layer(name: str) -> str:
+    """Return "blocks.3" for "blocks.3.norm.weight", and "" for a parameter of no numbered module."""
+    found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", name)
+    return found[0] if found else ""
+
+
+def _listed(layout: Sequence[Columns], lists: Sequence[Sequence[str]]) -> list[list[Columns]]:
+    parts = []
+    for names in lists:
+        if isinstance(names, str):
+            raise TypeError(f"fragments must be a number, or lists of names; got the name {names!r} in place of a list")
+        for name in names:
+            if not any(_is_in(c.name, name) for c in layout):
+                raise ValueError(
+                    f"fragments has {name!r}, the name of no parameter; there are {[c.name for c in layout]}"
+                )
+        parts.append([c for c in layout if any(_is_in(c.name, name) for name in names)])
+    for c in layout:
+        times = sum(part.count(c) for part in parts)
+        if times != 1:
+            raise ValueError(f"every parameter must be in one of the fragments, {c.name} is in {times or 'none'}")
+    if not all(parts):
+        raise ValueError(f"fragments must not be empty, got {lists!r}")
+    return parts
+
+
+def _is_in(parameter: str, name: str) -> bool:
+    return parameter == name or parameter.startswith(f"{name}.")
