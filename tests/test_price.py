@@ -6,6 +6,7 @@ import copy
 import math
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from vsim.strategy import (
     SimpleReduceStrategy,
     SPARTAStrategy,
     Strategy,
+    StreamingDiLoCoStrategy,
 )
 from vsim.strategy.communicate import all_reduce
 
@@ -52,6 +54,40 @@ def test_streaming_dilocos_table_4(strategy: Strategy, parameters: float, publis
     for share, gbits in zip((0.5, 0.8, 0.9, 0.95, 0.99), published, strict=True):
         steps = math.log(found[share] / 1e9 / gbits) / step
         assert abs(round(steps)) <= 1 and abs(steps - round(steps)) < 0.2, (share, found[share] / 1e9, gbits)
+
+
+def test_streaming_and_delays_need_less_bandwidth() -> None:
+    layers, seconds = MODELS[10e9]
+    needed = [
+        list(
+            required_bandwidth(
+                strategy, parameters=10e9, num_nodes=2, compute=Compute(seconds, layers=layers), max_steps=200
+            ).values()
+        )
+        for strategy in (
+            SimpleReduceStrategy(),
+            DiLoCoStrategy(H=100),
+            StreamingDiLoCoStrategy(H=100, fragments=16),
+            StreamingDiLoCoStrategy(H=100, fragments=16, delay=1),
+            StreamingDiLoCoStrategy(H=100, fragments=16, delay=5),
+        )
+    ]
+    for more, less in pairwise(needed):
+        assert all(a >= b for a, b in zip(more, less, strict=True)) and more[-1] > less[-1]
+    # A link that is never idle sends all 10e9 · 4 bytes in 100 steps: no strategy that never waits can do with less.
+    assert needed[-1][-1] >= 0.99 * 32 * 10e9 / (100 * seconds)
+
+
+@pytest.mark.parametrize(("size", "layers"), [(10, 3), (997, 5), (4, 4)])
+def test_parameters_are_the_layers_of_the_computation(size: int, layers: int) -> None:
+    strategy = StreamingDiLoCoStrategy(H=layers)  # a layer a step
+    line = price(
+        strategy, parameters=size, num_nodes=2, max_steps=layers, network=1e9, compute=Compute(1, layers=layers)
+    )
+    sizes = [event.payload_bytes / 4 for event in line.ledger]
+    assert sum(sizes) == size and max(sizes) - min(sizes) <= 1 and len(sizes) == layers
+    with pytest.raises(ValueError, match=f"at least the number of layers that compute has, {size + 1}, got {size}"):
+        price(strategy, parameters=size, num_nodes=2, max_steps=1, network=1e9, compute=Compute(1, layers=size + 1))
 
 
 @common.every_row

@@ -48,7 +48,8 @@ def price(
 
     Args:
         strategy: its own code runs, but for the inner optimizer, which sends nothing.
-        parameters: N, up to 10¹⁵, as one matrix, as square as the divisors of N allow. Or give a model.
+        parameters: N, up to 10¹⁵, in as many layers of equal size as `compute` has, each a matrix as square as its
+            divisors allow. Or give a model.
         model: whose parameters it is; strategies that look at shapes (DeMo, PowerSGD) need it. It may be on the meta
             device, and is not changed.
         num_nodes, max_steps: of the run. network, compute: as of `timeline`.
@@ -64,7 +65,7 @@ def price(
     num_nodes = whole_number("num_nodes", num_nodes)
     network.check(num_nodes)
     seed = whole_number("seed", seed, at_least=0)
-    model = _model(parameters, model, bytes_per_parameter)
+    model = _model(parameters, model, bytes_per_parameter, compute.layers)
     return timeline(_communicated(strategy, model, num_nodes, max_steps, seed), network, compute)
 
 
@@ -106,7 +107,7 @@ def required_bandwidth(
     shares = [real_number("utilization", share, above=0, at_most=1) for share in utilization]
     given = np.logspace(8, 12, 50).tolist() if grid is None else grid
     bits = sorted(bits_per_second("grid", one) for one in given)
-    model = _model(parameters, model, bytes_per_parameter)
+    model = _model(parameters, model, bytes_per_parameter, compute.layers)
     ledger = _communicated(
         strategy, model, whole_number("num_nodes", num_nodes), whole_number("max_steps", max_steps), 42
     )
@@ -122,7 +123,9 @@ def required_bandwidth(
     return {share: bits[place] if place < len(bits) else math.inf for share, place in places.items()}
 
 
-def _model(parameters: float | None, model: nn.Module | None, bytes_per_parameter: int | None) -> nn.Module:
+def _model(
+    parameters: float | None, model: nn.Module | None, bytes_per_parameter: int | None, layers: int
+) -> nn.Module:
     """Return a model on the meta device."""
     if (parameters is None) == (model is None):
         raise TypeError("give either parameters=, how many there are, or a model=")
@@ -136,9 +139,14 @@ def _model(parameters: float | None, model: nn.Module | None, bytes_per_paramete
         return bare if bytes_per_parameter is None else bare.to(_DTYPES[bytes_per_parameter])
     number = real_number("parameters", parameters)
     size = whole_number("parameters", int(number) if number.is_integer() else parameters, at_most=10**15)
-    width = next(w for w in range(math.isqrt(size), 0, -1) if size % w == 0)
-    bare = nn.Module()
-    bare.weight = nn.Parameter(torch.empty(size // width, width, dtype=_DTYPES[bytes_per_parameter or 4], device=_META))
+    if size < layers:
+        raise ValueError(f"parameters must be at least the number of layers that compute has, {layers}, got {size}")
+    dtype = _DTYPES[bytes_per_parameter or 4]
+    bare = nn.ParameterList()
+    for layer in range(layers):
+        own = size // layers + (layer < size % layers)
+        width = next(w for w in range(math.isqrt(own), 0, -1) if own % w == 0)
+        bare.append(nn.Parameter(torch.empty(own // width, width, dtype=dtype, device=_META)))
     return bare
 
 

@@ -96,9 +96,7 @@ def _add_compare(kinds: Any) -> None:
     purpose = "train the same model with several strategies, and compare loss and bytes"
     command = _command(kinds, "compare", purpose, one_strategy=False, several_seeds=True)
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "NAME"}
-    command.add_argument(
-        "--strategies", help=f"what to compare ({_COMPARED}; with --preset only that)", **several
-    )
+    command.add_argument("--strategies", help=f"what to compare ({_COMPARED}; with --preset only that)", **several)
     command.add_argument("--preset", dest="strategies", type=_preset, help=f"{_OF_PAPERS}, beside them", **several)
     _add_target(command)
     _add_outcome(command)
