@@ -14,7 +14,16 @@ from vsim.checkpoint.start import Saving
 from vsim.cli import main, parse_strategy
 from vsim.cli.problem import parse_settings
 from vsim.models import CNN
-from vsim.strategy import COMPARED, PRESETS, STRATEGIES, DiLoCoCommunicator, DiLoCoStrategy, FedAvgStrategy, TopK
+from vsim.strategy import (
+    COMPARED,
+    PRESETS,
+    STRATEGIES,
+    DiLoCoCommunicator,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    StatisticalQuantizer,
+    TopK,
+)
 from vsim.training.interrupt import Interrupted
 
 QUICK = ["--steps", "4", "--val-size", "16", "--quiet"]
@@ -270,7 +279,11 @@ def test_text_from_a_file_and_the_seed(tmp_path: Path) -> None:
             ["compare", "--strategies", "diloco:compressor=topkk(2)"],
             r"one of .* got 'topkk'; did you mean 'topk'",
         ),
-        (["compare", "--strategies", "diloco:compressor=topk(x)"], "its arguments must be Python literals"),
+        (["compare", "--strategies", "diloco:compressor=topk(x)"], r"topk\(x\): its arguments must be Python literals"),
+        (
+            ["compare", "--strategies", "diloco:compressor=tiletopk(8,quantizer=fp5())"],
+            r"one of .* got 'fp5'; did you mean 'fp4'",
+        ),
         (["compare", "--strategies", "diloco:compressor=topk"], "compressor must be a Compressor object, got 'topk'"),
         (["compare", "--nodes", "0"], "num_nodes must be a whole number >= 1, got 0"),
         (["compare", "--text", "no/such/file.txt"], "no/such/file.txt"),
@@ -343,6 +356,8 @@ def test_compressors_and_optimizers_with_their_arguments(tmp_path: Path) -> None
     assert strategy.optim_spec.kwargs == {"weight_decay": 0.1, "betas": (0.8, 0.9), "lr": 1e-3}
     made = parse_settings(["compressor=powersgd(rank=1),topk(0.01),None"])["compressor"]
     assert [type(one).__name__ for one in made] == ["PowerSGD", "TopK", "NoneType"]
+    (tiles,) = parse_settings(["compressor=tiletopk(8,quantizer=statisticalquantizer(2))"])["compressor"]
+    assert isinstance(tiles.quantizer, StatisticalQuantizer) and tiles.quantizer.bits == 2 and tiles.topk == 8
     sent = []
     for given in ("diloco:H=2", "diloco:H=2,compressor=topk(0.01)"):
         out = tmp_path / str(len(sent))

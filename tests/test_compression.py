@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from driven import Driven, Parameters, driven, driven_apart, normal, size, started
+from test_demo import tiles_of
 from torch import Tensor
 
 from vsim import Trainer
@@ -16,6 +17,7 @@ from vsim.cluster import Cluster
 from vsim.data import digits
 from vsim.models import MLP
 from vsim.strategy import (
+    FP4,
     QSGD,
     CommunicateOptimizeStrategy,
     CompressedAverage,
@@ -29,14 +31,16 @@ from vsim.strategy import (
     RandomK,
     ScaledSign,
     SignVote,
+    StatisticalQuantizer,
     Strategy,
+    TileTopK,
     TopK,
     UniformQuantizer,
 )
 from vsim.strategy.compression import BlockQuantizer
 from vsim.strategy.compression.randomk import random_subset
 
-pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
 
 # P = 12 · 20 + 20 + 8 · 27 + 12 · 20 + 2 · 2 + 7 = 727
 SHAPES = [(12, 20), (20,), (8, 3, 3, 3), (12, 20), (2, 2), (7,)]
@@ -51,8 +55,13 @@ ALL: dict[str, Callable[[], Compressor]] = {
     "int4": lambda: UniformQuantizer(4, 100),
     "qsgd": lambda: QSGD(7, 100),
     "powersgd": lambda: PowerSGD(2),
+    "statistical": lambda: StatisticalQuantizer(2, 100),
+    "fp4": lambda: FP4(100),
     "dct": lambda: DCTTopK(9, 12),
+    "tiles": lambda: TileTopK(9, 12),
+    "tiles-2-bit": lambda: TileTopK(9, 12, quantizer=StatisticalQuantizer(2)),
 }
+AMONG_SENDERS = ("dct", "tiles", "tiles-2-bit")  # their average is over the nodes that sent an entry
 CONTRACTIVE = [name for name, make in ALL.items() if make().contractive]
 every_compressor = pytest.mark.parametrize("name", ALL)
 every_K = pytest.mark.parametrize("num_nodes", [1, 2, 3])
@@ -149,6 +158,37 @@ def uniform_by_hand(run: Driven, levels: int) -> ByHand:
     return mean_of_messages(lambda x, node: block_by_block(x, encode))
 
 
+def bins(block: np.ndarray) -> np.ndarray:
+    shift, scale = block.mean(), 6 * block.std(ddof=1) / 4
+    codes = np.clip(np.round((block - shift) / scale + 2), 0, 3)
+    return np.array([block[codes == code].mean() for code in codes])
+
+
+def powers_of_two(block: np.ndarray) -> np.ndarray:
+    codebook = np.array([0, *(sign * 2.0**-e for sign in (1, -1) for e in range(7))]) * np.abs(block).max()
+    return codebook[np.abs(block[:, None] - codebook).argmin(1)]
+
+
+def tiles_by_hand(run: Driven, quantized: Callable[[np.ndarray], np.ndarray] = np.copy) -> ByHand:
+    def encode(x: np.ndarray) -> np.ndarray:
+        message, first = np.zeros_like(x), 0
+        for shape in SHAPES:
+            stop = first + int(np.prod(shape))
+            rows = shape[0] if len(shape) > 1 else 1
+            for tile, own in zip(*(tiles_of(v[first:stop].reshape(rows, -1), 12) for v in (message, x)), strict=True):
+                threshold = np.sort(np.abs(own), axis=None)[-min(9, own.size)]
+                tile[np.abs(own) >= threshold] = own[np.abs(own) >= threshold]
+            first = stop
+        message[message != 0] = quantized(message[message != 0])
+        return message
+
+    def by_hand(vectors: Vectors) -> tuple[np.ndarray, Vectors]:
+        sent = [encode(x) for x in vectors]
+        return sum(sent) / np.maximum(sum(message != 0 for message in sent), 1), sent
+
+    return by_hand
+
+
 def qsgd_by_hand(run: Driven) -> ByHand:
     streams = [copied(stream) for stream in module_of(run).compressor.streams]
 
@@ -194,6 +234,10 @@ BY_HAND: dict[str, Callable[[Driven], ByHand]] = {
     "int4": lambda run: uniform_by_hand(run, 7),
     "qsgd": qsgd_by_hand,
     "powersgd": powersgd_by_hand,
+    "statistical": lambda run: mean_of_messages(lambda x, node: block_by_block(x, bins)),
+    "fp4": lambda run: mean_of_messages(lambda x, node: block_by_block(x, powers_of_two)),
+    "tiles": tiles_by_hand,
+    "tiles-2-bit": lambda run: tiles_by_hand(run, bins),
 }  # and "dct" in test_demo
 
 
@@ -224,14 +268,14 @@ def test_six_steps_by_the_definition(name: str, error_feedback: float | None, nu
 @every_K
 @pytest.mark.parametrize("name", CONTRACTIVE)
 def test_nothing_is_lost(name: str, num_nodes: int) -> None:
-    # What is sent and what is left is what came in and what was left before; DeMo's average is over the senders only.
+    # What is sent and what is left is what came in and what was left before.
     run = started(compressing(ALL[name]()), parameters(), num_nodes)
     before = torch.zeros(num_nodes, 727, dtype=torch.float64)
     for step in range(5):
         gradients = normal(num_nodes, 727, seed=step, dtype=torch.float64)
         average = average_of(run, gradients)
         after = errors_of(run)
-        if name != "dct" or num_nodes == 1:
+        if name not in AMONG_SENDERS or num_nodes == 1:
             torch.testing.assert_close(average + after.mean(0), gradients.mean(0) + before.mean(0))
         assert after.norm() > 0
         before = after
@@ -241,7 +285,7 @@ def test_nothing_is_lost(name: str, num_nodes: int) -> None:
 def test_what_is_fed_back_arrives(name: str) -> None:
     # With the same gradient at every step the sum of the averages follows the sum of the gradients: the errors stay
     # bounded. Without feedback what a message lacks is lost for good; random entries only are different every time.
-    num_nodes = 1 if name == "dct" else 2  # DeMo's average over the senders is another one
+    num_nodes = 1 if name in AMONG_SENDERS else 2
     gradients = normal(num_nodes, 727, dtype=torch.float64)
     short = {}
     for feedback in (True, False):
@@ -395,6 +439,10 @@ PAYLOADS: list[tuple[Compressor, list[tuple[str, str, float]]]] = [
     (QSGD(7, 100), [("all_gather", "gradients", 364 + 8 * 4)]),
     (QSGD(1, 100), [("all_gather", "gradients", 182 + 8 * 4)]),
     (QSGD(8, 727), [("all_gather", "gradients", 455 + 4)]),
+    # 2 bits an entry, 181.75 bytes, and 4 values for each of 8 blocks; 16 values for one block of 256 · 16
+    (StatisticalQuantizer(2, 100), [("all_gather", "gradients", 182 + 8 * 4 * 4)]),
+    (StatisticalQuantizer(4), [("all_gather", "gradients", 364 + 16 * 4)]),
+    (FP4(100), [("all_gather", "gradients", 364 + 8 * 4)]),
     # P: twice 12 · 2 and 8 · 2, and 20 + 4 + 7 entries as they are (of (2, 2) no rank gets smaller);
     # Q: twice 20 · 2 and 27 · 2
     (
@@ -409,6 +457,10 @@ PAYLOADS: list[tuple[Compressor, list[tuple[str, str, float]]]] = [
     (DCTTopK(9, 12), [("all_gather", "gradients", 92 * 12)]),
     # With 7, 4, 7, 2 and 3 bits an index: 36 · 7 + 18 · 4 + 27 · 7 + 4 · 2 + 7 · 3 = 542 bits = 67.75 bytes
     (DCTTopK(9, 12, "packed"), [("all_gather", "gradients", 92 * 4 + 68)]),
+    (TileTopK(9, 12), [("all_gather", "gradients", 92 * 4 + 68)]),
+    # 92 codes of 2 bits are 23 bytes, and tables of 4 values for blocks of 50 and 42
+    (TileTopK(9, 12, quantizer=StatisticalQuantizer(2, 50)), [("all_gather", "gradients", 23 + 2 * 16 + 68)]),
+    (TileTopK(9, 12, "int64", FP4()), [("all_gather", "gradients", 46 + 4 + 92 * 8)]),
 ]
 
 
@@ -420,7 +472,11 @@ def test_payload_by_hand(compressor: Compressor, events: list[tuple[str, str, fl
 
 
 def test_scales_of_float64_have_eight_bytes() -> None:
-    for compressor, payload_bytes in ((UniformQuantizer(8, 100), 727 + 8 * 8), (TopK(0.1), 73 * 16)):
+    for compressor, payload_bytes in (
+        (UniformQuantizer(8, 100), 727 + 8 * 8),
+        (FP4(727), 364 + 8),
+        (TopK(0.1), 73 * 16),
+    ):
         run = driven(compressing(compressor), parameters(), normal(1, 2, 727, dtype=torch.float64))
         assert run.ledger.payload_bytes == payload_bytes
 
@@ -559,6 +615,13 @@ def test_diloco_with_a_compressor_that_sends_all_is_diloco(compressor: Compresso
         (PowerSGD(1), PowerSGD(2)),
         (DCTTopK(9), DCTTopK(8)),
         (DCTTopK(9, 12), DCTTopK(9, 6)),
+        (DCTTopK(9, 12), TileTopK(9, 12)),
+        (TileTopK(9), TileTopK(8)),
+        (TileTopK(9, 12), TileTopK(9, 6)),
+        (TileTopK(9, 12), TileTopK(9, 12, quantizer=StatisticalQuantizer(2))),
+        (StatisticalQuantizer(2), StatisticalQuantizer(3)),
+        (StatisticalQuantizer(2, 100), StatisticalQuantizer(2, 200)),
+        (FP4(100), FP4(200)),
     ],
     ids=lambda c: type(c).__name__,
 )
@@ -584,6 +647,11 @@ def test_every_argument_changes_the_average(one: Compressor, other: Compressor) 
         (lambda: PowerSGD(0), ValueError, "rank must be a whole number >= 1"),
         (lambda: DCTTopK(0), ValueError, "topk must be a whole number >= 1"),
         (lambda: DCTTopK(1, 0), ValueError, "chunk must be a whole number >= 1"),
+        (lambda: TileTopK(0), ValueError, "topk must be a whole number >= 1"),
+        (lambda: TileTopK(quantizer=TopK()), TypeError, r"quantizer must be a quantizer such as Stat.*, got <.*TopK"),  # type: ignore[arg-type]
+        (lambda: StatisticalQuantizer(9), ValueError, "bits must be a whole number from 1 to 8"),
+        (lambda: StatisticalQuantizer(2, 0), ValueError, "block_size must be a whole number >= 1"),
+        (lambda: FP4(0), ValueError, "block_size must be"),
         (lambda: DCTTopK(1, 1, "int"), ValueError, "index_bytes must be one of"),
         (lambda: CompressedAverage("topk"), TypeError, "compressor must be a Compressor object, got 'topk'"),  # type: ignore[arg-type]
         (lambda: CompressedAverage(TopK(), 1.5), ValueError, "error_feedback must be"),

@@ -27,6 +27,7 @@ from torch.utils.data import Subset
 from vsim import Trainer
 from vsim.records.history import COLUMNS, OF_THE_MACHINE
 from vsim.strategy import (
+    FP4,
     QSGD,
     STRATEGIES,
     AveragingCommunicator,
@@ -43,7 +44,9 @@ from vsim.strategy import (
     ShuffledSequentialIndexSelector,
     SignVote,
     SparseCommunicator,
+    StatisticalQuantizer,
     Strategy,
+    TileTopK,
     TopK,
     UniformQuantizer,
 )
@@ -129,6 +132,9 @@ COMPRESSORS: list[Callable[[], Any]] = [
     QSGD,
     lambda: UniformQuantizer(4, 32),
     lambda: PowerSGD(1),
+    FP4,
+    lambda: StatisticalQuantizer(2, 32),
+    lambda: TileTopK(4, 8, quantizer=StatisticalQuantizer(4)),
 ]
 
 
@@ -160,6 +166,13 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
         given_at_times(draw, own, "quantization_bits", 1, 4, 16, bad=(0, 17))
         given_at_times(draw, own, "mask", "seed", "broadcast", bad=("none",))
         given_at_times(draw, own, "compression_method", "random", "topk", bad=("top",))
+    if name == "sparseloco":
+        own["H"] = seldom(draw, SMALL, 0)
+        given_at_times(draw, own, "topk", 1, 8, 99, bad=(0,))
+        given_at_times(draw, own, "chunk", 1, 7, 64, bad=(0,))
+        given_at_times(draw, own, "quantization_bits", 1, 2, 8, None, bad=(0, 9))
+        given_at_times(draw, own, "error_feedback", 0, 0.5, 1, bad=(1.1, "all"))
+        given_at_times(draw, own, "outer_lr", 0.1, 1.0, bad=(-1.0, 0))
     if name == "demo":
         given_at_times(draw, own, "compression_topk", 1, 8, 99, bad=(0,))
         given_at_times(draw, own, "compression_chunk", 1, 7, 64, bad=(0,))

@@ -21,6 +21,7 @@ from vsim import Trainer
 from vsim.data import digits
 from vsim.models import MLP
 from vsim.strategy import (
+    FP4,
     QSGD,
     STRATEGIES,
     AloneStrategy,
@@ -43,8 +44,10 @@ from vsim.strategy import (
     SignVote,
     SimpleReduceStrategy,
     SparseCommunicator,
+    SparseLoCoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
+    StatisticalQuantizer,
     Strategy,
     StreamingDiLoCoStrategy,
     TopK,
@@ -262,6 +265,24 @@ TABLE = [
         equal_after=range(1, STEPS + 1),
     ),
     Row(
+        # Tiles 16×64 and 10×16 send 64 values each with 10 and 8 bits an index, the vectors of 16 and 10 all of theirs
+        # with 4: 154 values, 640 + 512 + 64 + 40 bits = 157 bytes. 154 codes of 2 bits are 38.5 bytes; 4 values more.
+        "SparseLoCo",
+        SparseLoCoStrategy,
+        {"H": 3},
+        every(3, "all_gather", "outer gradient", 157 + 39 + 4 * 4),
+        {
+            "H": {"H": 2},
+            "topk": {"H": 3, "topk": 8},
+            "chunk": {"H": 3, "chunk": 8},
+            "quantization_bits": {"H": 3, "quantization_bits": None},
+            "error_feedback": {"H": 3, "error_feedback": 0.5},
+            "outer_lr": {"H": 3, "outer_lr": 0.5},
+        },
+        equal_after=[3, 6],
+        learns_with={"H": 5},
+    ),
+    Row(
         "modules in order",
         CommunicateOptimizeStrategy,
         {"communication_modules": [GradientAverage(), AveragingCommunicator(island_size=2, every=4)]},
@@ -339,6 +360,21 @@ TABLE = [
         every(1, "all_gather", "gradients", 1210 + 3 * 4),
         equal_after=range(1, STEPS + 1),
     ),
+    # 4 bits an entry, 605 bytes; one block has a table of 16 values.
+    Row(
+        "statistical",
+        CommunicateOptimizeStrategy,
+        compressed(StatisticalQuantizer(4)),
+        every(1, "all_gather", "gradients", 605 + 16 * 4),
+        equal_after=range(1, STEPS + 1),
+    ),
+    Row(
+        "FP4",
+        CommunicateOptimizeStrategy,
+        compressed(FP4()),
+        every(1, "all_gather", "gradients", 605 + 3 * 4),
+        equal_after=range(1, STEPS + 1),
+    ),
     # Rank 2 of 16×64: 2·(16 + 64) = 160 < 1024 entries; of 10×16: 2·26 = 52 < 160. P's columns travel with the 26
     # entries of the vectors: 2·16 + 2·10 + 26 = 78, then Q's: 2·64 + 2·16 = 160.
     Row(
@@ -353,8 +389,8 @@ TABLE = [
         equal_after=range(1, STEPS + 1),
     ),
 ]
-# DeMo warns of the biases here, whose few coefficients cost more than their entries: tests/test_demo.py has that.
-pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+# Of the biases here, whose few entries cost more with their indices than without: tests/test_demo.py has that.
+pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 
 

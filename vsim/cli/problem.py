@@ -108,12 +108,24 @@ def _value(text: str) -> Any:
             return ast.literal_eval(parsed)
     except (ValueError, SyntaxError):
         return text
-    make = MADE[one_of("a value with arguments", ast.unparse(parsed.func), MADE)]
-    try:
-        given = [ast.literal_eval(argument) for argument in parsed.args]
-        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in parsed.keywords}
-    except ValueError as error:
-        raise ValueError(f"{text}: its arguments must be Python literals") from error
+    return _made(parsed)
+
+
+def _made(call: ast.Call) -> Any:
+    """Return what name(arguments) says; an argument is a literal, or made likewise."""
+    text = ast.unparse(call)
+    make = MADE[one_of("a value with arguments", ast.unparse(call.func), MADE)]
+
+    def value(argument: ast.expr) -> Any:
+        if isinstance(argument, ast.Call):
+            return _made(argument)
+        try:
+            return ast.literal_eval(argument)
+        except ValueError as error:
+            raise ValueError(f"{text}: its arguments must be Python literals, or made likewise") from error
+
+    given = [value(argument) for argument in call.args]
+    named = {str(keyword.arg): value(keyword.value) for keyword in call.keywords}
     with naming(text):
         return make(*given, **named)
 

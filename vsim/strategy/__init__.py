@@ -6,6 +6,7 @@ from vsim.cluster.optim import OptimSpec
 from vsim.strategy.alone import AloneStrategy
 from vsim.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Strategy
 from vsim.strategy.compression import (
+    FP4,
     QSGD,
     CompressedAverage,
     Compressor,
@@ -14,6 +15,8 @@ from vsim.strategy.compression import (
     RandomK,
     ScaledSign,
     SignVote,
+    StatisticalQuantizer,
+    TileTopK,
     TopK,
     UniformQuantizer,
 )
@@ -28,6 +31,7 @@ from vsim.strategy.selectors import (
     RandomIndexSelector,
     ShuffledSequentialIndexSelector,
 )
+from vsim.strategy.sparseloco import SparseLoCoStrategy
 from vsim.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
 from vsim.strategy.streaming import StreamingDiLoCoCommunicator, StreamingDiLoCoStrategy
 
@@ -42,6 +46,7 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "streaming": (StreamingDiLoCoStrategy, {"H": 10, "outer_lr": 0.4, "fragments": 2, "delay": 1, "mixing": 0.5}),
     "eager": (EagerDiLoCoStrategy, {"H": 10, "outer_lr": 0.4}),
     "demo": (DeMoStrategy, {"index_bytes": "packed"}),
+    "sparseloco": (SparseLoCoStrategy, {}),
     "alone": (AloneStrategy, {}),
 }
 # What the command line compares where nothing is named.
@@ -64,6 +69,7 @@ PRESETS: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 
 __all__ = [
     "COMPARED",
+    "FP4",
     "PRESETS",
     "QSGD",
     "STRATEGIES",
@@ -94,9 +100,12 @@ __all__ = [
     "SignVote",
     "SimpleReduceStrategy",
     "SparseCommunicator",
+    "SparseLoCoStrategy",
+    "StatisticalQuantizer",
     "Strategy",
     "StreamingDiLoCoCommunicator",
     "StreamingDiLoCoStrategy",
+    "TileTopK",
     "TopK",
     "UniformQuantizer",
 ]

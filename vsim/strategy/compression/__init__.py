@@ -9,16 +9,20 @@ averages gradients as a module of a strategy, and DiLoCo's outer gradient as `Di
 from vsim.strategy.compression.base import CompressedAverage, Compressor, by_node
 from vsim.strategy.compression.blocks import BlockQuantizer
 from vsim.strategy.compression.dct import DCTTopK
+from vsim.strategy.compression.fp4 import FP4
 from vsim.strategy.compression.messages import gather_message, sparse_bytes
 from vsim.strategy.compression.powersgd import PowerSGD
 from vsim.strategy.compression.qsgd import QSGD
 from vsim.strategy.compression.randomk import RandomK
 from vsim.strategy.compression.scaled_sign import ScaledSign
 from vsim.strategy.compression.sign_vote import SignVote
+from vsim.strategy.compression.statistical import StatisticalQuantizer
+from vsim.strategy.compression.tiles import TileTopK
 from vsim.strategy.compression.topk import TopK
 from vsim.strategy.compression.uniform import UniformQuantizer
 
 __all__ = [
+    "FP4",
     "QSGD",
     "BlockQuantizer",
     "CompressedAverage",
@@ -28,6 +32,8 @@ __all__ = [
     "RandomK",
     "ScaledSign",
     "SignVote",
+    "StatisticalQuantizer",
+    "TileTopK",
     "TopK",
     "UniformQuantizer",
     "by_node",

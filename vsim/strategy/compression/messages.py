@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
+from vsim_kernels import pack_bits, unpack_bits
 
 from vsim.cluster import Cluster
 
@@ -18,7 +20,30 @@ def gather_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payloa
         return [first, *(cluster.collectives.all_gather(part, label=label) for part in parts[1:])]
 
 
-def sparse_bytes(entries: Sequence[tuple[int, int]], index_bytes: str, value_bytes: int) -> int:
+def gather_entries(
+    index: Sequence[Tensor],
+    sizes: Sequence[int],
+    message: Sequence[Tensor],
+    index_bytes: str,
+    cluster: Cluster,
+    label: str,
+    payload_bytes: int,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """All-gather the places of entries with the message of their values: (R, …) each, and (K, …) in return.
+
+    Args:
+        index: several (R, n), each of places among so many as `sizes` has.
+        index_bytes: "int64"; or "packed", so that they travel as bits.
+    """
+    counts, widths = [places.shape[1] for places in index], [(size - 1).bit_length() for size in sizes]
+    packed = index_bytes == "packed"
+    places = [pack_bits(index, widths)] if packed else [*index]
+    gathered = gather_message([*places, *message], cluster, label, payload_bytes)
+    received = unpack_bits(gathered[0], counts, widths) if packed else gathered[: len(places)]
+    return received, gathered[len(places) :]
+
+
+def sparse_bytes(entries: Sequence[tuple[int, int]], index_bytes: str, value_bytes: float) -> int:
     """Return the bytes of (index, value) pairs.
 
     Args:
@@ -27,7 +52,7 @@ def sparse_bytes(entries: Sequence[tuple[int, int]], index_bytes: str, value_byt
         value_bytes: of one value.
     """
     bits = sum(count * (64 if index_bytes == "int64" else (size - 1).bit_length()) for count, size in entries)
-    return sum(count for count, _ in entries) * value_bytes + bits_to_bytes(bits)
+    return math.ceil(sum(count for count, _ in entries) * value_bytes) + bits_to_bytes(bits)
 
 
 def bits_to_bytes(bits: int) -> int:

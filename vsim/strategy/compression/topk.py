@@ -8,7 +8,7 @@ from vsim_kernels import topk_entries
 from vsim.arguments import one_of, real_number
 from vsim.cluster import Cluster
 from vsim.strategy.compression.base import Compressor
-from vsim.strategy.compression.messages import INDEX_BYTES, entry_count, gather_message, sparse_bytes
+from vsim.strategy.compression.messages import INDEX_BYTES, entry_count, gather_entries, sparse_bytes
 
 
 class TopK(Compressor):
@@ -34,7 +34,9 @@ class TopK(Compressor):
         values, index = cluster.kernel(topk_entries)(rows, count)  # (R, k)
         rows.scatter_(1, index, 0.0)
         payload_bytes = sparse_bytes([(count, size)], self.index_bytes, rows.element_size())
-        all_index, all_values = gather_message([index, values], cluster, label, payload_bytes)  # (K, k)
+        (all_index,), (all_values,) = gather_entries(
+            [index], [size], [values], self.index_bytes, cluster, label, payload_bytes
+        )  # (K, k)
         average = rows.new_zeros(size)
         for node_index, node_values in zip(all_index, all_values, strict=True):
             average.scatter_add_(0, node_index, node_values)

@@ -1,0 +1,115 @@
+"""Codes that are places in a table of values: bins around the mean, and FP4.
+
+Everywhere: NaN counts as 0, and an infinity as the largest finite entry of its sign, so that no table holds either.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .precision import working_dtype
+from .quantize import _max_magnitude, _ratio
+
+# Sign and three bits of exponent, no mantissa: ±2^−6 … ±1, with the smallest exponent for 0. Codes 8 … 15 are negative.
+E3M0 = torch.tensor([0.0, *(2.0**e for e in range(-6, 1)), 0.0, *(-(2.0**e) for e in range(-6, 1))])
+
+
+def statistical_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Bins around the mean of a row, as wide as its deviation; each is decoded as the mean of what fell in.
+
+        scale = 6 · std(x) / 2^bits,  code = round((x − mean(x)) / scale + 2^bits / 2) in 0 … 2^bits − 1
+        table[c] = mean of the x with code c, 0 if there is none
+
+    As a mean of its own is the nearest point to each bin, the error is never larger than x.
+
+    Args:
+        x: (…, n), floating; the last dimension is a row, whose std has n − 1 in its denominator.
+        bits: 1 to 8.
+
+    Returns:
+        codes, the shape of x, uint8; and table (…, 2^bits), float32 (or float64 if x is), for `look_up`.
+
+    Raises:
+        ValueError: bits is out of range.
+        TypeError: x is not floating.
+
+    Source: SparseLoCo [2508.15706] with 2 bits; INTELLECT-1 [2412.01152] with 8.
+
+    >>> codes, table = statistical_codes(torch.tensor([-3.0, -1.0, 0.0, 1.0, 2.0, 7.0]), bits=2)
+    >>> codes.tolist(), look_up(codes, table).tolist()
+    ([1, 2, 2, 2, 2, 3], [-3.0, 0.5, 0.5, 0.5, 0.5, 7.0])
+    """
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits must be between 1 and 8, got {bits}")
+    x = x.to(working_dtype(x.dtype))
+    largest = _max_magnitude(x, -1)
+    y = _ratio(x, largest).clamp_(-1, 1)  # so that no square or sum vanishes or overflows
+    centered = y - y.mean(-1, keepdim=True)
+    scale = torch.linalg.vector_norm(centered, dim=-1, keepdim=True) * (6 / 2**bits / max(x.shape[-1] - 1, 1) ** 0.5)
+    codes = _ratio(centered, scale).add_(2**bits / 2).round_().clamp_(0, 2**bits - 1).long()
+    sums = y.new_zeros(*y.shape[:-1], 2**bits).scatter_add_(-1, codes, y)
+    counts = torch.zeros_like(sums).scatter_add_(-1, codes, torch.ones_like(y))
+    return codes.to(torch.uint8), sums.div_(counts.clamp_(min=1)).mul_(largest)
+
+
+def fp4_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest of 0 and ±2^−6 … ±1 times the largest magnitude of a row: E3M0, sign and three bits of exponent.
+
+        scale = max|x|,  code = the place in `E3M0` of the value nearest to x / scale; of two as near the larger
+
+    Args:
+        x: (…, n), floating; the last dimension is a row.
+
+    Returns:
+        codes, the shape of x, uint8 in 0 … 15; and scale (…, 1), float32 (or float64 if x is). The receiver decodes
+        look_up(codes, E3M0 · scale).
+
+    Raises:
+        TypeError: x is not floating.
+
+    >>> codes, scale = fp4_codes(torch.tensor([-8.0, 3.0, 2.9, 0.0]))
+    >>> look_up(codes, E3M0 * scale).tolist()
+    [-8.0, 4.0, 2.0, 0.0]
+    """
+    x = x.to(working_dtype(x.dtype))
+    scale = _max_magnitude(x, -1)
+    halfway = ((E3M0[:7] + E3M0[1:8]) / 2).to(x)
+    exponent = torch.bucketize(_ratio(x, scale).abs_(), halfway, right=True)
+    return exponent.add_((x < 0).long().mul_(8)).to(torch.uint8), scale
+
+
+def look_up(codes: Tensor, table: Tensor) -> Tensor:
+    """The value of every code: codes (…, n) of tables (…, values) give (…, n) in the dtype of the tables."""
+    return table.gather(-1, codes.long())
+
+
+def statistical_codes_reference(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """`statistical_codes`, number by number in Python's float64 (finite entries only)."""
+    rows = x.reshape(-1, x.shape[-1]).tolist()
+    bins = 2**bits
+    codes, table = torch.zeros(len(rows), x.shape[-1], dtype=torch.uint8), torch.zeros(len(rows), bins)
+    for r, row in enumerate(rows):
+        shift = sum(row) / len(row)
+        std = (sum((v - shift) ** 2 for v in row) / max(len(row) - 1, 1)) ** 0.5
+        fell: list[list[float]] = [[] for _ in range(bins)]
+        for j, v in enumerate(row):
+            code = min(max(round((v - shift) / (6 * std / bins) + bins / 2), 0), bins - 1) if std > 0 else bins // 2
+            codes[r, j] = code
+            fell[code].append(v)
+        table[r] = torch.tensor([sum(values) / len(values) if values else 0.0 for values in fell])
+    return codes.reshape(x.shape), table.reshape(*x.shape[:-1], bins)
+
+
+def fp4_codes_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`fp4_codes`, by trying all values (finite entries only)."""
+    rows = x.reshape(-1, x.shape[-1]).tolist()
+    values = E3M0.tolist()
+    codes, scales = torch.zeros(len(rows), x.shape[-1], dtype=torch.uint8), torch.zeros(len(rows), 1)
+    for r, row in enumerate(rows):
+        scales[r] = scale = max(map(abs, row))
+        for j, v in enumerate(row):
+            usable = range(8, 16) if v < 0 else range(8)
+            y = v / scale if scale > 0 else 0.0
+            codes[r, j] = min(usable, key=lambda code: (abs(values[code] - y), -abs(values[code])))
+    return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1)

@@ -1,0 +1,144 @@
+"""The largest entries of every tile: what SparseLoCo sends, and of cosine coefficients DeMo."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from vsim_kernels import matrix_shape, scatter_mean, tile_shape, topk_entries
+
+from vsim.arguments import one_of, whole_number
+from vsim.cluster import Cluster
+from vsim.cluster.replicas import Columns
+from vsim.strategy.compression.base import Compressor
+from vsim.strategy.compression.blocks import BlockQuantizer
+from vsim.strategy.compression.messages import INDEX_BYTES, gather_entries, sparse_bytes
+
+
+class Tiles:
+    """All tiles (h, w) of one shape: parameter by parameter, and those of a parameter row by row."""
+
+    def __init__(self, h: int, w: int, parameters: Sequence[Columns]) -> None:
+        self.h, self.w, self.size, self.parameters = h, w, h * w, parameters
+        self.count = sum(c.stop - c.start for c in parameters) // self.size
+
+    def views(self, tiles: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of every parameter's entries, of equal shape: in `tiles` (…, count, h, w) and `rows` (…, P)."""
+        lead, first = rows.shape[:-1], 0
+        for c in self.parameters:
+            n, m = matrix_shape(c.shape)
+            down, across = n // self.h, m // self.w
+            own = tiles[..., first : first + down * across, :, :].view(*lead, down, across, self.h, self.w)
+            matrix = rows[..., c.start : c.stop].view(*lead, down, self.h, across, self.w)
+            yield own, matrix.transpose(-3, -2)
+            first += down * across
+
+
+class TileTopK(Compressor):
+    """Every node sends the k largest entries of every tile; the average of an entry is over the nodes that sent it.
+
+    A parameter is seen as a matrix (out, rest), a vector as one row, and cut into tiles: each dimension into chunks of
+    its largest divisor ≤ `chunk`.
+
+    Args:
+        topk: k, the entries sent of a tile; of a smaller tile all.
+        chunk: upper limit for the sides of a tile.
+        index_bytes: an index is billed as "int64" (8 bytes), or "packed" to the ceil(log2(h·w)) bits in a tile (h, w)
+            that it travels as: of 64 × 64 entries two in three bytes.
+        quantizer: sends the values with fewer bits, such as StatisticalQuantizer(2); its blocks are of the values of
+            all tiles in a row. None: as they are.
+
+    Payload: min(k, h·w) · (8 + 4) bytes a tile (h, w); packed 4 bytes a value, and the bits of all indices together,
+    rounded up to bytes. With a quantizer, its payload for all values in place of 4 bytes each. One all-gather. Small
+    tiles, of vectors and of dimensions that have no fitting divisor, may cost more than 4 bytes an entry: a UserWarning
+    then names the parameters.
+
+    Source: SparseLoCo [Sarfi et al. 2025, arXiv:2508.15706].
+    """
+
+    def __init__(
+        self, topk: int = 64, chunk: int = 64, index_bytes: str = "packed", quantizer: BlockQuantizer | None = None
+    ) -> None:
+        self.topk = whole_number("topk", topk)
+        self.chunk = whole_number("chunk", chunk)
+        self.index_bytes = one_of("index_bytes", index_bytes, INDEX_BYTES)
+        if not isinstance(quantizer, BlockQuantizer | None):
+            raise TypeError(f"quantizer must be a quantizer such as StatisticalQuantizer(2), got {quantizer!r}")
+        self.quantizer = quantizer
+        self.contractive = quantizer is None or quantizer.contractive
+
+    def setup(self, cluster: Cluster) -> None:
+        shapes: dict[tuple[int, int], list[Columns]] = {}
+        for columns in cluster.replicas.layout:
+            shapes.setdefault(tile_shape(columns.shape, self.chunk), []).append(columns)
+        self.groups = [Tiles(h, w, parameters) for (h, w), parameters in shapes.items()]
+        self.size = cluster.replicas.num_parameters
+        if self.quantizer is not None:
+            self.quantizer.setup(cluster)
+        self._warn_of_inflation(cluster.weights.element_size())
+
+    def arrange(self, rows: Tensor, cluster: Cluster) -> list[Tensor]:
+        """Return the entries of all tiles, (R, count, h · w) for each shape of tiles."""
+        arranged = []
+        for group in self.groups:
+            tiles = rows.new_empty(len(rows), group.count, group.h, group.w)
+            for own, matrix in group.views(tiles, rows):
+                own.copy_(matrix)
+            arranged.append(tiles.flatten(2))
+        return arranged
+
+    def restore(self, arranged: list[Tensor]) -> Tensor:
+        rows = arranged[0].new_empty(*arranged[0].shape[:-2], self.size)  # (…, P)
+        for group, tiles in zip(self.groups, arranged, strict=True):
+            for own, matrix in group.views(tiles.unflatten(-1, (group.h, group.w)), rows):
+                matrix.copy_(own)
+        return rows
+
+    def exchange(self, arranged: list[Tensor], cluster: Cluster, label: str) -> list[Tensor]:
+        index, values = [], []
+        for tiles in arranged:
+            value, place = cluster.kernel(topk_entries)(tiles.flatten(0, 1), self.topk)  # (R · count, k)
+            index.append(place.view(len(tiles), -1))  # (R, count · k)
+            values.append(value.view(len(tiles), -1))
+        sent = torch.cat(values, dim=1)  # (R, V)
+        message = [sent] if self.quantizer is None else self.quantizer.encoded(sent, cluster)
+        sizes = [group.size for group in self.groups]
+        payload_bytes = self._payload_bytes(sent.shape[1], sent.element_size())
+        all_index, message = gather_entries(index, sizes, message, self.index_bytes, cluster, label, payload_bytes)
+        received = message[0] if self.quantizer is None else self.quantizer.decoded(message, sent, cluster)  # (K, V)
+        nodes, counts = cluster.replicas.nodes, [i.shape[1] for i in index]
+        left = (sent - received[nodes.start : nodes.stop]).split(counts, dim=1)
+        averages = []
+        for tiles, own, rest, i, v in zip(arranged, index, left, all_index, received.split(counts, dim=1), strict=True):
+            shape = (-1, tiles.shape[1], own.shape[1] // tiles.shape[1])  # (…, count, k)
+            tiles.scatter_(2, own.view(shape), rest.view(shape))
+            averages.append(scatter_mean(i.view(shape), v.view(shape), tiles.shape[2]))  # (count, h · w)
+        return averages
+
+    def _payload_bytes(self, num_values: int, value_bytes: int) -> int:
+        if self.quantizer is None:
+            return self._bytes(self.groups, value_bytes)
+        return self._bytes(self.groups, 0) + self.quantizer.payload_bytes(num_values, value_bytes)
+
+    def _bytes(self, groups: Sequence[Tiles], value_bytes: float) -> int:
+        entries = [(group.count * min(self.topk, group.size), group.size) for group in groups]
+        return sparse_bytes(entries, self.index_bytes, value_bytes)
+
+    def _warn_of_inflation(self, value_bytes: int) -> None:
+        sent_bytes = value_bytes if self.quantizer is None else self.quantizer.bits / 8
+        larger = []
+        for group in self.groups:
+            for c in group.parameters:
+                raw, sent = (c.stop - c.start) * value_bytes, self._bytes([Tiles(group.h, group.w, [c])], sent_bytes)
+                if sent > raw:
+                    larger.append(f"{c.name} ({sent} for {raw})")
+        if larger:
+            shown = ", ".join(larger[:8]) + (f" and {len(larger) - 8} more" if len(larger) > 8 else "")
+            warnings.warn(
+                f"{type(self).__name__}(topk={self.topk}, chunk={self.chunk}) sends more bytes than the raw parameter "
+                f"has, because its tiles are small: {shown}",
+                UserWarning,
+                stacklevel=2,
+            )
