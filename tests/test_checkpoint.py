@@ -39,6 +39,7 @@ from vsim.strategy import (
     SPARTAStrategy,
     Strategy,
 )
+from vsim.training.saving import captured
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 STEPS = 20
@@ -433,7 +434,7 @@ def test_a_fork_goes_on_with_the_nodes_and_their_optimizers() -> None:
     strategy = Strategy(optim_spec=ADAMW, warmup_steps=9)
     straight = fit(strategy)
     half = fit(strategy, trainer_of(), max_steps=8)
-    forked = fit(strategy, resume=vsim.checkpoint.resume.captured(half._last).fork())  # type: ignore[arg-type]
+    forked = fit(strategy, resume=captured(half._last).fork())  # type: ignore[arg-type]
     assert torch.equal(weights(forked), weights(straight))
     assert forked.history["step"].tolist() == list(range(8, 21))
     for column in ("lr", "train_loss", "examples"):
@@ -441,7 +442,7 @@ def test_a_fork_goes_on_with_the_nodes_and_their_optimizers() -> None:
     assert forked.history["examples"][0] == straight.history["examples"][8]
     for column in ("local_loss", "global_loss", "node_loss_std"):  # a curve of the fork begins where the other ended
         assert forked.history[column][0] == half.history.last(column) > 0
-    anew = fit(strategy, resume=vsim.checkpoint.resume.captured(half._last).fork(optimizer=False))  # type: ignore[arg-type]
+    anew = fit(strategy, resume=captured(half._last).fork(optimizer=False))  # type: ignore[arg-type]
     assert not torch.equal(weights(anew), weights(straight))
 
 
@@ -492,7 +493,7 @@ def test_a_fork_goes_on_in_its_own_order_of_the_data(at_seven: Checkpoint) -> No
 
     trainer = Trainer(Keeping(), images())
     fit(Strategy(), trainer, num_nodes=5, batch_size=2, minibatch_size=None, max_steps=2, seed=3, executor="loop")
-    forked = vsim.checkpoint.resume.captured(trainer._last).fork()  # type: ignore[arg-type]
+    forked = captured(trainer._last).fork()  # type: ignore[arg-type]
     forked.step = 7
     orders.clear()
     fit(

@@ -151,12 +151,12 @@ def test_a_file_that_cannot_be_written_is_named(error: OSError, tmp_path: Path) 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_a_full_disk_names_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import safetensors
-    import safetensors.torch
+    import safetensors.numpy
 
     def full(*_: object) -> None:
         raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    monkeypatch.setattr(safetensors.numpy, "save_file", full)
     with pytest.raises(OSError, match=r"No space left on device.*, while writing.*step-00000002\.safetensors"):
         fit(Strategy(), max_steps=2, save_dir=tmp_path)
 

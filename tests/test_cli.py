@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
-from vsim.checkpoint.start import Saving
+from vsim.checkpoint.folder import Saving
 from vsim.cli import main, parse_strategy
 from vsim.cli.problem import parse_settings
 from vsim.models import CNN

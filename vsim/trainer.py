@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from vsim.arguments import known_keywords, reject_unknown
-from vsim.checkpoint.files import Checkpoint
-from vsim.checkpoint.folder import held
-from vsim.checkpoint.resume import captured
-from vsim.checkpoint.start import Saving, kept_in_memory, saving_of, start_of
+from vsim.checkpoint.files import Checkpoint, load_checkpoint, saving_of, start_of
+from vsim.checkpoint.folder import Saving, checkpoints_in, held
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import Replicas
@@ -38,6 +36,7 @@ from vsim.training.interrupt import Interrupted
 from vsim.training.loop import train
 from vsim.training.member import Member, Run
 from vsim.training.options import FitOptions
+from vsim.training.saving import captured
 
 
 class Trainer:
@@ -123,8 +122,8 @@ class Trainer:
         if options.resume is True and options.save_dir is None and under_torchrun():
             raise ValueError("under torchrun resume=True needs save_dir: no process has the state of all nodes")
         last = self._last
-        if options.resume is True and options.save_dir is None and isinstance(last, Member):
-            last = captured(last)
+        if isinstance(last, Member):
+            last = captured(last) if options.resume is True and options.save_dir is None else None
         start = start_of(options.resume, options.save_dir, last)
         return options.config(
             label,
@@ -346,13 +345,14 @@ class Trainer:
         else:
             with tempfile.TemporaryDirectory(prefix="vsim-") as name:
                 folder = Path(name)
-                start = None if config.start is None else config.start.shipped(folder)
                 saving = config.saving or Saving(folder, None, wanted=False)
-                config = replace(config, start=start, saving=saving)
+                config = replace(config, saving=saving)
                 try:
                     outcome = train_in_processes(config, process_options, record, folder)
                 except Interrupted:
-                    self._last = kept_in_memory(saving)
+                    if checkpoints_in(saving.folder):  # which may be gone when the run resumes
+                        last = load_checkpoint(saving.folder)
+                        self._last = last if saving.wanted else replace(last, path=None)
                     raise
         ended_apart(here, there, outcome.callbacks)
         skeleton = Replicas.of(self.model, 1, torch.device("cpu"))

@@ -1,8 +1,8 @@
 """Checkpoints: snapshots of a run after a step, each in one file.
 
-The file is in the safetensors format: tensors, and a JSON text that describes them, so that reading it never runs
-code. A checksum over both tells whether a byte has changed. The file is written under another name, flushed to the disk
-and then renamed, so that there is the old file or the new one, and never half of one.
+The file is in the safetensors format: tensors, as bytes under their SHA-256, and a JSON text that describes them, so
+that reading it never runs code. The checksums tell whether a byte has changed. The file is written under another name,
+flushed to the disk and then renamed, so that there is the old file or the new one, and never half of one.
 """
 
 from __future__ import annotations
@@ -11,30 +11,26 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from vsim.arguments import real_number, whole_number
-from vsim.checkpoint.fingerprint import differences, layout_of
-from vsim.checkpoint.folder import checkpoint_path, checkpoints_in, replacing, step_of
-from vsim.checkpoint.snapshot import Shard, flat_bytes
+from vsim.arguments import whole_number
+from vsim.checkpoint.fingerprint import differences, flat_bytes, layout_of
+from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, folder_at, replacing, step_of
+from vsim.checkpoint.snapshot import Node
 from vsim.cluster.collectives import reduce_rows
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
 from vsim.records.history import History
 
-FORMAT = 3
-_NUMBERS = ("step", "num_nodes", "examples", "seconds", "fingerprint")
-# What every version of safetensors has a name for. Other dtypes are stored as their bytes.
-_STORED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8}
-_STORED |= {torch.int64, torch.int32, torch.int16, torch.int8}
+FORMAT = 4
 
 
 @dataclass(eq=False)
@@ -43,26 +39,28 @@ class Checkpoint:
 
     Attributes:
         step: t, completed optimizer steps.
-        num_nodes: K.
         history: the record of the run up to this step.
-        examples: that all nodes had trained on. seconds: of training.
         fingerprint: everything that the run's course depends on: argument → value.
-        shards: the state, one of all nodes together (from the simulator), or one of every node (from its process).
+        state: that of the run, a tree; see `vsim.checkpoint.snapshot`.
+        together: whether the nodes were rows of one matrix; if not, each had a process of its own.
         path: the file that it was loaded from, if it was.
         forks: whether a run that starts from it is a new one; see `fork`. keeps_optimizer: whether the fork's inner
             optimizer keeps its state, where that fits.
     """
 
     step: int
-    num_nodes: int
     history: History
-    examples: int
-    seconds: float
     fingerprint: dict[str, Any]
-    shards: list[Shard]
+    state: dict[str, Node]
+    together: bool
     path: Path | None = None
     forks: bool = False
     keeps_optimizer: bool = True
+
+    @property
+    def num_nodes(self) -> int:
+        """K."""
+        return self.history.num_nodes
 
     @property
     def ledger(self) -> Ledger:
@@ -70,21 +68,19 @@ class Checkpoint:
         return self.history.ledger
 
     @property
-    def together(self) -> bool:
-        """Whether the nodes were rows of one matrix."""
-        return len(self.shards) == 1
-
-    @property
     def weights(self) -> Tensor:
         """Stacked (K, P), on the CPU."""
-        rows = torch.cat([shard.tensors["weights"] for shard in self.shards])
-        return rows.expand(self.num_nodes, -1)  # equal nodes may share one row
+        return self._rows(self.state["weights"])
 
     @property
     def buffers(self) -> Views:
         """Name → stacked (K, *shape), on the CPU."""
-        names = [name for name, _ in self.shards[0].tree["buffers"]["items"]]
-        return {name: torch.cat([shard.tensors[f"buffers[{name!r}]"] for shard in self.shards]) for name in names}
+        return {name: self._rows(node) for name, node in self.state["buffers"]["items"]}
+
+    def _rows(self, node: Node) -> Tensor:
+        apart = node["items"] if node["kind"] == "each" else [node]
+        rows = torch.cat([own["value"] for own in apart]).cpu()
+        return rows.expand(self.num_nodes, *rows.shape[1:])  # equal nodes may share one row
 
     def mean_weights(self) -> Tensor:
         """Return the mean replica, shared (P,); equal replicas are it as they are."""
@@ -132,6 +128,11 @@ class Checkpoint:
                 and `deterministic`, and options that keep the same tensors. False: it starts anew.
         """
         return replace(self, forks=True, keeps_optimizer=optimizer)
+
+    def fill(self, history: History) -> None:
+        """Fill an empty history with the record so far, unless this is a fork."""
+        if not self.forks:
+            history.continue_from(self.history)
 
     def save(self, path: str | Path) -> None:
         """Write the file `path` atomically; its folder must exist."""
@@ -200,44 +201,96 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     return Path(folder) if checkpoints_in(Path(folder)) else None
 
 
+def start_of(resume: Any, save_dir: str | Path | None, last: Checkpoint | None) -> Checkpoint | None:
+    """Return where a run starts that is given `resume`; None: at the beginning.
+
+    Args:
+        resume: True (from `save_dir`, or without one from the `last` run of this trainer), a file, a folder, or a
+            Checkpoint; False or None for a new run.
+    """
+    if resume is None or resume is False:
+        return None
+    if isinstance(resume, Checkpoint):
+        return resume
+    if resume is True and save_dir is None:
+        if last is None:
+            raise CheckpointError(
+                "resume=True without save_dir resumes this trainer's last run, and there is none in memory; give "
+                "save_dir, or the path of a checkpoint"
+            )
+        return last
+    if resume is not True and not isinstance(resume, str | Path):
+        raise TypeError(f"resume must be True, a path or a Checkpoint, got {resume!r}")
+    return load_checkpoint(save_dir if resume is True else resume)  # type: ignore[arg-type]
+
+
+def saving_of(checkpoint_interval: int | None, save_dir: str | Path | None, start: Checkpoint | None) -> Saving | None:
+    """Return where a run is saved; None: nowhere.
+
+    Raises:
+        CheckpointError: it is no folder, or what is in it is of another run, or of later steps.
+        TypeError, ValueError: checkpoint_interval without save_dir, or save_dir is no path.
+    """
+    if save_dir is None:
+        if checkpoint_interval is not None:
+            raise ValueError("checkpoint_interval has no effect without save_dir, the folder to save to")
+        return None
+    folder = folder_at(save_dir)
+    found = checkpoints_in(folder)
+    if found and (start is None or start.forks or not (start.path in found or step_of(found[-1]) <= start.step)):
+        raise CheckpointError(
+            f"save_dir {str(save_dir)!r} holds the checkpoints of a run, up to {found[-1].name}; give resume=True to "
+            "resume it, or another save_dir"
+        )
+    return Saving(folder, checkpoint_interval)
+
+
 # The file -------------------------------------------------------------------------------------------------------------
+
+
+def packed(tree: Any) -> tuple[str, dict[str, Tensor]]:
+    """Return a tree with tensors as JSON, and SHA-256 → bytes (n,) of these tensors: what is equal is there once."""
+    contents: dict[str, Tensor] = {}
+
+    def pack(tensor: Tensor) -> dict[str, Any]:
+        flat = flat_bytes(tensor).cpu()
+        digest = _digest(flat)
+        contents[digest] = flat
+        return {"sha256": digest, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+
+    return json.dumps(tree, default=pack), contents
+
+
+def unpacked(text: str, contents: Mapping[str, Tensor]) -> Any:
+    """Return what `packed` was given."""
+
+    def unpack(node: dict[str, Any]) -> Any:
+        if node.keys() != {"sha256", "dtype", "shape"}:
+            return node
+        return contents[node["sha256"]].view(getattr(torch, node["dtype"])).view(node["shape"])
+
+    return json.loads(text, object_hook=unpack)
 
 
 def _write(checkpoint: Checkpoint, path: Path) -> None:
     from safetensors import SafetensorError  # here, as only who saves needs it
-    from safetensors.torch import save_file
+    from safetensors.numpy import save_file
 
-    tensors: dict[str, Tensor] = {}
-    keys: dict[str, str] = {}  # what is equal, such as the processes' shared tensors, is written once
-    memory: set[int] = set()
-
-    def store(key: str, tensor: Tensor) -> list[Any]:
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-        flat = flat_bytes(tensor)
-        tensor = flat.view(tensor.dtype).view(shape) if tensor.dtype in _STORED else flat
-        digest = _digest(tensor)
-        if digest not in keys:
-            pointer = tensor.untyped_storage().data_ptr()
-            tensors[key] = tensor.clone() if pointer in memory else tensor  # which safetensors wants apart
-            keys[digest] = key
-            memory.add(pointer)
-        return [keys[digest], dtype, shape]
-
-    shards = [
-        [shard.tree, {name: store(f"{name}{f' of node {i}' if i else ''}", t) for name, t in shard.tensors.items()}]
-        for i, shard in enumerate(checkpoint.shards)
-    ]
-    text = json.dumps(
-        {
-            "format": FORMAT,
-            **{name: getattr(checkpoint, name) for name in _NUMBERS},
-            "record": _record_of(checkpoint, store),
-            "shards": shards,
-        }
-    )
+    history, ledger = checkpoint.history, checkpoint.ledger.as_plain()
+    record = {
+        "strategy": history.strategy,
+        "num_nodes": history.num_nodes,
+        "executor": history.executor,
+        "columns": {name: torch.from_numpy(history[name]) for name in history.columns},
+        "node_losses": torch.from_numpy(history.node_losses),
+        "ledger": {**ledger, "events": torch.tensor(ledger["events"], dtype=torch.int64)},
+    }
+    about = {name: getattr(checkpoint, name) for name in ("step", "together", "fingerprint", "state")}
+    text, contents = packed({"format": FORMAT, **about, "history": record})
     with replacing(path) as part:
         try:
-            save_file(tensors, part, {"vsim": text, "sha256": _checksum(text, tensors)})
+            arrays = {digest: flat.numpy() for digest, flat in contents.items()}
+            save_file(arrays, part, {"vsim": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
         except SafetensorError as error:
             raise OSError(None, str(error)) from error
 
@@ -253,24 +306,20 @@ def _read(path: Path) -> Checkpoint:
             metadata = file.metadata() or {}
             if not {"vsim", "sha256"} <= metadata.keys():
                 raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of vsim")
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        if metadata["sha256"] != _checksum(metadata["vsim"], tensors):
+            # Copies, which begin where a tensor of any dtype may.
+            contents = {digest: file.get_tensor(digest).clone() for digest in file.keys()}  # noqa: SIM118
+        text = metadata["vsim"]
+        checksums = {metadata["sha256"]: hashlib.sha256(text.encode()).hexdigest()}
+        checksums |= {digest: _digest(flat) for digest, flat in contents.items()}
+        if any(digest != now for digest, now in checksums.items()):
             raise CheckpointError(f"{path} is damaged: its contents do not have their checksum")
         problem = "does not hold what a checkpoint of vsim holds: "
-        saved = json.loads(metadata["vsim"])
-        if saved["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {saved['format']}, and this version of vsim reads {FORMAT}")
-        for name in ("step", "num_nodes", "examples"):
-            whole_number(name, saved[name], at_least=0)
-        real_number("seconds", saved["seconds"], at_least=0)
-
-        def load(stored: list[Any]) -> Tensor:
-            key, dtype, shape = stored
-            return tensors[key].view(getattr(torch, dtype)).view(shape)
-
-        shards = [Shard(tree, {name: load(stored) for name, stored in own.items()}) for tree, own in saved["shards"]]
-        history = _record(saved["record"], load)
-        numbers = {name: saved[name] for name in _NUMBERS}
+        saved = unpacked(text, contents)
+        if (format := saved.pop("format")) != FORMAT:
+            raise CheckpointError(f"{path} has format {format}, and this version of vsim reads {FORMAT}")
+        whole_number("step", saved["step"], at_least=0)
+        history = History.from_plain(tree_map_only(Tensor, Tensor.tolist, saved.pop("history")))
+        return Checkpoint(**saved, history=history, path=path.absolute())
     except CheckpointError:
         raise
     except FileNotFoundError:
@@ -279,42 +328,7 @@ def _read(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except (SafetensorError, LookupError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path} {problem}{error}") from error
-    return Checkpoint(**numbers, history=history, shards=shards, path=path.absolute())
 
 
-def _digest(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(flat_bytes(tensor).numpy().data).hexdigest()}"
-
-
-def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
-    digests = (f"\n{key} {_digest(tensors[key])}" for key in sorted(tensors))
-    return hashlib.sha256((text + "".join(digests)).encode()).hexdigest()
-
-
-# The record of the run ------------------------------------------------------------------------------------------------
-
-
-def _record_of(checkpoint: Checkpoint, store: Callable[[str, Tensor], list[Any]]) -> dict[str, Any]:
-    history = checkpoint.history
-    ledger = history.ledger.as_plain()
-    events = torch.tensor(ledger["events"], dtype=torch.int64).view(-1, 3)
-    return {
-        "strategy": history.strategy,
-        "executor": history.executor,
-        "columns": list(history.columns),
-        "rows": store("history", torch.from_numpy(np.stack([history[name] for name in history.columns]))),
-        "node_losses": store("node_losses", torch.from_numpy(history.node_losses)),
-        "ledger": {**ledger, "events": store("ledger", events)},
-    }
-
-
-def _record(saved: Mapping[str, Any], load: Callable[[list[Any]], Tensor]) -> History:
-    losses = load(saved["node_losses"]).numpy()
-    history = History(saved["strategy"], losses.shape[1])
-    history.executor = saved["executor"]
-    rows = [dict(zip(saved["columns"], row, strict=True)) for row in load(saved["rows"]).T.tolist()]
-    for i, row in enumerate(rows, len(losses) - len(rows)):
-        history.append(row, losses[i] if i >= 0 else None)
-    ledger = saved["ledger"]
-    history.ledger = Ledger.from_plain({**ledger, "events": load(ledger["events"]).tolist()}, history.num_nodes)
-    return history
+def _digest(flat: Tensor) -> str:
+    return hashlib.sha256(flat.numpy().data).hexdigest()

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vsim.checkpoint.savable import Savable
-from vsim.checkpoint.snapshot import FIXED, GENERATORS, attributes_of, flat_bytes
+from vsim.checkpoint.snapshot import FIXED, GENERATORS, attributes_of
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import described
 from vsim.strategy.base import Strategy
@@ -35,8 +34,11 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 _VERSION = ".".join(map(str, sys.version_info[:2]))
 
 
-def fingerprint(run: Savable) -> dict[str, Any]:
+def fingerprint(run: Any) -> dict[str, Any]:
     """Return argument → value for everything that the course of a run depends on, except its number of steps.
+
+    Args:
+        run: a `vsim.training.member.Member`.
 
     A value that is a dict is compared where both sides have its keys: {Python's version: bytecode}, {} for nothing.
     """
@@ -71,7 +73,7 @@ def fingerprint(run: Savable) -> dict[str, Any]:
     return kept
 
 
-def steady(run: Savable) -> dict[str, Any]:
+def steady(run: Any) -> dict[str, Any]:
     """Return the fingerprint of a run, with {} for what has changed since it began: its state, not its settings."""
     now = fingerprint(run)
     return {name: value if now.get(name, value) == value else {} for name, value in run.fingerprint.items()}
@@ -211,6 +213,12 @@ def _plain(text: str) -> str:
 
 def _hash(text: str | bytes) -> str:
     return hashlib.sha256(text if isinstance(text, bytes) else text.encode(errors="replace")).hexdigest()[:16]
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor as bytes (n,), not copied where they lie together already."""
+    flat = tensor.reshape(-1)  # an expanded scalar has a stride of 0
+    return (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def _digest(tensor: Tensor) -> list[Any]:

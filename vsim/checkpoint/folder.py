@@ -9,6 +9,7 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +22,21 @@ _TRIES = 100  # to lock a file that others remove
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _PART = re.compile(r"\..+\.\d+\.part")
 _held: dict[Path, object] = {}  # by runs of this process: the kernel's locks do not keep a process from itself
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where a run is saved, and when.
+
+    Attributes:
+        folder: gets a file a checkpoint.
+        interval: steps between checkpoints; None: only at the end, and when the run is interrupted.
+        wanted: whether the user asked for it. If not, only an interrupted run is saved, to be resumed in this process.
+    """
+
+    folder: Path
+    interval: int | None
+    wanted: bool = True
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

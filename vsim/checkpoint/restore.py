@@ -12,18 +12,18 @@ that was set up.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vsim.checkpoint.snapshot import FIXED, GENERATORS, SEQUENCES, Node, Shard, fill, flat_bytes, state_of
+from vsim.checkpoint.snapshot import CONTAINERS, FIXED, GENERATORS, MADE, Node, fill, part_of, parts_of
 from vsim.cluster.collectives import Pending
 from vsim.cluster.state import CheckpointError, described, name_of, placements_of
 
-Saved = Sequence[tuple[Shard, Node]]  # one value, as it was in each of the processes that hold a part of it
 _ABSENT: Any = object()
 
 
@@ -31,12 +31,14 @@ class Restorer:
     """Writes saved values into the objects of a run that was set up anew.
 
     Args:
-        shards: one, from a run whose nodes are held as here; one of every node, if they were apart and are together
-            here; or the one of all, if they were together and are apart here.
-        node: the node held here, where that is one of several that were saved together; else None.
+        together: whether the nodes were saved together, as rows; if not, by a process each.
+        node: the node held here; None: all are, as rows.
         num_nodes: K.
         known, memory: as of `Snapshot`.
         device: where tensors that are made anew go, if they were not on the CPU.
+
+    Attributes:
+        moves: whether values move between nodes together and nodes apart.
 
     Raises:
         CheckpointError: a saved value does not fit the object that is there.
@@ -44,64 +46,69 @@ class Restorer:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        together: bool,
         node: int | None,
         num_nodes: int,
         known: Mapping[str, Any],
         memory: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
-        self.moves = len(shards) > 1 or node is not None  # between nodes together and nodes apart
-        self._shards, self._node, self._num_nodes = shards, node, num_nodes
+        self.moves = together != (node is None)
+        self._node, self._num_nodes = node, num_nodes
         self._memory, self._device = memory, device
         self._made = dict(known)  # path → what was restored
         self._written: dict[int, int] = {}  # where a tensor begins here → number of the memory that was saved
 
-    def restore(self, name: str, live: Any, placement: str | None = None) -> Any:
-        """Write the state of the root `name` into `live`; return it, or what replaces it.
+    def restore(self, saved: Node, live: Any, path: str, placement: str | None = None) -> Any:
+        """Write a node into `live`, which is at `path`; return it, or what replaces it.
 
         Args:
             placement: "stacked" or "shared"; None: told from shapes, or declared by what is met on the way.
         """
-        try:
-            saved = [(shard, shard.tree[name]) for shard in self._shards]
-        except KeyError:
-            raise CheckpointError(f"the checkpoint holds no {name}") from None
-        return self._value(saved, live, name, placement)
-
-    def _value(self, saved: Saved, live: Any, path: str, placement: str | None) -> Any:
-        node = saved[0][1]
-        if not isinstance(node, dict):
-            if any(type(n) is not type(node) or (n != node and n == n) for _, n in saved):
-                raise _differs(path, f" ({', '.join(repr(n) for _, n in saved[:4])})")
-            return node
-        if any(not isinstance(n, dict) or n["kind"] != node["kind"] for _, n in saved):
-            raise _differs(path)
-        self._made[path] = restored = _KINDS[node["kind"]](self, saved, live, path, placement)
+        if not isinstance(saved, dict):
+            return saved
+        match saved["kind"]:
+            case "each" if self._node is not None:
+                return self.restore(saved["items"][self._node], live, path, placement)
+            case "each":
+                restored: Any = self._tensor(_tensors(saved["items"], path), live, path, placement)
+            case "tensor":
+                restored = self._tensor([saved], live, path, placement)
+            case "object":
+                restored = self._object(saved, live, path, placement)
+            case "array":
+                numbers = np.array(saved["numbers"], saved["dtype"])
+                restored = numbers[()] if saved["scalar"] else numbers
+            case "seen":
+                restored = self._made.get(saved["path"], live)
+                if restored is _ABSENT:
+                    raise CheckpointError(f"{path} was the same object as {saved['path']}, which is not there here")
+            case "view":  # of memory that is restored elsewhere or holds no state
+                memory, restored = self._memory[saved["of"]].untyped_storage(), live
+                if not isinstance(live, Tensor) or live.untyped_storage().data_ptr() != memory.data_ptr():
+                    raise CheckpointError(f"{path} was a view of the nodes' {saved['of']}, and is {_shown(live)} here")
+            case "fixed":
+                restored = live
+                if not isinstance(live, FIXED) or described(live) != saved["is"]:
+                    raise CheckpointError(f"{path} was {saved['is']}, and is {_shown(live)} here")
+            case kind:
+                raise ValueError(f"{path} is of an unknown kind, {kind!r}")
+        self._made[path] = restored
         return restored
-
-    def _seen(self, saved: Saved, live: Any, path: str, placement: str | None) -> Any:
-        made = self._made.get(saved[0][1]["path"], live)
-        if made is _ABSENT:
-            raise CheckpointError(f"{path} was the same object as {saved[0][1]['path']}, which is not there here")
-        return made
-
-    def _fixed(self, saved: Saved, live: Any, path: str, placement: str | None) -> Any:
-        if not isinstance(live, FIXED) or described(live) != saved[0][1]["is"]:
-            raise CheckpointError(f"{path} was {saved[0][1]['is']}, and is {_shown(live)} here")
-        return live
 
     # Tensors
 
-    def _tensor(self, saved: Saved, live: Any, path: str, placement: str | None) -> Tensor:
-        node, shape = saved[0][1], live.shape if isinstance(live, Tensor) else None
-        value = self._part([shard.tensors[n["at"]] for shard, n in saved], shape, path, placement)
+    def _tensor(self, saved: Sequence[Node], live: Any, path: str, placement: str | None) -> Tensor:
+        """Restore a tensor from one node of the tree, or from one of every process where these differ."""
+        node, shape = saved[0], live.shape if isinstance(live, Tensor) else None
+        parts = [own["value"] for own in saved]
+        value = self._part(parts, shape, path, placement) if self.moves else parts[0]
         if shape == value.shape and live.dtype == value.dtype:
             alike = isinstance(live, nn.Parameter) == node["parameter"] and (live.device.type == "cpu") == node["cpu"]
             if alike and self._is_free(live, node["memory"]):
                 with torch.no_grad():
                     return live.copy_(value)
-        made = value.clone().to("cpu" if node["cpu"] else self._device)
+        made = value.to("cpu" if node["cpu"] else self._device, copy=True)
         return nn.Parameter(made, node["grad"]) if node["parameter"] else made.requires_grad_(node["grad"])
 
     def _is_free(self, live: Tensor, memory: int) -> bool:
@@ -110,31 +117,29 @@ class Restorer:
             return False
         return not live.numel() or self._written.setdefault(live.data_ptr(), memory) == memory
 
-    def _part(self, parts: list[Tensor], shape: torch.Size | None, path: str, placement: str | None) -> Tensor:
-        """Return what of saved tensors belongs here: the value, a row of it, or the rows of all nodes.
+    def _part(self, parts: Sequence[Tensor], shape: torch.Size | None, path: str, placement: str | None) -> Tensor:
+        """Return what of a saved tensor belongs here: the value, a row of it, or the rows of all nodes.
 
         Args:
+            parts: the one value, or where they differ that of every process.
             shape: of the tensor that is there.
         """
         first = parts[0]
-        if not self.moves or (len(parts) == 1 and placement == "shared"):
-            return first
-        placement = "shared" if not first.dim() else placement or self._placement(parts, shape, path)
+        placement = "shared" if not first.dim() else placement or self._inferred(first.shape, shape, path)
         if placement == "shared":
-            if not all(_equal(part, first) for part in parts):
+            if len(parts) > 1:
                 raise _differs(path)
             return first
-        rows = torch.cat(parts)
-        if self._node is not None and len(rows) > 1:
-            rows = rows[self._node : self._node + 1]
-        one = shape is not None and shape[:1] == (1,) and _equal(rows, rows[:1].expand_as(rows))
-        return rows[:1] if one else rows
+        if self._node is not None:
+            return first[self._node : self._node + 1] if len(first) > 1 else first
+        if len(parts) == 1:
+            return first if shape is not None and shape[:1] == (1,) else torch.cat([first] * self._num_nodes)
+        return torch.cat(list(parts))
 
-    def _placement(self, parts: list[Tensor], shape: torch.Size | None, path: str) -> str:
+    def _inferred(self, saved: torch.Size, shape: torch.Size | None, path: str) -> str:
         """Return whether an undeclared value is stacked or shared: by its shape after the setup."""
-        saved, here = (1, self._num_nodes) if len(parts) > 1 else (self._num_nodes, 1)
-        first = parts[0].shape
-        if shape == first or first[0] != saved:
+        rows, here = (1, self._num_nodes) if self._node is None else (self._num_nodes, 1)
+        if shape == saved or saved[0] != rows:
             return "shared"
         if shape is not None and shape[:1] == (here,):
             return "stacked"
@@ -143,125 +148,71 @@ class Restorer:
             "it in the setup, with self.keep_stacked() or self.keep_shared(), or resume with the backend that saved it"
         )
 
-    def _view(self, saved: Saved, live: Any, path: str, placement: str | None) -> Any:
-        """A view, which the setup has made, of memory that is restored elsewhere or holds no state."""
-        memory = self._memory[saved[0][1]["of"]].untyped_storage().data_ptr()
-        if not isinstance(live, Tensor) or live.untyped_storage().data_ptr() != memory:
-            raise CheckpointError(f"{path} was a view of the nodes' {saved[0][1]['of']}, and is {_shown(live)} here")
-        return live
-
-    def _array(self, saved: Saved, live: Any, path: str, placement: str | None) -> Any:
-        if any(repr(n) != repr(saved[0][1]) for _, n in saved):
-            raise _differs(path)
-        value = np.array(saved[0][1]["items"], saved[0][1]["dtype"])
-        return value[()] if saved[0][1]["scalar"] else value
-
-    def _pending(self, saved: Saved, live: Any, path: str, placement: str | None) -> Pending:
-        results = [(shard, n["result"]) for shard, n in saved]
-        result, due = self._value(results, _ABSENT, path, placement), int(saved[0][1]["due"])
-        return Pending(self._made["collectives"], due, lambda: result)
-
     # Containers and objects
 
-    def _sequence(self, saved: Saved, live: Any, path: str, placement: str | None) -> Any:
-        kind = saved[0][1]["class"]
-        old = list(live) if isinstance(live, list | tuple | collections.deque) else []
-        self._made[path] = made = []
-        for i, (column, own) in enumerate(self._columns(saved, old, path, placement)):
-            made.append(self._value(column, old[i] if i < len(old) else _ABSENT, f"{path}[{i}]", own))
-        if kind in SEQUENCES:
-            return made if kind == "list" else SEQUENCES[kind](made)
-        _check_class(kind, live, path)
-        if isinstance(live, tuple):
-            return type(live)(*made)
-        live.clear()
-        live.extend(made)
-        return live
+    def _object(self, saved: Node, live: Any, path: str, placement: str | None) -> Any:
+        name = saved["class"]
+        cls, same = MADE.get(name), name_of(type(live)) == name
+        if cls is None and live is _ABSENT:
+            raise CheckpointError(f"{path} was made during the run, so that it is not there to be filled")
+        if cls is None and not same:
+            raise CheckpointError(f"{path} was a {name}, and is {_shown(live)} here")
+        target = live if cls is None else None if cls is Pending else cls()
+        self._made[path] = target  # to which its parts may refer
+        old: Mapping[Any, Any] = (parts_of(live) or {}) if same else {}
+        declared: Mapping[Any, str] = placements_of(live)
+        placement = "shared" if isinstance(live, tuple(GENERATORS)) else placement
+        indexed = issubclass(cls or type(live), CONTAINERS)
+        parts = {}
+        for given, node, restorer, placed in self._items(saved["items"], target, old, path, placement):
+            key = tuple(given) if isinstance(given, list) else given
+            own = part_of(path, key, indexed)
+            parts[key] = restorer.restore(node, old.get(key, _ABSENT), own, declared.get(key) or placed)
+        if cls is Pending:
+            return Pending(self._made["collectives"], int(parts["due"]), lambda: parts["result"])
+        try:
+            return fill(target, parts)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be filled with what was saved: {error}") from error
 
-    def _columns(
-        self, saved: Saved, old: Sequence[Any], path: str, placement: str | None
-    ) -> list[tuple[Saved, str | None]]:
-        """Return every item that is to be here, and its placement: one of a single node is as it was there."""
-        lists = [(shard, n["items"]) for shard, n in saved]
-        counts = {len(items) for _, items in lists}
-        first, items = lists[0]
-        spreads = len(lists) > 1 and counts == {1} and len(old) == self._num_nodes
-        narrows = self._node is not None and counts == {self._num_nodes} and len(old) == 1
-        if (spreads or narrows) and placement != "shared" and self._num_nodes > 1:
-            kinds = {item["kind"] if isinstance(item, dict) else "plain" for item in items}
+    def _items(
+        self, items: Sequence[Any], target: Any, old: Mapping[Any, Any], path: str, placement: str | None
+    ) -> Iterator[tuple[Any, Node, Restorer, str | None]]:
+        """Yield key, node and placement of every part that is to be here, and who restores it.
+
+        In a sequence with an item for each node, such as its generator or optimizer, an item is as it was on that node.
+        """
+        counts = (1, self._num_nodes) if self._node is None else (self._num_nodes, 1)
+        moves = self.moves and self._num_nodes > 1 and isinstance(target, list | tuple | collections.deque)
+        if moves and placement != "shared" and (len(items), len(old)) == counts:
+            kinds = {_kind(node) for _, node in items}
             if not kinds & {"tensor", "view", "array"} and (placement == "stacked" or "plain" not in kinds):
-                # Such as a generator or an optimizer for each node.
-                own = [(shard, of_node[0]) for shard, of_node in lists]
-                return [([item], "shared") for item in (own if spreads else [(first, items[self._node or 0])])]
+                for i, node in enumerate(range(self._num_nodes) if self._node is None else [self._node]):
+                    of_node = copy.copy(self)
+                    of_node.moves, of_node._node = False, node
+                    yield i, items[node if len(items) > 1 else 0][1], of_node, "shared"
+                return
             if placement is None:
                 raise CheckpointError(
                     f"{path} has an item for each of {self._num_nodes} nodes, or by chance as many: declare it in the "
                     "setup, with self.keep_stacked() or self.keep_shared()"
                 )
-        if len(counts) > 1:
-            raise _differs(path)
-        return [([(shard, own[i]) for shard, own in lists], placement) for i in range(len(items))]
-
-    def _dict(self, saved: Saved, live: Any, path: str, placement: str | None) -> Any:
-        self._made[path] = made = {}
-        old = live if isinstance(live, dict) else {}
-        keys = [key for key, _ in saved[0][1]["items"]]
-        if any([key for key, _ in n["items"]] != keys for _, n in saved):
-            raise _differs(path)
-        for i, saved_key in enumerate(keys):
-            key = tuple(saved_key) if isinstance(saved_key, list) else saved_key
-            own = [(shard, n["items"][i][1]) for shard, n in saved]
-            made[key] = self._value(own, old.get(key, _ABSENT), f"{path}[{key!r}]", placement)
-        if type(live) is dict or not isinstance(live, dict):
-            return made
-        live.clear()
-        live.update(made)
-        return live
-
-    def _object(self, saved: Saved, live: Any, path: str, placement: str | None) -> Any:
-        first = saved[0][1]
-        _check_class(first["class"], live, path)
-        if any(n["items"].keys() != first["items"].keys() for _, n in saved):
-            raise _differs(path)
-        self._made[path] = live
-        old, declared = state_of(live) or {}, placements_of(live)
-        state = {}
-        for name in first["items"]:
-            own = [(shard, n["items"][name]) for shard, n in saved]
-            placed = "shared" if isinstance(live, tuple(GENERATORS)) else declared.get(name, placement)
-            state[name] = self._value(own, old.get(name, _ABSENT), f"{path}.{name}", placed)
-        try:
-            fill(live, state)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be filled with what was saved: {error}") from error
-        return live
+        for key, node in items:
+            yield key, node, self, placement
 
 
-_KINDS: dict[str, Callable[[Restorer, Saved, Any, str, str | None], Any]] = {
-    "seen": Restorer._seen,
-    "fixed": Restorer._fixed,
-    "tensor": Restorer._tensor,
-    "view": Restorer._view,
-    "array": Restorer._array,
-    "pending": Restorer._pending,
-    "sequence": Restorer._sequence,
-    "dict": Restorer._dict,
-    "object": Restorer._object,
-}
+def _kind(node: Node) -> str:
+    if not isinstance(node, dict):
+        return "plain"
+    return _kind(node["items"][0]) if node["kind"] == "each" else str(node["kind"])
 
 
-def _check_class(saved: str, live: Any, path: str) -> None:
-    if live is _ABSENT:
-        raise CheckpointError(f"{path} was made during the run, so that it is not there to be filled")
-    if name_of(type(live)) != saved:
-        raise CheckpointError(f"{path} was a {saved}, and is {_shown(live)} here")
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors are bitwise equal, NaN included."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or torch.equal(flat_bytes(a), flat_bytes(b))
+def _tensors(items: Sequence[Node], path: str) -> Sequence[Node]:
+    """Return the nodes of all processes where each is a tensor."""
+    kinds = {_kind(node) for node in items}
+    if kinds == {"tensor"}:
+        return items
+    raise _differs(path, f" ({', '.join(map(repr, items[:4]))})" if kinds == {"plain"} else "")
 
 
 def _shown(live: Any) -> str:

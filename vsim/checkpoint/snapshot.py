@@ -1,7 +1,15 @@
-"""The state of a run as a tree, and its tensors by their path in it. `vsim.checkpoint.restore` puts both back.
+"""The state of a run as a tree of plain values and tensors. `vsim.checkpoint.restore` puts it back.
 
-`Snapshot` walks from a few roots through attributes, lists and dicts. It ends at tensors, numbers and texts, which are
-the state, and at functions, classes and the like, which are not.
+`Snapshot` walks from a few roots through attributes, lists and dicts. A node of its tree is None, a bool, a number or a
+text, or a dict with its "kind":
+
+    tensor   its "value", and how it is held
+    array    numbers of numpy
+    object   "class" and "items", [key, node] of each: containers, and all else that `parts_of` takes apart
+    seen     the same object as at another "path"
+    view     "of" the nodes' weights or gradients
+    fixed    what "is" no state: functions, classes and the like
+    each     "items": one for each of the nodes' processes, where they differ; see `merged`
 """
 
 from __future__ import annotations
@@ -9,10 +17,10 @@ from __future__ import annotations
 import collections
 import functools
 import io
+import json
 import random
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -25,7 +33,7 @@ from torch.optim import Optimizer
 from vsim.cluster.collectives import Pending
 from vsim.cluster.state import CheckpointError, described, name_of
 
-Node = Any  # of a tree: None, a bool, a number, a text, or a dict with its "kind", as JSON has them
+Node = Any  # of a tree; its dicts have texts for keys, as JSON's do
 _PLAIN = (type(None), bool, int, float, str)
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 FIXED = (*_FUNCTIONS, torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, PurePath, range, slice)
@@ -36,22 +44,11 @@ GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] =
     np.random.RandomState: (lambda g: g.get_state(legacy=False), np.random.RandomState.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
 }
-# What a run that resumes can make anew; other sequences must be there.
-SEQUENCES = {name_of(cls): cls for cls in (list, tuple, torch.Size, set, frozenset)}
-
-
-@dataclass
-class Shard:
-    """What one process holds: a tree, and path → tensor."""
-
-    tree: dict[str, Node]
-    tensors: dict[str, Tensor]
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as bytes (n,), not copied where they lie together already."""
-    flat = tensor.reshape(-1)  # an expanded scalar has a stride of 0
-    return (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+# What a run that resumes can make anew; other objects must be there.
+MADE: dict[str, Any] = {
+    name_of(cls): cls for cls in (dict, collections.OrderedDict, list, tuple, torch.Size, set, frozenset, Pending)
+}
 
 
 class Snapshot:
@@ -63,6 +60,7 @@ class Snapshot:
         memory: name → tensor whose memory is saved under the root of this name, if there is one, and nowhere else.
 
     Attributes:
+        tree: name → node. Its tensors share the memory of those that are saved.
         fixed: path → what is there and cannot be made anew from a tree: objects, functions.
 
     Raises:
@@ -75,12 +73,7 @@ class Snapshot:
         # With the object itself, so that no id is used twice.
         self._seen: dict[int, tuple[str, Any]] = {id(value): (name, value) for name, value in known.items()}
         self._storages: dict[int, int] = {}  # where memory is → its number
-        self._tensors: dict[str, Tensor] = {}
-        self._tree = {name: self._node(value, name) for name, value in roots.items()}
-
-    def shard(self) -> Shard:
-        """Return tree and tensors. On the CPU the tensors are not copied."""
-        return Shard(self._tree, {path: tensor.detach().cpu() for path, tensor in self._tensors.items()})
+        self.tree: dict[str, Node] = {name: self._node(value, name) for name, value in roots.items()}
 
     def _node(self, value: Any, path: str) -> Node:
         if type(value) in _PLAIN:
@@ -92,56 +85,50 @@ class Snapshot:
         self._seen[id(value)] = path, value
         if isinstance(value, Tensor):
             return self._tensor(value, path)
-        if isinstance(value, Pending):
-            return {"kind": "pending", "due": value.due, "result": self._node(value.arrived(), path)}
         if isinstance(value, np.ndarray | np.generic):
             if value.dtype.kind not in "biuf":
                 raise CheckpointError(f"{path} is an array of {value.dtype}, which cannot be saved; only numbers are")
             scalar = isinstance(value, np.generic)
-            return {"kind": "array", "items": value.tolist(), "dtype": value.dtype.str, "scalar": scalar}
-        name = name_of(type(value))
-        if isinstance(value, dict):
-            if type(value) not in (dict, collections.OrderedDict):
-                self._fix(path, name)
-            items = [[_key(key, path), self._node(item, f"{path}[{key!r}]")] for key, item in value.items()]
-            return {"kind": "dict", "items": items}
-        if name not in SEQUENCES:
-            self._fix(path, name)
-        if isinstance(value, list | tuple | set | frozenset | collections.deque):
-            own = list(value)
-            if isinstance(value, set | frozenset):
-                own.sort(key=lambda item: str((type(_key(item, path)), item)))
-            return {
-                "kind": "sequence",
-                "class": name,
-                "items": [self._node(v, f"{path}[{i}]") for i, v in enumerate(own)],
-            }
-        state = state_of(value)
-        if state is None:
+            return {"kind": "array", "numbers": value.tolist(), "dtype": value.dtype.str, "scalar": scalar}
+        name, parts = name_of(type(value)), parts_of(value)
+        if parts is None:
             raise CheckpointError(
                 f"{path} is a {name}, whose state cannot be saved; hold tensors, numbers, lists, dicts or generators "
                 "instead, or define state_dict() and load_state_dict() where it is held"
             )
-        return {"kind": "object", "class": name, "items": {n: self._node(v, f"{path}.{n}") for n, v in state.items()}}
+        if name not in MADE:
+            self._fix(path, name)
+        indexed = isinstance(value, CONTAINERS)
+        items = [[_key(key, path), self._node(part, part_of(path, key, indexed))] for key, part in parts.items()]
+        return {"kind": "object", "class": name, "items": items}
 
     def _tensor(self, tensor: Tensor, path: str) -> Node:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             raise CheckpointError(
                 f"{path} is a tensor of layout {tensor.layout} on {tensor.device}; only dense are saved"
             )
-        node = {"kind": "tensor", "at": path, "cpu": tensor.device.type == "cpu"}
-        node |= {"parameter": isinstance(tensor, nn.Parameter), "grad": tensor.requires_grad}
         pointer = tensor.untyped_storage().data_ptr()
         of = self._memory.get(pointer, path)
         if of != path and tensor.numel():
             self._fix(path, f"view of the nodes' {of}")
             return {"kind": "view", "of": of}
-        self._tensors[path] = tensor.resolve_conj().resolve_neg()
-        return {**node, "memory": self._storages.setdefault(pointer, len(self._storages))}
+        return {
+            "kind": "tensor",
+            "value": tensor.detach().resolve_conj().resolve_neg(),
+            "cpu": tensor.device.type == "cpu",
+            "parameter": isinstance(tensor, nn.Parameter),
+            "grad": tensor.requires_grad,
+            "memory": self._storages.setdefault(pointer, len(self._storages)),
+        }
 
     def _fix(self, path: str, what: str) -> str:
         self.fixed[path] = what
         return what
+
+
+def part_of(path: str, key: Any, indexed: bool) -> str:
+    """Return the path of a part of what is at `path`."""
+    return f"{path}[{key!r}]" if indexed else f"{path}.{key}"
 
 
 def _key(key: Any, path: str) -> Node:
@@ -152,11 +139,32 @@ def _key(key: Any, path: str) -> Node:
     raise CheckpointError(f"{path} holds the key {key!r}; numbers, texts and tuples of them can be saved")
 
 
-# Objects: what their state is, and how they take it back --------------------------------------------------------------
+def merged(nodes: Sequence[Node]) -> Node:
+    """Return one node of those of all processes, packed (see `vsim.checkpoint.files`): an "each" where they differ."""
+    first = nodes[0]
+    if len({json.dumps(node) for node in nodes}) == 1:
+        return first
+    if all(isinstance(node, dict) and node["kind"] == "object" for node in nodes):
+        heads = {json.dumps([node["class"], [key for key, _ in node["items"]]]) for node in nodes}
+        if len(heads) == 1:
+            columns = zip(*(node["items"] for node in nodes), strict=True)
+            return {**first, "items": [[column[0][0], merged([node for _, node in column])] for column in columns]}
+    return {"kind": "each", "items": list(nodes)}
 
 
-def state_of(value: Any) -> dict[str, Any] | None:
-    """Return name → state of an object; None where it has none that can be found."""
+# Objects: what their parts are, and how they take them back -----------------------------------------------------------
+
+
+def parts_of(value: Any) -> Mapping[Any, Any] | None:
+    """Return key → part of a container, name → state of another object; None where it has none that can be found."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, set | frozenset):
+        return dict.fromkeys(sorted(value, key=lambda item: str((type(item), item))))
+    if isinstance(value, CONTAINERS):
+        return dict(enumerate(value))
+    if isinstance(value, Pending):
+        return {"due": value.due, "result": value.arrived()}
     for kind, (read, _) in GENERATORS.items():
         if isinstance(value, kind):
             return {"state": read(value)}
@@ -174,42 +182,53 @@ def state_of(value: Any) -> dict[str, Any] | None:
         state = value.state_dict()
         if not isinstance(state, Mapping):
             raise CheckpointError(f"{name_of(type(value))}.state_dict() must return a dict, got {type(state).__name__}")
-        return dict(state)
-    return dict(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, io.IOBase) else None
+        return state
+    return vars(value) if hasattr(value, "__dict__") and not isinstance(value, io.IOBase) else None
 
 
-def fill(value: Any, state: dict[str, Any]) -> None:
-    """Let an object have the state that `state_of` returned of it, or of its like.
+def fill(value: Any, parts: dict[Any, Any]) -> Any:
+    """Let an object have the parts that `parts_of` returned of it, or of its like; return it, or what replaces it.
 
     Raises:
         ValueError: something that must be there has another shape.
     """
     write = next((write for kind, (_, write) in GENERATORS.items() if isinstance(value, kind)), None)
     if write is not None:
-        write(value, state["state"])
+        write(value, parts["state"])
+    elif isinstance(value, dict):
+        value.clear()
+        value.update(parts)
+    elif isinstance(value, list | collections.deque):
+        value.clear()
+        value.extend(parts.values())
+    elif isinstance(value, set | frozenset):
+        return type(value)(parts)
+    elif isinstance(value, tuple):
+        return type(value)(parts.values()) if name_of(type(value)) in MADE else type(value)(*parts.values())
     elif isinstance(value, nn.Module):
         for kind, live in (("parameters", value.named_parameters()), ("buffers", value.named_buffers())):
-            odd = [name for name, tensor in live if state[kind].get(name) is not tensor]
+            odd = [name for name, tensor in live if parts[kind].get(name) is not tensor]
             if odd:
                 raise ValueError(f"the {kind} {odd} had another shape or dtype")
-        set_own_attributes(value, state["own"])
+        set_own_attributes(value, parts["own"])
     elif isinstance(value, Optimizer):
         parameters = _parameters(value)
-        if len(parameters) != len(state["state"]) or len(value.param_groups) != len(state["groups"]):
-            raise ValueError(f"it had {len(state['state'])} parameters, and has {len(parameters)} here")
-        for i, (p, own) in enumerate(zip(parameters, state["state"], strict=True)):
+        if len(parameters) != len(parts["state"]) or len(value.param_groups) != len(parts["groups"]):
+            raise ValueError(f"it had {len(parts['state'])} parameters, and has {len(parameters)} here")
+        for i, (p, own) in enumerate(zip(parameters, parts["state"], strict=True)):
             if own.pop("of") is not p:
                 raise ValueError(f"parameter {i} had another shape or place, and is {list(p.shape)} here")
             if own or p in value.state:
                 value.state[p] = own
-        for group, settings in zip(value.param_groups, state["groups"], strict=True):
+        for group, settings in zip(value.param_groups, parts["groups"], strict=True):
             group.update(settings)
-        vars(value).update(state["own"])
+        vars(value).update(parts["own"])
     elif callable(getattr(value, "load_state_dict", None)):
-        value.load_state_dict(state)
+        value.load_state_dict(parts)
     else:
         vars(value).clear()
-        vars(value).update(state)
+        vars(value).update(parts)
+    return value
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:

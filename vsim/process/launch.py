@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 import cloudpickle
 import torch
 
-from vsim.checkpoint.start import Saving
+from vsim.checkpoint.folder import Saving
 from vsim.engine.memory import check_room
 from vsim.process import settings
 from vsim.process.collectives import CollectiveFailure

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from vsim.arguments import is_factory
-from vsim.checkpoint.savable import savable
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import LOADER, drawing_from, generator, isolated
 from vsim.cluster.replicas import Views
@@ -36,6 +35,7 @@ from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import train
 from vsim.training.member import Part
+from vsim.training.saving import savable
 
 
 @dataclass

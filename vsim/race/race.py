@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from vsim.arguments import naming
-from vsim.checkpoint.folder import checkpoint_path, checkpoints_in, folder_at, held, step_of
-from vsim.checkpoint.start import Saving, Start
+from vsim.checkpoint.files import load_checkpoint
+from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, folder_at, held, step_of
 from vsim.cluster.randomness import isolated
 from vsim.cluster.state import CheckpointError
 from vsim.engine.memory import available_bytes
@@ -106,6 +106,9 @@ class Race:
             with isolated(seed, self.device):
                 configs = [runner.config for runner in running]
                 run = self._prepared(configs, [(recorders[runner], runner) for runner in running])
+                for runner in running:
+                    runner.config = replace(runner.config, start=None)  # which holds memory
+                del configs
                 run.tolerant = True
                 run.ends_early = not any(r.has_begun for r in self.runners if r not in running)
                 run.extra_validations = [step for step, _ in self.rungs]
@@ -227,7 +230,7 @@ class Race:
             if not common or end is None:
                 (runner.folder / "end.json").unlink(missing_ok=True)
             if common:
-                start = Start(checkpoint_path(runner.folder, common if end is None else end["step"]))
+                start = load_checkpoint(checkpoint_path(runner.folder, common if end is None else end["step"]))
                 runner.finished_at = end["step"] if end is not None and end["early"] else None
                 start.fill(runner.history)
                 runner.config = replace(runner.config, start=start)

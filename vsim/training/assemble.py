@@ -7,6 +7,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.arguments import naming
 from vsim.checkpoint.fingerprint import settings_of
-from vsim.checkpoint.resume import Checkpointer, begin_fork, resume
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import StackedCollectives
 from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
@@ -34,6 +34,7 @@ from vsim.training.interrupt import Interrupt
 from vsim.training.member import Group, Member, Part, Run
 from vsim.training.optimizers import Optimizers
 from vsim.training.rows import can_join, rows_of
+from vsim.training.saving import begin_fork, resume
 
 
 def prepare(
@@ -143,9 +144,8 @@ def _assemble_group(
     for part, member in zip(parts, members, strict=True):
         if part.config.start is not None:
             with part.here(), naming(part.config.label if len(parts) > 1 else ""):
-                checkpoint = part.config.start.open()
-                resume(member, checkpoint)
-                member.starts = checkpoint.forks
+                resume(member, part.config.start)
+            part.config = replace(part.config, start=None)  # which holds memory
     if len({member.done for member in members}) > 1:
         raise ValueError(f"members that train together are at different steps: {[member.done for member in members]}")
     engine.step = members[0].done
@@ -170,8 +170,8 @@ def _assemble_group(
 
 def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Interrupt) -> Member:
     config = part.config
-    if config.start is not None and config.start.open().forks:
-        begin_fork(config.start.open(), replicas)
+    if config.start is not None and config.start.forks:
+        begin_fork(config.start, replicas)
     cluster = Cluster(
         replicas,
         part.collectives,
@@ -194,7 +194,6 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
         [generator(config.seed, NODE, node, device=device) for node in part.nodes],
         objective,
         part.steps,
-        saver=None if config.saving is None else Checkpointer(config.saving),
         draws=bool(config.callbacks) or not is_vsims_own(config.strategy),
         interrupt=interrupt,
     )

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from vsim.arguments import one_of, real_number, whole_number
-from vsim.checkpoint.savable import savable
 from vsim.engine import python_state
 from vsim.records.report import Hook
 from vsim.training.member import Member
+from vsim.training.saving import savable
 
 
 class Callback:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from vsim.checkpoint.start import Saving, Start
+from vsim.checkpoint.files import Checkpoint
+from vsim.checkpoint.folder import Saving
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
 from vsim.strategy.base import Strategy
@@ -53,5 +54,5 @@ class RunConfig:
     callbacks: Sequence[Any] = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     memory_share: float | None = None
-    start: Start | None = None
+    start: Checkpoint | None = None
     saving: Saving | None = None

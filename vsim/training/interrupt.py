@@ -6,7 +6,7 @@ import signal
 import threading
 from types import FrameType
 
-from vsim.checkpoint.start import Saving
+from vsim.checkpoint.folder import Saving
 
 
 class Interrupted(KeyboardInterrupt):

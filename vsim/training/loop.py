@@ -20,6 +20,7 @@ from vsim.engine.allocator import keeping_freed_memory
 from vsim.engine.memory import held_bytes
 from vsim.engine.misfit import explained
 from vsim.records.report import StepReport
+from vsim.training import saving
 from vsim.training.callbacks import hear
 from vsim.training.evaluate import replica_spread, validate
 from vsim.training.interrupt import Interrupted
@@ -36,9 +37,8 @@ def train(run: Run) -> None:
     try:
         with run.interrupt:
             for member in run.training:
-                if member.saver is not None:
-                    with naming(member.config.label if len(run.members) > 1 else ""):
-                        member.saver.begin(member)
+                with naming(member.config.label if len(run.members) > 1 else ""):
+                    saving.begin(member)
             for _ in steps(run):
                 pass
             if run.is_alone and run.interrupt.requested:
@@ -82,7 +82,8 @@ def _steps(run: Run) -> Iterator[int]:
         stops |= run.is_alone and run.interrupt.requested
         reached = [member for member in run.training if member.done == step]
         for member in reached:
-            _save(run, member, stops)
+            with _own(run, member):
+                saving.save_if_due(member, stops)
         _tell_ends(run, reached)
         if run.watch is not None:
             run.watch(run)
@@ -301,15 +302,6 @@ def _tell_ends(run: Run, members: Sequence[Member]) -> None:
             with _own(run, member):
                 for callback in member.config.callbacks:
                     callback.on_end(member)
-
-
-def _save(run: Run, member: Member, stops: bool) -> None:
-    if member.saver is None:
-        return
-    with _own(run, member):
-        member.saver.after_step(member)
-        if stops:
-            member.saver.on_interrupt(member)
 
 
 def _measurements(run: Run, members: Sequence[Member], first: bool = False) -> Mapping[Member, dict[str, float]]:

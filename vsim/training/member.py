@@ -27,16 +27,6 @@ from vsim.training.interrupt import Interrupt
 from vsim.training.optimizers import Optimizers
 
 
-class Saver(Protocol):
-    """Saves a member while it trains."""
-
-    def begin(self, run: Member) -> None: ...
-
-    def after_step(self, run: Member) -> None: ...
-
-    def on_interrupt(self, run: Member) -> None: ...
-
-
 @dataclass
 class Part:
     """The parts of a member before it is set up: its configuration, and those that its backend provides.
@@ -94,13 +84,13 @@ class Member:
         max_steps: steps to train; fewer than its configuration says once it was stopped.
         minibatch_size: examples per node whose gradients are computed at once; None for the whole batch.
         evaluator: measures it on the validation data; None: there are no such data.
-        saver: saves it; None: it is not saved.
         examples, tokens, seconds, validation_seconds: totals, including those before a resume. Members that train
             together share the seconds of a step in proportion to their nodes.
         row: the history's row of the last step.
         starts: whether its first row is still to be reported; False if it resumes.
         draws: whether code of its strategy may draw from the global random generators.
         left_states: of the process's generators, as training left them.
+        fixed: path → what its state refers to that a run which resumes cannot make; see `vsim.training.saving`.
         error: why it left the run before the others.
         stopped: whether it was asked to stop before the others.
         node_losses: the losses of its nodes (K,) in the step that is being taken, or was taken last.
@@ -114,7 +104,6 @@ class Member:
     max_steps: int
     minibatch_size: int | None = None
     evaluator: Callable[[Sequence[Member]], dict[Member, dict[str, float]]] | None = None
-    saver: Saver | None = None
     examples: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -124,6 +113,7 @@ class Member:
     draws: bool = False
     left_states: dict[str, Any] | None = None
     interrupt: Interrupt = field(default_factory=Interrupt)
+    fixed: Mapping[str, str] = field(default_factory=dict)
     error: Exception | None = None
     stopped: bool = False
     # Of the step that is being taken: its losses per node, learning rate, and the events of the ledger before it.

@@ -11,7 +11,7 @@ import torch
 
 from vsim.arguments import a_function, one_of, real_number, true_or_false, whole_number
 from vsim.checkpoint.files import Checkpoint
-from vsim.checkpoint.start import Saving, Start
+from vsim.checkpoint.folder import Saving
 from vsim.data.batches import loader_options
 from vsim.engine import COMPILE, EXECUTORS
 from vsim.records.history import COLUMNS
@@ -158,7 +158,7 @@ class FitOptions:
         if self.timeout_seconds is not None:
             self.timeout_seconds = real_number("timeout_seconds", self.timeout_seconds, above=0)
 
-    def config(self, label: str, start: Start | None, saving: Saving | None, **of_trainer: Any) -> RunConfig:
+    def config(self, label: str, start: Checkpoint | None, saving: Saving | None, **of_trainer: Any) -> RunConfig:
         """Return the configuration of the run, for which the trainer adds model, data, loss and hook."""
         own = {field.name for field in fields(RunConfig)}
         arguments = {name: value for name, value in vars(self).items() if name in own}

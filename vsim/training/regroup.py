@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vsim.checkpoint.resume import captured
-from vsim.checkpoint.start import Start
 from vsim.cluster.collectives import StackedCollectives
 from vsim.cluster.state import CheckpointError
 from vsim.engine import executor_class
 from vsim.training.assemble import assemble
 from vsim.training.member import Member, Part, Run
+from vsim.training.saving import begin, captured
 
 # Members are moved when this share of the rows has left; until then those rows are computed for nothing.
 _SHARE = 0.2
@@ -37,14 +36,11 @@ def regroup(run: Run) -> None:
     except CheckpointError:
         run.regroups = False
         return
-    for part in parts:
-        part.config = replace(part.config, start=None)  # the snapshots hold the old matrices
     successors = dict(zip(remaining, fresh.members, strict=True))
     for old, new in successors.items():
         new.seconds, new.validation_seconds = old.seconds, old.validation_seconds
         new.draws, new.row = old.draws, old.row
-        if new.saver is not None:
-            new.saver.begin(new)
+        begin(new)
     run.members = [successors.get(member, member) for member in run.members]
     run.groups = fresh.groups
 
@@ -52,7 +48,7 @@ def regroup(run: Run) -> None:
 def _snapshot(member: Member) -> Part:
     """Return the parts of a member in its present state, to be assembled again."""
     part = member.part
-    config = replace(part.config, start=Start(captured(member)), memory_share=None)
+    config = replace(part.config, start=captured(member), memory_share=None)
     return replace(
         part,
         config=config,

@@ -1,4 +1,4 @@
-"""Between a run and its checkpoints: taking one, resuming from one, and forking another run."""
+"""Between a run and its checkpoints: when it is saved, how it resumes, and how another run forks from it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,38 @@ import copy
 import json
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vsim.checkpoint.files import Checkpoint
+from vsim.checkpoint.files import Checkpoint, packed, unpacked
 from vsim.checkpoint.fingerprint import HORIZON, differences, steady
 from vsim.checkpoint.folder import checkpoint_path, prune
 from vsim.checkpoint.restore import Restorer
-from vsim.checkpoint.savable import Savable, savable
-from vsim.checkpoint.snapshot import Shard, Snapshot, flat_bytes, own_attributes, set_own_attributes
-from vsim.checkpoint.start import Saving
+from vsim.checkpoint.snapshot import Snapshot, merged, own_attributes, set_own_attributes
 from vsim.cluster.optim import torch_optimizers
 from vsim.cluster.randomness import set_global_states
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import CheckpointError
 from vsim.private_torch import mark_stepped
 from vsim.records.history import History
+from vsim.training.member import Member
 
 
-def _roots(run: Savable) -> dict[str, tuple[Any, str | None]]:
+def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return name → callback, of those with a state: by their class, and a number from the second of a class on."""
+    found: dict[str, Any] = {}
+    for one in callbacks:
+        if all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
+            name = type(one).__name__
+            number = sum(known.split(" ")[0] == name for known in found)
+            found[f"{name} {number + 1}" if number else name] = one
+    return found
+
+
+def _roots(run: Member) -> dict[str, tuple[Any, str | None]]:
     """Return name → object, in the order of saving and restoring, and its placement."""
     replicas, strategy = run.cluster.replicas, run.strategy
     return {
@@ -42,77 +53,66 @@ def _roots(run: Savable) -> dict[str, tuple[Any, str | None]]:
     }
 
 
-def _known(run: Savable) -> dict[str, Any]:
+def _known(run: Member) -> dict[str, Any]:
     cluster, replicas = run.cluster, run.cluster.replicas
-    names = ("module", "frozen", "layout")
     return {
         "cluster": cluster,
         "collectives": cluster.collectives,
         "ledger": run.ledger,
         "replicas": replicas,
         "stacked model": run.strategy.model,
-        **{name: getattr(replicas, name) for name in names},
+        **{name: getattr(replicas, name) for name in ("module", "frozen", "layout")},
         **{f"layout[{i}]": columns for i, columns in enumerate(replicas.layout)},
     }
 
 
-def _memory(run: Savable) -> dict[str, Tensor]:
+def _memory(run: Member) -> dict[str, Tensor]:
     return {"weights": run.cluster.replicas.weights, "gradients": run.cluster.replicas.grads}
 
 
-# Taking a checkpoint --------------------------------------------------------------------------------------------------
+# Saving ---------------------------------------------------------------------------------------------------------------
 
 
-class Checkpointer:
-    """Saves a run while it trains. Every process calls it; that of node 0, which keeps a history, writes."""
-
-    def __init__(self, saving: Saving) -> None:
-        self.saving = saving
-        self._saved = -1  # the step
-        self._fixed: dict[str, str] = {}
-
-    def begin(self, run: Savable) -> None:
-        """Take a snapshot once, so that state which cannot be saved is reported before training."""
+def begin(run: Member) -> None:
+    """Take a snapshot once, so that state which cannot be saved is reported before training."""
+    if run.config.saving is not None:
         _ = run.fingerprint  # as the run begins, and in all processes
-        if self.saving.wanted:
-            self._fixed = _snapshot(run).fixed
+        run.fixed = _snapshot(run).fixed if run.config.saving.wanted else {}
 
-    def after_step(self, run: Savable) -> None:
-        """Save, if it is time to."""
-        interval = self.saving.interval
-        if self.saving.wanted and (run.done == run.max_steps or (interval and run.done % interval == 0)):
-            self._save(run)
 
-    def on_interrupt(self, run: Savable) -> None:
-        """Save a run that stops here."""
+def save_if_due(run: Member, stops: bool) -> None:
+    """Save a run after a step, if it is time to, or if it stops here. Every process calls this."""
+    saving, is_last = run.config.saving, run.done == run.max_steps
+    if saving is None:
+        return
+    if saving.wanted and (stops or is_last or (saving.interval and run.done % saving.interval == 0)):
+        _save(run, saving.folder)
+    elif stops:
         try:
-            if self._saved != run.done:
-                self._save(run)
+            _save(run, saving.folder)
         except CheckpointError as error:
-            if self.saving.wanted:
-                raise
             warnings.warn(f"the interrupted run cannot be resumed: {error}", UserWarning, stacklevel=2)
 
-    def _save(self, run: Savable) -> None:
-        run.check_weights()
-        snapshot = _snapshot(run)
-        for path, what in snapshot.fixed.items():
-            if self._fixed and self._fixed.get(path) != what:
-                raise CheckpointError(
-                    f"{path} is a {what} that was made after the setup, and could not be filled in a run that resumes; "
-                    "make it in the setup, or hold tensors, numbers, lists and dicts instead"
-                )
-        shards = _gathered(run, snapshot.shard())
-        if shards and run.history is not None:
-            _checkpoint(run, shards, run.history).save(checkpoint_path(self.saving.folder, run.done))
-            prune(self.saving.folder, run.done)
-        if not run.is_alone:  # no process continues before the file is there: it might look into the folder
-            with run.cluster.collectives.unbilled():
-                run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
-        self._saved = run.done
+
+def _save(run: Member, folder: Path) -> None:
+    run.check_weights()
+    snapshot = _snapshot(run)
+    for path, what in snapshot.fixed.items():
+        if run.fixed and run.fixed.get(path) != what:
+            raise CheckpointError(
+                f"{path} is a {what} that was made after the setup, and could not be filled in a run that resumes; "
+                "make it in the setup, or hold tensors, numbers, lists and dicts instead"
+            )
+    state = snapshot.tree if run.is_alone else _gathered(run, snapshot.tree)
+    if run.history is not None:  # in the process of node 0
+        _checkpoint(run, state, run.history).save(checkpoint_path(folder, run.done))
+        prune(folder, run.done)
+    if not run.is_alone:  # no process continues before the file is there: it might look into the folder
+        with run.cluster.collectives.unbilled():
+            run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
 
 
-def captured(run: Savable) -> Checkpoint:
+def captured(run: Member) -> Checkpoint:
     """Return the checkpoint of a run in the simulator that was interrupted or has ended.
 
     Its tensors share the memory of the run.
@@ -126,52 +126,51 @@ def captured(run: Savable) -> Checkpoint:
             f"the last run stopped in the middle of step {run.cluster.step}, so that nothing whole is left of it in "
             "memory; resume from a checkpoint that it saved, or start anew"
         )
-    return _checkpoint(run, [_snapshot(run).shard()], history)
+    return _checkpoint(run, _snapshot(run).tree, history)
 
 
-def _checkpoint(run: Savable, shards: list[Shard], history: History) -> Checkpoint:
-    num_nodes = run.cluster.num_nodes
-    return Checkpoint(run.done, num_nodes, history, run.examples, run.seconds, steady(run), shards)
+def _checkpoint(run: Member, state: dict[str, Any], history: History) -> Checkpoint:
+    return Checkpoint(run.done, history, steady(run), state, run.is_alone)
 
 
-def _snapshot(run: Savable) -> Snapshot:
+def _snapshot(run: Member) -> Snapshot:
     roots = {name: value for name, (value, _) in _roots(run).items()}
     return Snapshot({**roots, "process": run.random_states}, _known(run), _memory(run))
 
 
-def _gathered(run: Savable, own: Shard) -> list[Shard]:
-    """Return the shards of all processes at node 0, and none at the others."""
-    cluster = run.cluster
-    if run.is_alone:
-        return [own]
+def _gathered(run: Member, tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree of all processes together, at node 0; the others' is without tensors."""
+    collectives, here = run.cluster.collectives, run.cluster.replicas.first_node
+    text, contents = packed(tree)
+    sizes = {digest: len(flat) for digest, flat in contents.items()}
+    own = torch.frombuffer(bytearray(json.dumps([text, sizes]).encode()), dtype=torch.uint8)
 
-    def gather(contents: Tensor) -> list[Tensor]:
-        """All processes' bytes (n,), which need not be equally many."""
-        counts = cluster.collectives.all_gather(torch.tensor([[len(contents)]]), label="checkpoint").flatten().tolist()
-        padded = torch.zeros(1, max(counts), dtype=torch.uint8, device=cluster.weights.device)
-        padded[0, : len(contents)] = contents
-        rows = cluster.collectives.all_gather(padded, label="checkpoint").cpu()
-        return [row[:count].clone() for row, count in zip(rows, counts, strict=True)]
+    def sent(node: int, count: int, flat: Tensor | None) -> Tensor:
+        """Return `flat` (n,) of that node's process."""
+        row = torch.zeros(count, dtype=torch.uint8) if flat is None else flat
+        return collectives.broadcast(row[None], node, label="checkpoint") if count else row
 
-    flat = {path: flat_bytes(t) for path, t in own.tensors.items()}
-    kinds: list[Any] = [[path, str(t.dtype).removeprefix("torch."), list(t.shape)] for path, t in own.tensors.items()]
-    with cluster.collectives.unbilled():
-        text = bytearray(json.dumps([own.tree, kinds]).encode())
-        told = [json.loads(row.numpy().tobytes()) for row in gather(torch.frombuffer(text, dtype=torch.uint8))]
-        shards = [Shard(tree, {}) for tree, _ in told]
-        for i in range(max(len(kinds) for _, kinds in told)):
-            rows = gather(flat[kinds[i][0]] if i < len(kinds) else torch.empty(0, dtype=torch.uint8))
-            for shard, row, (_, of_shard) in zip(shards, rows, told, strict=True):
-                if run.history is not None and i < len(of_shard):
-                    path, dtype, shape = of_shard[i]
-                    shard.tensors[path] = row.view(getattr(torch, dtype)).view(shape)
-    return shards if run.history is not None else []
+    with collectives.unbilled():
+        counts = collectives.all_gather(torch.tensor([len(own)]), label="checkpoint").tolist()
+        told = [
+            json.loads(sent(node, n, own if node == here else None).numpy().tobytes()) for node, n in enumerate(counts)
+        ]
+        # Every content from the first process that has it.
+        first = {d: (node, n) for node, (_, sizes) in reversed([*enumerate(told)]) for d, n in sizes.items()}
+        for digest, (node, n) in first.items():
+            flat = sent(node, n, contents.get(digest) if node == here else None)
+            if run.history is not None:
+                contents[digest] = flat
+    if run.history is None:
+        return {}
+    trees = [json.loads(text) for text, _ in told]
+    return unpacked(json.dumps({name: merged([own[name] for own in trees]) for name in tree}), contents)
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
 
 
-def resume(run: Savable, checkpoint: Checkpoint) -> None:
+def resume(run: Member, checkpoint: Checkpoint) -> None:
     """Bring a run that was set up anew to the state of the checkpoint, the global random generators included.
 
     Raises:
@@ -184,23 +183,23 @@ def resume(run: Savable, checkpoint: Checkpoint) -> None:
             f"the checkpoint is at step {checkpoint.step}, and max_steps={run.max_steps} is not beyond it; give a "
             "larger max_steps"
         )
+    last = checkpoint.history.last
+    run.starts = checkpoint.forks
     run.cluster.completed = run.cluster.step = checkpoint.step
-    run.examples = checkpoint.examples
-    run.tokens = int(tokens) if (tokens := checkpoint.history.last("tokens")) == tokens else 0  # NaN: no tokens
+    run.examples = int(last("examples"))
+    run.tokens = int(tokens) if (tokens := last("tokens")) == tokens else 0  # NaN: no tokens
     if checkpoint.forks:
         _go_on_as_fork(run, checkpoint)
         return
-    run.seconds = checkpoint.seconds
-    run.validation_seconds = max(0.0, checkpoint.history.last("validation_seconds"))
+    run.seconds, run.validation_seconds = last("seconds"), last("validation_seconds")
     try:
-        restorer = _restorer(run, checkpoint)
+        restorer, state = _restorer(run, checkpoint), checkpoint.state
         for name, (live, placement) in _roots(run).items():
-            if name.startswith("callback ") and name not in checkpoint.shards[0].tree:
-                continue  # given only now
-            restored = restorer.restore(name, live, placement)
+            if name in state or not name.startswith("callback "):  # which may be given only now
+                restored = restorer.restore(state[name], live, name, placement)
         set_own_attributes(run.cluster.replicas.module, restored)  # of the last, the model
         if not restorer.moves:
-            set_global_states(restorer.restore("process", {}), run.cluster.weights.device)
+            set_global_states(restorer.restore(state["process"], {}, "process"), run.cluster.weights.device)
     except CheckpointError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
@@ -210,15 +209,13 @@ def resume(run: Savable, checkpoint: Checkpoint) -> None:
     run.ledger.continue_from(checkpoint.ledger)
 
 
-def _restorer(run: Savable, checkpoint: Checkpoint) -> Restorer:
-    nodes, shards = run.cluster.replicas.nodes, checkpoint.shards
-    if not checkpoint.together and not run.is_alone:
-        shards = [shards[nodes.start]]
-    cut = nodes.start if checkpoint.together and not run.is_alone else None
-    return Restorer(shards, cut, run.cluster.num_nodes, _known(run), _memory(run), run.cluster.weights.device)
+def _restorer(run: Member, checkpoint: Checkpoint) -> Restorer:
+    cluster = run.cluster
+    node = None if run.is_alone else cluster.replicas.first_node
+    return Restorer(checkpoint.together, node, cluster.num_nodes, _known(run), _memory(run), cluster.weights.device)
 
 
-def _check_same(run: Savable, checkpoint: Checkpoint) -> None:
+def _check_same(run: Member, checkpoint: Checkpoint) -> None:
     saved, given = dict(checkpoint.fingerprint), dict(run.fingerprint)
     horizons = saved.pop(HORIZON, None), given.pop(HORIZON, None)
     changes = list(differences(saved, given))
@@ -246,7 +243,7 @@ def begin_fork(checkpoint: Checkpoint, replicas: Replicas) -> None:
         replicas.buffers[name].copy_(mean)
 
 
-def _go_on_as_fork(run: Savable, checkpoint: Checkpoint) -> None:
+def _go_on_as_fork(run: Member, checkpoint: Checkpoint) -> None:
     cluster, strategy, replicas = run.cluster, run.strategy, run.cluster.replicas
     optimizers = torch_optimizers(strategy.optim)
     for optimizer in optimizers:
@@ -254,13 +251,11 @@ def _go_on_as_fork(run: Savable, checkpoint: Checkpoint) -> None:
     for _ in range(checkpoint.step):
         for scheduler in strategy.schedulers:
             scheduler.step()
-    streams = [t for shard in checkpoint.shards for path, t in shard.tensors.items() if path.startswith("streams[")]
-    same_device = checkpoint.fingerprint["device"] == run.fingerprint["device"]
-    for node, stream in zip(replicas.nodes, run.streams, strict=True):
-        if node < len(streams) and same_device:
-            stream.set_state(streams[node])
     if checkpoint.num_nodes != cluster.num_nodes:
         return
+    restorer = _restorer(run, checkpoint)
+    if checkpoint.fingerprint["device"] == run.fingerprint["device"]:
+        restorer.restore(checkpoint.state["streams"], run.streams, "streams", "stacked")
     own = slice(replicas.nodes.start, replicas.nodes.stop)
     for name, buffer in checkpoint.buffers.items():
         replicas.buffers[name].copy_(buffer[own])
@@ -269,14 +264,14 @@ def _go_on_as_fork(run: Savable, checkpoint: Checkpoint) -> None:
     replicas.weights.copy_(checkpoint.weights[own])
     alike = ("strategy.optim_spec.cls", "deterministic", "device")
     if checkpoint.keeps_optimizer and all(checkpoint.fingerprint.get(k) == run.fingerprint.get(k) for k in alike):
-        _keep_state(run, checkpoint, optimizers)
+        _keep_state(run, checkpoint, restorer, optimizers)
 
 
-def _keep_state(run: Savable, checkpoint: Checkpoint, optimizers: Sequence[Any]) -> None:
+def _keep_state(run: Member, checkpoint: Checkpoint, restorer: Restorer, optimizers: Sequence[Any]) -> None:
     """Let the inner optimizers keep their state, or start anew if it does not fit, such as one row for all nodes."""
     settings = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in optimizers]
     try:
-        restored = _restorer(run, checkpoint).restore("optimizers", list(optimizers), "stacked")
+        restored = restorer.restore(checkpoint.state["optimizers"], list(optimizers), "optimizers", "stacked")
         names = run.strategy.optim_spec.state_names()  # by its options
         fits = len(restored) == len(optimizers)
         fits = fits and all(own.keys() >= names for optimizer in optimizers for own in optimizer.state.values())
