@@ -96,6 +96,10 @@ def test_bad_values(make: Any, message: str) -> None:
         (lambda: Network.between([[1, 2], [3, 4]], None), "latency must be a .* matrix, .* got None"),  # type: ignore[arg-type]
         (lambda: Network.regions({}, 1e9, 1e9), "regions must be a mapping, name to nodes, .*, got {}"),  # type: ignore[arg-type]
         (lambda: Network.regions(["a"], 1e9, 1e9), r"regions must be a mapping, .*, got \['a'\]"),  # type: ignore
+        (
+            lambda: Network.regions({"eu": 1, "us": 1}, 1e9, {"eu-us": 1e9}),  # type: ignore[dict-item]
+            r"between must map pairs of names to links, such as \('eu', 'us'\), got 'eu-us'",
+        ),
         (lambda: Compute(1, speeds=2), "speeds must be numbers, one per node, got 2"),  # type: ignore[arg-type]
         (lambda: Compute(np.array(1.0)), "seconds_per_step must be a number"),  # type: ignore[arg-type]
         (lambda: Network(1e9, delay=3), "unknown argument 'delay'"),

@@ -205,6 +205,8 @@ def test_bad_input() -> None:
     history = trained().history
     with pytest.raises(TypeError, match="run must be a ledger, a Trainer, a History or a run of a Comparison, got 3"):
         timeline(3, 1e6, 1.0)
+    with pytest.raises(ValueError, match="run has taken no step yet: train it first"):
+        timeline(vsim.Trainer(MLP(hidden=(4,)), digits()[0]), 1e6, 1.0)
     with pytest.raises(TypeError, match="compute is missing"):
         history.time(1e6, None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="network is missing"):

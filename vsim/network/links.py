@@ -128,6 +128,9 @@ class Network:
         names = list(regions)
         counts = [whole_number(f"regions[{name!r}]", regions[name]) for name in names]
         given: dict[tuple[str, str], Any] = dict(between) if isinstance(between, Mapping) else {}
+        odd = [pair for pair in given if not (isinstance(pair, tuple) and len(pair) == 2)]
+        if odd:
+            raise TypeError(f"between must map pairs of names to links, such as {tuple(names[:2])!r}, got {odd[0]!r}")
         given |= {(name, name): link for name, link in inside.items()} if isinstance(inside, Mapping) else {}
         unknown = {name for pair in given for name in pair} - set(names)
         if unknown:

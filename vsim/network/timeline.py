@@ -88,11 +88,13 @@ def timeline(run: Any, network: Network | str | float, compute: Compute | float 
 
     Raises:
         TypeError: `run` has no ledger; network or compute is missing.
-        ValueError: the network or the compute is that of another number of nodes.
+        ValueError: the run has taken no step; the network or the compute is that of another number of nodes.
     """
     ledger = getattr(run, "ledger", run)
     if not isinstance(ledger, Record):
         raise TypeError(f"run must be a ledger, a Trainer, a History or a run of a Comparison, got {run!r}")
+    if ledger is not run and not ledger.steps:
+        raise ValueError(f"run has taken no step yet: train it first, or see vsim.price; got {run!r}")
     network, compute = Network.of(network), Compute.of(compute)
     clock = Clock(ledger, network, compute).run()
     return Timeline(clock.seconds, clock.compute, clock.stalls, ledger, network, compute)
