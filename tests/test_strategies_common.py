@@ -548,9 +548,18 @@ def test_the_common_arguments_are_all_here() -> None:
     assert set(COMMON) == set(StrategyOptions.__annotations__)
 
 
+# The common arguments are the base's; these take them in different ways.
+QUICKLY = ("AllReduce", "DiLoCo", "DeMo")
+
+
 @pytest.mark.parametrize("argument", COMMON)
 @pytest.mark.parametrize(
-    "row", [row for row in TABLE if row.cls is not CommunicateOptimizeStrategy], ids=lambda row: row.name
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=() if row.name in QUICKLY else pytest.mark.slow)
+        for row in TABLE
+        if row.cls is not CommunicateOptimizeStrategy
+    ],
 )
 def test_every_common_argument_has_an_effect(row: Row, argument: str) -> None:
     if row.cls is DeMoStrategy and argument in ("optim_spec", "inner_optim"):
