@@ -85,9 +85,10 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
         tensors = [part.views if spec.elementwise else part.tensors for part in self.parts]
         optims = [spec.build_shared(of(weights), of(self.outer_gradient), cluster.deterministic) for of in tensors]
         self.keep_shared(outer_weights=weights, outer_optims=optims, pending=[])
-        self.compressed_parts = [copy.deepcopy(self.compressed) for _ in self.parts if self.compressed is not None]
-        for part, compressed in zip(self.parts, self.compressed_parts, strict=False):
-            compressed.setup(part.alone(cluster))
+        if self.compressed is not None:
+            self.compressed_parts = [copy.deepcopy(self.compressed) for _ in self.parts]
+            for part, compressed in zip(self.parts, self.compressed_parts, strict=True):
+                compressed.setup(part.alone(cluster))
 
     def communicate(self, cluster: Cluster) -> None:
         for i in range(len(self.parts)):
@@ -117,9 +118,9 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
     def _step(self, i: int, mean: Tensor) -> None:
         """Take a fragment's outer step with the mean (n,) that has arrived."""
         part = self.parts[i]
-        parts = (part.views(self.outer_weights), part.views(self.outer_gradient), part.cut(mean))
-        for outer, gradient, own in zip(*parts, strict=True):
-            torch.sub(outer, own, out=gradient) if self.compressed is None else gradient.copy_(own)
+        outer, gradient = part.views(self.outer_weights), part.views(self.outer_gradient)
+        for phi, delta, arrived in zip(outer, gradient, part.cut(mean), strict=True):
+            delta.copy_(phi - arrived if self.compressed is None else arrived)
         self.outer_optims[i].step()
 
     def _mix(self, cluster: Cluster, i: int) -> None:
