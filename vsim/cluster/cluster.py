@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from vsim_kernels import compiled
 
 from vsim.cluster.collectives import Collectives
+from vsim.cluster.optim import StackedOptimizer
 from vsim.cluster.replicas import Replicas, Views
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
@@ -30,6 +31,7 @@ class Cluster:
         deterministic: whether results must be bitwise equal to the multi-process run.
         compile: whether to use compiled kernels where that pays.
         completed: t, the optimizer steps completed.
+        optim: the inner optimizer, once the strategy has built it; it is the strategy's to step.
     """
 
     replicas: Replicas
@@ -40,6 +42,7 @@ class Cluster:
     deterministic: bool = False
     compile: bool = False
     completed: int = 0
+    optim: StackedOptimizer = field(init=False)
 
     @property
     def step(self) -> int:
@@ -49,6 +52,11 @@ class Cluster:
     @step.setter
     def step(self, step: int) -> None:
         self.collectives.step, self.collectives.moment = step, "gradients"
+
+    @property
+    def lr(self) -> float:
+        """The inner learning rate: of the step that is being taken; between two steps, of the next."""
+        return float(self.optim.param_groups[0]["lr"])
 
     @property
     def num_nodes(self) -> int:

@@ -209,6 +209,37 @@ def stepped_tensors(optimizer: StackedOptimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def states_by_node(optimizer: StackedOptimizer, name: str, replicas: Replicas) -> list[list[Tensor]]:
+    """Return the state called `name` of all parameters, node by node, as tensors to read and to write to.
+
+    Where no step has been taken, for there are no values, the tensors are new, and of the parameters' shapes.
+
+    Raises:
+        ValueError: the optimizer keeps no such state.
+    """
+
+    def states(own: Optimizer) -> list[Tensor]:
+        return [_state(own, parameter, name) for parameter in stepped_tensors(own)]
+
+    if isinstance(optimizer, NodeOptimizers):
+        return [states(own) for own in optimizer.optimizers]
+    found, size = states(optimizer), replicas.num_parameters
+    if all(tensor.shape == (size,) for tensor in found):
+        return [[row] for row in found]  # one optimizer with a parameter for each node
+    if len(found) == 1:
+        found = [found[0][:, :size]]  # without the gaps between rows
+    return [[tensor[node] for tensor in found] for node in range(replicas.num_held)]
+
+
+def _state(optimizer: Optimizer, parameter: Tensor, name: str) -> Tensor:
+    state = optimizer.state.get(parameter)
+    if not state:
+        return torch.zeros_like(parameter)
+    if not isinstance(state.get(name), Tensor):
+        raise ValueError(f"{type(optimizer).__name__} keeps no {name!r} of a parameter, only {', '.join(state)}")
+    return state[name]
+
+
 def _fills_lines(replicas: Replicas) -> bool:
     """Whether a fused kernel rounds a row as it rounds the row's parameters, one by one.
 

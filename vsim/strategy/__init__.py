@@ -21,9 +21,12 @@ from vsim.strategy.compression import (
     UniformQuantizer,
 )
 from vsim.strategy.demo import DeMoStrategy
+from vsim.strategy.desloc import DESLOCStrategy, StateAverage
 from vsim.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
+from vsim.strategy.gpa import GPAStrategy
+from vsim.strategy.noloco import NoLoCoStrategy, PairCommunicator
 from vsim.strategy.reduce import GradientAverage, SimpleReduceStrategy
 from vsim.strategy.selectors import (
     IndexSelector,
@@ -31,6 +34,7 @@ from vsim.strategy.selectors import (
     RandomIndexSelector,
     ShuffledSequentialIndexSelector,
 )
+from vsim.strategy.slowmo import SlowMomentum, SlowMoStrategy
 from vsim.strategy.sparseloco import SparseLoCoStrategy
 from vsim.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
 from vsim.strategy.streaming import StreamingDiLoCoCommunicator, StreamingDiLoCoStrategy
@@ -47,6 +51,10 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "eager": (EagerDiLoCoStrategy, {"H": 10, "outer_lr": 0.4}),
     "demo": (DeMoStrategy, {"index_bytes": "packed"}),
     "sparseloco": (SparseLoCoStrategy, {}),
+    "noloco": (NoLoCoStrategy, {"H": 10}),
+    "slowmo": (SlowMoStrategy, {"H": 10}),
+    "desloc": (DESLOCStrategy, {"H": 10, "H_v": 30}),
+    "gpa": (GPAStrategy, {"mu_x": 0.99}),
     "alone": (AloneStrategy, {}),
 }
 # What the command line compares where nothing is named.
@@ -80,15 +88,19 @@ __all__ = [
     "CompressedAverage",
     "Compressor",
     "DCTTopK",
+    "DESLOCStrategy",
     "DeMoStrategy",
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
     "EagerDiLoCoCommunicator",
     "EagerDiLoCoStrategy",
     "FedAvgStrategy",
+    "GPAStrategy",
     "GradientAverage",
     "IndexSelector",
+    "NoLoCoStrategy",
     "OptimSpec",
+    "PairCommunicator",
     "PartitionedIndexSelector",
     "PowerSGD",
     "RandomIndexSelector",
@@ -99,8 +111,11 @@ __all__ = [
     "ShuffledSequentialIndexSelector",
     "SignVote",
     "SimpleReduceStrategy",
+    "SlowMoStrategy",
+    "SlowMomentum",
     "SparseCommunicator",
     "SparseLoCoStrategy",
+    "StateAverage",
     "StatisticalQuantizer",
     "Strategy",
     "StreamingDiLoCoCommunicator",

@@ -171,6 +171,7 @@ class Strategy(Stateful):
         self.model = StackedModel(cluster.replicas)
         self._init_node(self.model, cluster.replicas.first_node, cluster.num_nodes)
         self._check_optimizer()
+        cluster.optim = self.optim
         self._stepped = [(p, p.grad) for p in stepped_tensors(self.optim)]
         self.schedulers = self.schedule.build(self.optim, cluster.max_steps)
         for module in self.communication_modules:
@@ -280,7 +281,7 @@ class Strategy(Stateful):
     @property
     def lr(self) -> float:
         """The learning rate of the next optimizer step."""
-        return float(self.optim.param_groups[0]["lr"])
+        return self.cluster.lr
 
     def global_weights(self) -> Tensor:
         """Return the shared weights (P,) to evaluate as the global model: a module's own, or the mean replica."""

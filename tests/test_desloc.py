@@ -1,0 +1,116 @@
+"""DES-LOC by hand, with every optimizer that keeps moments, and the errors of those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from driven import Parameters, driven, driven_apart, normal
+from torch import nn
+
+from vsim import price
+from vsim.cluster.optim import states_by_node
+from vsim.strategy import CommunicateOptimizeStrategy, DESLOCStrategy, OptimSpec, SimpleReduceStrategy, StateAverage
+
+SGD = OptimSpec("sgd", lr=1.0, momentum=0.5)
+MATRICES = Parameters((7, 3), (5, 2))
+# Moments of every kind, and the events of an averaging of all of them.
+KEPT = {
+    "adamw": (OptimSpec("adamw"), ["exp_avg", "exp_avg_sq"]),
+    "fused": (OptimSpec("adam", fused=True), ["exp_avg", "exp_avg_sq"]),
+    "amsgrad": (OptimSpec("adamw", amsgrad=True), ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]),
+    "adamax": (OptimSpec("adamax"), ["exp_avg", "exp_inf"]),
+    "nadam": (OptimSpec("nadam"), ["exp_avg", "exp_avg_sq"]),
+    "rmsprop": (OptimSpec("rmsprop", momentum=0.9), ["momentum_buffer", "square_avg"]),
+    "adagrad": (OptimSpec("adagrad"), ["sum"]),
+    "sgd": (SGD, ["momentum_buffer"]),
+    "muon": (OptimSpec("muon"), ["momentum_buffer"]),
+}
+every_optimizer = pytest.mark.parametrize(("spec", "names"), KEPT.values(), ids=KEPT)
+
+
+def test_three_steps_by_hand() -> None:
+    # One weight, 0 at first; gradients 1 and 3, lr 1, momentum 0.5, H = 3, H_m = 2. Step 1: m = 1 and 3, θ = −1, −3.
+    # Step 2: m = 1.5 and 4.5, θ = −2.5, −7.5; then m = 3 on both. Step 3: m = 2.5 and 4.5, θ = −5, −12; then θ = −8.5.
+    model = Parameters((1,))
+    nn.init.zeros_(model.p0)
+    run = driven(DESLOCStrategy(SGD, 3, H_m=2), model, torch.tensor([[1.0], [3.0]]).expand(3, 2, 1))
+    assert run.cluster.weights.tolist() == [[-8.5], [-8.5]]
+    momenta = states_by_node(run.strategy.optim, "momentum_buffer", run.cluster.replicas)
+    assert [tensor.tolist() for (tensor,) in momenta] == [[2.5], [4.5]]
+    assert [(e.step, e.label, e.payload_bytes) for e in run.ledger] == [(2, "momentum_buffer", 4), (3, "weights", 4)]
+
+
+def test_a_first_moment_where_there_is_no_second_is_a_step_of_lr_m_over_eps() -> None:
+    # Node 1 has gradients of 0, so that v = 0. After an averaging of m, which is 0.1 · 1 on node 0, both have 0.05, and
+    # in step 2 node 1's is 0.045: with a bias correction of 1 − β₁² = 0.19 it steps by 0.1 · 0.045 / 0.19 / 1e-8, over
+    # two million. With v averaged too, m / √v is near 1.
+    model, gradients = Parameters((1,)), torch.tensor([[1.0], [0.0]]).expand(2, 2, 1)
+    nn.init.zeros_(model.p0)
+    adam = OptimSpec("adam", lr=0.1)
+    alone = driven(DESLOCStrategy(adam, 10, H_m=1), model, gradients).cluster.weights
+    assert alone[1].item() == pytest.approx(-0.1 * 0.045 / 0.19 / 1e-8, rel=1e-4)
+    assert driven(DESLOCStrategy(adam, 10, H_m=1, H_v=1), model, gradients).cluster.weights.abs().max() < 0.3
+
+
+def test_with_momentum_averaged_in_every_step_it_is_allreduce() -> None:
+    # Both are linear: the mean of the momenta is the momentum of the mean gradient.
+    gradients = normal(5, 3, 31)
+    local = driven(DESLOCStrategy(SGD, 1, H_m=1), MATRICES, gradients).cluster.weights
+    torch.testing.assert_close(local, driven(SimpleReduceStrategy(SGD), MATRICES, gradients).cluster.weights)
+
+
+@every_optimizer
+def test_every_moment_is_averaged_at_its_period(spec: OptimSpec, names: list[str]) -> None:
+    run = driven(DESLOCStrategy(spec, 1), MATRICES, normal(6, 3, 31))
+    labels = [(e.step, e.label) for e in run.ledger if e.label != "weights"]
+    first = ("exp_avg", "momentum_buffer")
+    expected = [(3, name) for name in names if name in first] + [(6, name) for name in names]
+    assert labels == expected and {e.payload_bytes for e in run.ledger} == {4 * 31}
+    for name in names:
+        ours, *others = states_by_node(run.strategy.optim, name, run.cluster.replicas)
+        for theirs in others:
+            assert all(map(torch.equal, ours, theirs))
+
+
+@every_optimizer
+def test_nodes_held_apart_have_the_same_bits(spec: OptimSpec, names: list[str]) -> None:
+    strategy, gradients = DESLOCStrategy(spec, 1), normal(8, 3, 31)
+    together = driven(strategy, MATRICES, gradients, deterministic=True).cluster.weights
+    for row, run in zip(together, driven_apart(strategy, MATRICES, gradients), strict=True):
+        assert torch.equal(row, run.cluster.weights[0])
+
+
+@every_optimizer
+def test_without_values_the_same_is_sent(spec: OptimSpec, names: list[str]) -> None:
+    run = driven(DESLOCStrategy(spec, 1), MATRICES, normal(6, 3, 31))
+    options: dict[str, Any] = {"network": "1 Gbit/s", "compute": 1, "num_nodes": 3, "max_steps": 6}
+    assert [*price(DESLOCStrategy(spec, 1), model=MATRICES, **options).ledger] == [*run.ledger]
+
+
+class Own(torch.optim.SGD):
+    """Nobody but its author knows what this keeps."""
+
+
+@pytest.mark.parametrize(
+    ("spec", "arguments", "message"),
+    [
+        ("sgd", {}, r"SGD\) is not known to keep any of exp_avg, .*: .* FedAvgStrategy\(H=32\) does"),
+        (OptimSpec(Own, lr=0.1), {}, r"\(Own, .*\) is not known"),
+        (SGD, {"H_v": 5}, r"H_v=5 has no effect: OptimSpec\(SGD, .*\) is not known to keep any of exp_avg_sq"),
+        ("rmsprop", {"H_m": 5}, r"H_m=5 has no effect"),
+    ],
+)
+def test_moments_that_an_optimizer_does_not_keep(spec: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        DESLOCStrategy(spec, **arguments)
+
+
+def test_state_that_is_not_there_is_named_at_the_sync() -> None:
+    strategy = CommunicateOptimizeStrategy([StateAverage("exp_avg", 1)], optim_spec=SGD)
+    with pytest.raises(ValueError, match="SGD keeps no 'exp_avg' of a parameter, only momentum_buffer"):
+        driven(strategy, MATRICES, normal(1, 2, 31))
+    for name in ("H", "H_m", "H_v"):
+        with pytest.raises(ValueError, match=name):
+            DESLOCStrategy(**{name: 0})

@@ -1,0 +1,107 @@
+"""DES-LOC: local steps, where weights and the optimizer's moments are averaged, each at a period of its own."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import Unpack
+
+from vsim.arguments import whole_number
+from vsim.cluster import Cluster
+from vsim.cluster.optim import states_by_node
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.fedavg import AveragingCommunicator
+
+# What torch's optimizers call their moments.
+FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum")
+
+
+class StateAverage(CommunicationModule):
+    """s_k = mean_j s_j after every `every`-th step, for one kind of state s that the inner optimizer keeps.
+
+    Args:
+        name: what the optimizer calls it, such as "exp_avg". every: steps between syncs.
+
+    Payload: as many bytes as the state has, every `every` steps.
+
+    Raises:
+        ValueError: at a sync, the inner optimizer keeps no such state.
+    """
+
+    def __init__(self, name: str, every: int) -> None:
+        self.name = name
+        self.every = whole_number("every", every)
+
+    @property
+    def first_step(self) -> int:
+        return self.every
+
+    def communicate(self, cluster: Cluster) -> None:
+        if cluster.step % self.every:
+            return
+        nodes = states_by_node(cluster.optim, self.name, cluster.replicas)
+        rows = torch.stack([torch.cat([tensor.reshape(-1) for tensor in node]) for node in nodes])  # (R, P)
+        mean = cluster.collectives.all_reduce(rows, "mean", label=self.name)
+        for node in nodes:
+            for tensor, part in zip(node, mean.split([tensor.numel() for tensor in node]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+class DESLOCStrategy(Strategy):
+    """Desynchronized low communication [Iacob et al. 2025, arXiv:2505.22549].
+
+        θ_k, m_k, v_k ← inner optimizer(θ_k, g_k)
+        θ_k ← mean_j θ_j after every H-th step, m_k ← mean_j m_j after every H_m-th, v_k ← mean_j v_j after every H_v-th
+
+    with m and v the moments that the optimizer keeps: Adam's and its kin's, the momentum of SGD, the second moment of
+    RMSprop or Adagrad. H = H_m = H_v is local Adam; without the moments it is FedAvg.
+
+    A node whose gradients of an entry have all been 0 (a pixel that is black in its images, a token it has not met) has
+    v_k = 0 there. When the others' m reaches it before their v does, Adam steps by lr·m/eps, and weights explode. Where
+    gradients are sparse let v come with m, H_v = H_m, or choose a larger eps.
+
+    Args:
+        H: steps between averagings of the weights, at least 1. K_x in the paper.
+        H_m: of the first moment; default 3 H. K_u in the paper.
+        H_v: of the second moment; default 6 H. K_v in the paper.
+        options: those of every strategy; see `Strategy`.
+
+    Payload: P entries at each averaging, P · (1/H + 1/H_m + 1/H_v) a step. AMSGrad's maximum of the second moments is
+    averaged as they are, for as much again.
+
+    Raises:
+        TypeError: the inner optimizer keeps none of the moments, or not the one that a period is given for.
+
+    Deviations from the paper: none in the update; `max_norm` clips by norm where its analysis clips by element.
+    """
+
+    def __init__(
+        self,
+        optim_spec: Optim = None,
+        /,
+        H: int = 32,
+        *,
+        H_m: int | None = None,
+        H_v: int | None = None,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        weights = AveragingCommunicator(every=whole_number("H", H))
+        super().__init__([weights], **with_inner(optim_spec, options))
+        kept = self.optim_spec.state_names()
+        for argument, given, default, names in (
+            ("H_m", H_m, 3 * H, FIRST_MOMENTS),
+            ("H_v", H_v, 6 * H, SECOND_MOMENTS),
+        ):
+            every = whole_number(argument, default if given is None else given)
+            averages = [StateAverage(name, every) for name in names if name in kept]
+            if given is not None and not averages:
+                raise TypeError(f"DESLOCStrategy(): {argument}={given} has no effect: {self._keeps(names)}")
+            self.communication_modules += averages
+        if len(self.communication_modules) == 1:
+            raise TypeError(
+                f"DESLOCStrategy(): {self._keeps((*FIRST_MOMENTS, *SECOND_MOMENTS))}: there is nothing to average but "
+                f"the weights, which FedAvgStrategy(H={H}) does"
+            )
+
+    def _keeps(self, names: tuple[str, ...]) -> str:
+        return f"{self.optim_spec} is not known to keep any of {', '.join(names)}"

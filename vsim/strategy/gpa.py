@@ -1,0 +1,75 @@
+"""GPA: DiLoCo on one worker, smoothed: in every step the optimizer's iterates are averaged, instead of every H-th."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from vsim.arguments import real_number
+from vsim.cluster import Cluster
+from vsim.strategy.base import Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.reduce import GradientAverage
+
+
+class GPAStrategy(Strategy):
+    """Generalized primal averaging [Defazio et al. 2025, arXiv:2512.17131], with the nodes' gradients averaged.
+
+        g = mean_k ∇f_k(y);  z ← inner optimizer(z, clip(g));  x ← μ_x x + (1 − μ_x) z;  y = μ_y x + (1 − μ_y) z
+
+    All nodes compute with the same y; x is the global model that is evaluated. Weight decay is that of z. In the paper
+    GPA is an optimizer of one worker: what it takes over from DiLoCo is the outer step, smoothed over all inner steps,
+    and not the rare communication. On K nodes the worker is a data-parallel one, for which the authors offer their code
+    as well, and GPA sends what AllReduce does.
+
+    Args:
+        mu_x: μ_x in [0, 1): the share of x that remains. 0.9^(1/H) corresponds to DiLoCo on one worker with H steps;
+            the default, 0.9967, to H = 32. 0 is the inner optimizer alone.
+        mu_y: μ_y in [0, 1]: how near to x the gradients are taken. 0 takes them at z, where x is but an average.
+        options: those of every strategy; see `Strategy`.
+
+    Payload: all gradients, every step.
+
+    Deviations from the paper: none in the update. `Trainer.fit` returns the mean replica, as always, which is y.
+    """
+
+    shares_weights = True
+    shares_grads = True
+
+    averaged: Tensor  # x, shared (P,)
+    stepped: Tensor  # z, shared (P,)
+
+    def __init__(
+        self,
+        optim_spec: Optim = None,
+        /,
+        *,
+        mu_x: float = 0.9967,
+        mu_y: float = 0.7,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        super().__init__([GradientAverage()], **with_inner(optim_spec, options))
+        self.mu_x = real_number("mu_x", mu_x, at_least=0, at_most=1)
+        if self.mu_x == 1:
+            raise ValueError("mu_x must be < 1, got 1: the averaged weights would stay where they begin")
+        self.mu_y = real_number("mu_y", mu_y, at_least=0, at_most=1)
+
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        weights = cluster.weights[0]
+        self.keep_shared(averaged=weights.clone(), stepped=weights.clone())
+
+    def before_optimizer(self) -> None:
+        super().before_optimizer()
+        self.cluster.replicas.weights.copy_(self.stepped)  # the gradient of y steps z
+
+    def after_optimizer(self) -> None:
+        weights = self.cluster.replicas.weights
+        self.stepped.copy_(weights[0])  # equal on all nodes
+        # Of x and y only the distances from z are scaled, so that with μ_x = 0 both are z to the bit.
+        distance = (self.averaged - self.stepped).mul_(self.mu_x)
+        self.averaged.copy_(self.stepped + distance)
+        weights.copy_(self.stepped + distance.mul_(self.mu_y))
+        super().after_optimizer()
+
+    def global_weights(self) -> Tensor:
+        return self.averaged
