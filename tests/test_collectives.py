@@ -32,6 +32,11 @@ def test_what_a_collective_returns() -> None:
     assert collectives.all_reduce(rows, "mean", weights=torch.tensor([1, 1, 2])).tolist() == [3.75, 1.5]
     grouped = collectives.all_reduce(rows, "mean", among=[[2, 0], [1]], weights=torch.tensor([1, 1, 2]))
     assert grouped.tolist() == [pytest.approx([13 / 3, 5 / 3]), [2.0, 1.0], pytest.approx([13 / 3, 5 / 3])]
+    largest = collectives.merge(rows, lambda rows, weights: rows.amax(0))
+    assert largest.tolist() == [6.0, 5.0]
+    chosen = collectives.merge(rows, lambda rows, w: rows[w.argmax()], among=[[2, 0], [1]], weights=torch.arange(3))
+    assert chosen.tolist() == [[6.0, 0.0], [2.0, 1.0], [6.0, 0.0]]
+    assert [(e.collective, e.label) for e in collectives.ledger][-2:] == [("all_gather", "merge")] * 2
     assert collectives.broadcast(rows, 1).tolist() == [2.0, 1.0]
     assert torch.equal(collectives.all_gather(rows), rows)
 
@@ -100,6 +105,10 @@ def test_from_node_to_node_and_to_a_server() -> None:
     assert collectives.send(rows, [(1, 1), (0, 0)]).equal(rows) and len(collectives.ledger) == 4  # nothing travels
 
 
+def weighed_median(rows: Tensor, weights: Tensor | None) -> Tensor:
+    return rows.median(0).values * (1 if weights is None else weights.amax())
+
+
 @st.composite
 def calls(draw: st.DrawFn, num_nodes: int) -> Callable[[Collectives, Tensor], Tensor]:
     """A call of any collective by any nodes, of the rows that a process holds."""
@@ -113,6 +122,7 @@ def calls(draw: st.DrawFn, num_nodes: int) -> Callable[[Collectives, Tensor], Te
         st.sampled_from(
             [
                 lambda c, rows: c.all_reduce(rows, op, among=groups, weights=weights),
+                lambda c, rows: c.merge(rows, weighed_median, among=groups, weights=weights),
                 lambda c, rows: c.all_gather(rows, among=among),
                 lambda c, rows: c.broadcast(rows, order[0], among=None if among is None else among or order[:1]),
                 lambda c, rows: c.send(rows, pairs),

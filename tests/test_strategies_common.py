@@ -124,7 +124,18 @@ TABLE = [
         SimpleReduceStrategy,
         {},
         every(1, "all_reduce", "gradients", 4 * P),
+        {"merger": {"merger": "median"}, "max_node_norm": {"max_node_norm": "median"}},
         alone=True,
+        equal_after=range(1, STEPS + 1),
+    ),
+    Row(
+        "AllReduce, RDA",
+        SimpleReduceStrategy,
+        {"merger": "rda", "max_node_norm": "median"},
+        in_order(
+            every(1, "all_gather", "gradients: norms", 4),
+            every(1, "all_gather", "gradients", 4 * P),
+        ),
         equal_after=range(1, STEPS + 1),
     ),
     Row(
@@ -132,9 +143,20 @@ TABLE = [
         FedAvgStrategy,
         {"H": 3},
         every(3, "all_reduce", "weights", 4 * P),
-        {"H": {"H": 2}, "island_size": {"H": 3, "island_size": 2}, "weighting": {"H": 3, "weighting": "examples"}},
+        {
+            "H": {"H": 2},
+            "island_size": {"H": 3, "island_size": 2},
+            "weighting": {"H": 3, "weighting": "examples"},
+            "merger": {"H": 3, "merger": "krum"},
+        },
         alone=True,
         equal_after=[3, 6],
+    ),
+    Row(
+        "FedAvg, median",
+        FedAvgStrategy,
+        {"H": 2, "island_size": 3, "merger": "median"},
+        every(2, "all_gather", "weights", 4 * P),
     ),
     Row("FedAvg in islands", FedAvgStrategy, {"H": 2, "island_size": 2}, every(2, "all_reduce", "weights", 4 * P)),
     Row(

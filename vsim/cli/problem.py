@@ -18,7 +18,7 @@ from vsim.cluster.optim import OPTIMIZERS, OptimSpec
 from vsim.data import TextDataset, digits, docs_text, mnist, text_file
 from vsim.models import CNN, GPT, MLP
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
-from vsim.strategy import PRESETS, STRATEGIES, Compressor, IndexSelector, Strategy
+from vsim.strategy import MERGERS, PRESETS, STRATEGIES, Compressor, IndexSelector, Strategy
 
 # For each built-in model what trains it well in some hundred steps: AdamW's learning rate, examples a node and step.
 LEARNING_RATES = {"gpt": 6e-4, "mlp": 2e-3, "cnn": 2e-3}
@@ -33,6 +33,7 @@ MADE: dict[str, Callable[..., Any]] = {
         and issubclass(cls, Compressor | IndexSelector)
         and cls not in (Compressor, IndexSelector)
     },
+    **MERGERS,
 }
 GPT_SHAPE = {"block_size": 64, "layers": 2, "width": 64, "heads": 4}
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from vsim.arguments import one_of, whole_number
+from vsim.cluster.groups import groups_of, shares_of
 from vsim.cluster.ledger import Event, Ledger
 
 Nodes = Sequence[int] | Tensor | None  # their numbers; None: all
@@ -27,8 +28,9 @@ Among = Nodes | Sequence[Sequence[int] | Tensor]
 Pairs = Sequence[tuple[int, int]] | Tensor
 Bytes = float | None  # None: those of the tensor as it is
 Finish = Callable[[], Tensor]  # waits for what was issued, and returns the result
+Merge = Callable[[Tensor, Tensor | None], Tensor]  # rows (n, …), weights (n,) that sum to 1, or None → (…)
 REDUCTIONS = ("mean", "sum", "max", "min")
-COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "send", "push", "pull")
+COLLECTIVES = ("all_reduce", "merge", "all_gather", "broadcast", "send", "push", "pull")
 _P = ParamSpec("_P")
 
 
@@ -135,12 +137,39 @@ class Collectives(ABC):
         groups = [range(self.num_nodes)] if among is None else groups_of(among, self.num_nodes)
         self._record("all_reduce", label, stacked, groups, payload_bytes)
         if among is None:
-            return self._all_reduce(stacked, op, None if weights is None else shares_of(weights))
-        return self._written(stacked, [(group, self._reduced(stacked, op, group, weights)) for group in groups])
+            return self._all_reduce(stacked, op, shares_of(weights, groups[0]))
+        return self._by_group(stacked, lambda rows, shares: reduce_rows(rows, op, shares), groups, weights)
 
-    def _reduced(self, stacked: Tensor, op: str, group: Sequence[int], weights: Tensor | None) -> Finish:
-        rows, shares = self._rows(stacked, group, group), None if weights is None else shares_of(weights[list(group)])
-        return lambda: reduce_rows(rows(), op, shares)
+    @_awaited
+    def merge(
+        self,
+        stacked: Tensor,
+        function: Merge,
+        *,
+        among: Among = None,
+        weights: Tensor | None = None,
+        label: str = "merge",
+        payload_bytes: Bytes = None,
+    ) -> Finish:
+        """Gather the rows, and make one of them on every node: an all-gather in the ledger.
+
+        Args:
+            stacked: (R, …).
+            function: of dense rows (n, …) and weights (n,), None where there are none → (…).
+            among, weights, the result: as of `all_reduce`.
+        """
+        groups = [range(self.num_nodes)] if among is None else groups_of(among, self.num_nodes)
+        self._record("all_gather", label, stacked, groups, payload_bytes)
+        if among is None:
+            return _merged(self._all_gather(stacked), function, shares_of(weights, groups[0]))
+        return self._by_group(stacked, function, groups, weights)
+
+    def _by_group(
+        self, stacked: Tensor, function: Merge, groups: Sequence[Sequence[int]], weights: Tensor | None
+    ) -> Finish:
+        rows = [self._rows(stacked, group, group) for group in groups]
+        merged = [_merged(own, function, shares_of(weights, group)) for own, group in zip(rows, groups, strict=True)]
+        return self._written(stacked, list(zip(groups, merged, strict=True)))
 
     @_awaited
     def all_gather(
@@ -351,21 +380,9 @@ class StackedCollectives(Collectives):
         return lambda: stacked[list(sources)]  # one copy for all receivers
 
 
-def shares_of(weights: Tensor) -> Tensor:
-    """Return weights (n,) scaled to sum to 1."""
-    # On the CPU, where float64 always is: a few numbers, whatever the device and precision of what they weigh.
-    return weights.cpu().double() / weights.sum().item()
+def _merged(rows: Finish, function: Merge, shares: Tensor | None) -> Finish:
+    def finish() -> Tensor:
+        dense = rows().contiguous()
+        return function(dense, None if shares is None else shares.to(dense))
 
-
-def groups_of(among: Any, num_nodes: int) -> list[list[int]]:
-    """Return the groups that are named: nodes are one group, groups of nodes several; empty ones are left out.
-
-    Raises:
-        ValueError: something named is no node, or is named twice.
-    """
-    parts: list[Any] = [part.tolist() if hasattr(part, "tolist") else part for part in among]
-    groups = [list(part) for part in parts] if all(hasattr(part, "__iter__") for part in parts) else [parts]
-    named = [node for group in groups for node in group]
-    if any(type(node) is not int for node in named) or sorted({*named} & {*range(num_nodes)}) != sorted(named):
-        raise ValueError(f"each of the nodes that take part must be named once, from 0 to {num_nodes - 1}; got {among}")
-    return [group for group in groups if group]
+    return finish

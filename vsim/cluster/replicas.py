@@ -120,6 +120,12 @@ class Replicas:
         return self.weights.shape[1]
 
     @property
+    def embeddings(self) -> set[str]:
+        """The names of the parameters that are tables to look up in: of nn.Embedding, and what is tied to them."""
+        tables = {id(m.weight) for m in self.module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+        return {name for name, p in self.module.named_parameters() if id(p) in tables}
+
+    @property
     def nodes(self) -> range:
         """The numbers of the nodes held here, row by row."""
         return range(self.first_node, self.first_node + self.num_held)

@@ -26,6 +26,7 @@ from vsim.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vsim.strategy.gpa import GPAStrategy
+from vsim.strategy.mergers import MERGERS, Merger, iso, krum, mean, median, rda, trimmed_mean
 from vsim.strategy.noloco import NoLoCoStrategy, PairCommunicator
 from vsim.strategy.reduce import GradientAverage, SimpleReduceStrategy
 from vsim.strategy.selectors import (
@@ -78,6 +79,7 @@ PRESETS: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 __all__ = [
     "COMPARED",
     "FP4",
+    "MERGERS",
     "PRESETS",
     "QSGD",
     "STRATEGIES",
@@ -98,6 +100,7 @@ __all__ = [
     "GPAStrategy",
     "GradientAverage",
     "IndexSelector",
+    "Merger",
     "NoLoCoStrategy",
     "OptimSpec",
     "PairCommunicator",
@@ -123,4 +126,10 @@ __all__ = [
     "TileTopK",
     "TopK",
     "UniformQuantizer",
+    "iso",
+    "krum",
+    "mean",
+    "median",
+    "rda",
+    "trimmed_mean",
 ]

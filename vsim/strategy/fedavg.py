@@ -8,22 +8,31 @@ from typing_extensions import Unpack
 from vsim.arguments import one_of, whole_number
 from vsim.cluster import Cluster
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.mergers import MergerLike, merge, resolve_merger
 
 
 class AveragingCommunicator(CommunicationModule):
-    """θ_k = Σ_j w_j θ_j after every `every`-th step, over all nodes or inside of islands.
+    """θ_k = Σ_j w_j θ_j after every `every`-th step, over all nodes or inside of islands; or as another merger has it.
 
     Args:
         island_size: nodes that average together. At every sync the nodes are shuffled anew and cut into islands of
             this size; the last may be smaller. None: all nodes.
         every: steps between syncs, H.
         weighting: "uniform", or "examples": by the number of examples that a node has.
+        merger: the mean, or another of `vsim.strategy.mergers` that merges weights.
     """
 
-    def __init__(self, island_size: int | None = None, every: int = 1, weighting: str = "uniform") -> None:
+    def __init__(
+        self,
+        island_size: int | None = None,
+        every: int = 1,
+        weighting: str = "uniform",
+        merger: MergerLike = "mean",
+    ) -> None:
         self.island_size = None if island_size is None else whole_number("island_size", island_size)
         self.every = whole_number("every", every)
         self.weighting = one_of("weighting", weighting, ("uniform", "examples"))
+        self.merger = resolve_merger(merger, "FedAvg", weighted=weighting == "examples", of_weights=True)
 
     @property
     def first_step(self) -> int:
@@ -36,15 +45,9 @@ class AveragingCommunicator(CommunicationModule):
     def communicate(self, cluster: Cluster) -> None:
         if cluster.step % self.every:
             return
-        cluster.weights.copy_(
-            cluster.collectives.all_reduce(
-                cluster.weights,
-                "mean",
-                label="weights",
-                among=self._islands(cluster),
-                weights=cluster.shard_sizes if self.weighting == "examples" else None,
-            )
-        )
+        shares = cluster.shard_sizes if self.weighting == "examples" else None
+        merged = merge(self.merger, cluster.weights, cluster, "weights", among=self._islands(cluster), weights=shares)
+        cluster.weights.copy_(merged)
 
     def _islands(self, cluster: Cluster) -> list[list[int]] | None:
         if self.island_size is None or self.island_size == cluster.num_nodes:
@@ -63,6 +66,8 @@ class FedAvgStrategy(Strategy):
         H: local steps between averagings, at least 1.
         island_size: average only inside of random islands of this many nodes, drawn anew at every sync.
         weighting: "uniform" (w_j = 1/K) or "examples" (w_j in proportion to node j's number of examples).
+        merger: how weights become one: "mean", "median", trimmed_mean(0.2), krum(faulty=1) or a function of one's own;
+            see `Merger`. All but the mean gather the weights of all nodes.
         options: those of every strategy; see `Strategy`.
 
     Payload: all weights every H steps.
@@ -77,7 +82,9 @@ class FedAvgStrategy(Strategy):
         island_size: int | None = None,
         H: int = 1,
         weighting: str = "uniform",
+        merger: MergerLike = "mean",
         **options: Unpack[StrategyOptions],
     ) -> None:
         every = whole_number("H", H)
-        super().__init__([AveragingCommunicator(island_size, every, weighting)], **with_inner(optim_spec, options))
+        average = AveragingCommunicator(island_size, every, weighting, merger)
+        super().__init__([average], **with_inner(optim_spec, options))

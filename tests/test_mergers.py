@@ -1,0 +1,355 @@
+"""Mergers against their definitions in NumPy, their properties, and what they do at each place that averages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from driven import Parameters, driven, driven_apart, normal, size, started
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import vsim
+from vsim.cli import parse_strategy
+from vsim.models import GPT
+from vsim.strategy import (
+    MERGERS,
+    FedAvgStrategy,
+    Merger,
+    OptimSpec,
+    SimpleReduceStrategy,
+    Strategy,
+    iso,
+    krum,
+    mean,
+    median,
+    rda,
+    trimmed_mean,
+)
+
+Rows = NDArray[np.float64]
+
+
+# The definitions -----------------------------------------------------------------------------------------------------
+
+
+def trimmed(rows: Rows, share: float) -> Rows:
+    n = len(rows)
+    cut = next(c for c in range(n) if c >= share * n - 1e-9 or n - 2 * (c + 1) < 1)
+    return np.sort(rows, axis=0)[cut : n - cut].mean(0)
+
+
+def scores(rows: Rows, faulty: int) -> list[float]:
+    """Krum's, of every row: the sum of squared distances to its nearest others."""
+    found = []
+    for i, row in enumerate(rows):
+        others = sorted(float(((row - other) ** 2).sum()) for j, other in enumerate(rows) if j != i)
+        found.append(sum(others[: max(1, len(rows) - faulty - 2)]))
+    return found
+
+
+def length_and_direction(rows: Rows, weights: Rows | None = None) -> Rows:
+    weights = np.full(len(rows), 1 / len(rows)) if weights is None else weights
+    lengths = [float(np.sqrt((row**2).sum())) for row in rows]
+    direction = sum(w * row / (length or 1) for w, row, length in zip(weights, rows, lengths, strict=True))
+    norm = np.sqrt((direction**2).sum())
+    return float(weights @ lengths) * (direction / norm if norm else direction)
+
+
+def flat_spectrum(rows: Rows) -> Rows:
+    mean = rows.mean(0)
+    if mean.ndim < 2:
+        return mean
+    u, s, v = np.linalg.svd(mean.reshape(len(mean), -1), full_matrices=False)
+    return (s.mean() * u @ v).reshape(mean.shape)
+
+
+REFERENCES: dict[str, tuple[Merger, Callable[[Rows], Rows]]] = {
+    "mean": (mean(), lambda rows: rows.mean(0)),
+    "median": (median(), lambda rows: np.median(rows, axis=0)),
+    "trimmed by a fifth": (trimmed_mean(), lambda rows: trimmed(rows, 0.2)),
+    "trimmed by 2 of 7": (trimmed_mean(2 / 7), lambda rows: trimmed(rows, 2 / 7)),
+    "rda": (rda(), length_and_direction),
+    "iso": (iso(), flat_spectrum),
+}
+ALL = [*(merger for merger, _ in REFERENCES.values()), krum(), krum(2)]
+every_merger = pytest.mark.parametrize("merger", ALL, ids=repr)
+
+
+def stacked(shape: st.SearchStrategy[tuple[int, ...]], largest: int = 1000) -> st.SearchStrategy[Rows]:
+    """Stacked rows whose entries float32 has exactly, in steps large enough for lengths to be far from 0 or 0."""
+    steps = st.integers(-largest * 8, largest * 8).map(lambda i: i / 8)
+    return shape.flatmap(lambda own: arrays(np.float64, own, elements=steps))
+
+
+vectors = stacked(st.tuples(st.integers(1, 8), st.integers(1, 5)))
+tensors = stacked(st.lists(st.integers(1, 4), min_size=1, max_size=3).flatmap(lambda s: st.just((5, *s))))
+
+
+def merged(merger: Merger, rows: Rows, weights: Rows | None = None) -> Rows:
+    given = torch.from_numpy(rows).float()
+    return merger(given, None if weights is None else torch.from_numpy(weights).float()).double().numpy()
+
+
+def assert_close(result: Rows, expected: Rows, rows: Rows, rtol: float = 2e-5) -> None:
+    np.testing.assert_allclose(result, expected, rtol=rtol, atol=rtol * float(np.abs(rows).max(initial=0)))
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@settings(max_examples=30)
+@given(rows=st.one_of(vectors, tensors))
+def test_the_definition(name: str, rows: Rows) -> None:
+    merger, reference = REFERENCES[name]
+    if name == "rda":  # nearly opposite directions cancel, and rounding decides
+        assume(np.abs(expected := length_and_direction(rows)).max() == 0 or well_defined(rows))
+        assert_close(merged(merger, rows), expected, rows, 1e-3)
+    elif name == "iso":  # singular vectors of equal or vanishing values are any
+        mean = rows.mean(0)
+        matrix = mean.reshape(len(mean), -1) if mean.ndim > 1 else mean[None]
+        spectrum = np.linalg.svd(matrix, compute_uv=False)
+        assume(mean.ndim < 2 or spectrum.min() > 1e-2 * spectrum.max())
+        assert_close(merged(merger, rows), reference(rows), rows, 1e-3)
+    else:
+        assert_close(merged(merger, rows), reference(rows), rows)
+
+
+def well_defined(rows: Rows) -> bool:
+    units = [row / (np.sqrt((row**2).sum()) or 1) for row in rows]
+    return bool(np.sqrt((np.mean(units, axis=0) ** 2).sum()) > 1e-2)
+
+
+@settings(max_examples=30)
+@given(vectors, st.integers(0, 2))
+def test_krum_is_a_row_with_the_least_score(rows: Rows, faulty: int) -> None:
+    result, own = merged(krum(faulty), rows), scores(rows, faulty)
+    best = [row for row, score in zip(rows, own, strict=True) if score <= min(own) * (1 + 1e-5)]
+    assert any((result == row).all() for row in best)
+
+
+# Properties ----------------------------------------------------------------------------------------------------------
+
+
+@every_merger
+@settings(max_examples=30)
+@given(data=st.data())
+def test_the_order_of_the_nodes_is_nothing(merger: Merger, data: st.DataObject) -> None:
+    rows = data.draw(vectors)
+    other = rows[data.draw(st.permutations(range(len(rows))))]
+    if isinstance(merger, krum):
+        own = sorted(scores(rows, merger.faulty))
+        assume(len(own) < 2 or own[1] > own[0] * (1 + 1e-5))  # else the first in order
+    if isinstance(merger, rda):
+        assume(well_defined(rows))
+    assert_close(merged(merger, other), merged(merger, rows), rows, 1e-3)
+
+
+@every_merger
+@settings(max_examples=30)
+@given(row=stacked(st.tuples(st.just(1), st.integers(1, 5))), n=st.integers(1, 7))
+def test_equal_vectors_give_the_vector(merger: Merger, row: Rows, n: int) -> None:
+    assert_close(merged(merger, row.repeat(n, axis=0)), row[0], row)
+
+
+@pytest.mark.parametrize("merger", [median(), trimmed_mean(), trimmed_mean(0.4), krum()], ids=repr)
+@settings(max_examples=30)
+@given(rows=vectors)
+def test_no_entry_is_beyond_those_of_all_nodes(merger: Merger, rows: Rows) -> None:
+    result, slack = merged(merger, rows), 1e-6 * np.abs(rows).max()
+    assert (rows.min(0) - slack <= result).all() and (result <= rows.max(0) + slack).all()
+
+
+@pytest.mark.parametrize("merger", [median(), trimmed_mean(2 / 7), krum(2)], ids=repr)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_two_of_seven_cannot_move_it_beyond_the_others(merger: Merger, data: st.DataObject) -> None:
+    rows = data.draw(stacked(st.tuples(st.just(7), st.integers(1, 4)), largest=10))
+    places = data.draw(st.permutations(range(7)))[:2]
+    huge = st.floats(1e5, 1e30).flatmap(lambda x: st.sampled_from([x, -x]))
+    for place in places:
+        rows[place] = data.draw(arrays(np.float64, rows.shape[1], elements=huge))
+    result, honest = merged(merger, rows), np.delete(rows, places, axis=0)
+    assert (honest.min(0) - 1e-5 <= result).all() and (result <= honest.max(0) + 1e-5).all()
+
+
+@pytest.mark.parametrize("merger", [mean(), rda(), iso()], ids=repr)
+@settings(max_examples=30)
+@given(rows=vectors, data=st.data())
+def test_weights_are_so_many_equal_nodes(merger: Merger, rows: Rows, data: st.DataObject) -> None:
+    counts = np.array(data.draw(st.lists(st.integers(1, 3), min_size=len(rows), max_size=len(rows))))
+    assume(not isinstance(merger, rda) or well_defined(rows.repeat(counts, axis=0)))
+    weighted = merged(merger, rows, counts / counts.sum())
+    assert_close(weighted, merged(merger, rows.repeat(counts, axis=0)), rows, 1e-3)
+
+
+def test_by_hand() -> None:
+    # Both of length 2, the mean direction (1, 1)/√2.
+    half = math.sqrt(2)
+    assert rda()(torch.tensor([[2.0, 0.0], [0.0, 2.0]])).tolist() == pytest.approx([half, half])
+    assert rda()(torch.tensor([[3.0, -4.0], [-3.0, 4.0]])).tolist() == [0, 0]
+    # Singular values 3 and 1 of (±) the unit vectors become 2.
+    assert iso()(torch.diag(torch.tensor([3.0, -1.0]))[None]).tolist() == [[2, 0], [0, -2]]
+    # The scores of 1 nearest other are 4, 1, 1, 49; of two 4 + 9, 4 + 1, 1 + 9, 49 + 64.
+    rows = torch.tensor([[0.0], [2.0], [3.0], [10.0]])
+    assert krum(1)(rows).tolist() == krum(0)(rows).tolist() == [2]
+    assert krum(0)(torch.tensor([[5.0], [1.0]])).tolist() == krum(9)(torch.tensor([[5.0]])).tolist() == [5]
+    assert median()(rows).tolist() == [2.5]
+    # ⌈0.2 · 4⌉ = 1 on each side; of two nodes none.
+    assert trimmed_mean(0.2)(rows).tolist() == [2.5] and trimmed_mean(0.2)(rows[2:]).tolist() == [6.5]
+
+
+# The places that average ---------------------------------------------------------------------------------------------
+
+
+def stepped(strategy: Strategy, *gradients: float, steps: int = 1) -> Any:
+    """One weight that starts at 0, on nodes with these gradients."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(1))
+    return driven(strategy, model, torch.tensor(gradients)[None, :, None].repeat(steps, 1, 1))
+
+
+PLAIN: dict[str, Any] = {"optim_spec": "sgd", "lr": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 4),
+        ({"merger": "median"}, 2),
+        ({"merger": median}, 2),
+        ({"merger": trimmed_mean(0.3)}, 2),
+        ({"merger": krum(0)}, 1),  # 1 and 2 are as near to each other, and 1 is first
+        ({"merger": "rda"}, 4),  # all in one direction
+        ({"merger": lambda rows, weights: rows.amax(0)}, 9),
+        ({"max_node_norm": "median"}, (1 + 2 + 2) / 3),
+        ({"max_node_norm": 1.5}, (1 + 1.5 + 1.5) / 3),
+        ({"max_node_norm": "median", "merger": lambda rows, weights: rows.amax(0)}, 2),
+        ({"max_node_norm": "median", "max_norm": 1.0}, 1),  # of what comes out
+    ],
+)
+def test_gradients_by_hand(options: dict[str, Any], expected: float) -> None:
+    run = stepped(SimpleReduceStrategy(**PLAIN, **options), 1.0, 2.0, 9.0)
+    assert -run.cluster.weights.flatten() == pytest.approx([expected] * 3)
+    gathers = options.get("merger", "mean") not in ("mean", "iso")
+    sent = [("all_gather", "gradients: norms")] * (options.get("max_node_norm") == "median")
+    sent.append(("all_gather" if gathers else "all_reduce", "gradients"))
+    assert [(e.collective, e.label, e.payload_bytes) for e in run.ledger] == [(*one, 4) for one in sent]
+
+
+def test_weights_in_islands_by_hand() -> None:
+    # After a step θ_k = −g_k. Of five nodes three are an island, then the other two, as the generator's seed has it.
+    run = stepped(FedAvgStrategy(H=1, island_size=3, merger="median", **PLAIN), 1.0, 2.0, 4.0, 8.0, 16.0)
+    (event,) = run.ledger
+    assert event.collective == "all_gather" and sorted(map(len, event.groups)) == [2, 3]
+    for island in event.groups:
+        expected = -float(np.median([2.0**node for node in island]))
+        assert run.cluster.weights[list(island), 0].tolist() == [expected] * len(island)
+    # All gather what all hold: 2 and 1 others of 4 bytes.
+    assert run.ledger.total_wire_bytes == 3 * 2 * 4 + 2 * 1 * 4
+
+
+def test_a_function_of_ones_own_gets_weights() -> None:
+    seen = []
+
+    def own(rows: Tensor, weights: Tensor | None) -> Tensor:
+        seen.append(weights)
+        return rows.mean(0) if weights is None else weights @ rows
+
+    run = started(FedAvgStrategy(weighting="examples", merger=own, **PLAIN), Parameters((2,)), 3)
+    run.cluster.shard_sizes[:] = torch.tensor([1.0, 1.0, 2.0])
+    before = run.cluster.weights.clone()
+    after = run.step(torch.tensor([[1.0], [2.0], [4.0]]).expand(3, 2))
+    assert seen[0].tolist() == [0.25, 0.25, 0.5]
+    torch.testing.assert_close(after, before - 2.75)
+
+
+def test_embeddings_take_the_mean() -> None:
+    gpt = GPT(7, block_size=4, layers=1, width=8, heads=2)
+    gradients = normal(1, 3, size(gpt), seed=1)
+    plain, by_tensor = (driven(SimpleReduceStrategy(merger=m, **PLAIN), gpt, gradients) for m in ("mean", "rda"))
+    replicas = plain.cluster.replicas
+    assert replicas.embeddings == {"tokens.weight", "positions.weight"}
+    both = (replicas.views(run.cluster.replicas.weights[0]) for run in (plain, by_tensor))
+    for (name, ours), theirs in zip(next(both).items(), next(both).values(), strict=True):
+        assert torch.equal(ours, theirs) == (name in replicas.embeddings), name
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 5])
+@pytest.mark.parametrize("merger", ALL, ids=repr)
+def test_nodes_apart_have_the_bits_of_nodes_together(merger: Merger, num_nodes: int) -> None:
+    model = Parameters((5, 3), (7,), (), (4, 2, 3))
+    gradients = normal(3, num_nodes, size(model))
+    strategies: list[Strategy] = [SimpleReduceStrategy(lr=0.1, merger=merger, max_node_norm="median")]
+    if not merger.of_changes:
+        strategies.append(FedAvgStrategy(lr=0.1, H=2, island_size=2, merger=merger))
+    for strategy in strategies:
+        together = driven(strategy, model, gradients, deterministic=True)
+        for rank, alone in enumerate(driven_apart(strategy, model, gradients)):
+            assert torch.equal(alone.cluster.weights[0], together.cluster.weights[rank])
+            assert alone.ledger[:] == together.ledger[:]
+
+
+def test_every_merger_can_be_priced() -> None:
+    # 100 × 100 parameters of 4 bytes: an all-reduce of 4 nodes transmits 2 · 3/4 of them, an all-gather 3 times.
+    for name in MERGERS:
+        priced = vsim.price(
+            SimpleReduceStrategy(merger=name, max_node_norm="median"),
+            parameters=10_000,
+            num_nodes=4,
+            max_steps=1,
+            network="1 Gbit/s",
+            compute=1.0,
+        )
+        norms, gradients = (3 * 4, (1.5 if name in ("mean", "iso") else 3) * 40_000)
+        assert priced.seconds[-1] == pytest.approx(1 + (norms + gradients) * 8 / 1e9), name
+
+
+# What is given -------------------------------------------------------------------------------------------------------
+
+
+def test_on_the_command_line_and_in_sweeps() -> None:
+    strategy = parse_strategy("fedavg:merger=krum(faulty=2)", lr=1e-3)
+    assert vars(strategy.communication_modules[0])["merger"] == krum(2)
+    strategy = parse_strategy("allreduce:merger=median,max_node_norm=median", lr=1e-3)
+    assert vars(strategy.communication_modules[0]) == {"merger": median(), "max_node_norm": "median"}
+    names = vsim.grid(FedAvgStrategy, H=5, merger=["mean", trimmed_mean(0.1), trimmed_mean(0.3), krum])
+    assert [name.partition("merger=")[2] for name in names] == [
+        "mean",
+        "trimmed_mean(share=0.1)",
+        "trimmed_mean(share=0.3)",
+        "krum",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FedAvgStrategy(merger="medain"), "merger must be one of 'mean', .*; did you mean 'median'"),
+        (lambda: FedAvgStrategy(merger=3), "FedAvg: merger must be a Merger such as .* or a function of .*, got 3"),  # type: ignore[arg-type]
+        (lambda: FedAvgStrategy(merger="rda"), r"FedAvg: merger=rda\(\) takes lengths or directions of changes"),
+        (
+            lambda: FedAvgStrategy(merger=krum(1), weighting="examples"),
+            r"FedAvg: merger=krum\(faulty=1\) counts all nodes alike",
+        ),
+        (lambda: trimmed_mean(0.6), "share must be > 0 and <= 0.5, got 0.6"),
+        (lambda: krum(-1), "faulty must be a whole number >= 0, got -1"),
+        (lambda: SimpleReduceStrategy(max_node_norm="mean"), "max_node_norm must be one of 'median', got 'mean'"),
+        (lambda: SimpleReduceStrategy(max_node_norm=0), "max_node_norm must be > 0, got 0"),
+    ],
+)
+def test_what_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_gradients_are_kept_where_their_mean_is_not_enough() -> None:
+    for options, shared in [({}, True), ({"merger": "iso"}, True), ({"merger": "krum"}, False)]:
+        assert SimpleReduceStrategy(**options).shares_grads == shared
+    assert not SimpleReduceStrategy(max_node_norm=1.0).shares_grads
+    assert SimpleReduceStrategy(merger="median", inner_optim=OptimSpec("sgd")).shares_weights
