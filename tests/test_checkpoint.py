@@ -534,11 +534,12 @@ def test_a_fork_whose_optimizer_keeps_more_starts_it_anew(
     assert torch.equal(weights(anew), weights(kept)) == (name == "sgd")  # which keeps nothing
 
 
-def test_a_fork_of_equal_nodes_has_an_optimizer_for_each_node(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["muon", "adafactor", "adamw"])
+def test_a_fork_of_equal_nodes_has_an_optimizer_for_each_node(name: str, tmp_path: Path) -> None:
     matrices = Trainer(nn.Linear(12, 5, bias=False), vectors(), loss_fn=nn.functional.cross_entropy)
-    fit(SimpleReduceStrategy(optim_spec=OptimSpec("muon", lr=1e-2)), matrices, max_steps=4, save_dir=tmp_path)
+    fit(SimpleReduceStrategy(optim_spec=OptimSpec(name, lr=1e-2)), matrices, max_steps=4, save_dir=tmp_path)
     forked = load_checkpoint(tmp_path).fork()
-    fit(FedAvgStrategy(H=100, optim_spec=OptimSpec("muon", lr=1e-2)), matrices, max_steps=8, resume=forked)
+    fit(FedAvgStrategy(H=100, optim_spec=OptimSpec(name, lr=1e-2)), matrices, max_steps=8, resume=forked)
     assert len(weights(matrices).unique(dim=0)) == 3
 
 

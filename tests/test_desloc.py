@@ -10,7 +10,7 @@ from driven import Parameters, driven, driven_apart, normal
 from torch import nn
 
 from vsim import price
-from vsim.cluster.optim import states_by_node
+from vsim.cluster.optimizers import states_by_node
 from vsim.strategy import CommunicateOptimizeStrategy, DESLOCStrategy, OptimSpec, SimpleReduceStrategy, StateAverage
 
 SGD = OptimSpec("sgd", lr=1.0, momentum=0.5)
@@ -100,6 +100,7 @@ class Own(torch.optim.SGD):
         (OptimSpec(Own, lr=0.1), {}, r"\(Own, .*\) is not known"),
         (SGD, {"H_v": 5}, r"H_v=5 has no effect: OptimSpec\(SGD, .*\) is not known to keep any of exp_avg_sq"),
         ("rmsprop", {"H_m": 5}, r"H_m=5 has no effect"),
+        (OptimSpec("muon", rest="adamw"), {}, r"OptimSpec\(Muon, rest=.*\) is two optimizers, each with moments"),
     ],
 )
 def test_moments_that_an_optimizer_does_not_keep(spec: Any, arguments: dict[str, Any], message: str) -> None:

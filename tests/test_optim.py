@@ -24,15 +24,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from vsim import Trainer
-from vsim.cluster.optim import (
-    ELEMENTWISE,
-    OPTIMIZERS,
-    NodeOptimizers,
-    OptimSpec,
-    clip_by_node,
-    resolve_optim,
-    torch_optimizers,
-)
+from vsim.cluster.optim import ELEMENTWISE, OPTIMIZERS, OptimSpec, clip_by_node, resolve_optim
+from vsim.cluster.optimizers import NodeOptimizers, torch_optimizers
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.schedule import Schedule, warmup_cosine
 from vsim.models import MLP

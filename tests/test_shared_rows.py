@@ -10,7 +10,8 @@ from separate import TASKS, Task, small_cnn, small_mlp, vectors
 from torch import Tensor, nn
 
 from vsim import Trainer
-from vsim.cluster.optim import OptimSpec, torch_optimizers
+from vsim.cluster.optim import OptimSpec
+from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.replicas import with_gaps
 from vsim.strategy import DeMoStrategy, DiLoCoStrategy, SimpleReduceStrategy, Strategy
 from vsim.strategy.communicate import all_reduce

@@ -18,7 +18,7 @@ import vsim
 from vsim import Difference, VerifyReport
 from vsim.cli import main
 from vsim.cluster import Cluster
-from vsim.cluster.optim import torch_optimizers
+from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.engine import EXECUTORS, Settings, VmapExecutor

@@ -17,7 +17,7 @@ from vsim.arguments import known_keywords, one_of, real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import StackedCollectives
 from vsim.cluster.ledger import Ledger
-from vsim.cluster.optim import torch_optimizers
+from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import SHARED, generator
 from vsim.cluster.replicas import Replicas
 from vsim.network import Compute, Network, Timeline, timeline

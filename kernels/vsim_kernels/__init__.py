@@ -4,6 +4,7 @@
     dct        cosine transform of tiles         topk       largest entries, mean over senders
     quantize   fewer bits a number               lowrank    fewer numbers a matrix
     codebooks  codes that are places in a table  packing    numbers of a few bits in bytes
+    orthogonal the direction of a matrix alone
 
 *Stacked* means the node dimension in front, *shared* one copy that is equal on all nodes. Beside each kernel
 is a plain `<kernel>_reference` that the tests compare it with.
@@ -14,6 +15,7 @@ from .compiled import COMPILING_PAYS, compiled
 from .dct import dct_matrix, dct_tiles, idct_tiles, largest_divisor, matrix_shape, tile_shape
 from .lowrank import left_factor, low_rank, orthogonalize, right_factor
 from .masking import write_entries_
+from .orthogonal import newton_schulz
 from .packing import pack_bits, unpack_bits
 from .quantize import dequantize, majority_vote, quantize, stochastic_codes, uniform_quantize
 from .select import bernoulli_indices, chunk_sizes
@@ -36,6 +38,7 @@ __all__ = [
     "low_rank",
     "majority_vote",
     "matrix_shape",
+    "newton_schulz",
     "orthogonalize",
     "pack_bits",
     "quantize",

@@ -11,7 +11,7 @@ from torch import Tensor
 from vsim_kernels import compiled
 
 from vsim.cluster.collectives import Collectives
-from vsim.cluster.optim import StackedOptimizer
+from vsim.cluster.optimizers import StackedOptimizer
 from vsim.cluster.replicas import Replicas, Views
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])

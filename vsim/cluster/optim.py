@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vsim.arguments import one_of, only_one, real_number, reject_unknown
+from vsim.cluster.muon import StackedMuon, hidden_matrices
+from vsim.cluster.optimizers import JointOptimizers, NodeOptimizers, StackedOptimizer
 from vsim.cluster.replicas import Replicas, with_gaps
-from vsim.cluster.state import Stateful
 
 # Every element of the update depends on that element alone, so that one optimizer over the (K, P) matrix is K
-# optimizers. Any other class (Muon, Adafactor, a user's own) may mix elements and is applied node by node.
+# optimizers. Any other class (Adafactor, a user's own) may mix elements and is applied node by node; so is Muon where
+# every bit counts, and elsewhere as `StackedMuon`.
 ELEMENTWISE = frozenset(
     {
         torch.optim.SGD,
@@ -50,9 +53,15 @@ class OptimSpec:
     OptimSpec(AdamW, lr=0.0003)
     >>> OptimSpec("sgd", lr=0.1, momentum=0.9)
     OptimSpec(SGD, lr=0.1, momentum=0.9)
+    >>> OptimSpec("muon", lr=0.02, rest=OptimSpec("adamw", betas=(0.9, 0.95)))
+    OptimSpec(Muon, lr=0.02, rest=OptimSpec(AdamW, betas=(0.9, 0.95)))
 
     Args:
         cls: a subclass of torch.optim.Optimizer, or the name of one in torch.optim in small letters.
+        rest: the optimizer of the parameters that `cls` is not for, an `OptimSpec`, class or name; its learning rate is
+            that of `cls` unless it has its own. None: `cls` is for all parameters.
+        only: with `rest`, the names of the parameters that `cls` is for, or patterns such as "blocks.*.weight".
+            Default: the hidden matrices, which are all matrices but those of embeddings and of the last linear layer.
         kwargs: its arguments.
 
     Raises:
@@ -60,7 +69,14 @@ class OptimSpec:
         ValueError: an unknown name, or an optimizer that needs more than gradients (LBFGS, SparseAdam).
     """
 
-    def __init__(self, cls: type[Optimizer] | str, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        cls: type[Optimizer] | str,
+        *,
+        rest: OptimSpec | type[Optimizer] | str | None = None,
+        only: str | Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if isinstance(cls, str):
             cls = OPTIMIZERS[one_of("optimizer", cls.lower(), sorted(OPTIMIZERS))]
         if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
@@ -69,9 +85,15 @@ class OptimSpec:
             raise ValueError(f"{cls.__name__} needs closures or sparse gradients, which a stacked run has not")
         parameters = inspect.signature(cls).parameters.values()
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            reject_unknown(kwargs, [p.name for p in parameters if p.name != "params"], cls.__name__)
+            reject_unknown(kwargs, [*(p.name for p in parameters if p.name != "params"), "rest", "only"], cls.__name__)
         self.cls: type[Optimizer] = cls
         self.kwargs = kwargs
+        self.rest = OptimSpec(rest) if rest is not None and not isinstance(rest, OptimSpec) else rest
+        if self.rest is not None and self.rest.rest is not None:
+            raise ValueError(f"rest={self.rest} has a rest of its own; two optimizers share the parameters")
+        if only is not None and self.rest is None:
+            raise TypeError(f"only={only!r} has no effect without rest=, the optimizer of the other parameters")
+        self.only = [only] if isinstance(only, str) else only
         self._check()
 
     def _check(self) -> None:
@@ -101,36 +123,84 @@ class OptimSpec:
         return cls(name, **kwargs)
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments but the class."""
+        own = {"only": self.only, "rest": self.rest}
+        return self.kwargs | {name: value for name, value in own.items() if value is not None}
+
+    @property
     def elementwise(self) -> bool:
         """Whether one optimizer over stacked rows is the same as one for each row."""
-        return self.cls in ELEMENTWISE
+        return self.cls in ELEMENTWISE and self.rest is None
 
-    def build(self, parameters: nn.Module | Iterable[Tensor]) -> Optimizer | NodeOptimizers:
+    def parts(self, model: nn.Module) -> list[tuple[OptimSpec, list[str]]]:
+        """Return the optimizers of `model`, this one first, each with the names of the parameters that it is for.
+
+        Raises:
+            ValueError: `cls` is for no parameter, or does not take one that it is for.
+        """
+        shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        names = list(shapes)
+        if self.rest is not None:
+            names = hidden_matrices(model) if self.only is None else _matching(self.only, shapes)
+            if not names:
+                raise ValueError(
+                    f"{self}: the model has no hidden matrix, only {_few(shapes)}; name the parameters that "
+                    f"{self.cls.__name__} is for with only=[…]"
+                )
+        odd = [name for name in names if len(shapes[name]) != 2]
+        if odd and issubclass(self.cls, torch.optim.Muon):
+            raise ValueError(
+                f"{self.cls.__name__} steps matrices only, and {_few(odd)} are none: OptimSpec('muon', rest='adamw') "
+                "leaves all but the hidden matrices to AdamW"
+            )
+        found = [(OptimSpec(self.cls, **self.kwargs), names)]
+        others = [name for name in shapes if name not in names]
+        if self.rest is not None and others:
+            rate = {"lr": self.kwargs["lr"]} if "lr" in self.kwargs else {}
+            found.append((OptimSpec(self.rest.cls, **rate | self.rest.kwargs), others))
+        return found
+
+    def build(self, parameters: nn.Module | Iterable[Tensor]) -> StackedOptimizer:
         """Build the optimizer over `parameters`: tensors with a `.grad`, or a module.
 
         For the stacked `self.model` of a strategy, an optimizer that is not elementwise becomes one for each node.
         """
         if isinstance(parameters, nn.Module):
-            parameters = parameters.parameters()
-        tensors = [p for p in parameters if p.requires_grad]
-        # A fused kernel goes over memory from a tensor's first element on, whatever lies between its rows.
-        as_one = self.elementwise and not self.kwargs.get("fused")
-        if as_one or not all(getattr(p, "is_stacked", False) for p in tensors):
-            return self.cls(tensors, **self.kwargs)
-        nodes = range(len(tensors[0]))
-        return NodeOptimizers(self, [[(p, row) for p in tensors] for row in nodes])
+            named = {name: p for name, p in parameters.named_parameters() if p.requires_grad}
+            return self._build_parts(named, getattr(parameters, "of_one_node", parameters), deterministic=True)
+        if self.rest is not None:
+            raise TypeError(f"{self} is built over a model: tensors alone do not say which are hidden matrices")
+        return self._build_over({str(i): p for i, p in enumerate(parameters) if p.requires_grad}, deterministic=True)
 
-    def build_for(self, replicas: Replicas, deterministic: bool) -> Optimizer | NodeOptimizers:
+    def build_for(self, replicas: Replicas, deterministic: bool) -> StackedOptimizer:
         """Build the optimizer of all nodes of `replicas`: one over the matrix where that is the same."""
         by_tensor = deterministic and bool(self.kwargs.get("fused")) and not _fills_lines(replicas)
-        if by_tensor or not self.elementwise:
-            weights = replicas.views(replicas.weights)
-            grads = replicas.views(replicas.grads[: len(replicas.weights)])
-            for name, w in weights.items():
-                weights[name] = _with_grad(w, grads[name])
-            return NodeOptimizers(self, [[(w, row) for w in weights.values()] for row in range(len(replicas.weights))])
-        # Where the nodes share one row of weights, every row of gradients holds the same step: the first is taken.
-        return self.build_over(replicas.weights, replicas.grads[: len(replicas.weights)], deterministic)
+        if self.elementwise and not by_tensor:
+            # Where the nodes share one row of weights, every row of gradients holds the same step: the first is taken.
+            return self.build_over(replicas.weights, replicas.grads[: len(replicas.weights)], deterministic)
+        grads = replicas.views(replicas.grads[: len(replicas.weights)])
+        named = {name: _with_grad(w, grads[name]) for name, w in replicas.views(replicas.weights).items()}
+        for stacked in named.values():
+            stacked.is_stacked = True  # type: ignore[attr-defined]
+        return self._build_parts(named, replicas.module, deterministic)
+
+    def _build_parts(self, named: Mapping[str, Tensor], model: nn.Module, deterministic: bool) -> StackedOptimizer:
+        """Build over name → tensor of the parameters of `model`, stacked or not."""
+        parts = [
+            spec._build_over({name: named[name] for name in names}, deterministic) for spec, names in self.parts(model)
+        ]
+        return parts[0] if self.rest is None else JointOptimizers(parts)
+
+    def _build_over(self, named: Mapping[str, Tensor], deterministic: bool) -> Optimizer | NodeOptimizers:
+        tensors = list(named.values())
+        # A fused kernel goes over memory from a tensor's first element on, whatever lies between its rows.
+        as_one = self.cls in ELEMENTWISE and not self.kwargs.get("fused")
+        if as_one or not all(getattr(p, "is_stacked", False) for p in tensors):
+            return self.cls(tensors, **self.kwargs)
+        if self.cls is torch.optim.Muon and not deterministic:
+            return StackedMuon(tensors, **self.kwargs)
+        return NodeOptimizers(self.cls, tensors, self.kwargs)
 
     def build_over(self, weights: Tensor, grads: Tensor, deterministic: bool) -> Optimizer:
         """Build one optimizer that updates stacked `weights` (R, P) in place from `grads`.
@@ -144,7 +214,13 @@ class OptimSpec:
         return self.build_shared([with_gaps(weights)], [with_gaps(grads)], deterministic)
 
     def build_shared(self, weights: Sequence[Tensor], grads: Sequence[Tensor], deterministic: bool) -> Optimizer:
-        """Build one optimizer that updates tensors as they are, in place from `grads`."""
+        """Build one optimizer that updates tensors as they are, in place from `grads`.
+
+        Raises:
+            ValueError: it is for some of the parameters only.
+        """
+        if self.rest is not None:
+            raise ValueError(f"{self} tells parameters by name, which an outer optimizer does not; leave out rest=")
         kwargs = dict(self.kwargs)
         picks = not (deterministic or _CHOICE_OF_KERNEL & kwargs.keys() or weights[0].is_meta)
         if picks and self.cls in _FUSED:
@@ -152,92 +228,20 @@ class OptimSpec:
         return self.cls([_with_grad(w, g) for w, g in zip(weights, grads, strict=True)], **kwargs)
 
     def __repr__(self) -> str:
-        return f"OptimSpec({', '.join([self.cls.__name__, *(f'{k}={v!r}' for k, v in self.kwargs.items())])})"
+        return f"OptimSpec({', '.join([self.cls.__name__, *(f'{k}={v!r}' for k, v in self.arguments.items())])})"
 
 
-class NodeOptimizers(Stateful):
-    """One optimizer for each node, for those that mix the elements of a tensor.
-
-    Attributes:
-        optimizers: the torch optimizers, node by node.
-        stacked: the stacked tensors that they step the rows of.
-    """
-
-    def __init__(self, spec: OptimSpec, nodes: Sequence[Sequence[tuple[Tensor, int]]]) -> None:
-        self.stacked = [p for p, _ in nodes[0]]
-        self._sources = nodes
-        self._rows = [[p[row].detach() for p, row in node] for node in nodes]
-        self.optimizers = [spec.cls(rows, **spec.kwargs) for rows in self._rows]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all nodes."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all nodes' optimizers; the rest follows from the tensors that they step."""
-        return {"optimizers": self.optimizers}
-
-    def step(self) -> None:
-        """Step every node's optimizer with that node's row of the gradients as they are now."""
-        for optimizer, rows, sources in zip(self.optimizers, self._rows, self._sources, strict=True):
-            for own, (stacked, row) in zip(rows, sources, strict=True):
-                own.grad = None if stacked.grad is None else stacked.grad[row]
-            optimizer.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all nodes."""
-        for stacked in self.stacked:
-            if stacked.grad is not None and set_to_none:
-                stacked.grad = None
-            elif stacked.grad is not None:
-                stacked.grad.zero_()
+def _matching(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Return those of `names` that a pattern matches."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"only={pattern!r} is no trainable parameter; the model has {_few(names)}")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-StackedOptimizer = Optimizer | NodeOptimizers
-
-
-def torch_optimizers(optimizer: StackedOptimizer) -> list[Optimizer]:
-    """Return the torch optimizers that a stacked optimizer is made of."""
-    return optimizer.optimizers if isinstance(optimizer, NodeOptimizers) else [optimizer]
-
-
-def stepped_tensors(optimizer: StackedOptimizer) -> list[Tensor]:
-    """Return the tensors whose `.grad` a stacked optimizer steps with."""
-    if isinstance(optimizer, NodeOptimizers):
-        return optimizer.stacked
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def states_by_node(optimizer: StackedOptimizer, name: str, replicas: Replicas) -> list[list[Tensor]]:
-    """Return the state called `name` of all parameters, node by node, as tensors to read and to write to.
-
-    Where no step has been taken, for there are no values, the tensors are new, and of the parameters' shapes.
-
-    Raises:
-        ValueError: the optimizer keeps no such state.
-    """
-
-    def states(own: Optimizer) -> list[Tensor]:
-        return [_state(own, parameter, name) for parameter in stepped_tensors(own)]
-
-    if isinstance(optimizer, NodeOptimizers):
-        return [states(own) for own in optimizer.optimizers]
-    found, size = states(optimizer), replicas.num_parameters
-    if all(tensor.shape == (size,) for tensor in found):
-        return [[row] for row in found]  # one optimizer with a parameter for each node
-    if len(found) == 1:
-        found = [found[0][:, :size]]  # without the gaps between rows
-    return [[tensor[node] for tensor in found] for node in range(replicas.num_held)]
-
-
-def _state(optimizer: Optimizer, parameter: Tensor, name: str) -> Tensor:
-    state = optimizer.state.get(parameter)
-    if not state:
-        return torch.zeros_like(parameter)
-    if not isinstance(state.get(name), Tensor):
-        raise ValueError(f"{type(optimizer).__name__} keeps no {name!r} of a parameter, only {', '.join(state)}")
-    return state[name]
+def _few(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:6]) + (f" and {len(listed) - 6} more" if len(listed) > 6 else "")
 
 
 def _fills_lines(replicas: Replicas) -> bool:
@@ -276,7 +280,7 @@ def resolve_optim(
     if rate is None:
         return spec
     name = next(name for name, value in rates.items() if value is not None)
-    return OptimSpec(spec.cls, **{**spec.kwargs, "lr": real_number(name, rate, at_least=0)})
+    return OptimSpec(spec.cls, **{**spec.arguments, "lr": real_number(name, rate, at_least=0)})
 
 
 def clip_by_node(replicas: Replicas, max_norm: float, exact: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from vsim.arguments import one_of, reject_unknown, true_or_false, whole_number
-from vsim.cluster.optim import StackedOptimizer, torch_optimizers
+from vsim.cluster.optimizers import StackedOptimizer, torch_optimizers
 
 SCHEDULES = ("cosine", "lambda_cosine")
 

@@ -32,7 +32,7 @@ def ensure_optim_spec(optim: OptimSpec | str | None, default: OptimSpec | None =
     if optim is None:
         optim = default or OptimSpec("adamw")
     spec = optim if isinstance(optim, OptimSpec) else OptimSpec(optim)
-    return OptimSpec(spec.cls, **{**spec.kwargs, **kwargs})
+    return OptimSpec(spec.cls, **{**spec.arguments, **kwargs})
 
 
 PATHS: dict[str, list[Any]] = {

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from vsim_kernels.alignment import rows_apart
 
-from vsim.cluster.optim import StackedOptimizer, torch_optimizers
+from vsim.cluster.optimizers import StackedOptimizer, torch_optimizers
 from vsim.engine.base import Executor, cloned, undone
 from vsim.private_torch import TorchDispatchMode, storage_key
 

@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
 
-from vsim.cluster.optim import NodeOptimizers, StackedOptimizer, torch_optimizers
+from vsim.cluster.optimizers import (
+    JointOptimizers,
+    NodeOptimizers,
+    StackedOptimizer,
+    parts_of,
+    stepped_tensors,
+    torch_optimizers,
+)
 from vsim.cluster.replicas import Replicas
 from vsim.strategy.base import Strategy
 from vsim.training.member import Member
@@ -64,10 +71,12 @@ def _optimizer_state(strategy: Strategy) -> tuple[dict[str, Tensor], dict[str, T
     tensors: dict[str, Tensor] = {}
     for prefix, optimizer in _optimizers(strategy):
         by_parameter = _states(optimizer, replicas)
-        for j, (states, each) in enumerate(by_parameter):
+        starts = {view.data_ptr(): name for name, view in replicas.views(replicas.weights).items()}
+        for j, (tensor, (states, each)) in enumerate(zip(stepped_tensors(optimizer), by_parameter, strict=False)):
             of = ""
             if len(by_parameter) > 1:
-                of = f" of {replicas.layout[j].name if len(by_parameter) == len(replicas.layout) else f'parameter {j}'}"
+                by_place = replicas.layout[j].name if len(by_parameter) == len(replicas.layout) else f"parameter {j}"
+                of = f" of {starts.get(tensor.data_ptr(), by_place)}"
             for key, first in states[0].items():
                 value = torch.stack([state[key] for state in states]) if each else first
                 if first.dim() and first.shape[-1] in (replicas.num_parameters, replicas.weights.stride(0)):
@@ -86,17 +95,20 @@ def _optimizers(strategy: Strategy) -> Iterator[tuple[str, StackedOptimizer]]:
         for name, value in attributes.items():
             listed = {f"{name}[{j}]": one for j, one in enumerate(value)} if isinstance(value, list) else {name: value}
             for called, one in listed.items():
-                if isinstance(one, Optimizer | NodeOptimizers) and one is not strategy.optim:
+                if isinstance(one, Optimizer | JointOptimizers) and one is not strategy.optim:
                     yield f"{owner}{called} ", one
 
 
 def _states(optimizer: StackedOptimizer, replicas: Replicas) -> list[tuple[list[dict[str, Tensor]], bool]]:
     """Return, by parameter, (the states of the nodes, True), or ([the one of all, or stacked], False)."""
+    parts = parts_of(optimizer)
+    if len(parts) > 1:
+        return [states for part in parts for states in _states(part, replicas)]
     by_part = []
     for part in torch_optimizers(optimizer):
         parameters = [p for group in part.param_groups for p in group["params"]]
         by_part.append([_leaves(part.state.get(p, {})) for p in parameters])
-    if isinstance(optimizer, NodeOptimizers):
+    if isinstance(parts[0], NodeOptimizers):
         return [(list(states), True) for states in zip(*by_part, strict=True)]
     if [p.data_ptr() for p in parameters] == [row.data_ptr() for row in replicas.weights] and parameters[0].dim() == 1:
         return [(by_part[0], True)]

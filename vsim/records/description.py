@@ -69,7 +69,7 @@ def describe(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, OptimSpec):
-        return {"class": value.cls.__name__, **describe(value.kwargs, depth)}
+        return {"class": value.cls.__name__, **describe(value.arguments, depth)}
     if isinstance(value, Mapping):
         return {str(key): describe(item, depth) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypedDict
 
 import torch
@@ -21,15 +22,9 @@ from typing_extensions import Unpack
 
 from vsim.arguments import only_one, real_number, reject_unknown
 from vsim.cluster import Cluster
-from vsim.cluster.optim import (
-    ELEMENTWISE,
-    OptimSpec,
-    StackedOptimizer,
-    clip_by_node,
-    resolve_optim,
-    stepped_tensors,
-    torch_optimizers,
-)
+from vsim.cluster.muon import StackedMuon
+from vsim.cluster.optim import ELEMENTWISE, OptimSpec, clip_by_node, resolve_optim
+from vsim.cluster.optimizers import StackedOptimizer, evaluating, stepped_tensors, torch_optimizers
 from vsim.cluster.schedule import Schedule
 from vsim.cluster.state import Stateful
 from vsim.strategy.communicate import communicating_through
@@ -181,7 +176,7 @@ class Strategy(Stateful):
         """Raise a TypeError if `_init_node` made an optimizer that is not the nodes' own optimizers side by side."""
         for optimizer in torch_optimizers(self.optim):
             name = type(optimizer).__name__
-            if type(optimizer) not in ELEMENTWISE and not hasattr(self.optim, "optimizers"):
+            if optimizer is self.optim and type(optimizer) not in (*ELEMENTWISE, StackedMuon):
                 raise TypeError(
                     f"{name} may mix the elements of a tensor, so over stacked parameters it would mix nodes; "
                     f"build it with OptimSpec(torch.optim.{name}, …).build(self.model), one for each node"
@@ -277,6 +272,10 @@ class Strategy(Stateful):
         """Clip every node's gradient to `max_norm`, if there is one. Happens before every optimizer step."""
         if self.max_norm is not None:
             clip_by_node(self.cluster.replicas, self.max_norm, exact=self.cluster.deterministic)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Make a context in which the nodes' weights are those to evaluate, where an optimizer has others."""
+        return evaluating(self.optim, self.cluster.weights)
 
     @property
     def lr(self) -> float:

@@ -7,7 +7,7 @@ from typing_extensions import Unpack
 
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
-from vsim.cluster.optim import states_by_node
+from vsim.cluster.optimizers import states_by_node
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
 from vsim.strategy.fedavg import AveragingCommunicator
 
@@ -70,7 +70,8 @@ class DESLOCStrategy(Strategy):
     averaged as they are, for as much again.
 
     Raises:
-        TypeError: the inner optimizer keeps none of the moments, or not the one that a period is given for.
+        TypeError: the inner optimizer keeps none of the moments, or not the one that a period is given for; or it is
+            two, of which each would need periods of its own.
 
     Deviations from the paper: none in the update; `max_norm` clips by norm where its analysis clips by element.
     """
@@ -87,6 +88,8 @@ class DESLOCStrategy(Strategy):
     ) -> None:
         weights = AveragingCommunicator(every=whole_number("H", H))
         super().__init__([weights], **with_inner(optim_spec, options))
+        if self.optim_spec.rest is not None:
+            raise TypeError(f"DESLOCStrategy(): {self.optim_spec} is two optimizers, each with moments of its own")
         kept = self.optim_spec.state_names()
         for argument, given, default, names in (
             ("H_m", H_m, 3 * H, FIRST_MOMENTS),

@@ -51,6 +51,11 @@ class StackedModel(nn.Module):
             )
         )
 
+    @property
+    def of_one_node(self) -> nn.Module:
+        """The user's model, whose own tensors are not used."""
+        return self._replicas.module
+
     def write_back(self) -> None:
         """Copy assigned tensors (`p.grad = …`, `p.data = …`) into the matrix, which all other code reads."""
         for parameter, weights, grads in self._views:

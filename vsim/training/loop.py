@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.arguments import naming, retold
-from vsim.cluster.optim import torch_optimizers
+from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import global_states, same_states
 from vsim.engine.allocator import keeping_freed_memory
 from vsim.engine.memory import held_bytes
@@ -315,11 +315,14 @@ def _measurements(run: Run, members: Sequence[Member], first: bool = False) -> M
         own = [m for m in group.members if m in found and m.evaluator and (on_time or step == m.max_steps)]
         started = time.perf_counter()
         for member in own:
-            with _own(run, member), torch.no_grad():
+            with _own(run, member), torch.no_grad(), member.strategy.evaluating():
                 member.global_weights = member.strategy.global_weights()
         own = [member for member in own if member.trains]
         try:
-            found.update(validate(own))
+            with ExitStack() as evaluating, torch.no_grad():
+                for member in own:
+                    evaluating.enter_context(member.strategy.evaluating())
+                found.update(validate(own))
         except Exception as error:  # of the model or the data: nobody's own
             for member in own:
                 _leave(run, member, error)

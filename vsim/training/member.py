@@ -202,14 +202,16 @@ class Member:
 
     def global_model(self) -> nn.Module:
         """Return the global model that is validated, as an ordinary module: a copy."""
-        with torch.no_grad():
+        with torch.no_grad(), self.strategy.evaluating():
             weights = self.strategy.global_weights()
         return self.cluster.replicas.as_module(weights, self.cluster.mean_buffers(), like=self.config.model)
 
     def mean_model(self) -> nn.Module:
         """Return the mean of its nodes' models as an ordinary module."""
         cluster = self.cluster
-        return cluster.replicas.as_module(cluster.mean_weights(), cluster.mean_buffers(), like=self.config.model)
+        with torch.no_grad(), self.strategy.evaluating():
+            weights = cluster.mean_weights()
+        return cluster.replicas.as_module(weights, cluster.mean_buffers(), like=self.config.model)
 
     def check_weights(self) -> None:
         """Raise a FloatingPointError if weights are not finite; after the last step no loss would show it."""

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from vsim.checkpoint.files import Checkpoint, packed, unpacked
 from vsim.checkpoint.fingerprint import HORIZON, differences, steady
 from vsim.checkpoint.folder import checkpoint_path, prune
 from vsim.checkpoint.restore import Restorer
 from vsim.checkpoint.snapshot import Snapshot, merged, own_attributes, set_own_attributes
-from vsim.cluster.optim import torch_optimizers
+from vsim.cluster.optim import OptimSpec
+from vsim.cluster.optimizers import StackedOptimizer, parts_of, torch_optimizers
 from vsim.cluster.randomness import set_global_states
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import CheckpointError
@@ -46,7 +48,7 @@ def _roots(run: Member) -> dict[str, tuple[Any, str | None]]:
         "generator": (run.cluster.generator, "shared"),
         "streams": (list(run.streams), "stacked"),
         "loss": (run.objective.loss_fn, "shared"),
-        "optimizers": (torch_optimizers(strategy.optim), "stacked"),
+        "optimizer": (strategy.optim, "stacked"),
         "strategy": (strategy, None),
         **{f"callback {name}": (one, "shared") for name, one in savable(run.config.callbacks).items()},
         "model": (own_attributes(replicas.module), "shared"),
@@ -245,8 +247,7 @@ def begin_fork(checkpoint: Checkpoint, replicas: Replicas) -> None:
 
 def _go_on_as_fork(run: Member, checkpoint: Checkpoint) -> None:
     cluster, strategy, replicas = run.cluster, run.strategy, run.cluster.replicas
-    optimizers = torch_optimizers(strategy.optim)
-    for optimizer in optimizers:
+    for optimizer in torch_optimizers(strategy.optim):
         mark_stepped(optimizer)
     for _ in range(checkpoint.step):
         for scheduler in strategy.schedulers:
@@ -264,17 +265,18 @@ def _go_on_as_fork(run: Member, checkpoint: Checkpoint) -> None:
     replicas.weights.copy_(checkpoint.weights[own])
     alike = ("strategy.optim_spec.cls", "deterministic", "device")
     if checkpoint.keeps_optimizer and all(checkpoint.fingerprint.get(k) == run.fingerprint.get(k) for k in alike):
-        _keep_state(run, checkpoint, restorer, optimizers)
+        _keep_state(run, checkpoint, restorer)
 
 
-def _keep_state(run: Member, checkpoint: Checkpoint, restorer: Restorer, optimizers: Sequence[Any]) -> None:
+def _keep_state(run: Member, checkpoint: Checkpoint, restorer: Restorer) -> None:
     """Let the inner optimizers keep their state, or start anew if it does not fit, such as one row for all nodes."""
+    optim = run.strategy.optim
+    optimizers = torch_optimizers(optim)
     settings = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in optimizers]
     try:
-        restored = restorer.restore(checkpoint.state["optimizers"], list(optimizers), "optimizers", "stacked")
-        names = run.strategy.optim_spec.state_names()  # by its options
-        fits = len(restored) == len(optimizers)
-        fits = fits and all(own.keys() >= names for optimizer in optimizers for own in optimizer.state.values())
+        restorer.restore(checkpoint.state["optimizer"], optim, "optimizer", "stacked")
+        specs = run.strategy.optim_spec.parts(run.cluster.replicas.module)
+        fits = all(_fits(part, spec) for part, (spec, _) in zip(parts_of(optim), specs, strict=False))
     except CheckpointError:
         fits = False
     for optimizer, groups in zip(optimizers, copy.deepcopy(settings), strict=True):
@@ -282,3 +284,13 @@ def _keep_state(run: Member, checkpoint: Checkpoint, restorer: Restorer, optimiz
             group.update(own)
         if not fits:
             optimizer.state.clear()
+
+
+def _fits(part: StackedOptimizer, spec: OptimSpec) -> bool:
+    """Whether an optimizer has all that its options let it keep and, if it is one for all nodes, keeps it for all."""
+    names, for_all = spec.state_names(), isinstance(part, Optimizer)
+    for p, own in (pair for optimizer in torch_optimizers(part) for pair in optimizer.state.items()):
+        tensors = [value for value in own.values() if isinstance(value, Tensor) and value.dim()]
+        if not own.keys() >= names or (for_all and any(value.shape != p.shape for value in tensors)):
+            return False
+    return True

@@ -1,0 +1,169 @@
+"""Optimizers that are made of several: one for each node, or one for each part of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from vsim.cluster.replicas import Replicas
+from vsim.cluster.state import Stateful
+
+
+class JointOptimizers(Stateful):
+    """Several optimizers that are stepped as one, each with parameters of its own.
+
+    Attributes:
+        optimizers: torch optimizers, or such as consist of them.
+    """
+
+    optimizers: Sequence[StackedOptimizer]
+
+    def __init__(self, optimizers: Sequence[StackedOptimizer]) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all; the rest follows from the tensors that they step."""
+        return {"optimizers": self.optimizers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that they are as many as there were: each has been restored itself."""
+        if len(state["optimizers"]) != len(self.optimizers):
+            raise ValueError(f"there were {len(state['optimizers'])} optimizers, and are {len(self.optimizers)} here")
+
+    def step(self) -> None:
+        """Step all with the gradients as they are now."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all."""
+        for stacked in stepped_tensors(self):
+            if stacked.grad is not None and set_to_none:
+                stacked.grad = None
+            elif stacked.grad is not None:
+                stacked.grad.zero_()
+
+
+class NodeOptimizers(JointOptimizers):
+    """One optimizer for each node, for those that mix the elements of a tensor.
+
+    Args:
+        cls: the class of torch optimizers.
+        stacked: the stacked tensors that they step the rows of.
+        options: the arguments of each.
+
+    Attributes:
+        optimizers: node by node.
+    """
+
+    optimizers: Sequence[Optimizer]
+
+    def __init__(self, cls: type[Optimizer], stacked: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+        self.stacked = stacked
+        self._rows = [[p[row].detach() for p in stacked] for row in range(len(stacked[0]))]
+        super().__init__([cls(rows, **options) for rows in self._rows])
+        for optimizer in _with_modes(self):
+            optimizer.train()
+
+    def step(self) -> None:
+        """Step every node's optimizer with that node's row of the gradients as they are now."""
+        for node, (optimizer, rows) in enumerate(zip(self.optimizers, self._rows, strict=True)):
+            for own, stacked in zip(rows, self.stacked, strict=True):
+                own.grad = None if stacked.grad is None else stacked.grad[node]
+            optimizer.step()
+
+
+StackedOptimizer = Optimizer | JointOptimizers
+
+
+def torch_optimizers(optimizer: StackedOptimizer) -> list[Optimizer]:
+    """Return the torch optimizers that a stacked optimizer is made of."""
+    if isinstance(optimizer, Optimizer):
+        return [optimizer]
+    return [one for part in optimizer.optimizers for one in torch_optimizers(part)]
+
+
+def parts_of(optimizer: StackedOptimizer) -> list[StackedOptimizer]:
+    """Return the optimizers of a stacked optimizer's `OptimSpec.parts`."""
+    if isinstance(optimizer, Optimizer | NodeOptimizers):
+        return [optimizer]
+    return list(optimizer.optimizers)
+
+
+def _with_modes(optimizer: StackedOptimizer) -> list[Any]:
+    """Return the torch optimizers with a mode to train in and one to be evaluated in: schedule-free ones."""
+    return [o for o in torch_optimizers(optimizer) if hasattr(o, "train") and hasattr(o, "eval")]
+
+
+@contextmanager
+def evaluating(optimizer: StackedOptimizer, weights: Tensor) -> Iterator[None]:
+    """Let `weights`, which `optimizer` steps, be those to evaluate in this context, and what they were after it.
+
+    Schedule-free optimizers take gradients at an interpolation and are evaluated at an average: their eval() writes the
+    one over the other. Their train() writes it back, but for rounding.
+    """
+    with_modes = _with_modes(optimizer)
+    trained = weights.clone() if with_modes else weights
+    for one in with_modes:
+        one.eval()
+    try:
+        yield
+    finally:
+        for one in with_modes:
+            one.train()
+        if with_modes:
+            weights.copy_(trained)
+
+
+def stepped_tensors(optimizer: StackedOptimizer) -> list[Tensor]:
+    """Return the tensors whose `.grad` a stacked optimizer steps with."""
+    if isinstance(optimizer, NodeOptimizers):
+        return list(optimizer.stacked)
+    if isinstance(optimizer, JointOptimizers):
+        return [p for part in optimizer.optimizers for p in stepped_tensors(part)]
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def states_by_node(optimizer: StackedOptimizer, name: str, replicas: Replicas) -> list[list[Tensor]]:
+    """Return the state called `name` of all parameters, node by node, as tensors to read and to write to.
+
+    Where no step has been taken, for there are no values, the tensors are new, and of the parameters' shapes.
+
+    Raises:
+        ValueError: the optimizer keeps no such state.
+    """
+
+    def states(own: Optimizer) -> list[Tensor]:
+        return [_state(own, parameter, name) for parameter in stepped_tensors(own)]
+
+    if isinstance(optimizer, NodeOptimizers):
+        return [states(own) for own in optimizer.optimizers]
+    if isinstance(optimizer, JointOptimizers):
+        parts = [states_by_node(part, name, replicas) for part in optimizer.optimizers]
+        return [list(chain(*node)) for node in zip(*parts, strict=True)]
+    found, size = states(optimizer), replicas.num_parameters
+    if all(tensor.shape == (size,) for tensor in found):
+        return [[row] for row in found]  # one optimizer with a parameter for each node
+    if len(found) == 1:
+        found = [found[0][:, :size]]  # without the gaps between rows
+    return [[tensor[node] for tensor in found] for node in range(replicas.num_held)]
+
+
+def _state(optimizer: Optimizer, parameter: Tensor, name: str) -> Tensor:
+    state = optimizer.state.get(parameter)
+    if not state:
+        return torch.zeros_like(parameter)
+    if not isinstance(state.get(name), Tensor):
+        raise ValueError(f"{type(optimizer).__name__} keeps no {name!r} of a parameter, only {', '.join(state)}")
+    return state[name]
