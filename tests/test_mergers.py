@@ -21,11 +21,14 @@ from vsim.cli import parse_strategy
 from vsim.models import GPT
 from vsim.strategy import (
     MERGERS,
+    DiLoCoStrategy,
     FedAvgStrategy,
     Merger,
     OptimSpec,
     SimpleReduceStrategy,
     Strategy,
+    StreamingDiLoCoStrategy,
+    TopK,
     iso,
     krum,
     mean,
@@ -269,6 +272,29 @@ def test_a_function_of_ones_own_gets_weights() -> None:
     torch.testing.assert_close(after, before - 2.75)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected", "sent"),
+    [
+        ({}, 4 * 2, ["outer gradient"]),
+        ({"merger": "median"}, 2 * 2, ["outer gradient"]),
+        ({"merger": krum(0)}, 1 * 2, ["outer gradient"]),
+        ({"max_node_norm": 3.0}, (2 + 3 + 3) / 3, ["outer gradient"]),
+        ({"max_node_norm": "median"}, (2 + 4 + 4) / 3, ["outer gradient: norms", "outer gradient"]),
+        (
+            {"max_node_norm": "median", "compressor": TopK(1.0)},
+            (2 + 4 + 4) / 3,
+            ["outer gradient: norms", "outer gradient"],
+        ),
+    ],
+)
+def test_outer_gradients_by_hand(options: dict[str, Any], expected: float, sent: list[str]) -> None:
+    # After two steps φ − θ_k = 2 g_k, and the outer step goes that far.
+    strategy = DiLoCoStrategy(H=2, outer_optim=OptimSpec("sgd", lr=1.0), **PLAIN, **options)
+    run = stepped(strategy, 1.0, 2.0, 9.0, steps=2)
+    assert -run.cluster.weights.flatten() == pytest.approx([expected] * 3)
+    assert [e.label for e in run.ledger] == sent
+
+
 def test_embeddings_take_the_mean() -> None:
     gpt = GPT(7, block_size=4, layers=1, width=8, heads=2)
     gradients = normal(1, 3, size(gpt), seed=1)
@@ -285,7 +311,12 @@ def test_embeddings_take_the_mean() -> None:
 def test_nodes_apart_have_the_bits_of_nodes_together(merger: Merger, num_nodes: int) -> None:
     model = Parameters((5, 3), (7,), (), (4, 2, 3))
     gradients = normal(3, num_nodes, size(model))
-    strategies: list[Strategy] = [SimpleReduceStrategy(lr=0.1, merger=merger, max_node_norm="median")]
+    both: dict[str, Any] = {"merger": merger, "max_node_norm": "median", "lr": 0.1}
+    parts = [["p0", "p3"], ["p1", "p2"]]
+    strategies: list[Strategy] = [
+        SimpleReduceStrategy(**both),
+        StreamingDiLoCoStrategy(H=2, fragments=parts, delay=1, **both),
+    ]
     if not merger.of_changes:
         strategies.append(FedAvgStrategy(lr=0.1, H=2, island_size=2, merger=merger))
     for strategy in strategies:
@@ -336,6 +367,10 @@ def test_on_the_command_line_and_in_sweeps() -> None:
         (
             lambda: FedAvgStrategy(merger=krum(1), weighting="examples"),
             r"FedAvg: merger=krum\(faulty=1\) counts all nodes alike",
+        ),
+        (
+            lambda: DiLoCoStrategy(merger="median", compressor=TopK(0.1)),
+            r"DiLoCo: merger=median\(\) with compressor=: what is compressed arrives averaged",
         ),
         (lambda: trimmed_mean(0.6), "share must be > 0 and <= 0.5, got 0.6"),
         (lambda: krum(-1), "faulty must be a whole number >= 0, got -1"),

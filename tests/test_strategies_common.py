@@ -171,6 +171,8 @@ TABLE = [
             "outer_lr": {"H": 3, "outer_lr": 0.3},
             "compressor": {"H": 3, "compressor": TopK(0.1)},
             "error_feedback": {"H": 3, "compressor": TopK(0.1), "error_feedback": False},
+            "merger": {"H": 3, "merger": "rda"},
+            "max_node_norm": {"H": 3, "max_node_norm": "median"},
         },
         equal_after=[3, 6],
         learns_with={"H": 5, "outer_lr": 0.2},
@@ -250,8 +252,21 @@ TABLE = [
             "outer_step": {"H": 3, "fragments": 2, "delay": 1, "mixing": 0.5, "outer_step": "send"},
             "compressor": {"H": 3, "compressor": TopK(0.1)},
             "error_feedback": {"H": 3, "compressor": TopK(0.1), "error_feedback": False},
+            "merger": {"H": 3, "fragments": 2, "merger": "iso"},
+            "max_node_norm": {"H": 3, "max_node_norm": 1e-3},
         },
         learns_with={"H": 5, "outer_lr": 0.2},
+    ),
+    Row(
+        "Streaming DiLoCo, RDA",
+        StreamingDiLoCoStrategy,
+        {"H": 3, "fragments": 2, "delay": 1, "merger": "rda", "max_node_norm": "median"},
+        [
+            (step, "all_gather", f"outer gradient of fragment {i}{what}", payload)
+            for step, i, n in ((1, 0, 1040), (3, 1, 170), (4, 0, 1040), (6, 1, 170))
+            for what, payload in ((": norms", 4.0), ("", 4.0 * n))
+        ],
+        learns_with={"H": 5, "outer_lr": 0.2, "merger": "rda"},
     ),
     Row(
         "Eager DiLoCo",

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing_extensions import Unpack
 
 from vsim.strategy.base import Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.clipping import MaxNodeNorm
 from vsim.strategy.compression import Compressor
+from vsim.strategy.mergers import MergerLike
 from vsim.strategy.streaming import StreamingDiLoCoCommunicator
 
 
@@ -20,6 +22,8 @@ class DiLoCoCommunicator(StreamingDiLoCoCommunicator):
         compressor: how to send the distances φ − θ_k with fewer bytes; None: as they are.
         error_feedback: β in [0, 1], the share of what a compressor left out that is sent later; see
             `CompressedAverage`.
+        merger: how the distances become one, if not by their mean.
+        max_node_norm: the 2-norm that a node's distance is scaled to at most, or "median".
     """
 
     def __init__(
@@ -31,6 +35,8 @@ class DiLoCoCommunicator(StreamingDiLoCoCommunicator):
         outer_lr: float | None = None,
         compressor: Compressor | None = None,
         error_feedback: bool | float | None = None,
+        merger: MergerLike = "mean",
+        max_node_norm: MaxNodeNorm = None,
     ) -> None:
         super().__init__(
             H,
@@ -40,6 +46,8 @@ class DiLoCoCommunicator(StreamingDiLoCoCommunicator):
             fragments=1,
             compressor=compressor,
             error_feedback=error_feedback,
+            merger=merger,
+            max_node_norm=max_node_norm,
         )
 
 
@@ -60,10 +68,14 @@ class DiLoCoStrategy(Strategy):
         compressor: how every node sends its φ − θ_k with fewer bytes, such as TopK(0.01); None: as it is.
         error_feedback: β in [0, 1], the share of what the compressor left out that a node adds to its next message.
             Default: 1 where the compressor allows it.
+        merger: how the φ − θ_k become one: "mean", "median", trimmed_mean(0.2), krum(faulty=1), "rda", "iso", or a
+            function of one's own; see `Merger`.
+        max_node_norm: scale every node's φ − θ_k to at most this 2-norm before it is sent; "median": the median of all
+            nodes' norms.
         options: those of every strategy; see `Strategy`. The paper's inner optimizer is
             OptimSpec("adamw", lr=4e-4, weight_decay=0.1).
 
-    Payload: all weights every H steps; with a compressor, its message.
+    Payload: all weights every H steps; with a compressor, its message. The "median" of norms takes 4 bytes more.
     """
 
     def __init__(
@@ -77,6 +89,8 @@ class DiLoCoStrategy(Strategy):
         outer_lr: float | None = None,
         compressor: Compressor | None = None,
         error_feedback: bool | float | None = None,
+        merger: MergerLike = "mean",
+        max_node_norm: MaxNodeNorm = None,
         **options: Unpack[StrategyOptions],
     ) -> None:
         outer = DiLoCoCommunicator(
@@ -86,5 +100,7 @@ class DiLoCoStrategy(Strategy):
             outer_lr=outer_lr,
             compressor=compressor,
             error_feedback=error_feedback,
+            merger=merger,
+            max_node_norm=max_node_norm,
         )
         super().__init__([outer], **with_inner(optim_spec, options))

@@ -14,8 +14,10 @@ from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
 from vsim.cluster.optim import OptimSpec, resolve_optim
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.clipping import MaxNodeNorm, checked_node_norm, clip_rows_
 from vsim.strategy.compression import CompressedAverage, Compressor
 from vsim.strategy.fragments import PATTERNS, Fragments, fragments_of
+from vsim.strategy.mergers import MergerLike, merge, resolve_merger
 
 DEFAULT_OUTER = OptimSpec(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -28,7 +30,7 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
 
     outer_weights: Tensor  # φ, shared (P,)
     outer_optims: list[Optimizer]  # one for each fragment
-    pending: list[tuple[int, Pending]]  # fragment, and the mean of its θ_k; compressed, of its φ − θ_k
+    pending: list[tuple[int, Pending]]  # fragment, and what has become of its θ_k, or of its φ − θ_k
     derived = ("outer_gradient", "parts")
 
     def __init__(
@@ -45,6 +47,8 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
         outer_step: str | None = None,
         compressor: Compressor | None = None,
         error_feedback: bool | float | None = None,
+        merger: MergerLike = "mean",
+        max_node_norm: MaxNodeNorm = None,
     ) -> None:
         self.H = whole_number("H", H)
         self.outer_optim_spec = resolve_optim(
@@ -70,6 +74,14 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
         if compressor is None and error_feedback is not None:
             raise TypeError("DiLoCo: error_feedback has no effect without compressor=")
         self.compressed = None if compressor is None else CompressedAverage(compressor, error_feedback)
+        self.merger = resolve_merger(merger, "DiLoCo")
+        if compressor is not None and not self.merger.is_mean:
+            raise TypeError(
+                f"DiLoCo: merger={self.merger} with compressor=: what is compressed arrives averaged; give one of them"
+            )
+        self.max_node_norm = checked_node_norm(max_node_norm)
+        # mean_k (φ − θ_k): φ is equal on all nodes, so that averaging θ_k sends the same bytes.
+        self.sends_weights = compressor is None and self.merger.is_mean and self.max_node_norm is None
 
     @property
     def first_step(self) -> int:
@@ -99,28 +111,33 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
                     self._step(i, self.pending[-1][1].arrived())
         while self.pending and self.pending[0][1].due == cluster.step:
             i, pending = self.pending.pop(0)
-            mean = pending.result()
+            merged = pending.result()
             if self.outer_step == "due":
-                self._step(i, mean)
+                self._step(i, merged)
             self._mix(cluster, i)
 
     def _send(self, cluster: Cluster, i: int) -> Pending:
-        """Start averaging a fragment over the nodes."""
+        """Start merging a fragment over the nodes."""
         weights = self.parts[i].of(cluster.weights)  # (R, n)
         label = "outer gradient" if len(self.parts) == 1 else f"outer gradient of fragment {i}"
         start = cluster.collectives.start
-        if self.compressed is None:
-            # mean_k (φ − θ_k): φ is equal on all nodes, so that averaging θ_k sends the same bytes.
+        if self.sends_weights:
             return start("all_reduce", weights, "mean", label=label, delay=self.delay)
-        distances = self.parts[i].of(self.outer_weights) - weights
-        return start(self.compressed_parts[i].average, distances, cluster, label, delay=self.delay)
+        return start(self._merge, self.parts[i].of(self.outer_weights) - weights, cluster, i, label, delay=self.delay)
 
-    def _step(self, i: int, mean: Tensor) -> None:
-        """Take a fragment's outer step with the mean (n,) that has arrived."""
+    def _merge(self, distances: Tensor, cluster: Cluster, i: int, label: str) -> Tensor:
+        """Merge what the nodes have moved on a fragment, stacked (R, n): shared (n,)."""
+        clip_rows_(distances, self.max_node_norm, cluster, label)
+        if self.compressed is not None:
+            return self.compressed_parts[i].average(distances, cluster, label)
+        return merge(self.merger, distances, self.parts[i].alone(cluster), label)
+
+    def _step(self, i: int, merged: Tensor) -> None:
+        """Take a fragment's outer step with what has arrived, shared (n,)."""
         part = self.parts[i]
         outer, gradient = part.views(self.outer_weights), part.views(self.outer_gradient)
-        for phi, delta, arrived in zip(outer, gradient, part.cut(mean), strict=True):
-            delta.copy_(phi - arrived if self.compressed is None else arrived)
+        for phi, delta, arrived in zip(outer, gradient, part.cut(merged), strict=True):
+            delta.copy_(phi - arrived if self.sends_weights else arrived)
         self.outer_optims[i].step()
 
     def _mix(self, cluster: Cluster, i: int) -> None:
@@ -158,7 +175,7 @@ class StreamingDiLoCoStrategy(Strategy):
         outer_step: "due": φ is stepped when the mean is due, as the paper has it; "send": when it is sent, and only
             the nodes' weights wait. The nodes' weights are equal either way; the global model is not, meanwhile.
         compressor: how every node sends its Δ_k; None: as it is. The mean of what arrives is taken in float32.
-        error_feedback: as of `DiLoCoStrategy`.
+        error_feedback, merger, max_node_norm: as of `DiLoCoStrategy`, for each fragment.
         options: those of every strategy; see `Strategy`.
 
     Payload: each fragment's weights every H steps, or the compressor's message.
@@ -182,6 +199,8 @@ class StreamingDiLoCoStrategy(Strategy):
         outer_step: str | None = None,
         compressor: Compressor | None = None,
         error_feedback: bool | float | None = None,
+        merger: MergerLike = "mean",
+        max_node_norm: MaxNodeNorm = None,
         **options: Unpack[StrategyOptions],
     ) -> None:
         outer = StreamingDiLoCoCommunicator(
@@ -196,5 +215,7 @@ class StreamingDiLoCoStrategy(Strategy):
             outer_step=outer_step,
             compressor=compressor,
             error_feedback=error_feedback,
+            merger=merger,
+            max_node_norm=max_node_norm,
         )
         super().__init__([outer], **with_inner(optim_spec, options))
