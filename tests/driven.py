@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from vsim import Ledger
 from vsim.cluster import Cluster
-from vsim.cluster.collectives import Collectives, Finish, StackedCollectives, reduce_rows
+from vsim.cluster.collectives import Collectives, Finish, reduce_rows
 from vsim.cluster.replicas import Replicas
+from vsim.cluster.stacked import StackedCollectives
 from vsim.strategy import Strategy
 
 Result = TypeVar("Result")
@@ -123,6 +124,10 @@ class _SplitCollectives(Collectives):
     def _broadcast(self, stacked: Tensor, src: int) -> Finish:
         rows = self.meeting.all_rows(self.rank, stacked)
         return lambda: rows[src]
+
+    def _exchanged(self, stacked: Tensor, group: Sequence[int]) -> Finish:
+        rows = self.meeting.all_rows(self.rank, stacked)
+        return lambda: rows[list(group), list(group).index(self.rank)]
 
     def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
         rows = self.meeting.all_rows(self.rank, stacked)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vsim import Ledger
-from vsim.cluster.collectives import Collectives, StackedCollectives
+from vsim.cluster.collectives import Collectives
+from vsim.cluster.stacked import StackedCollectives
 from vsim.process.collectives import ProcessCollectives
 
 
@@ -39,6 +40,8 @@ def test_what_a_collective_returns() -> None:
     assert [(e.collective, e.label) for e in collectives.ledger][-2:] == [("all_gather", "merge")] * 2
     assert collectives.broadcast(rows, 1).tolist() == [2.0, 1.0]
     assert torch.equal(collectives.all_gather(rows), rows)
+    parts = torch.tensor([[11, 12, 13], [21, 22, 23], [31, 32, 33]])  # of row i for column j
+    assert collectives.all_to_all(parts).tolist() == [[11, 21, 31], [12, 22, 32], [13, 23, 33]]
 
 
 def test_what_a_collective_refuses() -> None:
@@ -49,6 +52,8 @@ def test_what_a_collective_refuses() -> None:
         collectives.all_reduce(rows, "sum", weights=torch.ones(3))
     with pytest.raises(ValueError, match="src must be a whole number from 0 to 2, got 3"):
         collectives.broadcast(rows, 3)
+    with pytest.raises(ValueError, match=r"all_to_all takes a part for each of 2 nodes, got \(3, 3\)"):
+        collectives.all_to_all(torch.ones(3, 3), among=[0, 2])
     for among in ([[0, 1], [1, 2]], [0, 0], [0, 3], [-1], [0, [1]], [[0.5]], torch.tensor([True, False, True])):
         with pytest.raises(ValueError, match="named once, from 0 to 2; got"):
             collectives.all_reduce(rows, "mean", among=among)
@@ -83,6 +88,8 @@ def test_who_is_not_among_keeps_its_row_and_pays_nothing() -> None:
     ]
     assert collectives.all_reduce(rows, "sum", among=[[0, 1], [3]])[:, 0].tolist() == [1, 1, 2, 3]
     assert collectives.all_gather(rows, among=[2, 1])[..., 0].tolist() == [[0, 0], [2, 1], [2, 1], [3, 3]]
+    two = StackedCollectives(Ledger(4)).all_to_all(torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]]), among=[3, 1])
+    assert two.tolist() == [[1, 2], [8, 4], [5, 6], [7, 3]]
     assert collectives.broadcast(rows, 3, among=[0, 2, 3])[:, 0].tolist() == [3, 1, 3, 3]
     assert collectives.all_reduce(rows, "mean", among=[]).equal(rows) and len(collectives.ledger) == 4
     assert [event.groups for event in collectives.ledger] == [((3, 0),), ((0, 1), (3,)), ((2, 1),), ((3, 0, 2),)]
@@ -114,6 +121,7 @@ def calls(draw: st.DrawFn, num_nodes: int) -> Callable[[Collectives, Tensor], Te
     """A call of any collective by any nodes, of the rows that a process holds."""
     order = draw(st.permutations(range(num_nodes)))
     among = draw(st.sampled_from([None, order[: draw(st.integers(0, num_nodes))]]))
+    n = num_nodes if among is None else len(among)
     groups = draw(st.sampled_from([among, [order[:1], order[1:]]]))
     pairs = list(zip(order, [*order[1:], order[0]], strict=True))[: draw(st.integers(0, num_nodes))]
     op = draw(st.sampled_from(["mean", "sum", "max", "min"]))
@@ -124,6 +132,7 @@ def calls(draw: st.DrawFn, num_nodes: int) -> Callable[[Collectives, Tensor], Te
                 lambda c, rows: c.all_reduce(rows, op, among=groups, weights=weights),
                 lambda c, rows: c.merge(rows, weighed_median, among=groups, weights=weights),
                 lambda c, rows: c.all_gather(rows, among=among),
+                lambda c, rows: c.all_to_all(rows[:, None] + torch.arange(n)[:, None], among=among),
                 lambda c, rows: c.broadcast(rows, order[0], among=None if among is None else among or order[:1]),
                 lambda c, rows: c.send(rows, pairs),
                 lambda c, rows: c.push(rows, among=among),
@@ -185,12 +194,13 @@ def _rank(rank: int, folder: Path, exact: bool) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    collectives, row = ProcessCollectives(Ledger(2), exact), torch.full((1, 3), float(rank + 1))
+    collectives, row = ProcessCollectives(Ledger(2), exact), torch.full((1, 2), float(rank + 1))
     if rank == 1:
         store.wait(["gone on"], timedelta(seconds=60))
     calls: list[tuple[Any, ...]] = [
         ("all_reduce", "mean"),
         ("all_gather",),
+        ("all_to_all",),
         ("broadcast", 1),
         ("send", [(1, 0), (0, 1)]),
         ("push",),
@@ -216,12 +226,13 @@ def test_processes_go_on_while_what_they_sent_is_on_its_way(exact: bool, tmp_pat
     for rank in range(2):
         results = [result.tolist() for result in torch.load(tmp_path / f"{rank}.pt")]
         assert results == [
-            [1.5] * 3,
-            [[1.0] * 3, [2.0] * 3],
-            [2.0] * 3,
-            [[2.0 - rank] * 3],
-            [[1.0] * 3, [2.0] * 3],
-            [[2.0] * 3],
+            [1.5] * 2,
+            [[1.0] * 2, [2.0] * 2],
+            [[1.0, 2.0]],
+            [2.0] * 2,
+            [[2.0 - rank] * 2],
+            [[1.0] * 2, [2.0] * 2],
+            [[2.0] * 2],
         ]
 
 

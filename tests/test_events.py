@@ -17,7 +17,8 @@ from separate import small_mlp, vectors
 from torch import Tensor
 
 from vsim import Event, Ledger, Trainer
-from vsim.cluster.collectives import Collectives, StackedCollectives
+from vsim.cluster.collectives import Collectives
+from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.traffic import traffic
 from vsim.strategy import (
     AveragingCommunicator,
@@ -236,7 +237,9 @@ def test_wire_formulas(num_nodes: int, numbers: int) -> None:
 @st.composite
 def events(draw: st.DrawFn, num_nodes: int = 7) -> Event:
     collective = draw(
-        st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "push", "pull"])
+        st.sampled_from(
+            ["all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "send", "push", "pull"]
+        )
     )
     order = draw(st.permutations(range(num_nodes)))
     groups: tuple[Sequence[int], ...] = ((*order[:3],), (*order[3:5],), (*order[5:],))[: draw(st.integers(0, 3))]
@@ -267,6 +270,7 @@ def test_the_totals_are_sums_over_nodes_and_events(recorded: list[Event]) -> Non
                         "all_reduce": 2 * (n - 1) / n,
                         "all_gather": n - 1,
                         "reduce_scatter": (n - 1) / n,
+                        "all_to_all": (n - 1) / n,
                         "broadcast": not last,  # passed on along a chain
                         "send": first,
                         "push": 1,

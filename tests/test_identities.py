@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from vsim import Ledger, Trainer
-from vsim.cluster.collectives import StackedCollectives
 from vsim.cluster.optim import OptimSpec
+from vsim.cluster.stacked import StackedCollectives
 from vsim.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,

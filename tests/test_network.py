@@ -135,12 +135,29 @@ def test_prices_by_their_formulas(n: int) -> None:
         ("server", "broadcast"): a + s + max((n - 1) * s, a + s),
         ("server", "all_gather"): max(n * s, a + s) + max(n * (n - 1) * s, a + (n - 1) * s),
         ("server", "reduce_scatter"): max(n * s, a + s) + max(s, a + s / n),
+        ("server", "all_to_all"): 2 * max((n - 1) * s, a + (n - 1) / n * s),
+        **{(algorithm, "all_to_all"): (n - 1) * (a + s / n) for algorithm in ("ring", "tree", "halving-doubling")},
     }
     for (algorithm, collective), price in expected.items():
         found = Network(B, a, collective=algorithm).seconds(collective, n, [S, 2 * S])
         assert found[0] == pytest.approx(price), (algorithm, collective)
     assert Network(B, a).seconds("send", 2, S) == pytest.approx(a + s)
     assert Network(B, a, server=B / 4).seconds("push", n, S) == pytest.approx(max(4 * n * s, a + s))
+
+
+def test_an_all_to_all_takes_as_long_as_its_busiest_line() -> None:
+    # 10 Mbit/s and 1 s, but for the links of node 2, 1 Mbit/s and 3 s. A part of 125 kB is 1 Mbit: 1.1 s, or 4 s.
+    # Node 2 sends three of 4 s; node 0 two of 1.1 s and one of 4 s; together they are through when node 2 is.
+    slow = Network.regions(
+        {"a": 2, "b": 1, "c": 1},
+        "10 Mbit/s, 1 s",
+        {("a", "b"): "1 Mbit/s, 3 s", ("c", "b"): "1 Mbit/s, 3 s", ("a", "c"): "10 Mbit/s, 1 s"},
+    )
+    assert slow.seconds("all_to_all", slow.kind(range(4)), 4 * 125e3) == pytest.approx(12)
+    assert slow.seconds("all_to_all", slow.kind([0, 1, 3]), 3 * 125e3) == pytest.approx(2.2)
+    # One way alone: into node 1 it takes 2 s, out of it 1 s.
+    one_way = Network.between([[0, 1e6], [2e6, 0]])
+    assert one_way.seconds("all_to_all", one_way.kind(range(2)), 2 * 250e3) == pytest.approx(2)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

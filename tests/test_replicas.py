@@ -14,8 +14,8 @@ from torch import nn
 
 from vsim import Ledger
 from vsim.cluster import Cluster
-from vsim.cluster.collectives import StackedCollectives
 from vsim.cluster.replicas import Columns, Replicas
+from vsim.cluster.stacked import StackedCollectives
 
 CPU = torch.device("cpu")
 

@@ -16,10 +16,10 @@ from vsim_kernels.quantize import uniform_quantize_reference
 
 from vsim import Event, Trainer
 from vsim.cluster import Cluster
-from vsim.cluster.collectives import StackedCollectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.replicas import Replicas
+from vsim.cluster.stacked import StackedCollectives
 from vsim.strategy import (
     STRATEGIES,
     CommunicateOptimizeStrategy,

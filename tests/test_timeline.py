@@ -43,7 +43,9 @@ def ledgers(draw: Any, max_nodes: int = 5, delays: bool = True) -> Ledger:
         for moment in MOMENTS:
             for _ in range(draw(st.integers(0, 2))):
                 due = step + (draw(st.integers(0, 2)) if delays else 0)
-                collective = draw(st.sampled_from(["all_reduce", "all_gather", "broadcast", "send", "push", "pull"]))
+                collective = draw(
+                    st.sampled_from(["all_reduce", "all_gather", "all_to_all", "broadcast", "send", "push", "pull"])
+                )
                 groups: list[list[int]] | None = None
                 if collective == "send":
                     pair = st.tuples(st.integers(0, K - 1), st.integers(0, K - 1)).filter(lambda p: p[0] != p[1])

@@ -41,6 +41,8 @@ class Wires(NamedTuple):
         n, source, others = len(group), group[:1], group[1:]
         if collective == "send":
             return self.message(group[0], group[1], S)
+        if collective == "all_to_all":
+            return self.to_each(group, S / n, all_groups)
         if collective in ("push", "pull") or self.algorithm == "server":
             inward = {"pull": (), "broadcast": source}.get(collective, group)
             outward = {"push": (), "broadcast": others}.get(collective, group)
@@ -62,6 +64,17 @@ class Wires(NamedTuple):
             return up + (self.climb(group, n * S, False, down=True) if collective == "all_gather" else down)
         blocks = self.doubling(group, S / n if collective == "all_reduce" else S)
         return 2 * blocks if collective == "all_reduce" else blocks
+
+    def to_each(self, group: Sequence[int], part: float, all_groups: int) -> float:
+        """One message after the other out of every line, and into it; or all parts to the server, and others back."""
+        both = [(a, b) for a in group for b in group if a != b]
+        if self.algorithm != "server":
+            out, into = ([sum(self.message(*p, part) for p in both if p[way] == k) for k in group] for way in (0, 1))
+            return max(*out, *into)
+        parts = (len(group) - 1) * part
+        up = [self.held(True, all_groups * parts), *(self.message(k, 0, parts) for k in group)]
+        down = [self.held(False, all_groups * parts), *(self.message(0, k, parts) for k in group)]
+        return max(up) + max(down)
 
     @functools.lru_cache  # noqa: B019 (a tuple)
     def ring(self, group: tuple[int, ...], size: float) -> float:

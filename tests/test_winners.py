@@ -32,7 +32,11 @@ def ledgers(draw: Any) -> vsim.Ledger:
     groups = st.sampled_from([everyone, ((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,), (3,))])
     for step in sorted(draw(st.lists(st.integers(0, ledger.steps), max_size=8))):
         moment, size = draw(st.sampled_from(["gradients", "weights"])), draw(st.sampled_from([0, 100, 1e4, 3e6]))
-        collective, own, due = draw(st.sampled_from(["all_reduce", "all_gather", "broadcast"])), everyone, step
+        collective, own, due = (
+            draw(st.sampled_from(["all_reduce", "all_gather", "all_to_all", "broadcast"])),
+            everyone,
+            step,
+        )
         if odd:
             own, due = draw(groups), step + draw(st.integers(0, 2))
         if odd and draw(st.booleans()):

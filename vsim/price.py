@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from vsim.arguments import known_keywords, one_of, real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.cluster.collectives import StackedCollectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import SHARED, generator
 from vsim.cluster.replicas import Replicas
+from vsim.cluster.stacked import StackedCollectives
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.network.units import bits_per_second
 from vsim.private_torch import mark_stepped

@@ -1,4 +1,4 @@
-"""The collectives, and their stacked implementation: reductions down the node dimension.
+"""The collectives: what they are, whatever holds the nodes.
 
 Every collective takes a *stacked* tensor (R, …): a row for each node held here (all K in the simulator). A result that
 is equal on all nodes comes back once, as a *shared* tensor; one that differs between nodes comes back stacked. This
@@ -30,7 +30,7 @@ Bytes = float | None  # None: those of the tensor as it is
 Finish = Callable[[], Tensor]  # waits for what was issued, and returns the result
 Merge = Callable[[Tensor, Tensor | None], Tensor]  # rows (n, …), weights (n,) that sum to 1, or None → (…)
 REDUCTIONS = ("mean", "sum", "max", "min")
-COLLECTIVES = ("all_reduce", "merge", "all_gather", "broadcast", "send", "push", "pull")
+COLLECTIVES = ("all_reduce", "merge", "all_gather", "all_to_all", "broadcast", "send", "push", "pull")
 _P = ParamSpec("_P")
 
 
@@ -185,6 +185,17 @@ class Collectives(ABC):
             return self._all_gather(stacked)
         own = stacked[:, None].repeat_interleave(len(group), 1)
         return self._written(own, [(group, self._rows(stacked, group, group))])
+
+    @_awaited
+    def all_to_all(
+        self, stacked: Tensor, *, among: Nodes = None, label: str = "all_to_all", payload_bytes: Bytes = None
+    ) -> Finish:
+        """Give the j-th of n nodes the j-th part of every row: (R, n, …) → stacked (R, n, …), in the nodes' order."""
+        group = self._one_group(among)
+        if stacked.shape[1:2] != (len(group),):
+            raise ValueError(f"all_to_all takes a part for each of {len(group)} nodes, got {tuple(stacked.shape)}")
+        self._record("all_to_all", label, stacked, [group], payload_bytes)
+        return self._written(stacked, [(group, self._exchanged(stacked, group))])
 
     @_awaited
     def broadcast(
@@ -346,38 +357,13 @@ class Collectives(ABC):
     def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
         """(R, …) → (n, …): the rows of the sources of those pairs (src, dst) whose `dst` is held here."""
 
+    @abstractmethod
+    def _exchanged(self, stacked: Tensor, group: Sequence[int]) -> Finish:
+        """(R, n, …) → (m, n, …): for the m nodes of a group of n that are held here, their part of every row of it."""
+
     def _rows(self, stacked: Tensor, sources: Sequence[int], receivers: Sequence[int]) -> Finish:
         """(R, …) → (n, …): the rows of n `sources`, for one node that is held here, if it is one of the `receivers`."""
         return self._sent(stacked, [(src, dst) for dst in receivers for src in sources])
-
-
-class StackedCollectives(Collectives):
-    """All nodes are rows of one tensor, so that a collective is a reduction over dim 0."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__(ledger, range(ledger.num_nodes))
-
-    def start(
-        self, collective: str | Callable[..., Tensor], *arguments: Any, delay: int = 0, **options: Any
-    ) -> Pending:
-        pending = super().start(collective, *arguments, delay=delay, **options)
-        pending.arrived()
-        return pending
-
-    def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
-        return lambda: reduce_rows(stacked, op, shares)
-
-    def _all_gather(self, stacked: Tensor) -> Finish:
-        return lambda: stacked
-
-    def _broadcast(self, stacked: Tensor, src: int) -> Finish:
-        return lambda: stacked[src]
-
-    def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
-        return lambda: stacked[[src for src, _ in pairs]]
-
-    def _rows(self, stacked: Tensor, sources: Sequence[int], receivers: Sequence[int]) -> Finish:
-        return lambda: stacked[list(sources)]  # one copy for all receivers
 
 
 def _merged(rows: Finish, function: Merge, shares: Tensor | None) -> Finish:

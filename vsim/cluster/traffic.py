@@ -42,6 +42,7 @@ _RING: dict[str, _Places] = {  # [Patarasu and Yuan 2009]: payloads are passed o
     "broadcast": lambda n: (_ONCE, _NONE),
 }
 _POINT_TO_POINT: dict[str, _Places] = {
+    "all_to_all": lambda n: (Fraction(n - 1, n),) * 2,
     "send": lambda n: (_ONCE, _NONE),
     "push": lambda n: (_ONCE, _ONCE),
     "pull": lambda n: (_NONE, _NONE),
@@ -54,8 +55,9 @@ def traffic(collective: str, n: int, algorithm: str = "ring") -> Traffic:
     """Return what a group of `n` nodes transmits.
 
     Args:
-        collective: "all_reduce", "all_gather", "reduce_scatter", "broadcast" (from the first of the group), "send" (a
-            pair, from its first to its second), "push" (each to a server) or "pull" (each from a server).
+        collective: "all_reduce", "all_gather", "reduce_scatter", "broadcast" (from the first of the group),
+            "all_to_all" (a part to each), "send" (a pair, from its first to its second), "push" (each to a server) or
+            "pull" (each from a server).
         n: at least 1.
         algorithm: how all-reduce, all-gather, reduce-scatter and broadcast are made of messages: "ring".
 

@@ -204,6 +204,8 @@ class Network:
         total = np.zeros_like(payload)
         if len(places) < 2:
             return total
+        if collective == "all_to_all":
+            return self._to_each(places, payload / len(places))
         for times, share, pairs in rounds(collective, len(places), self.collective):
             if pairs is None:
                 total += times * self._around(places, share * payload)
@@ -217,6 +219,17 @@ class Network:
         """The time of messages that travel at once, from place to place."""
         link = sources, targets
         return (self._latency[link][:, None] + 8 * size / self._bits[link][:, None]).max(0)
+
+    def _to_each(self, places: NDArray[np.int64], size: Floats) -> Floats:
+        """The time in which every node sends a message to every other: that of the busiest line, out or in.
+
+        As messages may be cut, there is an order in which no line waits for another [Gonzalez and Sahni 1976].
+        """
+        there, nodes = np.unique(places, return_counts=True)
+        link = np.ix_(there, there)
+        cost = self._latency[link][..., None] + 8 * size / self._bits[link][..., None]
+        others = (nodes - np.eye(len(there)))[..., None]  # that a node at a place has at each
+        return np.maximum((others * cost).sum(1).max(0), (others.swapaxes(0, 1) * cost).sum(0).max(0))
 
     def _around(self, places: NDArray[np.int64], size: Floats) -> Floats:
         """The time of messages that travel at once around the best ring."""

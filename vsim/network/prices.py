@@ -76,6 +76,8 @@ def ways(collective: str, n: int) -> tuple[Way, ...]:
     """Return what goes to a server and then what comes back, where S is what a node hands in."""
     all_in, source, others = Way(True, slice(None), 1.0), Way(True, slice(1), 1.0), slice(1, None)
     back = {"all_reduce": 1.0, "all_gather": n - 1.0, "reduce_scatter": 1 / n, "pull": 1.0}
+    if collective == "all_to_all":
+        return tuple(Way(inward, slice(None), (n - 1) / n) for inward in (True, False))
     if collective == "broadcast":
         return source, Way(False, others, 1.0)
     there = () if collective == "pull" else (all_in,)

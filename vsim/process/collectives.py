@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,19 +77,30 @@ class ProcessCollectives(Collectives):
         return lambda: self._from_bytes(row[None], stacked, wait)[0]
 
     def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
+        own = self._as_bytes(stacked)
+        parts = {dst: own for src, dst in pairs if src == self.rank}
+        return self._swapped(parts, [src for src, dst in pairs if dst == self.rank], stacked)
+
+    def _exchanged(self, stacked: Tensor, group: Sequence[int]) -> Finish:
+        group = group if self.rank in group else []
+        parts = self._as_bytes(stacked).view(stacked.shape[1], -1)
+        return self._swapped(dict(zip(group, parts, strict=False)), group, stacked[:, 0])
+
+    def _swapped(self, parts: Mapping[int, Tensor], sources: Sequence[int], like: Tensor) -> Finish:
+        """Send bytes to nodes, and receive rows like that of `like` (1, …) from n `sources`: (n, …)."""
         # From node to node: groups that are drawn anew would need a new process group at every call.
         self._messages += 1  # the same everywhere, so that no message is taken for another
-        own, tag = self._as_bytes(stacked), self._messages
-        sources = [src for src, dst in pairs if dst == self.rank]
-        rows = own.new_empty((len(sources), len(own)))
-        messages = [dist.P2POp(dist.isend, own, dst, tag=tag) for src, dst in pairs if src == self.rank != dst]
+        rows = torch.empty(len(sources), like.numel() * like.element_size(), dtype=torch.uint8, device=self.device)
+        messages = [
+            dist.P2POp(dist.isend, part, dst, tag=self._messages) for dst, part in parts.items() if dst != self.rank
+        ]
         for row, src in zip(rows, sources, strict=True):
             if src == self.rank:
-                row.copy_(own)
+                row.copy_(parts[src])
             else:
-                messages.append(dist.P2POp(dist.irecv, row, src, tag=tag))
+                messages.append(dist.P2POp(dist.irecv, row, src, tag=self._messages))
         wait = self._issue("messages", lambda: dist.batch_isend_irecv(messages) if messages else [])
-        return lambda: self._from_bytes(rows, stacked, wait)
+        return lambda: self._from_bytes(rows, like, wait)
 
     def _as_bytes(self, stacked: Tensor) -> Tensor:
         """The row held here as it travels: bytes, as not every backend knows every dtype, where the backend is."""

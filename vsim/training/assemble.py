@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.arguments import naming
 from vsim.checkpoint.fingerprint import settings_of
 from vsim.cluster.cluster import Cluster
-from vsim.cluster.collectives import StackedCollectives
 from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
 from vsim.cluster.replicas import Replicas
+from vsim.cluster.stacked import StackedCollectives
 from vsim.data.batches import Batches, first_examples, resolve
 from vsim.data.joint import Source, joint_batches, one_in_memory
 from vsim.engine import Executor, Settings, VmapExecutor, executor_class, first_calls

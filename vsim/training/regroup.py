@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vsim.cluster.collectives import StackedCollectives
+from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import CheckpointError
 from vsim.engine import executor_class
 from vsim.training.assemble import assemble

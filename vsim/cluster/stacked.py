@@ -1,0 +1,43 @@
+"""The collectives where all nodes are rows of one tensor: reductions down the node dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from vsim.cluster.collectives import Collectives, Finish, Pending, reduce_rows
+from vsim.cluster.ledger import Ledger
+
+
+class StackedCollectives(Collectives):
+    """All nodes are rows of one tensor, so that a collective is a reduction over dim 0."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger, range(ledger.num_nodes))
+
+    def start(
+        self, collective: str | Callable[..., Tensor], *arguments: Any, delay: int = 0, **options: Any
+    ) -> Pending:
+        pending = super().start(collective, *arguments, delay=delay, **options)
+        pending.arrived()
+        return pending
+
+    def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
+        return lambda: reduce_rows(stacked, op, shares)
+
+    def _all_gather(self, stacked: Tensor) -> Finish:
+        return lambda: stacked
+
+    def _broadcast(self, stacked: Tensor, src: int) -> Finish:
+        return lambda: stacked[src]
+
+    def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
+        return lambda: stacked[[src for src, _ in pairs]]
+
+    def _exchanged(self, stacked: Tensor, group: Sequence[int]) -> Finish:
+        return lambda: stacked[list(group)].transpose(0, 1)
+
+    def _rows(self, stacked: Tensor, sources: Sequence[int], receivers: Sequence[int]) -> Finish:
+        return lambda: stacked[list(sources)]  # one copy for all receivers
