@@ -84,15 +84,11 @@ class Checkpoint:
 
     def mean_weights(self) -> Tensor:
         """Return the mean replica, shared (P,); equal replicas are it as they are."""
-        weights = self.weights
-        return weights[0].clone() if _equal_rows(weights) else reduce_rows(weights, "mean")
+        return _mean(self.weights)
 
     def mean_buffers(self) -> Views:
         """Return name → shared buffer: the mean over the nodes where it is floating, else node 0's."""
-        return {
-            name: b[0].clone() if _equal_rows(b) or not (b.is_floating_point() or b.is_complex()) else b.mean(0)
-            for name, b in self.buffers.items()
-        }
+        return {name: _mean(buffer) for name, buffer in self.buffers.items()}
 
     def model(self, like: nn.Module, node: int | None = None) -> nn.Module:
         """Return a copy of the model `like` with the weights and buffers of this step.
@@ -150,8 +146,10 @@ class Checkpoint:
         return f"Checkpoint(step {self.step}, {self.num_nodes} nodes, {self.fingerprint.get('strategy', '')}{where})"
 
 
-def _equal_rows(stacked: Tensor) -> bool:
-    return torch.equal(stacked, stacked[:1].expand_as(stacked))
+def _mean(rows: Tensor) -> Tensor:
+    fixed = not (rows.is_floating_point() or rows.is_complex())
+    equal = fixed or torch.equal(rows, rows[:1].expand_as(rows))
+    return rows[0].clone() if equal else reduce_rows(rows, "mean")
 
 
 # Folders --------------------------------------------------------------------------------------------------------------
@@ -178,8 +176,6 @@ def load_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
             there = ", ".join(str(step_of(file)) for file in found) or "none"
             raise CheckpointError(f"there is no checkpoint of step {step} in the folder {path}; there are: {there}")
         return _read(checkpoint_path(path, step))
-    if not found:
-        raise CheckpointError(f"there is no checkpoint in the folder {path}")
     problems: list[str] = []
     for candidate in reversed(found):
         try:
@@ -190,6 +186,8 @@ def load_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
         if problems:
             warnings.warn(f"{'; '.join(problems)}; using {candidate.name} instead", UserWarning, stacklevel=2)
         return checkpoint
+    if not found:
+        raise CheckpointError(f"there is no checkpoint in the folder {path}")
     raise CheckpointError(f"no checkpoint in the folder {path} can be used: {'; '.join(problems)}")
 
 

@@ -26,6 +26,10 @@ from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import described
 from vsim.strategy.base import Strategy
 
+_ARGUMENTS = (
+    *("num_nodes", "batch_size", "minibatch_size", "seed", "shuffle"),
+    *("autocast", "deterministic", "compile"),
+)
 # An entry that may differ in a run that resumes, by a rule of its own.
 HORIZON = "steps of the learning-rate schedule"
 _LONG = 256  # of a list or text: above, it is compared as a whole
@@ -43,18 +47,12 @@ def fingerprint(run: Any) -> dict[str, Any]:
     A value that is a dict is compared where both sides have its keys: {Python's version: bytecode}, {} for nothing.
     """
     config, replicas, kwargs = run.config, run.cluster.replicas, run.config.dataloader_kwargs
-    found: dict[str, Any] = {
-        "num_nodes": config.num_nodes,
-        "batch_size": config.batch_size,
-        "minibatch_size": config.minibatch_size,
-        "seed": config.seed,
-        "shuffle": config.shuffle,
+    of_model = {id(tensor) for tensor in (*config.model.parameters(), *config.model.buffers())}  # which are trained
+    found = {
+        **{name: getattr(config, name) for name in _ARGUMENTS},
         "examples of the training data": run.part.batches.lengths,
         "contents of the training data": [f"{digest:x}" if digest else {} for digest in run.part.batches.digests],
         "drop_last": bool(kwargs.get("drop_last", False)),
-        "autocast": config.autocast,
-        "deterministic": config.deterministic,
-        "compile": config.compile,
         "device": replicas.weights.device.type,
         HORIZON: run.strategy.schedule.horizon(run.max_steps),
         **layout_of(replicas),
@@ -62,15 +60,9 @@ def fingerprint(run: Any) -> dict[str, Any]:
         **dict(_contents(config.loss_fn, "loss_fn", set())),
         **{f"frozen {name}": _digest(p) for name, p in replicas.frozen.items()},
         **run.strategy.settings,
+        **dict(_contents(config.model, "module", of_model)),
     }
-    seen = {id(module) for module in config.model.modules()}
-    for name, module in config.model.named_modules():
-        path = f"module {name}".strip()
-        found[path] = _class(module)
-        for attribute, value in attributes_of(module).items():
-            found |= _contents(value, f"{path}.{attribute}", seen)
-    kept: dict[str, Any] = json.loads(json.dumps(found))  # as it will be read: lists for tuples
-    return kept
+    return json.loads(json.dumps(found))  # as it will be read: lists for tuples
 
 
 def steady(run: Any) -> dict[str, Any]:
@@ -119,8 +111,10 @@ def settings_of(strategy: Strategy) -> dict[str, Any]:
 
 def _contents(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield (path, number, text or digest) of what a value consists of; every object once."""
-    if isinstance(value, str) and len(value) > _LONG:
-        yield path, [len(value), _hash(value)]
+    if id(value) in seen:
+        return
+    if isinstance(value, bytes) or (isinstance(value, str | list | tuple | Mapping) and len(value) > _LONG):
+        yield path, [len(value), _hash(_plain(repr(value)))]
     elif value is None or isinstance(value, bool | int | float | str):
         yield path, value if value == value else "nan"
     elif isinstance(value, Tensor):
@@ -128,14 +122,10 @@ def _contents(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]
     elif isinstance(value, np.ndarray | np.generic):
         numbers = value.dtype.kind in "biufc"
         yield path, [list(value.shape), value.dtype.str, _hash(value.tobytes()) if numbers else ""]
-    elif isinstance(value, bytes):
-        yield path, [len(value), _hash(value)]
     elif isinstance(value, types.CodeType):
         yield path, {_VERSION: _hash(repr(_bytecode(value)))}
     elif isinstance(value, set | frozenset):
         yield path, sorted(_plain(repr(item)) for item in value)
-    elif isinstance(value, list | tuple | Mapping) and len(value) > _LONG:
-        yield path, [len(value), _hash(_plain(repr(value)))]
     elif isinstance(value, list | tuple | Mapping):
         items = dict(value if isinstance(value, Mapping) else enumerate(value))
         if path.endswith("schedule.kwargs"):
@@ -145,7 +135,7 @@ def _contents(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]
             yield from _contents(item, _plain(f"{path}[{key!r}]"), seen)
     elif isinstance(value, FIXED) and not isinstance(value, types.FunctionType | types.MethodType):
         yield path, _plain(described(value))
-    elif id(value) not in seen:
+    else:
         seen.add(id(value))
         yield path, _class(value)
         for name, item in _parts(value).items():

@@ -34,8 +34,7 @@ class Restorer:
         together: whether the nodes were saved together, as rows; if not, by a process each.
         node: the node held here; None: all are, as rows.
         num_nodes: K.
-        known, memory: as of `Snapshot`.
-        device: where tensors that are made anew go, if they were not on the CPU.
+        known: as of `Snapshot`. Tensors that are made anew go where its "weights" are, if they were not on the CPU.
 
     Attributes:
         moves: whether values move between nodes together and nodes apart.
@@ -44,18 +43,9 @@ class Restorer:
         CheckpointError: a saved value does not fit the object that is there.
     """
 
-    def __init__(
-        self,
-        together: bool,
-        node: int | None,
-        num_nodes: int,
-        known: Mapping[str, Any],
-        memory: Mapping[str, Tensor],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, together: bool, node: int | None, num_nodes: int, known: Mapping[str, Any]) -> None:
         self.moves = together != (node is None)
         self._node, self._num_nodes = node, num_nodes
-        self._memory, self._device = memory, device
         self._made = dict(known)  # path → what was restored
         self._written: dict[int, int] = {}  # where a tensor begins here → number of the memory that was saved
 
@@ -84,13 +74,13 @@ class Restorer:
                 if restored is _ABSENT:
                     raise CheckpointError(f"{path} was the same object as {saved['path']}, which is not there here")
             case "view":  # of memory that is restored elsewhere or holds no state
-                memory, restored = self._memory[saved["of"]].untyped_storage(), live
+                memory, restored = self._made[saved["of"]].untyped_storage(), live
                 if not isinstance(live, Tensor) or live.untyped_storage().data_ptr() != memory.data_ptr():
-                    raise CheckpointError(f"{path} was a view of the nodes' {saved['of']}, and is {_shown(live)} here")
+                    raise CheckpointError(f"{path} was a view of the nodes' {saved['of']}, and is {_shown(live)}")
             case "fixed":
                 restored = live
                 if not isinstance(live, FIXED) or described(live) != saved["is"]:
-                    raise CheckpointError(f"{path} was {saved['is']}, and is {_shown(live)} here")
+                    raise CheckpointError(f"{path} was {saved['is']}, and is {_shown(live)}")
             case kind:
                 raise ValueError(f"{path} is of an unknown kind, {kind!r}")
         self._made[path] = restored
@@ -108,7 +98,7 @@ class Restorer:
             if alike and self._is_free(live, node["memory"]):
                 with torch.no_grad():
                     return live.copy_(value)
-        made = value.to("cpu" if node["cpu"] else self._device, copy=True)
+        made = value.to("cpu" if node["cpu"] else self._made["weights"].device, copy=True)
         return nn.Parameter(made, node["grad"]) if node["parameter"] else made.requires_grad_(node["grad"])
 
     def _is_free(self, live: Tensor, memory: int) -> bool:
@@ -153,10 +143,8 @@ class Restorer:
     def _object(self, saved: Node, live: Any, path: str, placement: str | None) -> Any:
         name = saved["class"]
         cls, same = MADE.get(name), name_of(type(live)) == name
-        if cls is None and live is _ABSENT:
-            raise CheckpointError(f"{path} was made during the run, so that it is not there to be filled")
         if cls is None and not same:
-            raise CheckpointError(f"{path} was a {name}, and is {_shown(live)} here")
+            raise CheckpointError(f"{path} was a {name}, and is {_shown(live)}")
         target = live if cls is None else None if cls is Pending else cls()
         self._made[path] = target  # to which its parts may refer
         old: Mapping[Any, Any] = (parts_of(live) or {}) if same else {}
@@ -216,7 +204,8 @@ def _tensors(items: Sequence[Node], path: str) -> Sequence[Node]:
 
 
 def _shown(live: Any) -> str:
-    return "absent" if live is _ABSENT else f"a {name_of(type(live))}"
+    made = "not there to be filled, as it was made during the run"
+    return made if live is _ABSENT else f"a {name_of(type(live))} here"
 
 
 def _differs(path: str, given: str = "") -> CheckpointError:

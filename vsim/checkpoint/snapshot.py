@@ -15,7 +15,6 @@ text, or a dict with its "kind":
 from __future__ import annotations
 
 import collections
-import functools
 import io
 import json
 import random
@@ -56,8 +55,8 @@ class Snapshot:
 
     Args:
         roots: name → object.
-        known: name → object that is not part of the state but may be referred to, such as the cluster.
-        memory: name → tensor whose memory is saved under the root of this name, if there is one, and nowhere else.
+        known: name → object that is not part of the state but may be referred to, such as the cluster; or a tensor
+            whose memory is saved under the root of this name, if there is one, and nowhere else.
 
     Attributes:
         tree: name → node. Its tensors share the memory of those that are saved.
@@ -67,11 +66,12 @@ class Snapshot:
         CheckpointError: something has a state that cannot be saved; it is named.
     """
 
-    def __init__(self, roots: Mapping[str, Any], known: Mapping[str, Any], memory: Mapping[str, Tensor]) -> None:
+    def __init__(self, roots: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         self.fixed: dict[str, str] = {}
-        self._memory = {t.untyped_storage().data_ptr(): name for name, t in memory.items()}
+        memory = {name: value for name, value in known.items() if isinstance(value, Tensor)}
+        self._memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in memory.items()}
         # With the object itself, so that no id is used twice.
-        self._seen: dict[int, tuple[str, Any]] = {id(value): (name, value) for name, value in known.items()}
+        self._seen = {id(value): (name, value) for name, value in known.items() if name not in memory}
         self._storages: dict[int, int] = {}  # where memory is → its number
         self.tree: dict[str, Node] = {name: self._node(value, name) for name, value in roots.items()}
 
@@ -169,15 +169,13 @@ def parts_of(value: Any) -> Mapping[Any, Any] | None:
         if isinstance(value, kind):
             return {"state": read(value)}
     if isinstance(value, nn.Module):
-        named = {"parameters": dict(value.named_parameters()), "buffers": dict(value.named_buffers())}
-        return {**named, "own": own_attributes(value)}
+        return {**_tensors_of(value), **own_attributes(value)}
     if isinstance(value, Optimizer):
-        parameters = _parameters(value)
+        parameters = _parameters(value.param_groups)
         if {id(p) for p in value.state} - {id(p) for p in parameters}:
             raise CheckpointError(f"{name_of(type(value))} keeps state for something that is none of its parameters")
-        own = {name: item for name, item in vars(value).items() if name not in _common_to_optimizers()}
-        groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in value.param_groups]
-        return {"state": [{"of": p, **value.state.get(p, {})} for p in parameters], "groups": groups, "own": own}
+        state = [value.state.get(p, {}) for p in parameters]
+        return {"groups": value.param_groups, "state": state, "own": attributes_of(value)}
     if all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
         state = value.state_dict()
         if not isinstance(state, Mapping):
@@ -206,22 +204,21 @@ def fill(value: Any, parts: dict[Any, Any]) -> Any:
     elif isinstance(value, tuple):
         return type(value)(parts.values()) if name_of(type(value)) in MADE else type(value)(*parts.values())
     elif isinstance(value, nn.Module):
-        for kind, live in (("parameters", value.named_parameters()), ("buffers", value.named_buffers())):
-            odd = [name for name, tensor in live if parts[kind].get(name) is not tensor]
-            if odd:
-                raise ValueError(f"the {kind} {odd} had another shape or dtype")
-        set_own_attributes(value, parts["own"])
+        odd = [name for name, tensor in _tensors_of(value).items() if parts.pop(name, None) is not tensor]
+        if odd:
+            raise ValueError(f"{odd} had another shape or dtype")
+        set_own_attributes(value, parts)
     elif isinstance(value, Optimizer):
-        parameters = _parameters(value)
-        if len(parameters) != len(parts["state"]) or len(value.param_groups) != len(parts["groups"]):
-            raise ValueError(f"it had {len(parts['state'])} parameters, and has {len(parameters)} here")
-        for i, (p, own) in enumerate(zip(parameters, parts["state"], strict=True)):
-            if own.pop("of") is not p:
+        old, new = _parameters(parts["groups"]), _parameters(value.param_groups)
+        if len(old) != len(new) or len(parts["groups"]) != len(value.param_groups):
+            raise ValueError(f"it had {len(old)} parameters, and has {len(new)} here")
+        for i, (p, restored, state) in enumerate(zip(new, old, parts["state"], strict=True)):
+            if restored is not p:
                 raise ValueError(f"parameter {i} had another shape or place, and is {list(p.shape)} here")
-            if own or p in value.state:
-                value.state[p] = own
-        for group, settings in zip(value.param_groups, parts["groups"], strict=True):
-            group.update(settings)
+            if state or p in value.state:
+                value.state[p] = state
+        for group, restored in zip(value.param_groups, parts["groups"], strict=True):
+            group.update(restored)
         vars(value).update(parts["own"])
     elif callable(getattr(value, "load_state_dict", None)):
         value.load_state_dict(parts)
@@ -231,31 +228,31 @@ def fill(value: Any, parts: dict[Any, Any]) -> Any:
     return value
 
 
-def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return name → value of what a module has beside what every module has."""
-    common = vars(nn.Module()).keys()
-    return {name: value for name, value in vars(module).items() if name not in common}
+def attributes_of(value: nn.Module | Optimizer) -> dict[str, Any]:
+    """Return name → value of what a module or optimizer has beside what every one has."""
+    common = vars(nn.Module() if isinstance(value, nn.Module) else torch.optim.SGD([torch.zeros(1)])).keys()
+    return {name: own for name, own in vars(value).items() if name not in common}
 
 
-def own_attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return path → name → value of what modules keep beside parameters and buffers: numbers, tensors, generators."""
-    kinds = (*_PLAIN, Tensor, torch.Generator)
+def own_attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return (path, name) → what modules keep beside parameters and buffers: numbers, tensors, generators."""
     return {
-        path: {name: value for name, value in attributes_of(own).items() if isinstance(value, kinds)}
+        (path, name): value
         for path, own in module.named_modules()
+        for name, value in attributes_of(own).items()
+        if isinstance(value, (*_PLAIN, Tensor, torch.Generator))
     }
 
 
-def set_own_attributes(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
+def set_own_attributes(module: nn.Module, state: Mapping[tuple[str, str], Any]) -> None:
     """Put back what `own_attributes` returned."""
-    for path, own in module.named_modules():
-        vars(own).update(state[path])
+    for (path, name), value in state.items():
+        vars(module.get_submodule(path))[name] = value
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-@functools.cache
-def _common_to_optimizers() -> frozenset[str]:
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
+def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    return [p for group in groups for p in group["params"]]

@@ -35,23 +35,22 @@ class Traffic(NamedTuple):
 _Places = Callable[[int], tuple[Fraction, Fraction]]
 _ONCE = Fraction(1)
 _NONE = Fraction(0)
-_RING: dict[str, _Places] = {  # [Patarasu and Yuan 2009]: payloads are passed on from neighbour to neighbour
+_COLLECTIVES: dict[str, _Places] = {
+    # A ring [Patarasu and Yuan 2009]: payloads are passed on from neighbour to neighbour.
     "all_reduce": lambda n: (Fraction(2 * (n - 1), n),) * 2,
     "all_gather": lambda n: (Fraction(n - 1),) * 2,
     "reduce_scatter": lambda n: (Fraction(n - 1, n),) * 2,
     "broadcast": lambda n: (_ONCE, _NONE),
-}
-_POINT_TO_POINT: dict[str, _Places] = {
+    # From one to another.
     "all_to_all": lambda n: (Fraction(n - 1, n),) * 2,
     "send": lambda n: (_ONCE, _NONE),
     "push": lambda n: (_ONCE, _ONCE),
     "pull": lambda n: (_NONE, _NONE),
 }
-_ALGORITHMS = {"ring": {**_RING, **_POINT_TO_POINT}}
 
 
 @lru_cache(maxsize=256)
-def traffic(collective: str, n: int, algorithm: str = "ring") -> Traffic:
+def traffic(collective: str, n: int) -> Traffic:
     """Return what a group of `n` nodes transmits.
 
     Args:
@@ -59,15 +58,13 @@ def traffic(collective: str, n: int, algorithm: str = "ring") -> Traffic:
             "all_to_all" (a part to each), "send" (a pair, from its first to its second), "push" (each to a server) or
             "pull" (each from a server).
         n: at least 1.
-        algorithm: how all-reduce, all-gather, reduce-scatter and broadcast are made of messages: "ring".
 
     Raises:
-        ValueError: there is no such collective or algorithm, or nobody takes part.
+        ValueError: there is no such collective, or nobody takes part.
     """
-    one_of("algorithm", algorithm, tuple(_ALGORITHMS))
-    one_of("collective", collective, tuple(_ALGORITHMS[algorithm]))
+    one_of("collective", collective, tuple(_COLLECTIVES))
     whole_number("n", n)
-    each, last = _ALGORITHMS[algorithm][collective](n)
+    each, last = _COLLECTIVES[collective](n)
     sent, handed = np.full(n, float(each)), np.ones(n)
     sent[-1] = float(last)
     if collective in ("broadcast", "send"):

@@ -65,11 +65,9 @@ def _known(run: Member) -> dict[str, Any]:
         "stacked model": run.strategy.model,
         **{name: getattr(replicas, name) for name in ("module", "frozen", "layout")},
         **{f"layout[{i}]": columns for i, columns in enumerate(replicas.layout)},
+        "weights": replicas.weights,
+        "gradients": replicas.grads,
     }
-
-
-def _memory(run: Member) -> dict[str, Tensor]:
-    return {"weights": run.cluster.replicas.weights, "gradients": run.cluster.replicas.grads}
 
 
 # Saving ---------------------------------------------------------------------------------------------------------------
@@ -84,20 +82,44 @@ def begin(run: Member) -> None:
 
 def save_if_due(run: Member, stops: bool) -> None:
     """Save a run after a step, if it is time to, or if it stops here. Every process calls this."""
-    saving, is_last = run.config.saving, run.done == run.max_steps
+    saving = run.config.saving
     if saving is None:
         return
-    if saving.wanted and (stops or is_last or (saving.interval and run.done % saving.interval == 0)):
-        _save(run, saving.folder)
-    elif stops:
-        try:
+    is_due = run.done == run.max_steps or (saving.interval is not None and run.done % saving.interval == 0)
+    try:
+        if stops or (saving.wanted and is_due):
             _save(run, saving.folder)
-        except CheckpointError as error:
-            warnings.warn(f"the interrupted run cannot be resumed: {error}", UserWarning, stacklevel=2)
+    except CheckpointError as error:
+        if saving.wanted:
+            raise
+        warnings.warn(f"the interrupted run cannot be resumed: {error}", UserWarning, stacklevel=2)
 
 
 def _save(run: Member, folder: Path) -> None:
     run.check_weights()
+    checkpoint = captured(run)
+    if run.history is not None:  # in the process of node 0
+        checkpoint.save(checkpoint_path(folder, run.done))
+        prune(folder, run.done)
+    if not run.is_alone:  # no process continues before the file is there: it might look into the folder
+        with run.cluster.collectives.unbilled():
+            run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
+
+
+def captured(run: Member) -> Checkpoint:
+    """Return the checkpoint of a run between two steps; of processes, at node 0.
+
+    In the simulator its tensors share the memory of the run.
+
+    Raises:
+        CheckpointError: the run stopped in the middle of a step, or has a state that cannot be saved.
+    """
+    history = run.history
+    if run.cluster.step != run.done or (history is not None and run.done not in history["step"][-1:]):
+        raise CheckpointError(
+            f"the last run stopped in the middle of step {run.cluster.step}, so that nothing whole is left of it in "
+            "memory; resume from a checkpoint that it saved, or start anew"
+        )
     snapshot = _snapshot(run)
     for path, what in snapshot.fixed.items():
         if run.fixed and run.fixed.get(path) != what:
@@ -106,67 +128,32 @@ def _save(run: Member, folder: Path) -> None:
                 "make it in the setup, or hold tensors, numbers, lists and dicts instead"
             )
     state = snapshot.tree if run.is_alone else _gathered(run, snapshot.tree)
-    if run.history is not None:  # in the process of node 0
-        _checkpoint(run, state, run.history).save(checkpoint_path(folder, run.done))
-        prune(folder, run.done)
-    if not run.is_alone:  # no process continues before the file is there: it might look into the folder
-        with run.cluster.collectives.unbilled():
-            run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
-
-
-def captured(run: Member) -> Checkpoint:
-    """Return the checkpoint of a run in the simulator that was interrupted or has ended.
-
-    Its tensors share the memory of the run.
-
-    Raises:
-        CheckpointError: the run stopped in the middle of a step, or has a state that cannot be saved.
-    """
-    history = run.history
-    if run.cluster.step != run.done or history is None or not len(history) or history["step"][-1] != run.done:
-        raise CheckpointError(
-            f"the last run stopped in the middle of step {run.cluster.step}, so that nothing whole is left of it in "
-            "memory; resume from a checkpoint that it saved, or start anew"
-        )
-    return _checkpoint(run, _snapshot(run).tree, history)
-
-
-def _checkpoint(run: Member, state: dict[str, Any], history: History) -> Checkpoint:
-    return Checkpoint(run.done, history, steady(run), state, run.is_alone)
+    return Checkpoint(run.done, history or History(), steady(run), state, run.is_alone)
 
 
 def _snapshot(run: Member) -> Snapshot:
     roots = {name: value for name, (value, _) in _roots(run).items()}
-    return Snapshot({**roots, "process": run.random_states}, _known(run), _memory(run))
+    return Snapshot({**roots, "process": run.random_states}, _known(run))
 
 
 def _gathered(run: Member, tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree of all processes together, at node 0; the others' is without tensors."""
-    collectives, here = run.cluster.collectives, run.cluster.replicas.first_node
+    """Return the tree of all processes, at node 0; the others only send what it needs."""
+    collectives = run.cluster.collectives
     text, contents = packed(tree)
-    sizes = {digest: len(flat) for digest, flat in contents.items()}
-    own = torch.frombuffer(bytearray(json.dumps([text, sizes]).encode()), dtype=torch.uint8)
-
-    def sent(node: int, count: int, flat: Tensor | None) -> Tensor:
-        """Return `flat` (n,) of that node's process."""
-        row = torch.zeros(count, dtype=torch.uint8) if flat is None else flat
-        return collectives.broadcast(row[None], node, label="checkpoint") if count else row
-
+    own = f"[{text}, {json.dumps({digest: len(flat) for digest, flat in contents.items()})}]".encode()
     with collectives.unbilled():
-        counts = collectives.all_gather(torch.tensor([len(own)]), label="checkpoint").tolist()
-        told = [
-            json.loads(sent(node, n, own if node == here else None).numpy().tobytes()) for node, n in enumerate(counts)
-        ]
-        # Every content from the first process that has it.
+        longest = int(collectives.all_gather(torch.tensor([len(own)]), label="checkpoint").max())
+        row = torch.frombuffer(bytearray(own.ljust(longest)), dtype=torch.uint8)
+        told = [json.loads(row.numpy().tobytes()) for row in collectives.all_gather(row[None], label="checkpoint")]
+        # Every content comes from the first process that has it.
         first = {d: (node, n) for node, (_, sizes) in reversed([*enumerate(told)]) for d, n in sizes.items()}
-        for digest, (node, n) in first.items():
-            flat = sent(node, n, contents.get(digest) if node == here else None)
+        for digest, (node, size) in first.items():
+            flat = contents.get(digest, torch.empty(size, dtype=torch.uint8))
+            flat = collectives.broadcast(flat[None], node, label="checkpoint")
             if run.history is not None:
                 contents[digest] = flat
-    if run.history is None:
-        return {}
-    trees = [json.loads(text) for text, _ in told]
-    return unpacked(json.dumps({name: merged([own[name] for own in trees]) for name in tree}), contents)
+    merged_trees = {name: merged([own[name] for own, _ in told]) for name in tree}
+    return {} if run.history is None else unpacked(json.dumps(merged_trees), contents)
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
@@ -212,9 +199,8 @@ def resume(run: Member, checkpoint: Checkpoint) -> None:
 
 
 def _restorer(run: Member, checkpoint: Checkpoint) -> Restorer:
-    cluster = run.cluster
-    node = None if run.is_alone else cluster.replicas.first_node
-    return Restorer(checkpoint.together, node, cluster.num_nodes, _known(run), _memory(run), cluster.weights.device)
+    node = None if run.is_alone else run.cluster.replicas.first_node
+    return Restorer(checkpoint.together, node, run.cluster.num_nodes, _known(run))
 
 
 def _check_same(run: Member, checkpoint: Checkpoint) -> None:
@@ -246,42 +232,43 @@ def begin_fork(checkpoint: Checkpoint, replicas: Replicas) -> None:
 
 
 def _go_on_as_fork(run: Member, checkpoint: Checkpoint) -> None:
-    cluster, strategy, replicas = run.cluster, run.strategy, run.cluster.replicas
-    for optimizer in torch_optimizers(strategy.optim):
+    replicas = run.cluster.replicas
+    for optimizer in torch_optimizers(run.strategy.optim):
         mark_stepped(optimizer)
-    for _ in range(checkpoint.step):
-        for scheduler in strategy.schedulers:
-            scheduler.step()
-    if checkpoint.num_nodes != cluster.num_nodes:
+    for scheduler in checkpoint.step * run.strategy.schedulers:
+        scheduler.step()
+    if checkpoint.num_nodes != run.cluster.num_nodes:
         return
-    restorer = _restorer(run, checkpoint)
-    if checkpoint.fingerprint["device"] == run.fingerprint["device"]:
+    restorer, own = _restorer(run, checkpoint), slice(replicas.nodes.start, replicas.nodes.stop)
+    alike = [
+        name
+        for name in ("device", "deterministic", "strategy.optim_spec.cls")
+        if checkpoint.fingerprint.get(name) == run.fingerprint.get(name)
+    ]
+    if "device" in alike:
         restorer.restore(checkpoint.state["streams"], run.streams, "streams", "stacked")
-    own = slice(replicas.nodes.start, replicas.nodes.stop)
     for name, buffer in checkpoint.buffers.items():
         replicas.buffers[name].copy_(buffer[own])
-    if replicas.shares_weights:
-        return
-    replicas.weights.copy_(checkpoint.weights[own])
-    alike = ("strategy.optim_spec.cls", "deterministic", "device")
-    if checkpoint.keeps_optimizer and all(checkpoint.fingerprint.get(k) == run.fingerprint.get(k) for k in alike):
-        _keep_state(run, checkpoint, restorer)
+    if not replicas.shares_weights:
+        replicas.weights.copy_(checkpoint.weights[own])
+        if checkpoint.keeps_optimizer and len(alike) == 3:
+            _keep_state(run, checkpoint, restorer)
 
 
 def _keep_state(run: Member, checkpoint: Checkpoint, restorer: Restorer) -> None:
     """Let the inner optimizers keep their state, or start anew if it does not fit, such as one row for all nodes."""
     optim = run.strategy.optim
     optimizers = torch_optimizers(optim)
-    settings = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in optimizers]
+    settings = copy.deepcopy([[{**group, "params": []} for group in o.param_groups] for o in optimizers])
     try:
         restorer.restore(checkpoint.state["optimizer"], optim, "optimizer", "stacked")
         specs = run.strategy.optim_spec.parts(run.cluster.replicas.module)
         fits = all(_fits(part, spec) for part, (spec, _) in zip(parts_of(optim), specs, strict=False))
     except CheckpointError:
         fits = False
-    for optimizer, groups in zip(optimizers, copy.deepcopy(settings), strict=True):
+    for optimizer, groups in zip(optimizers, settings, strict=True):
         for group, own in zip(optimizer.param_groups, groups, strict=True):
-            group.update(own)
+            group.update({**own, "params": group["params"]})
         if not fits:
             optimizer.state.clear()
 
