@@ -57,6 +57,9 @@ ALL: dict[str, Callable[[], Compressor]] = {
     "powersgd": lambda: PowerSGD(2),
     "statistical": lambda: StatisticalQuantizer(2, 100),
     "fp4": lambda: FP4(100),
+    "int8-two-stage": lambda: UniformQuantizer(8, 100, two_stage=True),
+    "statistical-two-stage": lambda: StatisticalQuantizer(4, 100, two_stage=True),
+    "qsgd-two-stage": lambda: QSGD(7, 100, two_stage=True),
     "dct": lambda: DCTTopK(9, 12),
     "tiles": lambda: TileTopK(9, 12),
     "tiles-2-bit": lambda: TileTopK(9, 12, quantizer=StatisticalQuantizer(2)),
@@ -303,6 +306,53 @@ def test_error_feedback_where_errors_would_grow() -> None:
         assert CompressedAverage(ALL[name](), error_feedback=False).error_feedback == 0
 
 
+# In two stages -------------------------------------------------------------------------------------------------------
+
+
+def in_two_stages(vectors: Vectors, errors: Vectors, encode: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return the average, and write what is not sent to `errors`; node k averages the k-th of equal chunks."""
+    count, size = len(vectors), -(-len(vectors[0]) // len(vectors))
+    padded = [np.pad(x, (0, count * size - len(x))) for x in vectors]
+    left, average = [x.copy() for x in padded], []
+    for k in range(count):
+        chunk = slice(k * size, (k + 1) * size)
+        sent = [encode(x[chunk]) for x in padded]
+        for own, message in zip(left, sent, strict=True):
+            own[chunk] -= message
+        mean = sum(sent) / count
+        average.append(encode(mean))
+        left[k][chunk] += count * (mean - average[-1])
+    for own, error in zip(left, errors, strict=True):
+        error[:] = own[: len(error)]
+    return np.concatenate(average)[: len(vectors[0])]
+
+
+@every_K
+@pytest.mark.parametrize("beta", [1.0, 0.5])
+def test_two_stages_by_the_definition(beta: float, num_nodes: int) -> None:
+    compressor = UniformQuantizer(4, 100, two_stage=True)
+    run = started(compressing(compressor, beta), parameters(), num_nodes, deterministic=num_nodes == 3)
+    errors = [np.zeros(727) for _ in range(num_nodes)]
+
+    def encode(x: np.ndarray) -> np.ndarray:
+        return block_by_block(x, lambda block: np.round(block / (step := np.abs(block).max() / 7)) * step)
+
+    for step in range(6):
+        gradients = normal(num_nodes, 727, seed=step, dtype=torch.float64)
+        vectors = [beta * e + g for e, g in zip(errors, gradients.numpy(), strict=True)]
+        expected = in_two_stages(vectors, errors, encode)
+        np.testing.assert_allclose(average_of(run, gradients).numpy(), expected, rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(errors_of(run).numpy(), np.stack(errors), rtol=1e-10, atol=1e-10)
+
+
+def test_two_stages_transmit_as_much_as_an_all_reduce_of_so_few_bits() -> None:
+    # P = 4096 in chunks of 512, 8 nodes, 4 bits and a scale for 512: S = 2048 + 8 · 4 bytes, 2 · 7/8 · S of them
+    # on the wire, and 7 · S in one stage.
+    for two_stage, wire in ((True, 2 * 7 / 8 * 2080), (False, 7 * 2080)):
+        run = driven(compressing(UniformQuantizer(4, two_stage=two_stage)), Parameters((4096,)), normal(1, 8, 4096))
+        assert run.ledger.wire_bytes == wire
+
+
 # Each by itself ------------------------------------------------------------------------------------------------------
 
 
@@ -328,7 +378,7 @@ def test_topk_by_hand() -> None:
     assert errors_of(run).tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize("name", ["qsgd", "randomk-unbiased"])
+@pytest.mark.parametrize("name", ["qsgd", "qsgd-two-stage", "randomk-unbiased"])
 def test_unbiased(name: str) -> None:
     gradients = normal(2, 60, dtype=torch.float64)
     run = started(compressing(ALL[name]()), Parameters((60,), dtype=torch.float64), 2)
@@ -443,6 +493,16 @@ PAYLOADS: list[tuple[Compressor, list[tuple[str, str, float]]]] = [
     (StatisticalQuantizer(2, 100), [("all_gather", "gradients", 182 + 8 * 4 * 4)]),
     (StatisticalQuantizer(4), [("all_gather", "gradients", 364 + 16 * 4)]),
     (FP4(100), [("all_gather", "gradients", 364 + 8 * 4)]),
+    # Of 3 nodes each reduces a chunk of 243 entries, in 3 blocks: 243 codes and 12 bytes, and all three to start with.
+    (
+        UniformQuantizer(8, 100, two_stage=True),
+        [("all_to_all", "gradients: chunks", 3 * 255), ("all_gather", "gradients: means", 255)],
+    ),
+    # 60.75 bytes and a table of 4 values for each of 3 blocks
+    (
+        StatisticalQuantizer(2, 100, two_stage=True),
+        [("all_to_all", "gradients: chunks", 3 * 109), ("all_gather", "gradients: means", 109)],
+    ),
     # P: twice 12 · 2 and 8 · 2, and 20 + 4 + 7 entries as they are (of (2, 2) no rank gets smaller);
     # Q: twice 20 · 2 and 27 · 2
     (
@@ -622,6 +682,11 @@ def test_diloco_with_a_compressor_that_sends_all_is_diloco(compressor: Compresso
         (StatisticalQuantizer(2), StatisticalQuantizer(3)),
         (StatisticalQuantizer(2, 100), StatisticalQuantizer(2, 200)),
         (FP4(100), FP4(200)),
+        (FP4(100), FP4(100, two_stage=True)),
+        (ScaledSign(100), ScaledSign(100, two_stage=True)),
+        (QSGD(7), QSGD(7, two_stage=True)),
+        (UniformQuantizer(2), UniformQuantizer(2, two_stage=True)),
+        (StatisticalQuantizer(2), StatisticalQuantizer(2, two_stage=True)),
     ],
     ids=lambda c: type(c).__name__,
 )
@@ -652,6 +717,8 @@ def test_every_argument_changes_the_average(one: Compressor, other: Compressor) 
         (lambda: StatisticalQuantizer(9), ValueError, "bits must be a whole number from 1 to 8"),
         (lambda: StatisticalQuantizer(2, 0), ValueError, "block_size must be a whole number >= 1"),
         (lambda: FP4(0), ValueError, "block_size must be"),
+        (lambda: FP4(two_stage=1), TypeError, "two_stage must be True or False, got 1"),  # type: ignore[arg-type]
+        (lambda: TileTopK(quantizer=FP4(two_stage=True)), ValueError, "two_stage has no effect on a quantizer of"),
         (lambda: DCTTopK(1, 1, "int"), ValueError, "index_bytes must be one of"),
         (lambda: CompressedAverage("topk"), TypeError, "compressor must be a Compressor object, got 'topk'"),  # type: ignore[arg-type]
         (lambda: CompressedAverage(TopK(), 1.5), ValueError, "error_feedback must be"),

@@ -134,6 +134,7 @@ COMPRESSORS: list[Callable[[], Any]] = [
     lambda: PowerSGD(1),
     FP4,
     lambda: StatisticalQuantizer(2, 32),
+    lambda: UniformQuantizer(4, 32, two_stage=True),
     lambda: TileTopK(4, 8, quantizer=StatisticalQuantizer(4)),
 ]
 

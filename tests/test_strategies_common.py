@@ -442,6 +442,21 @@ TABLE = [
         every(1, "all_gather", "gradients", 1210 + 3 * 4),
         equal_after=range(1, STEPS + 1),
     ),
+    # Of 4 nodes each averages a chunk of 303 entries: 303 codes of 8 bits and a scale.
+    Row(
+        "int8 in two stages",
+        CommunicateOptimizeStrategy,
+        compressed(UniformQuantizer(8, two_stage=True)),
+        [
+            (step, collective, label, payload)
+            for step in range(1, STEPS + 1)
+            for collective, label, payload in (
+                ("all_to_all", "gradients: chunks", 4 * 307.0),
+                ("all_gather", "gradients: means", 307.0),
+            )
+        ],
+        equal_after=range(1, STEPS + 1),
+    ),
     # 4 bits an entry, 605 bytes; one block has a table of 16 values.
     Row(
         "statistical",

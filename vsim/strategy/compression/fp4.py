@@ -18,6 +18,7 @@ class FP4(BlockQuantizer):
 
     Args:
         block_size: consecutive entries that share max|x|.
+        two_stage: as of `BlockQuantizer`.
 
     Payload: ceil(P / 2) + 4 · ceil(P / block_size) bytes. One all-gather.
 

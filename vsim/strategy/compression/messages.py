@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from vsim_kernels import pack_bits, unpack_bits
@@ -15,9 +15,20 @@ INDEX_BYTES = ("int64", "packed")
 
 def gather_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payload_bytes: int) -> list[Tensor]:
     """All-gather stacked tensors (R, …) that travel as one message: shared tensors (K, …), one event."""
-    first = cluster.collectives.all_gather(parts[0], label=label, payload_bytes=payload_bytes)
+    return _as_one(cluster.collectives.all_gather, parts, cluster, label, payload_bytes)
+
+
+def swap_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payload_bytes: int) -> list[Tensor]:
+    """Give every node its part of stacked tensors (R, K, …), which travel as one message: alike, one event."""
+    return _as_one(cluster.collectives.all_to_all, parts, cluster, label, payload_bytes)
+
+
+def _as_one(
+    collective: Callable[..., Tensor], parts: Sequence[Tensor], cluster: Cluster, label: str, payload_bytes: int
+) -> list[Tensor]:
+    first = collective(parts[0], label=label, payload_bytes=payload_bytes)
     with cluster.collectives.unbilled():
-        return [first, *(cluster.collectives.all_gather(part, label=label) for part in parts[1:])]
+        return [first, *(collective(part, label=label) for part in parts[1:])]
 
 
 def gather_entries(

@@ -20,6 +20,7 @@ class QSGD(BlockQuantizer):
     Args:
         levels: s, steps of the grid from 0 to ‖x‖₂; 1 to 32767.
         block_size: consecutive entries that share ‖x‖₂, d in the paper.
+        two_stage: as of `BlockQuantizer`.
 
     Payload: ceil(P · ceil(log2(2s + 1)) / 8) + 4 · ceil(P / block_size) bytes. One all-gather.
 
@@ -31,8 +32,8 @@ class QSGD(BlockQuantizer):
     contractive = False
     streams: list[torch.Generator]  # of the nodes held here
 
-    def __init__(self, levels: int = 7, block_size: int = 512) -> None:
-        super().__init__(block_size)
+    def __init__(self, levels: int = 7, block_size: int = 512, two_stage: bool = False) -> None:
+        super().__init__(block_size, two_stage)
         self.levels = whole_number("levels", levels, at_most=32767)
         self.bits = (2 * self.levels).bit_length()
 
@@ -46,10 +47,10 @@ class QSGD(BlockQuantizer):
         self.keep_stacked(streams=streams)
 
     def operands(self, rows: Tensor) -> list[Tensor]:
-        size, dtype = rows.shape[1], torch.promote_types(rows.dtype, torch.float32)
+        shape, dtype = rows.shape[1:], torch.promote_types(rows.dtype, torch.float32)
         return [
             rows,
-            torch.stack([torch.rand(size, generator=g, device=rows.device, dtype=dtype) for g in self.streams]),
+            torch.stack([torch.rand(shape, generator=g, device=rows.device, dtype=dtype) for g in self.streams]),
         ]
 
     def encode(self, *blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ class ScaledSign(BlockQuantizer):
 
     Args:
         block_size: n, consecutive entries that share a mean.
+        two_stage: as of `BlockQuantizer`.
 
     Payload: ceil(P / 8) + 4 · ceil(P / block_size) bytes. One all-gather.
 

@@ -20,6 +20,7 @@ class StatisticalQuantizer(BlockQuantizer):
         bits: 1 to 8. With 2 it quantizes what SparseLoCo sends, with 8 it is INTELLECT-1's int8.
         block_size: consecutive entries that share a table of values, from 1. Default: 256 · 2^bits, so that tables add
             an eighth of a bit to an entry.
+        two_stage: as of `BlockQuantizer`.
 
     Payload: ceil(P · bits / 8) + 4 · 2^bits · ceil(P / block_size) bytes. One all-gather. No shift travels: the table
     holds values, not their distances to it.
@@ -29,9 +30,9 @@ class StatisticalQuantizer(BlockQuantizer):
     Deviation from the authors' codes: a table for every block in place of every tensor.
     """
 
-    def __init__(self, bits: int = 8, block_size: int | None = None) -> None:
+    def __init__(self, bits: int = 8, block_size: int | None = None, two_stage: bool = False) -> None:
         self.bits = whole_number("bits", bits, at_most=8)
-        super().__init__(256 * 2**self.bits if block_size is None else block_size)
+        super().__init__(256 * 2**self.bits if block_size is None else block_size, two_stage)
         self.scales = 2**self.bits
 
     def encode(self, *blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,8 @@ class TileTopK(Compressor):
         self.index_bytes = one_of("index_bytes", index_bytes, INDEX_BYTES)
         if not isinstance(quantizer, BlockQuantizer | None):
             raise TypeError(f"quantizer must be a quantizer such as StatisticalQuantizer(2), got {quantizer!r}")
+        if quantizer is not None and quantizer.two_stage:
+            raise ValueError("two_stage has no effect on a quantizer of tiles, whose nodes send different entries")
         self.quantizer = quantizer
         self.contractive = quantizer is None or quantizer.contractive
 

@@ -15,12 +15,13 @@ class UniformQuantizer(BlockQuantizer):
     Args:
         bits: 2 to 16; 8 is int8, 4 is int4.
         block_size: consecutive entries that share max|x|.
+        two_stage: as of `BlockQuantizer`.
 
     Payload: ceil(P · bits / 8) + 4 · ceil(P / block_size) bytes. One all-gather.
     """
 
-    def __init__(self, bits: int = 8, block_size: int = 512) -> None:
-        super().__init__(block_size)
+    def __init__(self, bits: int = 8, block_size: int = 512, two_stage: bool = False) -> None:
+        super().__init__(block_size, two_stage)
         self.bits = whole_number("bits", bits, at_least=2, at_most=16)
 
     def encode(self, *blocks: Tensor) -> tuple[Tensor, Tensor]:
