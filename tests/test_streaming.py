@@ -218,7 +218,11 @@ def test_real_processes_have_equal_bits(num_nodes: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"fragments": 5}, ValueError, r"at most the number of layers, got 5; .*'blocks.0', 'blocks.1'"),
+        (
+            {"fragments": 7, "H": 8},
+            ValueError,
+            r"layers or modules, got 7; .*'embedding', 'head', 'blocks.0', 'blocks.1'",
+        ),
         ({"fragments": 9, "H": 8}, ValueError, "fragments must be a whole number from 1 to 8, got 9"),
         ({"H": 3}, ValueError, "H must be at least the number of fragments, 4, got 3"),
         ({"fragments": [["embedding"], ["blocks"]]}, ValueError, "head is in none"),
@@ -246,3 +250,8 @@ def test_layers_are_numbered_modules() -> None:
     assert {c.name.split(".")[1] for c in second.parameters} == {"1"}
     assert {"blocks.0", "blocks.2"} <= {".".join(c.name.split(".")[:2]) for c in first.parameters}
     assert len(first.parameters) + len(second.parameters) == len(layout)
+    several = fragments_of(layout, 8, "strided")  # more than layers: module by module
+    modules = list(dict.fromkeys(c.name.rpartition(".")[0] for c in layout))
+    assert [sorted({c.name.rpartition(".")[0] for c in one.parameters}) for one in several] == [
+        sorted(modules[i::8]) for i in range(8)
+    ]

@@ -66,26 +66,28 @@ def fragments_of(layout: Sequence[Columns], wanted: Fragments, pattern: str) -> 
         layout: the columns of all parameters.
         wanted: their number, or lists of names: of parameters, or of modules for all of their parameters. None: one for
             every layer. Layers are the numbered modules, such as blocks.3; parameters of none (embedding, final norm,
-            head) are in the first fragment.
+            head) are in the first fragment. Where there are fewer layers than fragments, the modules that have the
+            parameters take their place, such as blocks.3.attention.
         pattern: "strided", layer l is in fragment l mod n; or "sequential", neighbouring layers in one.
 
     Raises:
-        ValueError: there are fewer layers than fragments; a name is that of no parameter, or a parameter is in none or
+        ValueError: there are fewer modules than fragments; a name is that of no parameter, or a parameter is in none or
             in several of the lists.
     """
-    layers = list(dict.fromkeys(filter(None, (_layer(c.name) for c in layout))))
     if wanted is not None and not isinstance(wanted, int):
         return [Fragment(part) for part in _listed(layout, wanted)]
-    number = max(1, len(layers)) if wanted is None else wanted
-    if number > max(1, len(layers)):
-        raise ValueError(
-            f"fragments must be at most the number of layers, got {number}; the model's layers are {layers or 'none'}"
-        )
+    unit_of = {c.name: _layer(c.name) for c in layout}
+    number = max(1, len({*unit_of.values()} - {""})) if wanted is None else wanted
+    if number > max(1, len({*unit_of.values()} - {""})):
+        unit_of = {c.name: c.name.rpartition(".")[0] or c.name for c in layout}
+    units = [unit for unit in dict.fromkeys(unit_of.values()) if unit]
+    if number > max(1, len(units)):
+        raise ValueError(f"fragments must be at most the number of layers or modules, got {number}; there are {units}")
     strided = pattern == "strided"
-    place = {name: i % number if strided else i * number // len(layers) for i, name in enumerate(layers)}
+    place = {unit: i % number if strided else i * number // len(units) for i, unit in enumerate(units)}
     parts: list[list[Columns]] = [[] for _ in range(number)]
     for c in layout:
-        parts[place.get(_layer(c.name), 0)].append(c)
+        parts[place.get(unit_of[c.name], 0)].append(c)
     return [Fragment(part) for part in parts]
 
 

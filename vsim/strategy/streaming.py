@@ -166,9 +166,9 @@ class StreamingDiLoCoStrategy(Strategy):
     Args:
         H: inner steps between two syncs of one fragment, at least P. The paper uses 100.
         outer_optim, outer_optim_spec, outer_lr: as of `DiLoCoStrategy`.
-        fragments: P, at most the number of layers; or P lists of names of parameters, or of modules for all parameters
-            in them. None: a fragment for each layer. Layers are the numbered modules, such as blocks.3; parameters of
-            none (embedding, final norm, head) are in the first fragment.
+        fragments: P; or P lists of names of parameters, or of modules for all parameters in them. None: a fragment for
+            each layer. Layers are the numbered modules, such as blocks.3; parameters of none (embedding, final norm,
+            head) are in the first fragment. For more fragments than layers the modules in them are dealt out.
         pattern: "strided" (layer l is in fragment l mod P) or "sequential" (neighbouring layers).
         delay: τ, steps from sending to applying, 0 ≤ τ < H.
         mixing: α in [0, 1], the share of a node's own weights that stays. The paper uses 0.5.
