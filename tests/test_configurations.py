@@ -145,17 +145,35 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
     name = draw(st.sampled_from([*STRATEGIES, "modules"]))
     cls: Callable[..., Strategy] = STRATEGIES[name][0] if name in STRATEGIES else Strategy
     own: dict[str, Any] = {}
-    if name in ("fedavg", "diloco", "sparta_diloco"):
+    if name in ("fedavg", "diloco", "sparta_diloco", "streaming", "eager", "muloco", "noloco", "slowmo", "desloc"):
         own["H"] = seldom(draw, SMALL, 0, -1, 1.5, "2", None)
     if name == "fedavg":
         given_at_times(draw, own, "island_size", 1, 2, 3, bad=(0, 9, "all"))
         given_at_times(draw, own, "weighting", "uniform", "examples", bad=("size",))
-    if name in ("diloco", "sparta_diloco"):
+    if name in ("diloco", "sparta_diloco", "streaming", "eager"):
         given_at_times(draw, own, "outer_lr", 0.1, 0.7, 1.0, bad=(-1.0, "1", math.nan))
         given_at_times(draw, own, "outer_optim", "sgd", "adam", OptimSpec("sgd", momentum=0.5), bad=("muon", 3))
         if isinstance(own.get("outer_optim"), OptimSpec):
             own.setdefault("outer_lr", 0.5)
-    if name == "diloco" and draw(st.booleans()):
+    if name == "streaming":
+        given_at_times(draw, own, "fragments", 1, 2, None, bad=(0, 99, [["nobody"]], "all"))
+        given_at_times(draw, own, "pattern", "strided", "sequential", bad=("random",))
+        given_at_times(draw, own, "delay", 0, 1, 2, bad=(-1, 99))
+        given_at_times(draw, own, "mixing", 0, 0.5, 1.0, bad=(1.5,))
+        given_at_times(draw, own, "outer_step", "due", "send", bad=("late",))
+    if name == "eager":
+        given_at_times(draw, own, "eager", True, False, bad=("no",))
+    if name == "noloco":
+        given_at_times(draw, own, "alpha", 0, 0.5, bad=(2,))
+        given_at_times(draw, own, "gamma", 0, 0.7, None, bad=(-1,))
+    if name == "slowmo":
+        given_at_times(draw, own, "beta", 0, 0.5, bad=(2,))
+    if name == "desloc":
+        given_at_times(draw, own, "H_m", 1, 2, 5, bad=(0,))
+    if name == "gpa":
+        given_at_times(draw, own, "mu_x", 0, 0.5, bad=(1,))
+        given_at_times(draw, own, "mu_y", 0, 1.0, bad=(2,))
+    if name in ("diloco", "streaming") and draw(st.booleans()):
         own["compressor"] = draw(st.sampled_from(COMPRESSORS))()
     if name in ("sparta", "sparta_diloco"):
         if draw(st.booleans()):
