@@ -607,6 +607,17 @@ def test_however_the_state_of_an_optimizer_is_held(
 
 
 @pytest.mark.slow
+def test_a_fork_moves_between_processes_and_simulator_too(tmp_path: Path) -> None:
+    strategy = Strategy(optim_spec=ADAMW)  # nothing communicates, so that a fork is the same run
+    straight = fit(strategy, deterministic=True)
+    half = fit(strategy, max_steps=8, save_dir=tmp_path, **PROCESSES)
+    for options in ({"deterministic": True}, PROCESSES):
+        forked = fit(strategy, resume=load_checkpoint(tmp_path).fork(), **options)
+        assert all(map(torch.equal, forked.final.state_dict().values(), straight.final.state_dict().values()))  # type: ignore[attr-defined]
+    assert half.strategy is None and not load_checkpoint(tmp_path).together
+
+
+@pytest.mark.slow
 def test_processes_say_what_differs(at_seven: Checkpoint) -> None:
     with pytest.raises(CheckpointError, match=r"deterministic was False and is True; strategy\.comm.*H was 3 and is 5"):
         fit(DiLoCoStrategy(H=5, optim_spec=ADAMW), resume=at_seven, **PROCESSES)

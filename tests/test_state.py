@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from vsim import CheckpointError
@@ -195,15 +197,19 @@ def narrowed(value: Any, live: Any, node: int = 1) -> Any:
     return Restorer(True, node, 3, {}).restore(saved(x=value)["x"], live, "x")
 
 
-def joined(values: list[Any], live: Any) -> Any:
+def gathered(values: list[Any]) -> Any:
+    """What is saved of a value in each of three processes."""
     contents: dict[str, Tensor] = {}
     nodes = []
     for value in values:
         text, own = packed(Snapshot({"x": value}, {}).tree["x"])
         nodes.append(json.loads(text))
         contents |= own
-    whole = unpacked(json.dumps(merged(nodes)), contents)
-    return Restorer(False, None, 3, {}).restore(whole, live, "x")
+    return unpacked(json.dumps(merged(nodes)), contents)
+
+
+def joined(values: list[Any], live: Any) -> Any:
+    return Restorer(False, None, 3, {}).restore(gathered(values), live, "x")
 
 
 def rows(count: int = 3) -> Tensor:
@@ -238,6 +244,23 @@ def test_rows_are_put_together() -> None:
         joined([1, 1, 2], 0)
     with pytest.raises(CheckpointError, match="x differs between the nodes' processes"):
         joined([torch.ones(2), torch.ones(2), torch.zeros(2)], torch.zeros(2))
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+held = st.recursive(
+    plain | st.builds(lambda n: torch.arange(float(n)), st.integers(0, 3)),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=1), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@given(values=st.tuples(held, held, held), same=st.lists(held))
+def test_every_process_has_its_own_again(values: tuple[Any, ...], same: list[Any]) -> None:
+    whole = gathered([{"own": value, "same": same} for value in values])
+    assert whole["items"][1][1]["kind"] == "object"  # what is equal is there once
+    for node, value in enumerate(values):
+        back = Restorer(False, node, 3, {}).restore(whole, {}, "x")
+        assert repr(back) == repr({"own": value, "same": same})
 
 
 class Declared(Stateful):

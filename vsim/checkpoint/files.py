@@ -132,7 +132,26 @@ class Checkpoint:
 
     def save(self, path: str | Path) -> None:
         """Write the file `path` atomically; its folder must exist."""
-        _write(self, Path(path))
+        from safetensors import SafetensorError  # here, as only who saves needs it
+        from safetensors.numpy import save_file
+
+        history, ledger = self.history, self.ledger.as_plain()
+        record = {
+            "strategy": history.strategy,
+            "num_nodes": history.num_nodes,
+            "executor": history.executor,
+            "columns": {name: torch.from_numpy(history[name]) for name in history.columns},
+            "node_losses": torch.from_numpy(history.node_losses),
+            "ledger": {**ledger, "events": torch.tensor(ledger["events"], dtype=torch.int64)},
+        }
+        about = {name: getattr(self, name) for name in ("step", "together", "fingerprint", "state")}
+        text, contents = packed({"format": FORMAT, **about, "history": record})
+        with replacing(Path(path)) as part:
+            try:
+                arrays = {digest: flat.numpy() for digest, flat in contents.items()}
+                save_file(arrays, part, {"vsim": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+            except SafetensorError as error:
+                raise OSError(None, str(error)) from error
 
     def check_layout(self, replicas: Replicas) -> None:
         """Raise a CheckpointError if a model has other parameters or buffers than this one's."""
@@ -251,7 +270,7 @@ def packed(tree: Any) -> tuple[str, dict[str, Tensor]]:
     contents: dict[str, Tensor] = {}
 
     def pack(tensor: Tensor) -> dict[str, Any]:
-        flat = flat_bytes(tensor).cpu()
+        flat = flat_bytes(tensor.cpu())
         digest = _digest(flat)
         contents[digest] = flat
         return {"sha256": digest, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
@@ -268,29 +287,6 @@ def unpacked(text: str, contents: Mapping[str, Tensor]) -> Any:
         return contents[node["sha256"]].view(getattr(torch, node["dtype"])).view(node["shape"])
 
     return json.loads(text, object_hook=unpack)
-
-
-def _write(checkpoint: Checkpoint, path: Path) -> None:
-    from safetensors import SafetensorError  # here, as only who saves needs it
-    from safetensors.numpy import save_file
-
-    history, ledger = checkpoint.history, checkpoint.ledger.as_plain()
-    record = {
-        "strategy": history.strategy,
-        "num_nodes": history.num_nodes,
-        "executor": history.executor,
-        "columns": {name: torch.from_numpy(history[name]) for name in history.columns},
-        "node_losses": torch.from_numpy(history.node_losses),
-        "ledger": {**ledger, "events": torch.tensor(ledger["events"], dtype=torch.int64)},
-    }
-    about = {name: getattr(checkpoint, name) for name in ("step", "together", "fingerprint", "state")}
-    text, contents = packed({"format": FORMAT, **about, "history": record})
-    with replacing(path) as part:
-        try:
-            arrays = {digest: flat.numpy() for digest, flat in contents.items()}
-            save_file(arrays, part, {"vsim": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
-        except SafetensorError as error:
-            raise OSError(None, str(error)) from error
 
 
 def _read(path: Path) -> Checkpoint:

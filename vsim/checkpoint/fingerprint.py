@@ -171,9 +171,8 @@ def _parts_of_function(function: types.FunctionType) -> dict[str, Any]:
     """Return the code of a function, its defaults, and the values that it takes from around it."""
     code = function.__code__
     parts: dict[str, Any] = {"defaults": function.__defaults__, **(function.__kwdefaults__ or {})}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with_value = cell != types.CellType()
-        parts |= {name: cell.cell_contents} if with_value else {}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    parts |= {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
     if not code.co_filename.startswith(_LIBRARIES):  # whose code changes with their versions, and is told by its name
         parts["code"] = code
         outside = {name: function.__globals__[name] for name in _globals_of(code) if name in function.__globals__}
@@ -189,12 +188,11 @@ def _globals_of(code: types.CodeType) -> set[str]:
 
 def _bytecode(code: types.CodeType) -> list[Any]:
     """Return what a piece of code does, without where it stands."""
-    values = [_bytecode(v) if isinstance(v, types.CodeType) else _plain(str(_flat(v))) for v in code.co_consts]
+    values = []
+    for value in code.co_consts:
+        flat = sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)  # of another order elsewhere
+        values.append(_bytecode(value) if isinstance(value, types.CodeType) else _plain(str(flat)))
     return [code.co_code.hex(), code.co_names, code.co_freevars, values]
-
-
-def _flat(value: Any) -> Any:
-    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)  # whose order is another elsewhere
 
 
 def _plain(text: str) -> str:

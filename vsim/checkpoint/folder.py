@@ -61,19 +61,19 @@ def prune(folder: Path, step: int) -> None:
         old.unlink(missing_ok=True)
 
 
-def folder_at(path: Any, what: str = "save_dir") -> Path:
+def folder_at(path: Any) -> Path:
     """Return the absolute path of a folder, which need not be there.
 
     Raises:
         TypeError, ValueError: it is no path. CheckpointError: it is that of a file.
     """
     if not isinstance(path, str | Path):
-        raise TypeError(f"{what} must be the path of a folder, got {path!r}")
+        raise TypeError(f"save_dir must be the path of a folder, got {path!r}")
     if not str(path).strip() or "\0" in str(path):
-        raise ValueError(f"{what} must be the path of a folder, got {str(path)!r}")
+        raise ValueError(f"save_dir must be the path of a folder, got {str(path)!r}")
     folder = Path(path).absolute()
     if os.path.exists(folder) and not folder.is_dir():
-        raise CheckpointError(f"{what} {str(path)!r} is not a folder")
+        raise CheckpointError(f"save_dir {str(path)!r} is not a folder")
     return folder
 
 

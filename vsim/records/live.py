@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vsim.figures.style import styled
 from vsim.records.history import History
 from vsim.records.looks import COLOURS, Look, Looks, looks_of
-from vsim.records.plots import LEGEND, X_AXES, Y_LABELS, XAxis, last_of_equal, legend_columns, limits
+from vsim.records.plots import LEGEND, X_AXES, Y_LABELS, XAxis, last_of_equal, legend_columns, limits, mean_over_seeds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -203,10 +203,7 @@ def _in_notebook() -> bool:
 
 def _mean(histories: Sequence[History], axis: XAxis, y: str) -> Curve:
     """Return x and y where they were measured, the mean over histories of the same steps; of equal x the last."""
-    pairs = [np.stack([axis.values(history), history[y]]) for history in histories]
-    measured = [pair[:, ~np.isnan(pair).any(0)] for pair in pairs]
-    count = min(len(xs) for xs, _ in measured)
-    xs, ys = (np.mean([own[i][:count] for own in measured], axis=0) for i in (0, 1))
+    xs, ys, _ = mean_over_seeds(histories, axis, y)
     last = last_of_equal(xs)
     return xs[last], ys[last]
 
