@@ -346,6 +346,8 @@ def test_presets_are_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "diloco-paper:H=2" in table and "allreduce" in table and "fedavg" not in table
     assert run("train", *QUICK, *small, "--preset", "diloco-paper", "--lr", 1) == 2
     assert "--lr has no effect on diloco-paper, which has its own: give diloco-paper:lr=1" in capsys.readouterr().err
+    assert run("compare", *QUICK, *small, "--strategies", "allreduce", "muloco:H=3", "--lr", 1) == 2
+    assert "--lr has no effect on muloco, which has its own: give muloco:lr=1" in capsys.readouterr().err
 
 
 def test_compressors_and_optimizers_with_their_arguments(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ class Encoder(nn.Module):
     ("make", "names"),
     [
         (small_mlp, ["layers.0.weight"]),
-        (small_cnn, []),
+        (small_cnn, ["features.0.weight", "features.4.weight"]),
         (small_gpt, HIDDEN_OF_GPT),
         (Matrices, ["first", "second"]),
         (Encoder, ["own", "head.weight", "inner.weight"]),
@@ -199,6 +199,28 @@ def test_the_parts_step_parameters_of_their_own() -> None:
     for name in after:
         rate = 0.5 if name == "layers.3.weight" else 0.25
         torch.testing.assert_close(after[name], before[name] - rate * grads[name], msg=name)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_convolution_is_a_matrix(deterministic: bool) -> None:
+    spec = OptimSpec("muon", lr=0.1, rest=OptimSpec("sgd", lr=0.0))
+    start = Replicas.of(small_cnn(), 2, CPU)
+    ours = stacked(Replicas.of(small_cnn(), 2, CPU), spec, 3, deterministic)
+    for row in range(2):
+        expected = {name: w.clone() for name, w in start.views(start.weights[row]).items()}
+        own = [expected[name].flatten(1).requires_grad_() for name in hidden_matrices(small_cnn())]
+        muon = torch.optim.Muon(own, lr=0.1)
+        for step in range(3):
+            grads = start.views(gradients(start, step)[row])
+            for p, name in zip(own, hidden_matrices(small_cnn()), strict=True):
+                p.grad = grads[name].flatten(1)
+            muon.step()
+        for name, w in start.views(ours[row]).items():
+            torch.testing.assert_close(w, expected[name], rtol=0, atol=0 if deterministic else 2e-3, msg=name)
+
+
+def linear() -> MLP:
+    return MLP(12, (), 5)
 
 
 def test_learning_rates() -> None:
@@ -255,14 +277,14 @@ def test_in_words() -> None:
             r"Muon steps matrices only, and layers\.0\.bias, layers\.3\.bias are none: .*rest='adamw'",
         ),
         (
-            lambda: fit(Strategy(inner_optim=OptimSpec("muon", rest="adamw"))),
+            lambda: fit(Strategy(inner_optim=OptimSpec("muon", rest="adamw")), trainer_of(linear, vectors)),
             ValueError,
-            r"Muon.*: the model has no hidden matrix, only features\.0\.weight, .* and \d more; name .* only=",
+            r"Muon.*: the model has no hidden matrix, only layers\.0\.weight, layers\.0\.bias; name .* only=",
         ),
         (
             lambda: fit(Strategy(inner_optim=OptimSpec("muon", only="*", rest="adamw"))),
             ValueError,
-            r"matrices only, and features\.0\.weight",
+            r"matrices only, and features\.0\.bias",
         ),
         (
             lambda: fit(Strategy(inner_optim=OptimSpec("muon", only="layer.*", rest="sgd"))),

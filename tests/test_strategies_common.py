@@ -36,6 +36,7 @@ from vsim.strategy import (
     FedAvgStrategy,
     GPAStrategy,
     GradientAverage,
+    MuLoCoStrategy,
     NoLoCoStrategy,
     OptimSpec,
     PartitionedIndexSelector,
@@ -289,6 +290,22 @@ TABLE = [
         every(2, "all_reduce", "outer gradient", 4 * P),
         equal_after=[2, 4, 6],
         learns_with={"H": 5, "outer_optim": OptimSpec("sgd", lr=0.5)},
+    ),
+    Row(
+        "MuLoCo",
+        MuLoCoStrategy,
+        {"H": 3},
+        every(3, "all_reduce", "outer gradient", 4 * P),
+        {
+            "H": {"H": 2},
+            "outer_optim": {"H": 3, "outer_optim": OptimSpec("sgd", lr=0.5)},
+            "outer_optim_spec": {"H": 3, "outer_optim_spec": "adam"},
+            "outer_lr": {"H": 3, "outer_lr": 0.3},
+            "compressor": {"H": 3, "compressor": TopK(0.1)},
+            "error_feedback": {"H": 3, "compressor": TopK(0.1), "error_feedback": 0.5},
+        },
+        equal_after=[3, 6],
+        learns_with={"H": 5, "outer_lr": 0.2},
     ),
     Row(
         # Tiles 16×64 and 10×16 send 32 pairs each, the vectors of 16 and 10 all of theirs: 90 pairs of 8 + 4 bytes.

@@ -188,7 +188,8 @@ def model_kind(arguments: argparse.Namespace) -> str:
 
 def lr(arguments: argparse.Namespace) -> float:
     named = arguments.strategies if arguments.command == "compare" else [arguments.strategy]
-    own = [name for name in (text.partition(":")[0] for text in named) if "lr" in PRESETS.get(name, (None, {}))[1]]
+    given = [text.partition(":")[0] for text in named]
+    own = [name for name in given if "lr" in (STRATEGIES | PRESETS).get(name, (None, {}))[1]]
     if own and arguments.lr is not None:
         raise ValueError(f"--lr has no effect on {own[0]}, which has its own: give {own[0]}:lr={arguments.lr:g}")
     return LEARNING_RATES[model_kind(arguments)] if arguments.lr is None else float(arguments.lr)

@@ -58,9 +58,13 @@ class StackedMuon(torch.optim.Muon):
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:
-    """Return the names of the trainable matrices but for those of embeddings and of the last linear layer."""
+    """Return the names of the trainable matrices but for those of embeddings and of the last linear layer.
+
+    The weights of a convolution count as a matrix (out, rest).
+    """
+    of_convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)}
     of_embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     of_linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     excluded = {id(weight) for weight in (*of_embeddings, *of_linear[-1:])}
-    named = model.named_parameters()
-    return [name for name, p in named if p.requires_grad and p.dim() == 2 and id(p) not in excluded]
+    matrices = [(name, p) for name, p in model.named_parameters() if p.dim() == 2 or id(p) in of_convolutions]
+    return [name for name, p in matrices if p.requires_grad and id(p) not in excluded]

@@ -61,7 +61,8 @@ class OptimSpec:
         rest: the optimizer of the parameters that `cls` is not for, an `OptimSpec`, class or name; its learning rate is
             that of `cls` unless it has its own. None: `cls` is for all parameters.
         only: with `rest`, the names of the parameters that `cls` is for, or patterns such as "blocks.*.weight".
-            Default: the hidden matrices, which are all matrices but those of embeddings and of the last linear layer.
+            Default: the hidden matrices, which are all matrices but those of embeddings and of the last linear layer; a
+            convolution's weights count as a matrix (out, rest).
         kwargs: its arguments.
 
     Raises:
@@ -148,7 +149,7 @@ class OptimSpec:
                     f"{self}: the model has no hidden matrix, only {_few(shapes)}; name the parameters that "
                     f"{self.cls.__name__} is for with only=[…]"
                 )
-        odd = [name for name in names if len(shapes[name]) != 2]
+        odd = [name for name in names if len(shapes[name]) < 2]
         if odd and issubclass(self.cls, torch.optim.Muon):
             raise ValueError(
                 f"{self.cls.__name__} steps matrices only, and {_few(odd)} are none: OptimSpec('muon', rest='adamw') "
@@ -198,6 +199,8 @@ class OptimSpec:
         as_one = self.cls in ELEMENTWISE and not self.kwargs.get("fused")
         if as_one or not all(getattr(p, "is_stacked", False) for p in tensors):
             return self.cls(tensors, **self.kwargs)
+        if issubclass(self.cls, torch.optim.Muon):
+            tensors = [_as_matrix(p) for p in tensors]
         if self.cls is torch.optim.Muon and not deterministic:
             return StackedMuon(tensors, **self.kwargs)
         return NodeOptimizers(self.cls, tensors, self.kwargs)
@@ -257,6 +260,12 @@ def _with_grad(weights: Tensor, grads: Tensor) -> Tensor:
     tensor = weights.detach().requires_grad_()
     tensor.grad = grads
     return tensor
+
+
+def _as_matrix(stacked: Tensor) -> Tensor:
+    """Return stacked weights (R, out, …) as (R, out, rest), in the same memory, with their gradient."""
+    assert stacked.grad is not None
+    return _with_grad(stacked.flatten(2), stacked.grad.flatten(2))
 
 
 def resolve_optim(

@@ -63,10 +63,10 @@ def run_node(config: RunConfig, device: torch.device, report: Reporter, interrup
         part = Part(config, report, history, range(rank, rank + 1), collectives, batches)
         run = assemble([part], EagerExecutor, device, interrupt)
         train(run)
-        cluster = run.members[0].cluster
-        buffers = {name: b.cpu() for name, b in cluster.mean_buffers().items()}
+        (member,) = run.members
+        buffers = {name: b.cpu() for name, b in member.cluster.mean_buffers().items()}
         states = {name: one.state_dict() for name, one in savable(config.callbacks).items()}
-        return Outcome(cluster.mean_weights().cpu(), buffers, states)
+        return Outcome(member.mean_weights().cpu(), buffers, states)
 
 
 def _recording(send: Reporter, history: History) -> Reporter:

@@ -27,6 +27,7 @@ from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vsim.strategy.gpa import GPAStrategy
 from vsim.strategy.mergers import MERGERS, Merger, iso, krum, mean, median, rda, trimmed_mean
+from vsim.strategy.muloco import MuLoCoStrategy
 from vsim.strategy.noloco import NoLoCoStrategy, PairCommunicator
 from vsim.strategy.reduce import GradientAverage, SimpleReduceStrategy
 from vsim.strategy.selectors import (
@@ -52,6 +53,7 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "eager": (EagerDiLoCoStrategy, {"H": 10, "outer_lr": 0.4}),
     "demo": (DeMoStrategy, {"index_bytes": "packed"}),
     "sparseloco": (SparseLoCoStrategy, {}),
+    "muloco": (MuLoCoStrategy, {"H": 10, "outer_lr": 0.4, "lr": 1e-2}),
     "noloco": (NoLoCoStrategy, {"H": 10}),
     "slowmo": (SlowMoStrategy, {"H": 10}),
     "desloc": (DESLOCStrategy, {"H": 10, "H_v": 30}),
@@ -101,6 +103,7 @@ __all__ = [
     "GradientAverage",
     "IndexSelector",
     "Merger",
+    "MuLoCoStrategy",
     "NoLoCoStrategy",
     "OptimSpec",
     "PairCommunicator",

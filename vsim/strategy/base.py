@@ -275,7 +275,7 @@ class Strategy(Stateful):
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Make a context in which the nodes' weights are those to evaluate, where an optimizer has others."""
-        return evaluating(self.optim, self.cluster.weights)
+        return evaluating(self.optim, self.cluster.replicas.weights)
 
     @property
     def lr(self) -> float:

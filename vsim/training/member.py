@@ -209,9 +209,12 @@ class Member:
     def mean_model(self) -> nn.Module:
         """Return the mean of its nodes' models as an ordinary module."""
         cluster = self.cluster
+        return cluster.replicas.as_module(self.mean_weights(), cluster.mean_buffers(), like=self.config.model)
+
+    def mean_weights(self) -> Tensor:
+        """Return the mean of its nodes' weights (P,), as they are evaluated."""
         with torch.no_grad(), self.strategy.evaluating():
-            weights = cluster.mean_weights()
-        return cluster.replicas.as_module(weights, cluster.mean_buffers(), like=self.config.model)
+            return self.cluster.mean_weights()
 
     def check_weights(self) -> None:
         """Raise a FloatingPointError if weights are not finite; after the last step no loss would show it."""

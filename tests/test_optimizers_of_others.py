@@ -1,0 +1,217 @@
+"""Optimizers that are not torch's, or not elementwise: one for each node, evaluated where they want to be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import schedulefree
+import torch
+from ranks import Ranks
+from resumed import PROCESSES, assert_same_run, fit, trainer_of
+from separate import AverageGradients, AverageWeights, shard_batches, small_mlp, train_separately, vectors
+from test_process_exactness import Orthogonal
+from test_strategies_common import TABLE, Row, examples, model
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+import vsim
+from vsim import Callback, Trainer
+from vsim.checkpoint.folder import checkpoints_in
+from vsim.strategy import (
+    DeMoStrategy,
+    DESLOCStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    OptimSpec,
+    SimpleReduceStrategy,
+    Strategy,
+)
+from vsim.training.member import Member
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, arXiv:2302.06675, as somebody might have it in a file."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.sub_(momentum.lerp(p.grad, 1 - first).sign(), alpha=group["lr"])
+                momentum.lerp_(p.grad, 1 - second)
+
+
+FREE = OptimSpec(schedulefree.AdamWScheduleFree, lr=0.02, warmup_steps=3)
+SPECS = [
+    OptimSpec(Lion, lr=3e-3),
+    FREE,
+    OptimSpec(schedulefree.SGDScheduleFree, lr=0.2, foreach=False),
+    OptimSpec("adafactor", lr=0.02),
+    OptimSpec("muon", lr=0.02, rest=OptimSpec(Lion, lr=3e-3)),
+    OptimSpec(Lion, lr=3e-3, rest=FREE),
+]
+every_spec = pytest.mark.parametrize("spec", SPECS, ids=repr)
+TAKES_ITS_OWN = (DeMoStrategy, DESLOCStrategy)  # by sign; by the names of torch's moments
+
+
+def weights(trainer: Trainer) -> Tensor:
+    assert trainer.strategy is not None
+    return trainer.strategy.cluster.weights
+
+
+def in_training(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> Callable[[Any], Any]:
+    """As a script would make it: schedule-free optimizers are told that training begins."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made = optimizer(parameters, **options)
+        if hasattr(made, "train"):
+            made.train()
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.rest is None], ids=repr)
+@pytest.mark.parametrize(
+    ("strategy", "communication"),
+    [(SimpleReduceStrategy(), AverageGradients()), (FedAvgStrategy(H=2), AverageWeights(2))],
+    ids=["allreduce", "fedavg"],
+)
+def test_it_is_the_optimizer_of_every_node(strategy: Strategy, communication: Any, spec: OptimSpec) -> None:
+    options: dict[str, Any] = {"num_nodes": 3, "max_steps": 6, "batch_size": 4}
+    trainer = Trainer(small_mlp(), vectors())
+    strategy.optim_spec = spec
+    trainer.fit(strategy=strategy, deterministic=True, progress=False, **options)
+    separate = train_separately(small_mlp(), vectors(), communication, in_training(spec.cls, spec.kwargs), **options)
+    assert torch.equal(weights(trainer), separate.weights)
+
+
+# Evaluation -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_schedule_free_run_is_evaluated_at_the_average(deterministic: bool) -> None:
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    class Watch(Callback):
+        def on_step(self, run: Member) -> None:
+            seen.append(
+                (parameters_to_vector(run.global_model().parameters()).detach(), run.cluster.weights[0].clone())
+            )
+
+    trainer = Trainer(small_mlp(), vectors(), vectors(7, seed=1))
+    options: dict[str, Any] = {"num_nodes": 1, "max_steps": 5, "batch_size": 4, "val_interval": 1, "progress": False}
+    final = trainer.fit(
+        strategy=Strategy(inner_optim=FREE), deterministic=deterministic, callbacks=[Watch()], **options
+    )
+    plain = small_mlp()
+    optimizer = schedulefree.AdamWScheduleFree(plain.parameters(), **FREE.kwargs)
+    optimizer.train()
+    losses, x = [], next(iter(vectors(7, seed=1).tensors))
+    for step, batch in enumerate(itertools.islice(shard_batches(vectors(), 1, 0, 4, True, 42), 5)):
+        optimizer.zero_grad()
+        plain(batch).backward()
+        optimizer.step()
+        trained = parameters_to_vector(plain.parameters()).detach().clone()
+        optimizer.eval()
+        average = parameters_to_vector(plain.parameters()).detach().clone()
+        assert (average - trained).abs().max() > 1e-4 or step == 0  # where both are the first iterate
+        losses.append(plain(list(vectors(7, seed=1).tensors)).item())
+        torch.testing.assert_close(seen[step], (average, trained), rtol=1e-5, atol=1e-6)
+        optimizer.train()
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(trained, plain.parameters())
+    np.testing.assert_allclose(trainer.history["global_loss"][1:], losses, rtol=1e-5)
+    torch.testing.assert_close(final(x), small_mlp_at(average)(x), rtol=1e-5, atol=1e-6)
+
+
+def small_mlp_at(vector: Tensor) -> nn.Module:
+    found = small_mlp()
+    nn.utils.vector_to_parameters(vector, found.parameters())
+    return found
+
+
+@every_spec
+def test_evaluation_changes_no_bit(spec: OptimSpec) -> None:
+    strategy = FedAvgStrategy(H=2, inner_optim=spec)
+    often, never = (
+        fit(strategy, trainer_of(small_mlp, vectors), max_steps=6, val_interval=interval) for interval in (1, None)
+    )
+    assert torch.equal(weights(often), weights(never))
+    assert often.history.last("global_loss") == never.history.last("global_loss")
+    assert all(torch.equal(*pair) for pair in zip(often.final.parameters(), never.final.parameters(), strict=True))
+
+
+# All strategies -------------------------------------------------------------------------------------------------------
+
+
+def row_with(row: Row, spec: OptimSpec, **options: Any) -> Trainer:
+    trainer = Trainer(model(), examples(), examples(8, seed=1))
+    trainer.final = trainer.fit(  # type: ignore[attr-defined]
+        strategy=row.cls(**{**row.arguments, "optim_spec": spec}),
+        num_nodes=4,
+        **{"max_steps": 6, "batch_size": 8, "val_interval": 2, "progress": False, **options},
+    )
+    return trainer
+
+
+QUICK = [("AllReduce", FREE), ("DiLoCo", FREE), ("DiLoCo", SPECS[4]), ("SPARTA, random", SPECS[4])]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("row", "spec"),
+    [
+        pytest.param(row, spec, marks=() if (row.name, spec) in QUICK else pytest.mark.slow)
+        for row in TABLE
+        for spec in SPECS
+        if row.cls not in TAKES_ITS_OWN
+    ],
+    ids=lambda value: getattr(value, "name", repr(value)),
+)
+@pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
+def test_every_strategy_resumes_bitwise(row: Row, spec: OptimSpec, deterministic: bool, tmp_path: Path) -> None:
+    options = {"deterministic": deterministic}
+    straight = row_with(row, spec, save_dir=tmp_path, checkpoint_interval=3, **options)
+    assert straight.history["global_loss"][-1] != straight.history["global_loss"][0]
+    assert_same_run(row_with(row, spec, resume=checkpoints_in(tmp_path)[0], **options), straight)
+
+
+@pytest.mark.slow
+@every_spec
+def test_it_moves_between_backends(
+    spec: OptimSpec, tmp_path: Path, ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(3).train)
+
+    def run(**options: Any) -> Trainer:
+        options = {"deterministic": True, "max_steps": 8, **options}
+        return fit(DiLoCoStrategy(inner_optim=spec, H=3), trainer_of(small_mlp, vectors), **options)
+
+    straight = run()
+    for saves, resumes in [(PROCESSES, {}), ({}, PROCESSES)]:
+        folder = tmp_path / str(len(saves))
+        assert_same_run(run(save_dir=folder, checkpoint_interval=5, **saves), straight)
+        assert_same_run(run(resume=checkpoints_in(folder)[0], **resumes), straight)
+
+
+@pytest.mark.slow
+@every_spec
+def test_it_is_verified(spec: OptimSpec) -> None:
+    strategy = FedAvgStrategy(H=2, inner_optim=spec)
+    report = vsim.verify(small_mlp(), vectors(), strategy, 3, 4, batch_size=4, progress=False)
+    assert report.identical and "optimizer state" in report.compared, report
+
+
+def test_des_loc_says_what_it_knows_not() -> None:
+    with pytest.raises(TypeError, match=r"OptimSpec\(Orthogonal\) is not known to keep any of exp_avg"):
+        DESLOCStrategy(inner_optim=OptimSpec(Orthogonal))
