@@ -6,7 +6,7 @@ import pytest
 import torch
 from driven import Parameters, driven, normal, size, started
 
-from vsim.strategy import DiLoCoStrategy, OptimSpec, SparseLoCoStrategy
+from vsim.strategy import DeMoStrategy, DiLoCoStrategy, OptimSpec, SparseLoCoStrategy, Strategy
 
 PLAIN = OptimSpec("sgd", lr=1.0)
 
@@ -84,3 +84,12 @@ def test_what_travels_are_the_bytes_that_are_billed(monkeypatch: pytest.MonkeyPa
     assert codes.dtype == torch.uint8 and codes.numel() == 2 * (2 * 64 + 100) and table.shape == (2, 1, 4)
     (event,) = run.ledger
     assert event.payload_bytes == index[0].numel() + codes[0].numel() * 2 / 8 + 4 * table[0].numel()
+
+
+@pytest.mark.parametrize("strategy", [SparseLoCoStrategy(H=2), DeMoStrategy()], ids=lambda s: type(s).__name__)
+@pytest.mark.filterwarnings("ignore:DCTTopK|TileTopK")
+def test_a_parameter_without_entries_changes_nothing(strategy: Strategy) -> None:
+    models, gradients = (Parameters((4, 3), (10,)), Parameters((4, 3), (10,), (3, 0), (0,))), normal(4, 2, 22)
+    without, with_it = (driven(strategy, model, gradients) for model in models)
+    assert torch.equal(with_it.cluster.weights, without.cluster.weights)
+    assert [*with_it.ledger] == [*without.ledger]

@@ -74,7 +74,8 @@ class TileTopK(Compressor):
     def setup(self, cluster: Cluster) -> None:
         shapes: dict[tuple[int, int], list[Columns]] = {}
         for columns in cluster.replicas.layout:
-            shapes.setdefault(tile_shape(columns.shape, self.chunk), []).append(columns)
+            if columns.stop > columns.start:
+                shapes.setdefault(tile_shape(columns.shape, self.chunk), []).append(columns)
         self.groups = [Tiles(h, w, parameters) for (h, w), parameters in shapes.items()]
         self.size = cluster.replicas.num_parameters
         if self.quantizer is not None:
