@@ -57,7 +57,7 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "noloco": (NoLoCoStrategy, {"H": 10}),
     "slowmo": (SlowMoStrategy, {"H": 10}),
     "desloc": (DESLOCStrategy, {"H": 10, "H_v": 30}),
-    "gpa": (GPAStrategy, {"mu_x": 0.99}),
+    "gpa": (GPAStrategy, {"mu_x": 0.974}),
     "alone": (AloneStrategy, {}),
 }
 # What the command line compares where nothing is named.
