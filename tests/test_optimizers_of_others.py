@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,15 @@ import schedulefree
 import torch
 from ranks import Ranks
 from resumed import PROCESSES, assert_same_run, fit, trainer_of
-from separate import AverageGradients, AverageWeights, shard_batches, small_mlp, train_separately, vectors
+from separate import (
+    AverageGradients,
+    AverageWeights,
+    Communication,
+    shard_batches,
+    small_mlp,
+    train_separately,
+    vectors,
+)
 from test_process_exactness import Orthogonal
 from test_strategies_common import TABLE, Row, examples, model
 from torch import Tensor, nn
@@ -149,6 +158,63 @@ def test_evaluation_changes_no_bit(spec: OptimSpec) -> None:
     assert torch.equal(weights(often), weights(never))
     assert often.history.last("global_loss") == never.history.last("global_loss")
     assert all(torch.equal(*pair) for pair in zip(often.final.parameters(), never.final.parameters(), strict=True))
+
+
+# Outer ----------------------------------------------------------------------------------------------------------------
+
+
+class OuterStep(Communication):
+    """DiLoCo with an outer optimizer over a copy of the model, every parameter in its own shape."""
+
+    def __init__(self, H: int, spec: OptimSpec) -> None:
+        self.H, self.spec = H, spec
+
+    def start(self, models: list[nn.Module]) -> None:
+        self.outer = copy.deepcopy(models[0])
+        self.optim = in_training(self.spec.cls, self.spec.kwargs)(self.outer.parameters())
+
+    def after_step(self, models: list[nn.Module], step: int) -> None:
+        if step % self.H == 0:
+            for p, *own in zip(self.outer.parameters(), *(m.parameters() for m in models), strict=True):
+                p.grad = p - torch.stack(own).mean(0)
+            self.optim.step()
+            for model in models:
+                model.load_state_dict(self.outer.state_dict())
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.rest is None], ids=repr)
+def test_as_an_outer_optimizer(spec: OptimSpec) -> None:
+    options: dict[str, Any] = {"num_nodes": 3, "max_steps": 7, "batch_size": 4}
+    inner = OptimSpec("sgd", lr=0.1)
+    trainer = Trainer(small_mlp(), vectors(), vectors(7, seed=1))
+    trainer.fit(
+        strategy=DiLoCoStrategy(H=2, inner_optim=inner, outer_optim=spec),
+        deterministic=True,
+        val_interval=2,
+        progress=False,
+        **options,
+    )
+    oracle = OuterStep(2, spec)
+    separate = train_separately(
+        small_mlp(), vectors(), oracle, lambda parameters: torch.optim.SGD(parameters, lr=0.1), **options
+    )
+    assert torch.equal(weights(trainer), separate.weights)
+    if hasattr(oracle.optim, "eval"):
+        oracle.optim.eval()
+        average, trained = parameters_to_vector(oracle.outer.parameters()), separate.weights[0]
+        assert (average - trained).abs().max() > 1e-4
+    loss = oracle.outer(list(vectors(7, seed=1).tensors)).item()
+    np.testing.assert_allclose(trainer.history.last("global_loss"), loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [FREE, OptimSpec("adafactor", lr=0.02)], ids=repr)
+def test_an_outer_optimizer_resumes(spec: OptimSpec, tmp_path: Path) -> None:
+    def run(**options: Any) -> Trainer:
+        strategy = DiLoCoStrategy(H=2, lr=1e-2, outer_optim=spec)
+        return fit(strategy, trainer_of(small_mlp, vectors), max_steps=8, val_interval=1, **options)
+
+    straight = run(save_dir=tmp_path, checkpoint_interval=5)
+    assert_same_run(run(resume=checkpoints_in(tmp_path)[0]), straight)
 
 
 # All strategies -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from vsim.arguments import one_of, only_one, real_number, reject_unknown
 from vsim.cluster.muon import StackedMuon, hidden_matrices
-from vsim.cluster.optimizers import JointOptimizers, NodeOptimizers, StackedOptimizer
+from vsim.cluster.optimizers import JointOptimizers, NodeOptimizers, StackedOptimizer, in_training
 from vsim.cluster.replicas import Replicas, with_gaps
 
 # Every element of the update depends on that element alone, so that one optimizer over the (K, P) matrix is K
@@ -228,7 +228,7 @@ class OptimSpec:
         picks = not (deterministic or _CHOICE_OF_KERNEL & kwargs.keys() or weights[0].is_meta)
         if picks and self.cls in _FUSED:
             kwargs["fused"] = True
-        return self.cls([_with_grad(w, g) for w, g in zip(weights, grads, strict=True)], **kwargs)
+        return in_training(self.cls([_with_grad(w, g) for w, g in zip(weights, grads, strict=True)], **kwargs))
 
     def __repr__(self) -> str:
         return f"OptimSpec({', '.join([self.cls.__name__, *(f'{k}={v!r}' for k, v in self.arguments.items())])})"

@@ -72,9 +72,7 @@ class NodeOptimizers(JointOptimizers):
     def __init__(self, cls: type[Optimizer], stacked: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         self.stacked = stacked
         self._rows = [[p[row].detach() for p in stacked] for row in range(len(stacked[0]))]
-        super().__init__([cls(rows, **options) for rows in self._rows])
-        for optimizer in _with_modes(self):
-            optimizer.train()
+        super().__init__([in_training(cls(rows, **options)) for rows in self._rows])
 
     def step(self) -> None:
         """Step every node's optimizer with that node's row of the gradients as they are now."""
@@ -104,6 +102,13 @@ def parts_of(optimizer: StackedOptimizer) -> list[StackedOptimizer]:
 def _with_modes(optimizer: StackedOptimizer) -> list[Any]:
     """Return the torch optimizers with a mode to train in and one to be evaluated in: schedule-free ones."""
     return [o for o in torch_optimizers(optimizer) if hasattr(o, "train") and hasattr(o, "eval")]
+
+
+def in_training(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer that has been told, if it wants to know, that training begins."""
+    for one in _with_modes(optimizer):
+        one.train()
+    return optimizer
 
 
 @contextmanager

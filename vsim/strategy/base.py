@@ -10,8 +10,8 @@ can be used for many runs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypedDict
 
 import torch
@@ -51,6 +51,10 @@ class CommunicationModule(Stateful):
     def global_weights(self, cluster: Cluster) -> Tensor | None:
         """Return the shared weights (P,) that this module holds as the global model, if it does."""
         return None
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Make a context in which these are the weights to evaluate, where an outer optimizer has others."""
+        return nullcontext()
 
 
 Optim = OptimSpec | type[Optimizer] | str | None
@@ -273,9 +277,14 @@ class Strategy(Stateful):
         if self.max_norm is not None:
             clip_by_node(self.cluster.replicas, self.max_norm, exact=self.cluster.deterministic)
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Make a context in which the nodes' weights are those to evaluate, where an optimizer has others."""
-        return evaluating(self.optim, self.cluster.replicas.weights)
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Make a context in which all weights are those to evaluate, where an optimizer has others."""
+        with ExitStack() as stack:
+            stack.enter_context(evaluating(self.optim, self.cluster.replicas.weights))
+            for module in self.communication_modules:
+                stack.enter_context(module.evaluating())
+            yield
 
     @property
     def lr(self) -> float:

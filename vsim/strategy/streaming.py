@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
 from vsim.cluster.optim import OptimSpec, resolve_optim
+from vsim.cluster.optimizers import JointOptimizers, evaluating
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
 from vsim.strategy.clipping import MaxNodeNorm, checked_node_norm, clip_rows_
 from vsim.strategy.compression import CompressedAverage, Compressor
@@ -151,6 +153,9 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
 
     def global_weights(self, cluster: Cluster) -> Tensor:
         return self.outer_weights
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return evaluating(JointOptimizers(self.outer_optims), self.outer_weights)
 
 
 class StreamingDiLoCoStrategy(Strategy):

@@ -202,9 +202,9 @@ class Member:
 
     def global_model(self) -> nn.Module:
         """Return the global model that is validated, as an ordinary module: a copy."""
+        replicas, buffers = self.cluster.replicas, self.cluster.mean_buffers()
         with torch.no_grad(), self.strategy.evaluating():
-            weights = self.strategy.global_weights()
-        return self.cluster.replicas.as_module(weights, self.cluster.mean_buffers(), like=self.config.model)
+            return replicas.as_module(self.strategy.global_weights(), buffers, like=self.config.model)
 
     def mean_model(self) -> nn.Module:
         """Return the mean of its nodes' models as an ordinary module."""
