@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from vsim import Trainer
 from vsim.data import digits
 from vsim.models import MLP
+from vsim.private_torch import TorchDispatchMode
 from vsim.strategy import CommunicateOptimizeStrategy, CompressedAverage, DCTTopK, DeMoStrategy, OptimSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
@@ -303,6 +304,21 @@ def test_nodes_that_are_held_apart_do_the_same() -> None:
                 assert all(torch.equal(own[0], all_nodes[rank]) for own, all_nodes in kept)
             torch.testing.assert_close(residuals(alone)[0], residuals(together)[rank], rtol=1e-4, atol=1e-6)
             assert alone.ledger[:] == together.ledger[:]
+
+
+def test_a_scatter_for_each_node_serves_all_shapes_of_tiles() -> None:
+    class Scatters(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func.overloadpacket.__name__ == "scatter_add_"
+            return func(*args, **(kwargs or {}))
+
+    model = Parameters((8, 8), (6, 6), (5,), (7,))
+    run = started(DeMoStrategy(lr=0.01, compression_topk=3), model, 3)
+    with Scatters() as scatters:
+        run.step(normal(3, size(model)))
+    assert scatters.count == 3 + 1  # and one that counts the senders
 
 
 def test_a_strategy_can_be_used_again() -> None:

@@ -14,9 +14,9 @@ from .precision import working_dtype
 def topk_entries(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k entries of largest magnitude in every row, exactly.
 
-    Two stages where that is less work. A row is seen as n/b groups of b entries, b the largest divisor of n
-    up to sqrt(n/k). The k largest entries lie in the k groups with the largest maxima: any other group has k
-    maxima before its own. So: the groups' maxima, the k best groups, the k largest of their k · b entries.
+    In stages where that is less work. A row is seen as n/b groups of b entries, b the largest divisor of n up to
+    sqrt(n/k). The k largest entries lie in the k groups with the largest maxima: any other group has k maxima before
+    its own. So: the groups' maxima, the k best groups by the same procedure, the k largest of their k · b entries.
 
     Args:
         x: (M, n), floating.
@@ -37,46 +37,49 @@ def topk_entries(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows, n = x.shape
     if k >= n:
         return x.clone(), torch.arange(n, device=x.device).expand(rows, n).contiguous()
-    group = largest_divisor(n, math.isqrt(n // k))
-    magnitude = x.abs()
+    index = _largest(x.abs(), k)
+    return x.gather(1, index), index
+
+
+def _largest(x: Tensor, k: int) -> Tensor:
+    """The places of the k largest of every row, (M, n) → (M, k)."""
+    rows, n = x.shape
+    group = largest_divisor(n, math.isqrt(n // k)) if n > 4 * k else 1  # of a few, one stage is faster
     if group == 1:
-        index = magnitude.topk(k, dim=1, sorted=False).indices
-        return x.gather(1, index), index
+        return x.topk(k, dim=1, sorted=False).indices
     groups = n // group
     # Group j is the entries j, j + groups, …: this way round the maximum runs over whole rows of memory.
-    grouped = magnitude.reshape(rows, group, groups)
-    best = grouped.amax(1).topk(k, dim=1, sorted=False).indices  # (M, k) groups
+    grouped = x.reshape(rows, group, groups)
+    best = _largest(grouped.amax(1), k)  # (M, k) groups
     candidates = grouped.gather(2, best[:, None, :].expand(rows, group, k)).reshape(rows, group * k)
     place = candidates.topk(k, dim=1, sorted=False).indices  # (M, k) places among the candidates
-    index = torch.div(place, k, rounding_mode="floor") * groups + best.gather(1, place % k)
-    return x.gather(1, index), index
+    return torch.div(place, k, rounding_mode="floor") * groups + best.gather(1, place % k)
 
 
 def scatter_mean(index: Tensor, values: Tensor, n: int) -> Tensor:
     """Every entry's mean over the nodes that sent it, and 0 where none did.
 
-        out[i, j] = Σ_{k: j ∈ index[k, i]} value / #{k: j ∈ index[k, i]}
+        out[j] = Σ_{k: j ∈ index[k]} value / #{k: j ∈ index[k]}
 
     An entry sent with value 0 counts as sent. Sums run over the nodes in rank order with one scatter a node, whose
     indices are distinct: bitwise equal on every run, also where a scatter with collisions adds atomically in any order.
+    The nodes are counted with one scatter, as whole numbers add up in any order.
 
     Args:
-        index: *stacked* (K, M, s) int64, the entries each node sent of each of M tiles, distinct in a tile.
-        values: *stacked* (K, M, s), floating.
-        n: entries in a tile.
+        index: *stacked* (K, s) int64, the entries each node sent, distinct in a row.
+        values: *stacked* (K, s), floating.
+        n: entries.
 
     Returns:
-        *shared* (M, n) in the dtype of values (16-bit types are summed in float32).
+        *shared* (n,) in the dtype of values (16-bit types are summed in float32).
 
     Source: DeMo [2411.19870], reference code (`batch_decompress`, `scatter_reduce` with "mean").
     """
-    dtype = working_dtype(values.dtype)
-    total = values.new_zeros((index.shape[1], n), dtype=dtype)
-    senders = torch.zeros_like(total)
-    one = total.new_ones(()).expand(index.shape[1:])
-    for node_index, node_values in zip(index.unbind(), values.unbind(), strict=True):
-        total.scatter_add_(1, node_index, node_values.to(dtype))
-        senders.scatter_add_(1, node_index, one)
+    total = values.new_zeros(n, dtype=working_dtype(values.dtype))
+    for node_index, node_values in zip(index.unbind(), values.to(total.dtype).unbind(), strict=True):
+        total.scatter_add_(0, node_index, node_values)
+    sent = index.flatten()
+    senders = torch.zeros_like(total).scatter_add_(0, sent, total.new_ones(()).expand_as(sent))
     return total.div_(senders.clamp_(min=1.0)).to(values.dtype)
 
 
@@ -89,12 +92,8 @@ def topk_entries_reference(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def scatter_mean_reference(index: Tensor, values: Tensor, n: int) -> Tensor:
     """`scatter_mean`, entry by entry."""
-    out = torch.zeros(index.shape[1], n, dtype=torch.float64)
-    for tile in range(index.shape[1]):
-        sent: dict[int, list[float]] = {}
-        for node in range(index.shape[0]):
-            for j, value in zip(index[node, tile].tolist(), values[node, tile].tolist(), strict=True):
-                sent.setdefault(j, []).append(value)
-        for j, received in sent.items():
-            out[tile, j] = sum(received) / len(received)
-    return out.to(values.device, values.dtype)
+    sent: list[list[float]] = [[] for _ in range(n)]
+    for j, value in zip(index.flatten().tolist(), values.flatten().tolist(), strict=True):
+        sent[j].append(value)
+    means = [sum(received) / max(1, len(received)) for received in sent]
+    return torch.tensor(means, dtype=torch.float64).to(values.device, values.dtype)

@@ -106,6 +106,7 @@ def cases(nodes: int) -> list[Case]:
     tiles = torch.randn(nodes * TILES, TILE, TILE, generator=g)
     rows = tiles.reshape(-1, n)
     values, index = (t.reshape(nodes, TILES, KEPT) for t in vk.topk_entries(rows, KEPT))
+    index, values = index.flatten(1) + torch.arange(TILES).repeat_interleave(KEPT) * n, values.flatten(1)
     topk_bytes, mean_bytes = rows.nbytes + 12 * KEPT * len(rows), index.nbytes + values.nbytes + 4 * TILES * n
     product_flops = 2 * 2 * tiles.numel() * TILE
     out += [
@@ -113,8 +114,8 @@ def cases(nodes: int) -> list[Case]:
         Case("idct_tiles", vk.idct_tiles, (tiles,), 2 * tiles.nbytes, product_flops),
         Case("topk_entries", vk.topk_entries, (rows, KEPT), topk_bytes),
         Case("(one-stage topk)", one_stage_topk, (rows, KEPT), topk_bytes),
-        Case("scatter_mean", vk.scatter_mean, (index, values, n), mean_bytes),
-        Case("(scatter_reduce mean)", scatter_reduce_mean, (index, values, n), mean_bytes),
+        Case("scatter_mean", vk.scatter_mean, (index, values, TILES * n), mean_bytes),
+        Case("(scatter_reduce mean)", scatter_reduce_mean, (index, values, TILES * n), mean_bytes),
     ]
     uniform = torch.rand(x.shape, generator=g)
     codes, scale = vk.quantize(x, 8, -1)

@@ -76,4 +76,4 @@ class DeMoStrategy(Strategy):
         if self.weight_decay:
             cluster.replicas.weights.mul_(1 - self.lr * self.weight_decay)
         fast = self.momentum.average(cluster.grads.mul_(self.lr), cluster, "DCT coefficients")
-        cluster.grads.copy_(fast.sign_())
+        cluster.replicas.grads[: len(cluster.replicas.weights)] = fast.sign_()  # the rows that are stepped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -58,6 +59,9 @@ class TileTopK(Compressor):
     Source: SparseLoCo [Sarfi et al. 2025, arXiv:2508.15706].
     """
 
+    first: Tensor  # shared (V,): with all tiles in a row, where that of every value begins
+    derived = ("first",)
+
     def __init__(
         self, topk: int = 64, chunk: int = 64, index_bytes: str = "packed", quantizer: BlockQuantizer | None = None
     ) -> None:
@@ -78,6 +82,13 @@ class TileTopK(Compressor):
                 shapes.setdefault(tile_shape(columns.shape, self.chunk), []).append(columns)
         self.groups = [Tiles(h, w, parameters) for (h, w), parameters in shapes.items()]
         self.size = cluster.replicas.num_parameters
+        begins = accumulate((group.count * group.size for group in self.groups), initial=0)
+        first = [
+            torch.arange(begin, begin + group.count * group.size, group.size, device=cluster.weights.device)
+            for begin, group in zip(begins, self.groups, strict=False)
+        ]
+        sent = [min(self.topk, group.size) for group in self.groups]
+        self.first = torch.cat([places.repeat_interleave(k) for places, k in zip(first, sent, strict=True)])
         if self.quantizer is not None:
             self.quantizer.setup(cluster)
         self._warn_of_inflation(cluster.weights.element_size())
@@ -113,12 +124,12 @@ class TileTopK(Compressor):
         received = message[0] if self.quantizer is None else self.quantizer.decoded(message, sent, cluster)  # (K, V)
         nodes, counts = cluster.replicas.nodes, [i.shape[1] for i in index]
         left = (sent - received[nodes.start : nodes.stop]).split(counts, dim=1)
-        averages = []
-        for tiles, own, rest, i, v in zip(arranged, index, left, all_index, received.split(counts, dim=1), strict=True):
-            shape = (-1, tiles.shape[1], own.shape[1] // tiles.shape[1])  # (…, count, k)
+        for tiles, own, rest in zip(arranged, index, left, strict=True):
+            shape = (*tiles.shape[:2], -1)  # (R, count, k)
             tiles.scatter_(2, own.view(shape), rest.view(shape))
-            averages.append(scatter_mean(i.view(shape), v.view(shape), tiles.shape[2]))  # (count, h · w)
-        return averages
+        mean = scatter_mean(torch.cat(all_index, dim=1) + self.first, received, self.size)  # (P,), tile by tile
+        averages = mean.split([group.count * group.size for group in self.groups])
+        return [mean.view(tiles.shape[1:]) for mean, tiles in zip(averages, arranged, strict=True)]
 
     def _payload_bytes(self, num_values: int, value_bytes: int) -> int:
         if self.quantizer is None:
