@@ -33,6 +33,7 @@ from vsim.strategy import (
     SignVote,
     StatisticalQuantizer,
     Strategy,
+    StreamingDiLoCoStrategy,
     TileTopK,
     TopK,
     UniformQuantizer,
@@ -566,10 +567,17 @@ def test_two_runs_and_two_uses_have_equal_bits(name: str) -> None:
 
 
 @every_compressor
-@pytest.mark.parametrize("outer", [False, True], ids=["gradients", "diloco"])
-def test_nodes_that_are_held_apart_have_the_same_bits(name: str, outer: bool) -> None:
+@pytest.mark.parametrize("use", ["gradients", "diloco", "streaming"])
+@pytest.mark.filterwarnings("ignore:PowerSGD:UserWarning")  # of the second fragment
+def test_nodes_that_are_held_apart_have_the_same_bits(name: str, use: str) -> None:
     model, gradients = Parameters(*SHAPES), normal(4, 3, 727)
-    strategy = DiLoCoStrategy(H=2, compressor=ALL[name](), inner_optim=PLAIN) if outer else compressing(ALL[name]())
+    outer: dict[str, Any] = {"H": 2, "compressor": ALL[name](), "inner_optim": PLAIN}
+    fragments = [["p0", "p2", "p3"], ["p1", "p4", "p5"]]  # of columns that are not adjacent
+    strategy = {
+        "gradients": lambda: compressing(ALL[name]()),
+        "diloco": lambda: DiLoCoStrategy(**outer),
+        "streaming": lambda: StreamingDiLoCoStrategy(**outer, fragments=fragments, delay=1),
+    }[use]()
     together = driven(strategy, model, gradients, deterministic=True)
     for rank, alone in enumerate(driven_apart(strategy, model, gradients)):
         assert torch.equal(alone.cluster.weights[0], together.cluster.weights[rank])

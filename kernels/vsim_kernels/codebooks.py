@@ -74,9 +74,11 @@ def fp4_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.to(working_dtype(x.dtype))
     scale = _max_magnitude(x, -1)
-    halfway = ((E3M0[:7] + E3M0[1:8]) / 2).to(x)
-    exponent = torch.bucketize(_ratio(x, scale).abs_(), halfway, right=True)
-    return exponent.add_((x < 0).long().mul_(8)).to(torch.uint8), scale
+    y = _ratio(x, scale).abs_()
+    codes = (x < 0).to(torch.uint8).mul_(8)
+    for halfway in ((E3M0[:7] + E3M0[1:8]) / 2).tolist():  # torch.bucketize takes four times as long
+        codes += y >= halfway
+    return codes, scale
 
 
 def look_up(codes: Tensor, table: Tensor) -> Tensor:

@@ -126,6 +126,19 @@ def cases(nodes: int) -> list[Case]:
         Case("stochastic_codes", vk.stochastic_codes, (x, 7, uniform), 2 * x_bytes + codes.nbytes),
         Case("majority_vote", vk.majority_vote, (x.sign(),), x_bytes + x_bytes // nodes),
     ]
+    blocks = x[:, : PARAMETERS // 1024 * 1024].unflatten(1, (-1, 1024))
+    bins, table = vk.statistical_codes(blocks, 2)
+    kept = index.flatten(1)  # 12 bits each
+    packed = vk.pack_bits([kept], [12])
+    out += [
+        Case("statistical_codes 2 bits", vk.statistical_codes, (blocks, 2), x_bytes + bins.nbytes),
+        Case("fp4_codes", vk.fp4_codes, (blocks,), x_bytes + bins.nbytes),
+        Case("look_up", vk.look_up, (bins, table), x_bytes + bins.nbytes),
+        Case("pack_bits", lambda x: vk.pack_bits([x], [12]), (kept,), kept.nbytes + packed.nbytes),
+        Case(
+            "unpack_bits", lambda x: vk.unpack_bits(x, [kept.shape[1]], [12])[0], (packed,), kept.nbytes + packed.nbytes
+        ),
+    ]
     matrices, rank = torch.randn(nodes, 512, 128, generator=g), 4
     q, p_hat = torch.randn(128, rank, generator=g), torch.randn(512, rank, generator=g)
     step = 2 * matrices.numel() * rank

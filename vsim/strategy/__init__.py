@@ -52,7 +52,7 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "streaming": (StreamingDiLoCoStrategy, {"H": 10, "outer_lr": 0.4, "fragments": 2, "delay": 1, "mixing": 0.5}),
     "eager": (EagerDiLoCoStrategy, {"H": 10, "outer_lr": 0.4}),
     "demo": (DeMoStrategy, {"index_bytes": "packed"}),
-    "sparseloco": (SparseLoCoStrategy, {}),
+    "sparseloco": (SparseLoCoStrategy, {"H": 10, "topk": 32, "outer_lr": 1.5}),
     "muloco": (MuLoCoStrategy, {"H": 10, "outer_lr": 0.4, "lr": 1e-2}),
     "noloco": (NoLoCoStrategy, {"H": 10}),
     "slowmo": (SlowMoStrategy, {"H": 10}),
