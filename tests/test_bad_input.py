@@ -151,7 +151,7 @@ TABLE = [
         "keyword of a strategy",
         lambda: FedAvgStrategy(h=3),
         TypeError,
-        r"FedAvgStrategy\(\) got an unknown argument 'h'.*Valid: island_size, H, weighting, optim_spec",
+        r"FedAvgStrategy\(\) got an unknown argument 'h'.*Valid: island_size, H, weighting, merger, optim_spec",
     ),
     Bad("argument of another strategy", lambda: SimpleReduceStrategy(H=3), TypeError, "SimpleReduceStrategy.*'H'"),
     Bad("near keyword", lambda: DiLoCoStrategy(outer_lrr=1), TypeError, "'outer_lrr'; did you mean 'outer_lr'"),
@@ -666,7 +666,7 @@ TABLE = [
     ),
     Bad(
         "averages of averages",
-        lambda: Strategy([GradientAverage(), GradientAverage()]),
+        lambda: Strategy([GradientAverage(), GradientAverage("median")]),
         ValueError,
         r"Strategy\(\): communication_modules has the same GradientAverage twice",
     ),

@@ -32,7 +32,13 @@ from vsim.strategy.node import PerNodeStep, StackedModel
 
 
 class CommunicationModule(Stateful):
-    """One way of communicating, at one or both of two moments of every step. Subclass it; both do nothing here."""
+    """One way of communicating, at one or both of two moments of every step. Subclass it; both do nothing here.
+
+    Attributes:
+        only_once: whether a second one of its kind, whatever its settings, would find nothing to do.
+    """
+
+    only_once = False
 
     def setup(self, cluster: Cluster) -> None:
         """Prepare for a run on `cluster`: create and declare the state that lasts from step to step."""
@@ -140,7 +146,8 @@ class Strategy(Stateful):
                 raise TypeError(f"{where}: communication_modules must be CommunicationModules, got {module!r}")
         for i, module in enumerate(communication_modules):
             for other in communication_modules[:i]:  # a module holds state, or does the same again
-                if module is other or (type(module) is type(other) and not (vars(module) or vars(other))):
+                again = module.only_once or not (vars(module) or vars(other))
+                if module is other or (type(module) is type(other) and again):
                     raise ValueError(f"{where}: communication_modules has the same {type(module).__name__} twice")
         self.settings: dict[str, Any] = {}
         self.communication_modules = list(communication_modules)

@@ -20,6 +20,8 @@ class GradientAverage(CommunicationModule):
     Payload: all gradients, every step; 4 bytes more for the "median" of norms.
     """
 
+    only_once = True  # the nodes' gradients are equal then
+
     def __init__(self, merger: MergerLike = "mean", max_node_norm: MaxNodeNorm = None) -> None:
         self.merger = resolve_merger(merger, "GradientAverage")
         self.max_node_norm = checked_node_norm(max_node_norm)
