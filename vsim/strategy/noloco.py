@@ -8,6 +8,7 @@ from typing_extensions import Unpack
 
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
+from vsim.cluster.collectives import Pending
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
 
 
@@ -21,6 +22,8 @@ class PairCommunicator(CommunicationModule):
 
     outer_weights: Tensor  # φ_k, stacked (R, P)
     momentum: Tensor  # m_k, stacked (R, P)
+    pairs: Tensor  # of the next round, both ways, shared (2 · ⌊K / 2⌋, 2)
+    arriving: Pending | None  # φ_j, stacked (R, P); None before the first round, when all are equal
 
     def __init__(self, H: int = 50, alpha: float = 0.5, beta: float = 0.7, gamma: float | None = None) -> None:
         self.H = whole_number("H", H)
@@ -34,23 +37,28 @@ class PairCommunicator(CommunicationModule):
 
     def setup(self, cluster: Cluster) -> None:
         weights = cluster.weights.clone()
-        self.keep_stacked(outer_weights=weights, momentum=torch.zeros_like(weights))
+        self.keep_stacked(outer_weights=weights, momentum=torch.zeros_like(weights), arriving=None)
+        self.keep_shared(pairs=self._drawn(cluster))
+
+    def _drawn(self, cluster: Cluster) -> Tensor:
+        shuffled = torch.randperm(cluster.num_nodes, generator=cluster.generator)
+        pairs = shuffled[: cluster.num_nodes // 2 * 2].view(-1, 2)  # of an odd number of nodes the last meets nobody
+        return torch.cat([pairs, pairs.flip(1)])
 
     def communicate(self, cluster: Cluster) -> None:
         if cluster.step % self.H:
             return
-        shuffled = torch.randperm(cluster.num_nodes, generator=cluster.generator)
-        pairs = shuffled[: cluster.num_nodes // 2 * 2].view(-1, 2)  # of an odd number of nodes the last meets nobody
-        both_ways = torch.cat([pairs, pairs.flip(1)])
-        distance = cluster.weights - self.outer_weights  # Δ_k, stacked (R, P)
-        others_distance = cluster.collectives.send(distance, both_ways, label="outer gradient")
-        others_weights = cluster.collectives.send(self.outer_weights, both_ways, label="outer weights")
-        # Who meets nobody has its own rows back: its own Δ_k, and no pull.
-        self.momentum.mul_(self.alpha)
-        self.momentum.add_((distance + others_distance).mul_(self.beta / 2))
-        self.momentum.add_((others_weights - self.outer_weights).mul_(self.gamma / 2))
+        # Who meets nobody gets its own rows: its own Δ_k, and no pull.
+        own = cluster.weights - self.outer_weights  # Δ_k, stacked (R, P)
+        others = cluster.collectives.send(own, self.pairs, label="outer gradient")
+        self.momentum.mul_(self.alpha).add_((own + others).mul_(self.beta / 2))
+        if self.arriving is not None:
+            self.momentum.add_((self.arriving.result() - self.outer_weights).mul_(self.gamma / 2))
         self.outer_weights.add_(self.momentum)
         cluster.weights.copy_(self.outer_weights)
+        self.pairs = self._drawn(cluster)
+        message = (self.outer_weights, self.pairs)
+        self.arriving = cluster.collectives.start("send", *message, delay=self.H, label="outer weights")
 
 
 class NoLoCoStrategy(Strategy):
@@ -70,12 +78,13 @@ class NoLoCoStrategy(Strategy):
         gamma: γ, at least 0; default β. 0 lets the φ_k drift apart.
         options: those of every strategy; see `Strategy`.
 
-    Payload: Δ_k and φ_k, each as large as all weights, from each node of a pair to the other, every H steps. The global
-    model that is evaluated is the mean replica.
+    Payload: Δ_k and φ_k, each as large as all weights, from each node of a pair to the other, every H steps. Pairs are
+    drawn a round ahead, so that φ_k travels while the nodes train, and only Δ_k is waited for. In the first round all
+    φ_k are equal, and none has been sent; those sent last are not used. The global model that is evaluated is the mean
+    replica.
 
-    Deviations from the paper: both messages are sent at the round, though φ_k is known H steps earlier and could travel
-    meanwhile. With γ = β the mean of θ_k and θ_j would do, for half of the bytes; Δ_k and φ_k are sent all the same.
-    The paper's random routing through pipelines is not part of this.
+    Deviations from the paper: its random routing through pipelines is not part of this. With γ = β the mean of θ_k and
+    θ_j would do, without φ_k; both are sent all the same.
     """
 
     def __init__(
