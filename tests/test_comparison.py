@@ -261,6 +261,9 @@ def test_some_of_them_keep_their_looks() -> None:
     named = [text.get_text() for text in runs.figure(strategies=["c", "a"]).legends[0].get_texts()]
     assert named == ["c", "a"]
     assert {row["strategy"] for row in few.rows()} == {"a", "c"} and few.best() == "a"
+    many = by_hand(**{f"run{letter}": [[2, 1]] for letter in "abcdefghijklmn"})
+    named = [text.get_text() for text in many[["runc", "rund"]].plot().get_legend().get_texts()]  # type: ignore[union-attr]
+    assert named == ["runc", "rund"]
     with pytest.raises(KeyError, match="no run 'd'; there are a, b, c"):
         runs[["a", "d"]]
 

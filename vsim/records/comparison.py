@@ -342,7 +342,8 @@ class Comparison(Runs):
         return said
 
     def _looks(self) -> Looks:
-        return looks_of(self._names)
+        looks = looks_of(self._names)  # of all, so that some of them keep theirs
+        return Looks(looks.by_name) if len(self) <= MANY else looks
 
     def _note(self, name: str) -> str:
         """Why runs did not end, if some did not."""
