@@ -310,6 +310,25 @@ def test_optimizers_of_rows_are_cut_with_their_state() -> None:
     assert state(joined([Holder(k, k + 1) for k in range(3)], Holder(0, 3))) == state(Holder(0, 3))
 
 
+def test_an_optimizer_with_a_parameter_for_each_node_is_cut() -> None:
+    def optimizer(nodes: range) -> torch.optim.Optimizer:
+        parameters = [nn.Parameter(rows()[k].clone()) for k in nodes]
+        for k, parameter in zip(nodes, parameters, strict=True):
+            parameter.grad = rows()[k] + 1
+        made = torch.optim.Adam(parameters, lr=0.1)
+        made.step()
+        return made
+
+    def held(one: torch.optim.Optimizer) -> list[Any]:
+        return [[p.tolist(), *(t.tolist() for t in own.values())] for p, own in one.state.items()]
+
+    fresh = Declared().setup(1, 0, optimizer(range(1)))
+    assert held(narrowed(Declared().setup(3, 0, optimizer(range(3))), fresh).stacked) == held(optimizer(range(1, 2)))
+    apart = [Declared().setup(1, 0, optimizer(range(k, k + 1))) for k in range(3)]
+    whole = Declared().setup(3, 0, optimizer(range(3)))
+    assert held(joined(apart, whole).stacked) == held(optimizer(range(3)))
+
+
 class Partial(Stateful):
     derived = ("again",)
 

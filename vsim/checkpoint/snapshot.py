@@ -171,11 +171,13 @@ def parts_of(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, nn.Module):
         return {**_tensors_of(value), **own_attributes(value)}
     if isinstance(value, Optimizer):
-        parameters = _parameters(value.param_groups)
+        parameters = _parameters(value)
         if {id(p) for p in value.state} - {id(p) for p in parameters}:
             raise CheckpointError(f"{name_of(type(value))} keeps state for something that is none of its parameters")
-        state = [value.state.get(p, {}) for p in parameters]
-        return {"groups": value.param_groups, "state": state, "own": attributes_of(value)}
+        groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in value.param_groups]
+        # One list: a parameter may be all rows, or that of a node.
+        state = [{"of": p, **value.state.get(p, {})} for p in parameters]
+        return {"groups": groups, "state": state, "own": attributes_of(value)}
     if all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
         state = value.state_dict()
         if not isinstance(state, Mapping):
@@ -209,11 +211,11 @@ def fill(value: Any, parts: dict[Any, Any]) -> Any:
             raise ValueError(f"{odd} had another shape or dtype")
         set_own_attributes(value, parts)
     elif isinstance(value, Optimizer):
-        old, new = _parameters(parts["groups"]), _parameters(value.param_groups)
-        if len(old) != len(new) or len(parts["groups"]) != len(value.param_groups):
-            raise ValueError(f"it had {len(old)} parameters, and has {len(new)} here")
-        for i, (p, restored, state) in enumerate(zip(new, old, parts["state"], strict=True)):
-            if restored is not p:
+        parameters = _parameters(value)
+        if len(parameters) != len(parts["state"]) or len(value.param_groups) != len(parts["groups"]):
+            raise ValueError(f"it had {len(parts['state'])} parameters, and has {len(parameters)} here")
+        for i, (p, state) in enumerate(zip(parameters, parts["state"], strict=True)):
+            if state.pop("of") is not p:
                 raise ValueError(f"parameter {i} had another shape or place, and is {list(p.shape)} here")
             if state or p in value.state:
                 value.state[p] = state
@@ -254,5 +256,5 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    return [p for group in groups for p in group["params"]]
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
