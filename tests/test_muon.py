@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import Ranks
@@ -292,6 +293,9 @@ def test_in_words() -> None:
             r"only='layer\.\*' is no trainable parameter; the model has features\.0\.weight",
         ),
         (lambda: OptimSpec("muon", only="layers.*"), TypeError, "only='layers.*' has no effect without rest="),
+        (lambda: OptimSpec("muon", only=[], rest="sgd"), TypeError, r"only must be a name or names .*, got \[\]"),
+        (lambda: OptimSpec("muon", only=[3], rest="sgd"), TypeError, r"only must be a name or names .*, got \[3\]"),
+        (lambda: OptimSpec("muon", only=3, rest="sgd"), TypeError, r"only must be a name or names .*, got 3"),
         (lambda: OptimSpec("muon", rest="adamv"), ValueError, "must be one of .*got 'adamv'"),
         (lambda: OptimSpec("muon", rest=BOTH), ValueError, "has a rest of its own"),
         (lambda: OptimSpec("muon", rst="sgd"), TypeError, "'rst'; did you mean 'rest'"),
@@ -338,6 +342,33 @@ def test_it_moves_between_backends(
         folder = tmp_path / str(len(saves))
         assert_same_run(run(save_dir=folder, checkpoint_interval=5, **saves), straight)
         assert_same_run(run(resume=checkpoints_in(folder)[0], **resumes), straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [SimpleReduceStrategy, FedAvgStrategy], ids=lambda cls: cls.__name__)
+def test_it_moves_between_backends_where_nodes_share_a_row(
+    strategy: type[Strategy], tmp_path: Path, ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(OPTIONS["num_nodes"]).train)
+    apart = {**PROCESSES, "deterministic": False}
+
+    def run(**options: Any) -> Trainer:
+        trainer = trainer_of(lambda: small_gpt(0.2), tokens)
+        return fit(strategy(inner_optim=BOTH, **SCHEDULE), trainer, **{"max_steps": 8, **options})
+
+    straight = run()
+    for saves, resumes in [(apart, {}), ({}, apart)]:
+        run(save_dir=tmp_path / str(len(saves)), checkpoint_interval=5, **saves)
+        moved = run(resume=checkpoints_in(tmp_path / str(len(saves)))[0], **resumes)
+        losses = [trainer.history["train_loss"][1:] for trainer in (moved, straight)]
+        np.testing.assert_allclose(*losses, rtol=1e-3)
+        if moved.strategy is not None:
+            shapes = {v.shape[0] for o in torch_optimizers(moved.strategy.optim) for v in states(o)}
+            assert shapes == {len(moved.strategy.cluster.replicas.weights)}
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [v for own in optimizer.state.values() for v in own.values() if isinstance(v, Tensor) and v.dim()]
 
 
 @pytest.mark.slow

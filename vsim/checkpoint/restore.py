@@ -122,8 +122,11 @@ class Restorer:
             return first
         if self._node is not None:
             return first[self._node : self._node + 1] if len(first) > 1 else first
-        if len(parts) == 1:
-            return first if shape is not None and shape[:1] == (1,) else torch.cat([first] * self._num_nodes)
+        if (
+            len(parts) == 1
+        ):  # what the setup does not make, such as an optimizer's moments, has a row for each of weights
+            like: torch.Size = self._made["weights"].shape if shape is None else shape
+            return first if like[:1] == (1,) else torch.cat([first] * self._num_nodes)
         return torch.cat(list(parts))
 
     def _inferred(self, saved: torch.Size, shape: torch.Size | None, path: str) -> str:

@@ -95,6 +95,9 @@ class OptimSpec:
         if only is not None and self.rest is None:
             raise TypeError(f"only={only!r} has no effect without rest=, the optimizer of the other parameters")
         self.only = [only] if isinstance(only, str) else only
+        named = isinstance(self.only, Sequence) and all(isinstance(name, str) for name in self.only)
+        if only is not None and not (named and self.only):
+            raise TypeError(f"only must be a name or names of parameters, got {only!r}")
         self._check()
 
     def _check(self) -> None:
@@ -172,7 +175,7 @@ class OptimSpec:
             return self._build_parts(named, getattr(parameters, "of_one_node", parameters), deterministic=True)
         if self.rest is not None:
             raise TypeError(f"{self} is built over a model: tensors alone do not say which are hidden matrices")
-        return self._build_over({str(i): p for i, p in enumerate(parameters) if p.requires_grad}, deterministic=True)
+        return self._build_part({str(i): p for i, p in enumerate(parameters) if p.requires_grad}, deterministic=True)
 
     def build_for(self, replicas: Replicas, deterministic: bool) -> StackedOptimizer:
         """Build the optimizer of all nodes of `replicas`: one over the matrix where that is the same."""
@@ -189,11 +192,11 @@ class OptimSpec:
     def _build_parts(self, named: Mapping[str, Tensor], model: nn.Module, deterministic: bool) -> StackedOptimizer:
         """Build over name → tensor of the parameters of `model`, stacked or not."""
         parts = [
-            spec._build_over({name: named[name] for name in names}, deterministic) for spec, names in self.parts(model)
+            spec._build_part({name: named[name] for name in names}, deterministic) for spec, names in self.parts(model)
         ]
         return parts[0] if self.rest is None else JointOptimizers(parts)
 
-    def _build_over(self, named: Mapping[str, Tensor], deterministic: bool) -> Optimizer | NodeOptimizers:
+    def _build_part(self, named: Mapping[str, Tensor], deterministic: bool) -> Optimizer | NodeOptimizers:
         tensors = list(named.values())
         # A fused kernel goes over memory from a tensor's first element on, whatever lies between its rows.
         as_one = self.cls in ELEMENTWISE and not self.kwargs.get("fused")
