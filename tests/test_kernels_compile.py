@@ -26,6 +26,7 @@ KERNELS = {
     "topk_entries, prime": (lambda x: vk.topk_entries(x, 4), torch.randn(8, 257, generator=G)),
     "topk_entries, all": (lambda x: vk.topk_entries(x, 40), torch.randn(8, 32, generator=G)),
     "scatter_mean": (lambda i, v: vk.scatter_mean(i, v, 64), SENT[:, 0], torch.randn(3, 7, generator=G)),
+    "sort_rows": (lambda x: tuple(vk.sort_rows(x)), X),
     "quantize": (lambda x: vk.quantize(x, 8, -1), X),
     "quantize, 1 bit": (lambda x: vk.quantize(x, 1), X),
     "dequantize": (vk.dequantize, X.sign().to(torch.int8), X[:, :1].abs()),

@@ -4,7 +4,7 @@
     dct        cosine transform of tiles         topk       largest entries, mean over senders
     quantize   fewer bits a number               lowrank    fewer numbers a matrix
     codebooks  codes that are places in a table  packing    numbers of a few bits in bytes
-    orthogonal the direction of a matrix alone
+    orthogonal the direction of a matrix alone   order      every entry's values sorted
 
 *Stacked* means the node dimension in front, *shared* one copy that is equal on all nodes. Beside each kernel
 is a plain `<kernel>_reference` that the tests compare it with.
@@ -15,6 +15,7 @@ from .compiled import COMPILING_PAYS, compiled
 from .dct import dct_matrix, dct_tiles, idct_tiles, largest_divisor, matrix_shape, tile_shape
 from .lowrank import left_factor, low_rank, orthogonalize, right_factor
 from .masking import write_entries_
+from .order import sort_rows
 from .orthogonal import newton_schulz
 from .packing import pack_bits, unpack_bits
 from .quantize import dequantize, majority_vote, quantize, stochastic_codes, uniform_quantize
@@ -44,6 +45,7 @@ __all__ = [
     "quantize",
     "right_factor",
     "scatter_mean",
+    "sort_rows",
     "statistical_codes",
     "stochastic_codes",
     "tile_shape",

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from vsim_kernels import matrix_shape
+from vsim_kernels import matrix_shape, sort_rows
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
@@ -79,7 +79,7 @@ class trimmed_mean(Merger):
 
     def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         cut = min(round_up(self.share * len(rows)), (len(rows) - 1) // 2)
-        return rows.sort(dim=0).values[cut : len(rows) - cut].mean(0)
+        return torch.stack(sort_rows(rows)[cut : len(rows) - cut]).mean(0)
 
 
 @dataclass(frozen=True)
