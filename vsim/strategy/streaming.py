@@ -179,7 +179,8 @@ class StreamingDiLoCoStrategy(Strategy):
         mixing: α in [0, 1], the share of a node's own weights that stays. The paper uses 0.5.
         outer_step: "due": φ is stepped when the mean is due, as the paper has it; "send": when it is sent, and only
             the nodes' weights wait. The nodes' weights are equal either way; the global model is not, meanwhile.
-        compressor: how every node sends its Δ_k; None: as it is. The mean of what arrives is taken in float32.
+        compressor: how every node sends its Δ_k, such as FP4(), which the paper uses; None: as it is. The mean of what
+            arrives is taken in float32.
         error_feedback, merger, max_node_norm: as of `DiLoCoStrategy`, for each fragment.
         options: those of every strategy; see `Strategy`.
 
