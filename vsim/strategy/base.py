@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, TypedDict
 
 import torch
@@ -24,7 +25,7 @@ from vsim.arguments import only_one, real_number, reject_unknown
 from vsim.cluster import Cluster
 from vsim.cluster.muon import StackedMuon
 from vsim.cluster.optim import ELEMENTWISE, OptimSpec, clip_by_node, resolve_optim
-from vsim.cluster.optimizers import StackedOptimizer, evaluating, stepped_tensors, torch_optimizers
+from vsim.cluster.optimizers import StackedOptimizer, evaluating, parts_of, stepped_tensors, torch_optimizers
 from vsim.cluster.schedule import Schedule
 from vsim.cluster.state import Stateful
 from vsim.strategy.communicate import communicating_through
@@ -179,7 +180,7 @@ class Strategy(Stateful):
         self._check_optimizer()
         cluster.optim = self.optim
         self._stepped = [(p, p.grad) for p in stepped_tensors(self.optim)]
-        self.schedulers = self.schedule.build(self.optim, cluster.max_steps)
+        self.schedulers = [self.schedule.build(part, cluster.max_steps) for part in parts_of(self.optim)]
         for module in self.communication_modules:
             module.setup(cluster)
 
@@ -271,7 +272,7 @@ class Strategy(Stateful):
         self._note_step()
         for module in self.communication_modules:
             module.communicate(self.cluster)
-        for scheduler in self.schedulers:
+        for scheduler in chain(*self.schedulers):
             scheduler.step()
         self.cluster.completed = self.cluster.step
 

@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,7 @@ def _go_on_as_fork(run: Member, checkpoint: Checkpoint) -> None:
     replicas = run.cluster.replicas
     for optimizer in torch_optimizers(run.strategy.optim):
         mark_stepped(optimizer)
-    for scheduler in checkpoint.step * run.strategy.schedulers:
+    for scheduler in checkpoint.step * [*chain(*run.strategy.schedulers)]:
         scheduler.step()
     if checkpoint.num_nodes != run.cluster.num_nodes:
         return
