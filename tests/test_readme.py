@@ -53,6 +53,17 @@ def not_installed(command: str) -> set[str]:
     return {module for module, packages in installed if left_out.intersection(map(str.lower, packages))}
 
 
+class Missing:
+    """Finds none of these modules, as if they were not installed. A None in sys.modules would be found there."""
+
+    def __init__(self, modules: set[str]) -> None:
+        self.modules = modules
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] in self.modules:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 @pytest.fixture(scope="module")
 def readme() -> dict[str, Any]:
     """What the README's blocks define, run in one scope: each continues the one before.
@@ -61,8 +72,10 @@ def readme() -> dict[str, Any]:
     """
     first = next(block for block in blocks(README) if block.kind == "sh")
     with pytest.MonkeyPatch.context() as patch:
-        for module in not_installed(first.text):
-            patch.setitem(sys.modules, module, None)
+        missing = not_installed(first.text)
+        patch.setattr(sys, "meta_path", [Missing(missing), *sys.meta_path])
+        for module in missing:
+            patch.delitem(sys.modules, module, raising=False)
         return run_page(README)
 
 
