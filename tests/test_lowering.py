@@ -99,7 +99,7 @@ def test_many_models_have_the_bits_of_the_loop(task: tuple[nn.Module, list[Tenso
     assert_same_bits(model, batch, **options)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_bits_are_those_of_the_same_number_of_threads(threads: int) -> None:
     # Products that are large enough to be divided among threads, forward and backward.
     before = torch.get_num_threads()

@@ -18,7 +18,8 @@ SIZES = st.sampled_from([1, 2, 3, 5, 8, 10, 16, 17, 24, 33, 48, 64, 97, 100, 128
 of_any_kind = given(num_nodes=st.integers(1, 17), examples=SIZES, inner=SIZES, outer=SIZES, with_bias=st.booleans())
 
 
-@pytest.fixture(params=[1, 2, 3], scope="module")
+# Threads wait for each other where tests share the cores, so that one number above 1 has to do quickly.
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow), 3], scope="module")
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
