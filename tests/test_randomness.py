@@ -345,6 +345,17 @@ def test_every_node_draws_its_own_mask(name: str) -> None:
     assert name in ("all", "none", "evaluation", "empty") or len(torch.stack(expected).unique(dim=0)) == 3
 
 
+def test_torchs_own_draws_in_place_are_refused_where_they_would_be_of_no_node() -> None:
+    def dropout(x: Tensor) -> Tensor:
+        return torch.dropout_(x * 1, 0.4, True)
+
+    with pytest.raises(Exception, match=r"dropout_ writes into a tensor .*executor='loop' runs it node by node"):
+        masks("vmap", dropout, 50)
+    with pytest.warns(UserWarning, match="dropout_ writes into a tensor"):
+        automatic = masks("auto", dropout, 50)
+    assert torch.equal(automatic, masks("loop", dropout, 50))
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_identical_data_with_dropout_gives_different_replicas(executor: str) -> None:
     def data(rank: int, num_nodes: int, train: bool) -> TensorDataset:

@@ -55,7 +55,7 @@ class Lowering(Nodes, TorchFunctionMode):
                     return self._note(func, self.way, outcome)
             if (name := name_of(func)) in _READS:
                 return self.read(func, args, kwargs)
-            if name in _WHOLE or (name in _DRAWS and self.streams is not None):
+            if name in _WHOLE or (name.removesuffix("_") in _DRAWS and self.streams is not None):
                 return self._note(func, "node by node", self.alone(func, args, kwargs))
             if (self.exact or self.watch) and self._may_differ(func, args, kwargs):
                 if self.exact:
