@@ -58,7 +58,7 @@ def test_two_rounds_by_hand(num_nodes: int, lr: float, momentum: float) -> None:
     torch.testing.assert_close(vector, total * 0.03 * torch.tensor([-1.0, 1.0]), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("compressor", [None, TopK(0.1)], ids=repr)
+@pytest.mark.parametrize("compressor", [None, TopK(0.1)], ids=["as it is", "top-k"])
 @pytest.mark.parametrize("inner", [OptimSpec("sgd", lr=0.1), OptimSpec("muon", lr=0.02, rest="sgd")], ids=repr)
 def test_it_is_diloco_with_that_optimizer_inside(inner: OptimSpec, compressor: Any) -> None:
     more = {} if compressor is None else {"compressor": compressor, "error_feedback": 0.9}
