@@ -42,6 +42,13 @@ EXPECTED: dict[str, list[str]] = {
     ],
     "mnist": [r"Data: scikit-learn's digits, as MNIST's files are not there", r"DeMo .*×", r"images are wrong"],
     "shakespeare": [r"Text: .*", r"=== AllReduce =", r"DiLoCo \+ SPARTA +reaches"],
+    "state_of_the_art": [
+        TABLE,
+        PICTURE,
+        r"minutes at 20 Mbit/s, 50 ms",
+        r"<td>MuLoCo</td>\s*<td>is better than DiLoCo</td>\s*<td>[+-][\d.]+ ± [\d.]+ %</td>\s*<td>(shows|not)</td>",
+        r"SparseLoCo sends \d+ times less than DiLoCo",
+    ],
     "sweep": [
         TABLE,
         PICTURE,
