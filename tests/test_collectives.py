@@ -214,7 +214,7 @@ def _rank(rank: int, folder: Path, exact: bool) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_processes_go_on_while_what_they_sent_is_on_its_way(exact: bool, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_rank, args=(rank, tmp_path, exact), daemon=True) for rank in range(2)]

@@ -315,6 +315,7 @@ def test_processes_that_are_spawned_have_the_same_bits(tmp_path: Path) -> None:
     assert {e.collective for e in processes.trainer.ledger} == {"all_reduce", "all_gather", "broadcast", "send"}
 
 
+@pytest.mark.slow
 def test_what_is_defined_in_a_function_is_shipped_with_loader_workers_and_a_loss(tmp_path: Path) -> None:
     class Sentences(Dataset[tuple[list[int], int]]):
         def __len__(self) -> int:

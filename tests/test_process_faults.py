@@ -152,6 +152,7 @@ def test_a_node_that_does_not_arrive_is_named_with_collective_and_step() -> None
     assert trainer.history["step"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_hooks_progress_warnings_and_threads(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
