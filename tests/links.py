@@ -45,21 +45,22 @@ def linked(num_nodes: int) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False)
 
 
-def shape(nodes: Sequence[str], megabits: float) -> None:
-    """Limit every cable to so many Mbit/s in either direction.
+def shape(nodes: Sequence[str], megabits: float | None) -> None:
+    """Limit every cable to so many Mbit/s in either direction; None lifts the limit.
 
     The kernel hands on segments of at most 1 ms at once, as to a network card that takes them apart, which costs less
     than frame by frame; the limit is kept within 1.5 ms.
     """
     switch = f"{nodes[0].rpartition('-')[0]}-switch"
     for node, name in enumerate(nodes):
-        segments = max(1, int(megabits * 125 / 1514))
+        segments = 16 if megabits is None else max(1, int(megabits * 125 / 1514))
         _do(f"ip -n {name} link set {CABLE} gso_max_segs {segments}")
         for place, interface in ((name, CABLE), (switch, f"{CABLE}{node}")):
             queue = ["tc", "-n", place, "qdisc", "{}", "dev", interface, "root"]
             subprocess.run([part.format("del") for part in queue], stderr=subprocess.DEVNULL, check=False)
-            limit = f"tbf rate {megabits}mbit burst {max(3000, round(megabits * 190))} limit 10mb"
-            subprocess.run([*(part.format("add") for part in queue), *limit.split()], check=True)
+            if megabits is not None:
+                limit = f"tbf rate {megabits}mbit burst {max(3000, round(megabits * 190))} limit 10mb"
+                subprocess.run([*(part.format("add") for part in queue), *limit.split()], check=True)
 
 
 def _do(command: str) -> None:

@@ -2,8 +2,8 @@
 
 Each node is a process of `fit(backend="process")` in a network namespace of its own, with a cable to a switch, which
 `tc tbf` limits in both directions. A plain transfer, in which every node sends to the next, gives the bandwidth and
-latency of the links and the bytes that protocols add; what a run spends outside of collectives is its compute.
-Seconds are medians over rounds of H steps. Needs root, and iproute2.
+latency of the links and the bytes that protocols add; the same runs without a limit give the compute seconds, those
+outside of collectives. Seconds are medians over rounds of H steps. Needs root, and iproute2.
 
     python tests/benchmarks/bench_network.py [--nodes 2 4] [--megabits 20 50 200]
 """
@@ -107,17 +107,18 @@ def measure(num_nodes: int, rates: Sequence[float]) -> list[Measured]:
                 process.kill()
                 process.wait()
         files = [Path(folder) / f"{rank}.json" for rank in range(num_nodes)]
-        limited = list(zip(*(json.loads(file.read_text()) for file in files), strict=True))
+        unlimited, *limited = zip(*(json.loads(file.read_text()) for file in files), strict=True)
     return [
-        _measured(num_nodes, megabits, name, at_rate)
+        _measured(num_nodes, megabits, name, unlimited, at_rate)
         for megabits, at_rate in zip(rates, limited, strict=True)
         for name in STRATEGIES
     ]
 
 
-def _measured(num_nodes: int, megabits: float, name: str, at_rate: Any) -> Measured:
-    seconds, communicating, sent = _steps(at_rate, name)
-    compute = _median((seconds - communicating).amax(0))  # of the node for which the others wait
+def _measured(num_nodes: int, megabits: float, name: str, unlimited: Any, at_rate: Any) -> Measured:
+    seconds, _, sent = _steps(at_rate, name)
+    own, communicating, _ = _steps(unlimited, name)
+    compute = _median((own - communicating).amax(0))  # of the node for which the others wait
     plain = {
         key: statistics.fmean(node[key] for node in at_rate) for key in ("seconds", "bytes", "sent", "ping", "small")
     }
@@ -175,12 +176,12 @@ class Rank:
     def sent(self) -> int:
         return int(Path(f"/sys/class/net/{CABLE}/statistics/tx_bytes").read_text())
 
-    def measure(self, megabits: float) -> dict[str, Any]:
+    def measure(self, megabits: float | None) -> dict[str, Any]:
         """The plain transfer and all runs on links of this rate."""
         dist.barrier()
         if self.rank == 0:
             shape(self.nodes, megabits)
-        num_bytes = int(megabits * 1e6 / 16)  # half a second's
+        num_bytes = int((megabits or 200) * 1e6 / 16)  # half a second's
         before = self.sent()
         seconds = statistics.median(self.exchange(num_bytes) for _ in range(TRANSFERS))
         dist.barrier()  # until all has arrived
@@ -226,7 +227,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.rank is not None:
         rank = Rank(options.namespaces)
-        measured = [rank.measure(megabits) for megabits in options.megabits]
+        measured = [rank.measure(megabits) for megabits in (None, *options.megabits)]
         (options.rank / f"{rank.rank}.json").write_text(json.dumps(measured))
         return dist.destroy_process_group()
     rows = [
