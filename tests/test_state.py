@@ -18,7 +18,7 @@ from vsim import CheckpointError
 from vsim.checkpoint.files import packed, unpacked
 from vsim.checkpoint.restore import Restorer
 from vsim.checkpoint.snapshot import Snapshot, merged
-from vsim.cluster.state import Stateful
+from vsim.cluster.state import Stateful, of_clients
 
 
 def saved(**roots: Any) -> dict[str, Any]:
@@ -267,6 +267,7 @@ class Declared(Stateful):
     def setup(self, rows: int, shared: Any, stacked: Any) -> Declared:
         self.keep_shared(shared=shared)
         self.keep_stacked(stacked=stacked, counts=[0] * rows)
+        self.keep_client(variate=torch.zeros(rows, 2))
         return self
 
 
@@ -276,7 +277,10 @@ def test_what_is_declared_is_moved_without_a_look_at_shapes() -> None:
     apart = [Declared().setup(1, [rows()], {"new": [own, own + 1]}) for own in rows().split(1)]
     for own, count in zip(apart, (5, 6, 7), strict=True):
         own.counts = [count]
+    assert of_clients(together) == {"variate"} and not of_clients(Declared()) and "variate" in together.state_dict()
+    together.variate = rows()
     one = narrowed(together, Declared().setup(1, [], {}))
+    assert torch.equal(one.variate, rows()[1:2])
     assert (one.counts, [t.tolist() for t in one.shared]) == ([6], [rows().tolist()])
     assert [t.tolist() for t in one.stacked["new"]] == [rows()[1:2].tolist(), (rows()[1:2] + 1).tolist()]
     all_three = joined(apart, Declared().setup(3, [], {}))

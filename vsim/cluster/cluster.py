@@ -60,8 +60,18 @@ class Cluster:
 
     @property
     def num_nodes(self) -> int:
-        """K."""
+        """K: the nodes that take part now."""
         return self.collectives.num_nodes
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The numbers of the nodes that take part now: all."""
+        return tuple(range(self.num_nodes))
+
+    @property
+    def population(self) -> int:
+        """The clients that the nodes are taken from: themselves."""
+        return self.num_nodes
 
     @property
     def weights(self) -> Tensor:

@@ -20,11 +20,11 @@ class Stateful:
         self.keep_shared(outer_weights=cluster.weights[0].clone())  # equal on all nodes
         self.keep_stacked(residual=torch.zeros_like(cluster.weights))  # a row for each node held here
 
-    Both set the attributes, which may be set again later. A value is a tensor, a number, a text, a random generator (of
-    torch, numpy or Python), an optimizer, or a list, tuple, dict or set of those; stacked, also a list with an item for
-    each node held here. The declaration decides how the value moves when a run that was saved by one process resumes
-    with a process for each node, or the other way round: a stacked value is cut or put together, a shared one must be
-    equal on all nodes.
+    Both set the attributes, which may be set again later. `keep_client` is as `keep_stacked`, for rows that belong to
+    clients of a population. A value is a tensor, a number, a text, a random generator (of torch, numpy or Python), an
+    optimizer, or a list, tuple, dict or set of those; stacked, also a list with an item for each node held here. The
+    declaration decides how the value moves when a run that was saved by one process resumes with a process for each
+    node, or the other way round: a stacked value is cut or put together, a shared one must be equal on all nodes.
 
     All other attributes are found and saved as well; their placement is inferred from the shapes that they have after
     the setup. Where the shapes are ambiguous, moving the run to another backend is a `CheckpointError` that asks for a
@@ -55,13 +55,23 @@ class Stateful:
                 raise ValueError(f"keep_stacked({name}=…): a scalar tensor has no row for each node; keep_shared has")
         self._keep("stacked", values)
 
+    def keep_client(self, **tensors: Tensor) -> None:
+        """Set stacked tensors whose rows belong to the clients that the nodes are at the time.
+
+        Where nodes serve a population, a client's row is kept for the next round that it takes part in. As they are
+        declared, they are those of clients that have not taken part yet.
+        """
+        self.keep_stacked(**tensors)
+        vars(self).setdefault("_of_clients", set()).update(tensors)
+
     def _keep(self, placement: str, values: dict[str, Any]) -> None:
         vars(self).setdefault("_placements", {}).update(dict.fromkeys(values, placement))
         vars(self).update(values)
 
     def state_dict(self) -> dict[str, Any]:
         """Return name → state; here all attributes but the derived ones."""
-        return {name: value for name, value in vars(self).items() if name not in (*self.derived, "_placements")}
+        hidden = (*self.derived, "_placements", "_of_clients")
+        return {name: value for name, value in vars(self).items() if name not in hidden}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Called after the setup for a run; here it sets all attributes."""
@@ -74,6 +84,11 @@ def placements_of(value: Any) -> dict[str, str]:
     """Return name → "stacked" or "shared", for the attributes that an object has declared."""
     declared: dict[str, str] = vars(value).get("_placements", {}) if isinstance(value, Stateful) else {}
     return declared
+
+
+def of_clients(value: Any) -> frozenset[str]:
+    """Return the names of the attributes of an object that belong to clients; see `Stateful.keep_client`."""
+    return frozenset(vars(value).get("_of_clients", ())) if isinstance(value, Stateful) else frozenset()
 
 
 def name_of(cls: type) -> str:

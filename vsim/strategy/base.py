@@ -174,7 +174,6 @@ class Strategy(Stateful):
     def setup(self, cluster: Cluster) -> None:
         """Start a run on `cluster`. Called once, on the run's own copy of the strategy."""
         self.cluster = cluster
-        self.num_nodes = cluster.num_nodes
         self.model = StackedModel(cluster.replicas)
         self._init_node(self.model, cluster.replicas.first_node, cluster.num_nodes)
         self._check_optimizer()
@@ -212,6 +211,11 @@ class Strategy(Stateful):
 
     def _setup_scheduler(self) -> None:
         """Nothing: the schedule is built when `_init_node` is done. Strategies written for EXO Gym call this there."""
+
+    @property
+    def num_nodes(self) -> int:
+        """K."""
+        return self.cluster.num_nodes
 
     @property
     def local_step(self) -> int:
