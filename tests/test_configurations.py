@@ -149,6 +149,7 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
         own["H"] = seldom(draw, SMALL, 0, -1, 1.5, "2", None)
     if name == "fedavg":
         given_at_times(draw, own, "island_size", 1, 2, 3, bad=(0, 9, "all"))
+    if name in ("fedavg", "diloco", "streaming"):
         given_at_times(draw, own, "weighting", "uniform", "examples", bad=("size",))
     if name in ("diloco", "sparta_diloco", "streaming", "eager"):
         given_at_times(draw, own, "outer_lr", 0.1, 0.7, 1.0, bad=(-1.0, "1", math.nan))

@@ -272,6 +272,35 @@ def test_a_function_of_ones_own_gets_weights() -> None:
     torch.testing.assert_close(after, before - 2.75)
 
 
+OUTER = {"outer_optim": OptimSpec("sgd", lr=1.0)}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        FedAvgStrategy(H=2, weighting="examples", **PLAIN),
+        DiLoCoStrategy(H=2, weighting="examples", **OUTER, **PLAIN),
+        DiLoCoStrategy(H=2, weighting="examples", merger=lambda rows, weights: weights @ rows, **OUTER, **PLAIN),
+        DiLoCoStrategy(H=2, weighting="examples", max_node_norm=9.0, **OUTER, **PLAIN),
+        StreamingDiLoCoStrategy(H=2, weighting="examples", fragments=1, delay=1, **OUTER, **PLAIN),
+    ],
+    ids=["FedAvg", "DiLoCo", "merged", "clipped", "streaming"],
+)
+def test_weighting_by_examples_by_hand(strategy: Strategy) -> None:
+    # The gradient is w / Σx, the rate 1. Client 0 has 3 examples, in batches with Σx = 10 and 4: what remains of w is
+    # 0.9 · 0.75 = 0.675. Client 1 has 2, in one batch with Σx = 18: 17/18. (3 · 0.675 + 2 · 17/18) / 5 = 0.78278.
+    model = Parameters((3,))
+    model.p0.data = torch.tensor([0.0, 2.0, 4.0])
+    run = started(strategy, model, 2)
+    run.cluster.shard_sizes[:] = torch.tensor([3.0, 2.0])
+    run.step(run.cluster.weights / torch.tensor([[10.0], [18.0]]))
+    after = run.step(run.cluster.weights / torch.tensor([[4.0], [torch.inf]]))
+    if isinstance(strategy, StreamingDiLoCoStrategy):  # what was sent is due a step later
+        torch.testing.assert_close(after, torch.tensor([[0.0, 1.35, 2.7], [0.0, 1.888889, 3.777778]]))
+        after = run.step(torch.zeros(2, 3))
+    torch.testing.assert_close(after, torch.tensor([0.0, 1.565556, 3.131111]).expand(2, 3))
+
+
 @pytest.mark.parametrize(
     ("options", "expected", "sent"),
     [
@@ -370,7 +399,11 @@ def test_on_the_command_line_and_in_sweeps() -> None:
         ),
         (
             lambda: DiLoCoStrategy(merger="median", compressor=TopK(0.1)),
-            r"DiLoCo: merger=median\(\) with compressor=: what is compressed arrives averaged",
+            r"DiLoCo: merger=median\(\), weighting='uniform' with compressor=: what is compressed arrives averaged",
+        ),
+        (
+            lambda: StreamingDiLoCoStrategy(weighting="examples", compressor=TopK(0.1)),
+            r"DiLoCo: merger=mean\(\), weighting='examples' with compressor=: .* uniformly",
         ),
         (lambda: trimmed_mean(0.6), "share must be > 0 and <= 0.5, got 0.6"),
         (lambda: krum(-1), "faulty must be a whole number >= 0, got -1"),

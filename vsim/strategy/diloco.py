@@ -23,6 +23,7 @@ class DiLoCoCommunicator(StreamingDiLoCoCommunicator):
         error_feedback: β in [0, 1], the share of what a compressor left out that is sent later; see
             `CompressedAverage`.
         merger: how the distances become one, if not by their mean.
+        weighting: "uniform", or "examples": by the number of examples that a node has.
         max_node_norm: the 2-norm that a node's distance is scaled to at most, or "median".
     """
 
@@ -36,6 +37,7 @@ class DiLoCoCommunicator(StreamingDiLoCoCommunicator):
         compressor: Compressor | None = None,
         error_feedback: bool | float | None = None,
         merger: MergerLike = "mean",
+        weighting: str = "uniform",
         max_node_norm: MaxNodeNorm = None,
     ) -> None:
         super().__init__(
@@ -47,6 +49,7 @@ class DiLoCoCommunicator(StreamingDiLoCoCommunicator):
             compressor=compressor,
             error_feedback=error_feedback,
             merger=merger,
+            weighting=weighting,
             max_node_norm=max_node_norm,
         )
 
@@ -70,6 +73,8 @@ class DiLoCoStrategy(Strategy):
             Default: 1 where the compressor allows it.
         merger: how the φ − θ_k become one: "mean", "median", trimmed_mean(0.2), krum(faulty=1), "rda", "iso", or a
             function of one's own; see `Merger`.
+        weighting: "uniform" or "examples" (a node's share in the mean is its share of the examples); without
+            compressor=, whose messages arrive as their plain mean.
         max_node_norm: scale every node's φ − θ_k to at most this 2-norm before it is sent; "median": the median of all
             nodes' norms.
         options: those of every strategy; see `Strategy`. The paper's inner optimizer is
@@ -90,6 +95,7 @@ class DiLoCoStrategy(Strategy):
         compressor: Compressor | None = None,
         error_feedback: bool | float | None = None,
         merger: MergerLike = "mean",
+        weighting: str = "uniform",
         max_node_norm: MaxNodeNorm = None,
         **options: Unpack[StrategyOptions],
     ) -> None:
@@ -101,6 +107,7 @@ class DiLoCoStrategy(Strategy):
             compressor=compressor,
             error_feedback=error_feedback,
             merger=merger,
+            weighting=weighting,
             max_node_norm=max_node_norm,
         )
         super().__init__([outer], **with_inner(optim_spec, options))

@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 from vsim.arguments import one_of, whole_number
 from vsim.cluster import Cluster
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
-from vsim.strategy.mergers import MergerLike, merge, resolve_merger
+from vsim.strategy.mergers import WEIGHTINGS, MergerLike, merge, resolve_merger, shares
 
 
 class AveragingCommunicator(CommunicationModule):
@@ -31,7 +31,7 @@ class AveragingCommunicator(CommunicationModule):
     ) -> None:
         self.island_size = None if island_size is None else whole_number("island_size", island_size)
         self.every = whole_number("every", every)
-        self.weighting = one_of("weighting", weighting, ("uniform", "examples"))
+        self.weighting = one_of("weighting", weighting, WEIGHTINGS)
         self.merger = resolve_merger(merger, "FedAvg", weighted=weighting == "examples", of_weights=True)
 
     @property
@@ -45,8 +45,8 @@ class AveragingCommunicator(CommunicationModule):
     def communicate(self, cluster: Cluster) -> None:
         if cluster.step % self.every:
             return
-        shares = cluster.shard_sizes if self.weighting == "examples" else None
-        merged = merge(self.merger, cluster.weights, cluster, "weights", among=self._islands(cluster), weights=shares)
+        weights = shares(self.weighting, cluster)
+        merged = merge(self.merger, cluster.weights, cluster, "weights", among=self._islands(cluster), weights=weights)
         cluster.weights.copy_(merged)
 
     def _islands(self, cluster: Cluster) -> list[list[int]] | None:

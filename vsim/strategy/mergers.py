@@ -164,6 +164,7 @@ class _Own(Merger):
 
 MERGERS: dict[str, type[Merger]] = {cls.__name__: cls for cls in (mean, median, trimmed_mean, krum, rda, iso)}
 MergerLike = Merger | type[Merger] | Merge | str
+WEIGHTINGS = ("uniform", "examples")
 
 
 def resolve_merger(merger: MergerLike, where: str, *, weighted: bool = False, of_weights: bool = False) -> Merger:
@@ -203,6 +204,11 @@ def merge(
     if merger.is_mean:
         return merged
     return of_all(merged[None], None) if among is None else torch.stack([of_all(row[None], None) for row in merged])
+
+
+def shares(weighting: str, cluster: Cluster) -> Tensor | None:
+    """Return the weights (K,) that one of WEIGHTINGS gives the nodes, None where all count alike."""
+    return cluster.shard_sizes if weighting == "examples" else None
 
 
 def _by_tensor(merger: Merger, replicas: Replicas, rows: Tensor, weights: Tensor | None) -> Tensor:

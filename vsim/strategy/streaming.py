@@ -19,7 +19,7 @@ from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOpt
 from vsim.strategy.clipping import MaxNodeNorm, checked_node_norm, clip_rows_
 from vsim.strategy.compression import CompressedAverage, Compressor
 from vsim.strategy.fragments import PATTERNS, Fragments, fragments_of
-from vsim.strategy.mergers import MergerLike, merge, resolve_merger
+from vsim.strategy.mergers import WEIGHTINGS, MergerLike, merge, resolve_merger, shares
 
 DEFAULT_OUTER = OptimSpec(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -50,6 +50,7 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
         compressor: Compressor | None = None,
         error_feedback: bool | float | None = None,
         merger: MergerLike = "mean",
+        weighting: str = "uniform",
         max_node_norm: MaxNodeNorm = None,
     ) -> None:
         self.H = whole_number("H", H)
@@ -76,10 +77,12 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
         if compressor is None and error_feedback is not None:
             raise TypeError("DiLoCo: error_feedback has no effect without compressor=")
         self.compressed = None if compressor is None else CompressedAverage(compressor, error_feedback)
-        self.merger = resolve_merger(merger, "DiLoCo")
-        if compressor is not None and not self.merger.is_mean:
+        self.weighting = one_of("weighting", weighting, WEIGHTINGS)
+        self.merger = resolve_merger(merger, "DiLoCo", weighted=weighting == "examples")
+        if compressor is not None and not (self.merger.is_mean and weighting == "uniform"):
             raise TypeError(
-                f"DiLoCo: merger={self.merger} with compressor=: what is compressed arrives averaged; give one of them"
+                f"DiLoCo: merger={self.merger}, weighting={weighting!r} with compressor=: what is compressed arrives "
+                "averaged, and uniformly; give one of them"
             )
         self.max_node_norm = checked_node_norm(max_node_norm)
         # mean_k (φ − θ_k): φ is equal on all nodes, so that averaging θ_k sends the same bytes.
@@ -120,19 +123,21 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
 
     def _send(self, cluster: Cluster, i: int) -> Pending:
         """Start merging a fragment over the nodes."""
-        weights = self.parts[i].of(cluster.weights)  # (R, n)
+        rows = self.parts[i].of(cluster.weights)  # (R, n)
         label = "outer gradient" if len(self.parts) == 1 else f"outer gradient of fragment {i}"
         start = cluster.collectives.start
         if self.sends_weights:
-            return start("all_reduce", weights, "mean", label=label, delay=self.delay)
-        return start(self._merge, self.parts[i].of(self.outer_weights) - weights, cluster, i, label, delay=self.delay)
+            weights = shares(self.weighting, cluster)
+            return start("all_reduce", rows, "mean", weights=weights, label=label, delay=self.delay)
+        return start(self._merge, self.parts[i].of(self.outer_weights) - rows, cluster, i, label, delay=self.delay)
 
     def _merge(self, distances: Tensor, cluster: Cluster, i: int, label: str) -> Tensor:
         """Merge what the nodes have moved on a fragment, stacked (R, n): shared (n,)."""
         clip_rows_(distances, self.max_node_norm, cluster, label)
         if self.compressed is not None:
             return self.compressed_parts[i].average(distances, cluster, label)
-        return merge(self.merger, distances, self.parts[i].alone(cluster), label)
+        part = self.parts[i].alone(cluster)
+        return merge(self.merger, distances, part, label, weights=shares(self.weighting, part))
 
     def _step(self, i: int, merged: Tensor) -> None:
         """Take a fragment's outer step with what has arrived, shared (n,)."""
@@ -181,7 +186,7 @@ class StreamingDiLoCoStrategy(Strategy):
             the nodes' weights wait. The nodes' weights are equal either way; the global model is not, meanwhile.
         compressor: how every node sends its Δ_k, such as FP4(), which the paper uses; None: as it is. The mean of what
             arrives is taken in float32.
-        error_feedback, merger, max_node_norm: as of `DiLoCoStrategy`, for each fragment.
+        error_feedback, merger, weighting, max_node_norm: as of `DiLoCoStrategy`, for each fragment.
         options: those of every strategy; see `Strategy`.
 
     Payload: each fragment's weights every H steps, or the compressor's message.
@@ -206,6 +211,7 @@ class StreamingDiLoCoStrategy(Strategy):
         compressor: Compressor | None = None,
         error_feedback: bool | float | None = None,
         merger: MergerLike = "mean",
+        weighting: str = "uniform",
         max_node_norm: MaxNodeNorm = None,
         **options: Unpack[StrategyOptions],
     ) -> None:
@@ -222,6 +228,7 @@ class StreamingDiLoCoStrategy(Strategy):
             compressor=compressor,
             error_feedback=error_feedback,
             merger=merger,
+            weighting=weighting,
             max_node_norm=max_node_norm,
         )
         super().__init__([outer], **with_inner(optim_spec, options))
