@@ -23,6 +23,7 @@ from vsim.arguments import real_number
 from vsim.data import text_file
 from vsim.engine import VmapError
 from vsim.logger import CSVLogger
+from vsim.network import Compute
 from vsim.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
@@ -57,6 +58,10 @@ def fit(
 ) -> nn.Module:
     options = {"strategy": SimpleReduceStrategy(), "num_nodes": 2, "max_steps": 2, "progress": False, **options}
     return Trainer(model or small_mlp(), vectors() if data is None else data, val, loss_fn=loss_fn).fit(**options)
+
+
+class Asynchronous(Strategy):
+    is_asynchronous = True
 
 
 class Model(nn.Module):
@@ -511,6 +516,43 @@ TABLE = [
         lambda: fit(train_loss_hook=3),
         TypeError,
         r"train_loss_hook must be a function of \(step, loss\), got 3",
+    ),
+    Bad(
+        "a clock without use",
+        lambda: fit(compute=0.8, network="1 Gbit/s"),
+        TypeError,
+        "compute and network have no effect with SimpleReduceStrategy, which trains in lockstep; price the history",
+    ),
+    Bad("no clock", lambda: fit(strategy=Asynchronous()), TypeError, r"Asynchronous is asynchronous: .*compute=Comp"),
+    Bad(
+        "a clock of others",
+        lambda: fit(strategy=Asynchronous(), compute=Compute(1, speeds=[1, 2, 3])),
+        ValueError,
+        "compute has 3 nodes, and the run 2",
+    ),
+    Bad(
+        "asynchronous processes",
+        lambda: fit(strategy=Asynchronous(), compute=1, backend="process"),
+        ValueError,
+        "Asynchronous: asynchronous strategies are simulated only, got backend='process'",
+    ),
+    Bad(
+        "layers of a phase",
+        lambda: fit(strategy=Asynchronous(), compute=Compute(1, layers=3)),
+        ValueError,
+        "layers has no effect with Asynchronous",
+    ),
+    Bad(
+        "a price of what depends on time",
+        lambda: vsim.price(Asynchronous(), parameters=1e6, num_nodes=2, max_steps=2, network=1e9, compute=1),
+        ValueError,
+        "Asynchronous is asynchronous: what it sends depends on how long nodes compute",
+    ),
+    Bad(
+        "asynchronous bits",
+        lambda: vsim.verify(small_mlp(), vectors(), Asynchronous(), 2),
+        ValueError,
+        "Asynchronous: asynchronous strategies are simulated only",
     ),
     Bad("a name with a zero", lambda: fit(run_name="a\0b"), ValueError, "run_name must name a folder"),
     Bad("a number for a folder", lambda: fit(save_dir=3), TypeError, "save_dir must be the path of a folder, got 3"),

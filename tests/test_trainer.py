@@ -19,8 +19,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import vsim
 from vsim import LocalTrainer, Trainer
+from vsim.engine.devices import pick_device
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
-from vsim.trainer import pick_device
 from vsim.training import evaluate
 from vsim.training.evaluate import replica_spread
 

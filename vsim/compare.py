@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -86,7 +87,8 @@ def compare(
         resume: resume the comparison in `save_dir` from the last step at which all of its runs were saved, bitwise
             equal to one that was never stopped.
         network, compute: what hours are derived from, as of `vsim.timeline`; kept in the comparison, whose tables then
-            show hours and utilization. They can be given afterwards, too.
+            show hours and utilization. They can be given afterwards, too; but asynchronous strategies train by
+            them.
         fit_options: every other argument of `Trainer.fit`, the same for all.
 
     Returns:
@@ -157,6 +159,8 @@ def run_members(
             The others are kept with `stopped_at`.
     """
     seeds = _checked_seeds(seeds, fit_options)
+    if network is None and compute is not None and any(e.strategy.is_asynchronous for e in entries.values()):
+        network = Network(math.inf)  # messages take no time
     priced = None if network is None and compute is None else (Network.of(network), Compute.of(compute))
     if priced is not None:
         for entry in entries.values():
@@ -178,11 +182,13 @@ def run_members(
         trainer = Trainer(models[seed], train_dataset, val_dataset, loss_fn=loss_fn, device=device)
         for name, entry in entries.items():
             label = name if len(seeds) == 1 else f"{name}, seed {seed}"
-            own = {
+            own: dict[str, Any] = {
                 "seed": seed,
                 "logger": for_one_run(logger),
                 "run_name": f"{folder}/{folder_name(label)}" if logs else None,
             }
+            if entry.strategy.is_asynchronous:
+                own |= {"network": network, "compute": compute}
             with naming(name):
                 options = trainer.options(**{**fit_options, **own, **_own(entry), "wandb_project": wandb_project})
                 config = trainer.config(options, label)

@@ -159,6 +159,11 @@ def _communicated(strategy: Strategy, model: nn.Module, num_nodes: int, max_step
     """Return the ledger of a run without values."""
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy, got {strategy!r}")
+    if strategy.is_asynchronous:
+        raise ValueError(
+            f"{type(strategy).__name__} is asynchronous: what it sends depends on how long nodes compute. Train it "
+            "with compute= and network=; history.time(network, compute) has its seconds"
+        )
     ledger = Ledger(num_nodes)
     replicas = Replicas.of(model, num_nodes, _META)
     cluster = Cluster(replicas, StackedCollectives(ledger), generator(seed, SHARED), torch.ones(num_nodes), max_steps)

@@ -21,7 +21,9 @@ from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Data
 from vsim.doctor import Explanation, explain
+from vsim.engine.devices import devices_of_nodes, pick_device
 from vsim.engine.objective import LossFunction
+from vsim.network import Compute, Network
 from vsim.process import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
 from vsim.records.description import describe_run
 from vsim.records.history import History
@@ -189,6 +191,8 @@ class Trainer:
         devices: Sequence[str | torch.device] | None = None,
         threads_per_process: int | None = None,
         timeout_seconds: float | None = None,
+        compute: Compute | float | str | None = None,
+        network: Network | str | float | None = None,
         checkpoint_interval: int | None = None,
         save_dir: str | Path | None = None,
         resume: bool | str | Path | Checkpoint | None = False,
@@ -238,6 +242,8 @@ class Trainer:
                 node where there are as many, else the CPU.
             threads_per_process: its CPU threads; default the machine's divided by the nodes on it, at least 1.
             timeout_seconds: how long a collective waits for the other nodes; default 600.
+            compute, network: of an asynchronous strategy, whose nodes train on a virtual clock: how long a step takes,
+                a `vsim.network.Compute` or seconds, and what messages take, a `Network` or text (None: no time).
             save_dir: a folder for checkpoints: at the end, when the run is interrupted by Ctrl-C (which takes effect
                 after the current step; a second one at once), and every `checkpoint_interval` steps. The newest two
                 are kept.
@@ -323,7 +329,7 @@ class Trainer:
         """Train every node in a process of its own, or as the rank that this process is."""
         nodes_here = local_ranks()[1] if under_torchrun() else config.num_nodes
         process_options = ProcessOptions(
-            _process_devices(options.devices, self.device if options.device is None else options.device, nodes_here),
+            devices_of_nodes(options.devices, self.device if options.device is None else options.device, nodes_here),
             options.threads_per_process or default_threads(nodes_here),
             600.0 if options.timeout_seconds is None else options.timeout_seconds,
         )
@@ -361,40 +367,3 @@ class Trainer:
 
 class LocalTrainer(Trainer):
     """A Trainer on this machine."""
-
-
-def pick_device(device: str | torch.device | None) -> torch.device:
-    """Return the device asked for, or the best there is: cuda, else mps, else cpu.
-
-    Raises:
-        ValueError: the name is unknown, or this machine has no such device.
-    """
-    available = {
-        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        "mps": int(torch.backends.mps.is_available()),
-        "cpu": 1,
-    }
-    here = [name for name, count in available.items() if count]
-    if device is None or device == "":  # "" is what command lines of scripts for EXO Gym have as their default
-        return torch.device(here[0])
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"unknown device {device!r}; this machine has {', '.join(here)}") from error
-    if (chosen.index or 0) >= available.get(chosen.type, 0):
-        raise ValueError(f"device {str(device)!r} is not available; this machine has {', '.join(here)}")
-    return chosen
-
-
-def _process_devices(
-    devices: Sequence[str | torch.device] | None, device: str | torch.device | None, nodes_here: int
-) -> list[torch.device]:
-    """Return the devices that the nodes' processes take in turn."""
-    if devices is not None:
-        if isinstance(devices, str) or not len(devices):
-            raise TypeError(f"devices must be a list of devices with at least one, got {devices!r}")
-        return [pick_device(d) for d in devices]
-    if device is not None:
-        return [pick_device(device)]
-    gpus = torch.cuda.device_count()
-    return [torch.device("cuda", i) for i in range(nodes_here)] if gpus >= nodes_here else [torch.device("cpu")]

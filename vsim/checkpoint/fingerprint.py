@@ -50,6 +50,7 @@ def fingerprint(run: Any) -> dict[str, Any]:
     of_model = {id(tensor) for tensor in (*config.model.parameters(), *config.model.buffers())}  # which are trained
     found = {
         **{name: getattr(config, name) for name in _ARGUMENTS},
+        **{name: one.as_plain() for name in ("compute", "network") if (one := getattr(config, name)) is not None},
         "examples of the training data": run.part.batches.lengths,
         "contents of the training data": [f"{digest:x}" if digest else {} for digest in run.part.batches.digests],
         "drop_last": bool(kwargs.get("drop_last", False)),

@@ -125,6 +125,8 @@ class Strategy(Stateful):
     # only the mean of their gradients is used. Promises of one class; its subclasses have to repeat them.
     shares_weights = False
     shares_grads = False
+    # Whether its nodes train on a virtual clock, each at its own speed; see `vsim.strategy.asynchronous`.
+    is_asynchronous = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

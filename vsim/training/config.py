@@ -12,6 +12,7 @@ from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.folder import Saving
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
+from vsim.network import Compute, Network
 from vsim.strategy.base import Strategy
 
 Metric = Callable[[nn.Module, Any], Any]  # of the model in evaluation mode and a batch of validation examples: a number
@@ -25,6 +26,7 @@ class RunConfig:
         label: its name in messages and progress.
         executor: the name of one of EXECUTORS.
         callbacks: see `vsim.training.callbacks`. metrics: name of a column → f(model, batch) → number.
+        compute, network: the virtual clock of an asynchronous strategy; None: the run has none.
         memory_share: the share of the device's memory for this process, by which the minibatch size is chosen.
         start: the checkpoint that the member resumes or forks from. saving: where it is saved.
     """
@@ -53,6 +55,8 @@ class RunConfig:
     label: str = ""
     callbacks: Sequence[Any] = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    compute: Compute | None = None
+    network: Network | None = None
     memory_share: float | None = None
     start: Checkpoint | None = None
     saving: Saving | None = None

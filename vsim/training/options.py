@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.folder import Saving
 from vsim.data.batches import loader_options
 from vsim.engine import COMPILE, EXECUTORS
+from vsim.network import Compute, Network
 from vsim.records.history import COLUMNS
 from vsim.records.loggers import Logger, run_loggers
 from vsim.records.report import Hook
@@ -59,6 +61,8 @@ class FitOptions:
     devices: Sequence[str | torch.device] | None
     threads_per_process: int | None
     timeout_seconds: float | None
+    compute: Compute | float | str | None
+    network: Network | str | float | None
     checkpoint_interval: int | None
     save_dir: str | Path | None
     resume: bool | str | Path | Checkpoint | None
@@ -97,6 +101,7 @@ class FitOptions:
         self._check_data()
         self._check_computing()
         self._check_backend()
+        self._check_clock()
         self.loggers = run_loggers(self.logger, self.run_name, self.wandb_project, self.log_x_axis)
         if self.log_interval != 1 and not self.loggers:
             raise ValueError("log_interval has no effect without a logger, run_name or wandb_project")
@@ -157,6 +162,30 @@ class FitOptions:
             raise TypeError("device and devices say the same thing; give one of them")
         if self.timeout_seconds is not None:
             self.timeout_seconds = real_number("timeout_seconds", self.timeout_seconds, above=0)
+
+    def _check_clock(self) -> None:
+        """Check what a virtual clock needs, and that there is one: here it is decided which runs have it."""
+        name, given = type(self.strategy).__name__, [n for n in ("compute", "network") if getattr(self, n) is not None]
+        if not self.strategy.is_asynchronous:
+            if given:
+                raise TypeError(
+                    f"{' and '.join(given)} {'have' if len(given) > 1 else 'has'} no effect with {name}, which trains "
+                    "in lockstep; price the history with history.time(network, compute)"
+                )
+            return
+        if self.compute is None:
+            raise TypeError(
+                f"{name} is asynchronous: what its nodes do depends on how long they compute. Give fit(…, "
+                "compute=Compute(0.8, speeds=[1, 1, 1, 4])), and network= if messages take time"
+            )
+        if self.backend != "stacked":
+            raise ValueError(f"{name}: asynchronous strategies are simulated only, got backend={self.backend!r}")
+        self.compute = Compute.of(self.compute)
+        self.network = Network(math.inf) if self.network is None else Network.of(self.network)
+        if self.compute.layers > 1:
+            raise ValueError(f"compute: layers has no effect with {name}, whose nodes send at the end of a phase")
+        self.compute.steps(self.num_nodes)
+        self.network.check(self.num_nodes)
 
     def config(self, label: str, start: Checkpoint | None, saving: Saving | None, **of_trainer: Any) -> RunConfig:
         """Return the configuration of the run, for which the trainer adds model, data, loss and hook."""
