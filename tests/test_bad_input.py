@@ -156,7 +156,7 @@ TABLE = [
         "keyword of a strategy",
         lambda: FedAvgStrategy(h=3),
         TypeError,
-        r"FedAvgStrategy\(\) got an unknown argument 'h'.*Valid: island_size, H, weighting, merger, optim_spec",
+        r"FedAvgStrategy\(\) got an unknown argument 'h'.*Valid: island_size, H, weighting, merger, max_node_norm, opt",
     ),
     Bad("argument of another strategy", lambda: SimpleReduceStrategy(H=3), TypeError, "SimpleReduceStrategy.*'H'"),
     Bad("near keyword", lambda: DiLoCoStrategy(outer_lrr=1), TypeError, "'outer_lrr'; did you mean 'outer_lr'"),

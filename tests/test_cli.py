@@ -386,7 +386,8 @@ def test_parse_strategy() -> None:
     fedavg = parse_strategy("fedavg:island_size=2,weighting=examples,lr=0.5", lr=1e-3)
     assert isinstance(fedavg, FedAvgStrategy) and fedavg.optim_spec.kwargs == {"lr": 0.5}
     averaging = vars(fedavg.communication_modules[0])
-    assert averaging == {"island_size": 2, "every": 10, "weighting": "examples", "merger": mean()}
+    expected = {"island_size": 2, "every": 10, "weighting": "examples", "merger": mean(), "max_node_norm": None}
+    assert averaging == expected
     diloco = parse_strategy("diloco", lr=1e-3)
     assert isinstance(diloco, DiLoCoStrategy) and diloco.optim_spec.kwargs == {"lr": 1e-3}
 

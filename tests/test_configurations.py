@@ -145,11 +145,11 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
     name = draw(st.sampled_from([*STRATEGIES, "modules"]))
     cls: Callable[..., Strategy] = STRATEGIES[name][0] if name in STRATEGIES else Strategy
     own: dict[str, Any] = {}
-    if name in ("fedavg", "diloco", "sparta_diloco", "streaming", "eager", "muloco", "noloco", "slowmo", "desloc"):
+    if "H" in STRATEGIES.get(name, (cls, {}))[1]:
         own["H"] = seldom(draw, SMALL, 0, -1, 1.5, "2", None)
     if name == "fedavg":
         given_at_times(draw, own, "island_size", 1, 2, 3, bad=(0, 9, "all"))
-    if name in ("fedavg", "diloco", "streaming"):
+    if name in ("fedavg", "diloco", "streaming", "fedopt", "fedprox"):
         given_at_times(draw, own, "weighting", "uniform", "examples", bad=("size",))
     if name in ("diloco", "sparta_diloco", "streaming", "eager"):
         given_at_times(draw, own, "outer_lr", 0.1, 0.7, 1.0, bad=(-1.0, "1", math.nan))
@@ -164,6 +164,11 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
         given_at_times(draw, own, "outer_step", "due", "send", bad=("late",))
     if name == "eager":
         given_at_times(draw, own, "eager", True, False, bad=("no",))
+    if name == "fedopt":
+        given_at_times(draw, own, "server_optim", "adam", "yogi", "adagrad", "sgd", bad=("muon", 3))
+        given_at_times(draw, own, "server_lr", 0.01, 1.0, bad=(0, "1"))
+    if name == "fedprox":
+        given_at_times(draw, own, "mu", 0, 0.1, bad=(-1,))
     if name == "noloco":
         given_at_times(draw, own, "alpha", 0, 0.5, bad=(2,))
         given_at_times(draw, own, "gamma", 0, 0.7, None, bad=(-1,))
@@ -187,7 +192,6 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
         given_at_times(draw, own, "mask", "seed", "broadcast", bad=("none",))
         given_at_times(draw, own, "compression_method", "random", "topk", bad=("top",))
     if name == "sparseloco":
-        own["H"] = seldom(draw, SMALL, 0)
         given_at_times(draw, own, "topk", 1, 8, 99, bad=(0,))
         given_at_times(draw, own, "chunk", 1, 7, 64, bad=(0,))
         given_at_times(draw, own, "quantization_bits", 1, 2, 8, None, bad=(0, 9))

@@ -324,6 +324,27 @@ def test_outer_gradients_by_hand(options: dict[str, Any], expected: float, sent:
     assert [e.label for e in run.ledger] == sent
 
 
+@pytest.mark.parametrize(
+    ("options", "expected", "sent"),
+    [
+        ({"max_node_norm": 3.0}, (2 + 3 + 3) / 3, ["weights"]),
+        ({"max_node_norm": "median", "merger": "rda"}, (2 + 4 + 4) / 3, ["weights: norms", "weights"]),
+        ({"max_node_norm": 3.0, "weighting": "examples"}, (2 + 3 + 2 * 3) / 4, ["weights"]),
+    ],
+)
+def test_fedavg_clips_what_a_node_has_moved_in_a_round(
+    options: dict[str, Any], expected: float, sent: list[str]
+) -> None:
+    # After two steps a node has moved by 2 g_k; and so again in the second round.
+    run = started(FedAvgStrategy(H=2, **PLAIN, **options), Parameters((1,)), 3)
+    run.cluster.shard_sizes = torch.tensor([1.0, 1.0, 2.0])
+    before = run.cluster.weights.clone()
+    for _ in range(4):
+        after = run.step(torch.tensor([[1.0], [2.0], [9.0]]))
+    torch.testing.assert_close(before - after, torch.full((3, 1), 2 * expected))
+    assert [e.label for e in run.ledger] == 2 * sent
+
+
 def test_embeddings_take_the_mean() -> None:
     gpt = GPT(7, block_size=4, layers=1, width=8, heads=2)
     gradients = normal(1, 3, size(gpt), seed=1)

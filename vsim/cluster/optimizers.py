@@ -131,6 +131,12 @@ def evaluating(optimizer: StackedOptimizer, weights: Tensor) -> Iterator[None]:
             weights.copy_(trained)
 
 
+def forget(optimizer: StackedOptimizer) -> None:
+    """Let a stacked optimizer begin anew: it keeps nothing of the steps taken but its parameter groups."""
+    for one in torch_optimizers(optimizer):
+        one.state.clear()
+
+
 def stepped_tensors(optimizer: StackedOptimizer) -> list[Tensor]:
     """Return the tensors whose `.grad` a stacked optimizer steps with."""
     if isinstance(optimizer, NodeOptimizers):

@@ -25,6 +25,8 @@ from vsim.strategy.desloc import DESLOCStrategy, StateAverage
 from vsim.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
+from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi, ServerStep
+from vsim.strategy.fedprox import FedProxStrategy, ProximalTerm
 from vsim.strategy.gpa import GPAStrategy
 from vsim.strategy.mergers import MERGERS, Merger, iso, krum, mean, median, rda, trimmed_mean
 from vsim.strategy.muloco import MuLoCoStrategy
@@ -58,6 +60,8 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "slowmo": (SlowMoStrategy, {"H": 10}),
     "desloc": (DESLOCStrategy, {"H": 10, "H_v": 30}),
     "gpa": (GPAStrategy, {"mu_x": 0.974}),
+    "fedopt": (FedOptStrategy, {"H": 10}),
+    "fedprox": (FedProxStrategy, {"H": 10}),
     "alone": (AloneStrategy, {}),
 }
 # What the command line compares where nothing is named.
@@ -98,7 +102,12 @@ __all__ = [
     "DiLoCoStrategy",
     "EagerDiLoCoCommunicator",
     "EagerDiLoCoStrategy",
+    "FedAdagrad",
+    "FedAdam",
     "FedAvgStrategy",
+    "FedOptStrategy",
+    "FedProxStrategy",
+    "FedYogi",
     "GPAStrategy",
     "GradientAverage",
     "IndexSelector",
@@ -109,11 +118,13 @@ __all__ = [
     "PairCommunicator",
     "PartitionedIndexSelector",
     "PowerSGD",
+    "ProximalTerm",
     "RandomIndexSelector",
     "RandomK",
     "SPARTADiLoCoStrategy",
     "SPARTAStrategy",
     "ScaledSign",
+    "ServerStep",
     "ShuffledSequentialIndexSelector",
     "SignVote",
     "SimpleReduceStrategy",

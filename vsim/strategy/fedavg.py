@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from typing_extensions import Unpack
 
 from vsim.arguments import one_of, whole_number
 from vsim.cluster import Cluster
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.clipping import MaxNodeNorm, checked_node_norm, clip_rows_
 from vsim.strategy.mergers import WEIGHTINGS, MergerLike, merge, resolve_merger, shares
 
 
@@ -20,7 +22,11 @@ class AveragingCommunicator(CommunicationModule):
         every: steps between syncs, H.
         weighting: "uniform", or "examples": by the number of examples that a node has.
         merger: the mean, or another of `vsim.strategy.mergers` that merges weights.
+        max_node_norm: merge what the nodes have moved since the last sync, every node's scaled to at most this 2-norm;
+            "median": the median of all nodes' norms.
     """
+
+    outer_weights: Tensor  # φ, which the nodes have moved from, shared (P,); with max_node_norm
 
     def __init__(
         self,
@@ -28,11 +34,19 @@ class AveragingCommunicator(CommunicationModule):
         every: int = 1,
         weighting: str = "uniform",
         merger: MergerLike = "mean",
+        max_node_norm: MaxNodeNorm = None,
     ) -> None:
         self.island_size = None if island_size is None else whole_number("island_size", island_size)
         self.every = whole_number("every", every)
         self.weighting = one_of("weighting", weighting, WEIGHTINGS)
-        self.merger = resolve_merger(merger, "FedAvg", weighted=weighting == "examples", of_weights=True)
+        clips = max_node_norm is not None
+        self.merger = resolve_merger(merger, "FedAvg", weighted=weighting == "examples", of_weights=not clips)
+        self.max_node_norm = checked_node_norm(max_node_norm)
+        if clips and island_size is not None:
+            raise TypeError(
+                f"FedAvg: max_node_norm={max_node_norm!r} is of moves from weights that all nodes shared, and with "
+                f"island_size={island_size} they share none; give one of them"
+            )
 
     @property
     def first_step(self) -> int:
@@ -41,12 +55,19 @@ class AveragingCommunicator(CommunicationModule):
     def setup(self, cluster: Cluster) -> None:
         if self.island_size is not None:
             whole_number("island_size", self.island_size, at_most=cluster.num_nodes)
+        if self.max_node_norm is not None:
+            self.keep_shared(outer_weights=cluster.weights[0].clone())
 
     def communicate(self, cluster: Cluster) -> None:
         if cluster.step % self.every:
             return
         weights = shares(self.weighting, cluster)
-        merged = merge(self.merger, cluster.weights, cluster, "weights", among=self._islands(cluster), weights=weights)
+        if self.max_node_norm is None:
+            merged = merge(self.merger, cluster.weights, cluster, "weights", self._islands(cluster), weights)
+        else:
+            moves = cluster.weights - self.outer_weights  # (R, P)
+            clip_rows_(moves, self.max_node_norm, cluster, "weights")
+            merged = self.outer_weights.add_(merge(self.merger, moves, cluster, "weights", weights=weights))
         cluster.weights.copy_(merged)
 
     def _islands(self, cluster: Cluster) -> list[list[int]] | None:
@@ -68,9 +89,11 @@ class FedAvgStrategy(Strategy):
         weighting: "uniform" (w_j = 1/K) or "examples" (w_j in proportion to node j's number of examples).
         merger: how weights become one: "mean", "median", trimmed_mean(0.2), krum(faulty=1) or a function of one's own;
             see `Merger`. All but the mean gather the weights of all nodes.
+        max_node_norm: scale what every node has moved since the last averaging to at most this 2-norm; "median": the
+            median of all nodes' norms. The moves are merged then, also by "rda" or "iso".
         options: those of every strategy; see `Strategy`.
 
-    Payload: all weights every H steps.
+    Payload: all weights every H steps. The "median" of norms takes 4 bytes more.
 
     Deviations from the paper: all nodes take part in every round, and H counts steps, not epochs.
     """
@@ -83,8 +106,9 @@ class FedAvgStrategy(Strategy):
         H: int = 1,
         weighting: str = "uniform",
         merger: MergerLike = "mean",
+        max_node_norm: MaxNodeNorm = None,
         **options: Unpack[StrategyOptions],
     ) -> None:
         every = whole_number("H", H)
-        average = AveragingCommunicator(island_size, every, weighting, merger)
+        average = AveragingCommunicator(island_size, every, weighting, merger, max_node_norm)
         super().__init__([average], **with_inner(optim_spec, options))

@@ -67,14 +67,19 @@ class _Together:
             mark_stepped(part)
 
     def agree(self) -> bool:
-        """Whether all parts have the same options now: a schedule or a hook may have changed those of one."""
-        first, *others = ({**part.param_groups[0], "params": None} for part in self.parts)
+        """Whether all parts have the same options now, which a schedule or a hook may have changed in one; and all a
+        state or none, which one may have forgotten.
+        """
+        parts = zip(self.parts, self.parameters, strict=True)
+        first, *others = ({**one.param_groups[0], "params": None, "state": not one.state.get(p)} for one, p in parts)
         return all(other == first for other in others)
 
     def step(self) -> None:
         """Step all parts."""
         options = self.parts[0].param_groups[0]
         self.whole.param_groups[0].update({key: value for key, value in options.items() if key != "params"})
+        if not self.parts[0].state.get(self.parameters[0]):
+            self.whole.state.clear()
         if not self.whole.state:
             self._gather()
         self.whole.step()

@@ -1,0 +1,139 @@
+"""Adaptive federated optimization: train alone for H steps, then a server's optimizer steps a shared copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import Unpack
+
+from vsim.arguments import one_of, real_number
+from vsim.cluster import Cluster
+from vsim.cluster.optim import OptimSpec, resolve_optim
+from vsim.cluster.optimizers import forget
+from vsim.strategy.base import Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.clipping import MaxNodeNorm
+from vsim.strategy.diloco import DiLoCoCommunicator
+from vsim.strategy.mergers import MergerLike
+
+
+class FedAdam(Optimizer):
+    """m ← β₁ m + (1 − β₁) Δ;  v ← β₂ v + (1 − β₂) Δ²;  φ ← φ − lr · m / (√v + τ),  from m = 0 and v = τ².
+
+    torch's Adam divides m by 1 − β₁ᵗ and v by 1 − β₂ᵗ, begins with v = 0, and has an eps of 1e-8.
+
+    Args:
+        lr: at least 0. betas: (β₁, β₂), each in [0, 1]. tau: τ, above 0: how adaptive it is; the larger the less.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 0.03,
+        betas: tuple[float, float] = (0.9, 0.99),
+        tau: float = 1e-3,
+    ) -> None:
+        real_number("lr", lr, at_least=0)
+        real_number("tau", tau, above=0)
+        for beta in betas:
+            real_number("betas", beta, at_least=0, at_most=1)
+        super().__init__(params, {"lr": lr, "betas": betas, "tau": tau})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Step with the gradients as they are now."""
+        for group in self.param_groups:
+            lr, (beta1, beta2), tau = group["lr"], group["betas"], group["tau"]
+            for p in group["params"]:
+                state: dict[str, Any] = self.state[p]
+                if not state:
+                    state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.full_like(p, tau**2))
+                state["exp_avg"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
+                self.adapt_(state["exp_avg_sq"], p.grad.square(), beta2)
+                p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(tau), value=-lr)
+
+    def adapt_(self, v: Tensor, squares: Tensor, beta: float) -> None:
+        """Move v by Δ²."""
+        v.mul_(beta).add_(squares, alpha=1 - beta)
+
+
+class FedYogi(FedAdam):
+    """FedAdam with  v ← v − (1 − β₂) Δ² sign(v − Δ²)."""
+
+    def adapt_(self, v: Tensor, squares: Tensor, beta: float) -> None:
+        v.sub_(squares * torch.sign(v - squares), alpha=1 - beta)
+
+
+class FedAdagrad(FedAdam):
+    """FedAdam with  v ← v + Δ²,  and β₁ = 0 unless `beta` is given."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.1, beta: float = 0.0, tau: float = 1e-3) -> None:
+        super().__init__(params, lr, (beta, 1.0), tau)
+
+    def adapt_(self, v: Tensor, squares: Tensor, beta: float) -> None:
+        v.add_(squares)
+
+
+SERVERS = {
+    "adam": OptimSpec(FedAdam),
+    "yogi": OptimSpec(FedYogi),
+    "adagrad": OptimSpec(FedAdagrad),
+    "sgd": OptimSpec("sgd", lr=1.0),
+}
+
+
+class ServerStep(DiLoCoCommunicator):
+    """DiLoCo's sync after every H-th step, from which the inner optimizers begin anew; see `FedOptStrategy`."""
+
+    def communicate(self, cluster: Cluster) -> None:
+        super().communicate(cluster)
+        if cluster.step % self.H == 0:
+            forget(cluster.optim)
+
+
+class FedOptStrategy(Strategy):
+    """Adaptive federated optimization [Reddi et al. 2020, arXiv:2003.00295]: FedAdam, FedYogi, FedAdagrad, FedAvgM.
+
+        θ_k ← inner optimizer(θ_k, g_k)
+        after every H-th step:  Δ = Σ_k w_k (φ − θ_k);  φ ← server optimizer(φ, Δ);  θ_k ← φ
+
+    The inner optimizers begin every round without a past, for in the next one other clients may be there: this is what
+    differs from DiLoCo.
+
+    Args:
+        H: local steps of a round, at least 1.
+        server_optim: "adam" (`FedAdam`), "yogi", "adagrad", or "sgd" with lr 1, which is FedAvg; or an `OptimSpec`
+            such as OptimSpec(FedYogi, tau=1e-2) or, for FedAvgM, OptimSpec("sgd", lr=1.0, momentum=0.9).
+        server_lr: its learning rate, above 0; 0.03 by default, 0.1 of "adagrad".
+        weighting, merger, max_node_norm: as of `DiLoCoStrategy`.
+        options: those of every strategy; see `Strategy`. In the paper the nodes train with SGD.
+
+    Payload: all weights every H steps; as of `DiLoCoStrategy`.
+
+    Deviations from the paper: Δ has the opposite sign, as a gradient has. H counts steps, not epochs.
+    """
+
+    def __init__(
+        self,
+        optim_spec: Optim = None,
+        /,
+        H: int = 10,
+        server_optim: OptimSpec | type[Optimizer] | str = "adam",
+        server_lr: float | None = None,
+        *,
+        weighting: str = "uniform",
+        merger: MergerLike = "mean",
+        max_node_norm: MaxNodeNorm = None,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        if server_lr is not None:
+            real_number("server_lr", server_lr, above=0)
+        named = SERVERS[one_of("server_optim", server_optim, SERVERS)] if isinstance(server_optim, str) else None
+        spellings = {"server_optim": server_optim if named is None else None}
+        rates = {"server_lr": server_lr}
+        spec = resolve_optim("FedOptStrategy()", spellings, rates, default=named or SERVERS["adam"])
+        server = ServerStep(H, spec, weighting=weighting, merger=merger, max_node_norm=max_node_norm)
+        super().__init__([server], **with_inner(optim_spec, options))

@@ -1,0 +1,74 @@
+"""FedProx: federated averaging, where a spring ties every node to the weights that its round began with."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from vsim.arguments import real_number, whole_number
+from vsim.cluster import Cluster
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.clipping import MaxNodeNorm
+from vsim.strategy.fedavg import AveragingCommunicator
+from vsim.strategy.mergers import MergerLike
+
+
+class ProximalTerm(CommunicationModule):
+    """g_k ← g_k + μ (θ_k − φ) before every optimizer step, with φ the weights of all nodes after every H-th step.
+
+    It belongs behind what makes the weights equal there.
+
+    Args:
+        mu: μ, at least 0. H: steps of a round.
+    """
+
+    outer_weights: Tensor  # φ, shared (P,)
+
+    def __init__(self, mu: float = 0.01, H: int = 1) -> None:
+        self.mu = real_number("mu", mu, at_least=0)
+        self.H = whole_number("H", H)
+
+    def setup(self, cluster: Cluster) -> None:
+        self.keep_shared(outer_weights=cluster.weights[0].clone())
+
+    def communicate_gradients(self, cluster: Cluster) -> None:
+        if self.mu:
+            cluster.grads.add_(cluster.weights - self.outer_weights, alpha=self.mu)
+
+    def communicate(self, cluster: Cluster) -> None:
+        if cluster.step % self.H == 0:
+            self.outer_weights.copy_(cluster.weights[0])
+
+
+class FedProxStrategy(Strategy):
+    """Federated averaging with a proximal term [Li et al. 2018, arXiv:1812.06127].
+
+        θ_k ← optimizer(θ_k, g_k + μ (θ_k − φ));  after every H-th step φ ← Σ_j w_j θ_j, θ_k ← φ
+
+    which are steps on the loss of node k plus μ/2 · ‖θ_k − φ‖². μ = 0 is FedAvg.
+
+    Args:
+        H: local steps of a round, at least 1.
+        mu: μ, at least 0; 0.001 to 1 in the paper.
+        weighting, merger, max_node_norm: as of `FedAvgStrategy`.
+        options: those of every strategy; see `Strategy`. max_norm clips the gradient with the term in it.
+
+    Payload: all weights every H steps.
+
+    Deviations from the paper: every node takes H steps, where the paper's may do as much as each has time for.
+    """
+
+    def __init__(
+        self,
+        optim_spec: Optim = None,
+        /,
+        H: int = 10,
+        *,
+        mu: float = 0.01,
+        weighting: str = "uniform",
+        merger: MergerLike = "mean",
+        max_node_norm: MaxNodeNorm = None,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        average = AveragingCommunicator(None, whole_number("H", H), weighting, merger, max_node_norm)
+        super().__init__([average, ProximalTerm(mu, H)], **with_inner(optim_spec, options))
