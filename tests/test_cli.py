@@ -13,6 +13,7 @@ from safetensors.torch import load_file, load_model
 from vsim.checkpoint.folder import Saving
 from vsim.cli import main, parse_strategy
 from vsim.cli.problem import parse_settings
+from vsim.data import digits, partition
 from vsim.models import CNN
 from vsim.strategy import (
     COMPARED,
@@ -409,3 +410,25 @@ def test_a_run_that_is_saved_and_goes_on(tmp_path: Path, capsys: pytest.CaptureF
     assert "--resume needs --save-dir DIR, or the PATH of a checkpoint" in capsys.readouterr().err
     assert run(*train, "--checkpoint-interval", 2) == 2
     assert "checkpoint_interval has no effect without save_dir" in capsys.readouterr().err
+
+
+def test_partitions(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[object] = []
+
+    def compare(model: object, train: object, val: object, **options: object) -> None:
+        heard.append(train)
+        raise ValueError("heard")
+
+    monkeypatch.setattr("vsim.cli.commands.compare", compare)
+    small = [*QUICK, "--data", "digits", "--out", tmp_path, "--nodes", 3]
+    for data, text, message in [
+        ([], "quantity:alpha=0.2,min_size=5,seed=1", "heard"),
+        ([], "dirichlet", "partition: 'dirichlet' needs alpha="),
+        ([], "shard", "kind must be one of 'iid', .*; did you mean 'shards'"),
+        ([], "shards:2", "--partition shards:2: expected argument=value after the colon, got '2'"),
+        ([], "shards:shard=2", r"partition\(\) got an unknown argument 'shard'; did you mean 'shards'"),
+        (["--data", "docs"], "shards", "labels must be a whole number or a text for each"),
+    ]:
+        assert run("compare", *small, *data, "--partition", text) == 2
+        assert re.search(message, capsys.readouterr().err)
+    assert repr(heard) == repr([partition(digits()[0], 3, "quantity", alpha=0.2, min_size=5, seed=1)])

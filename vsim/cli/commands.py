@@ -16,6 +16,7 @@ from vsim.cli.problem import (
     batch_size,
     computing,
     data,
+    dealt,
     loggers,
     lr,
     model,
@@ -50,7 +51,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     (train, val), options = data(arguments), _options(arguments)
     start = partial(model, model_kind(arguments), train)
     options |= {"network": arguments.network, "compute": arguments.compute}
-    comparison = compare(start, train, val, strategies=strategies, seeds=_seeds(arguments), **options)
+    comparison = compare(start, dealt(arguments, train), val, strategies=strategies, seeds=_seeds(arguments), **options)
     print(f"\n{comparison.table(loss=arguments.target_loss)}\n")
     comparison.to_csv(arguments.out / "comparison.csv")
     x = "step" if arguments.network is None else "time"
@@ -76,7 +77,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
             del options[key]
     result = sweep(
         partial(model, model_kind(arguments), train),
-        train,
+        dealt(arguments, train),
         val,
         strategy=cls,
         settings={**defaults, **given, **settings},
@@ -102,7 +103,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     text, kind = arguments.strategy, model_kind(arguments)
     strategy = parse_strategy(text, lr(arguments))
     (train, val), options = data(arguments), _options(arguments)
-    trainer = Trainer(model(kind, train, arguments.seed), train, val)
+    trainer = Trainer(model(kind, train, arguments.seed), dealt(arguments, train), val)
     trainer.run_label = text
     if options["run_name"] is not None:  # beside other strategies of that name
         options["run_name"] += f"/{folder_name(text)}"
@@ -122,7 +123,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     train, _ = data(arguments)
     report = verify(
         model(model_kind(arguments), train, arguments.seed),
-        train,
+        dealt(arguments, train),
         parse_strategy(arguments.strategy, lr(arguments)),
         arguments.nodes,
         arguments.steps,
@@ -138,7 +139,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     train, _ = data(arguments)
-    trainer = Trainer(model(model_kind(arguments), train, arguments.seed), train)
+    trainer = Trainer(model(model_kind(arguments), train, arguments.seed), dealt(arguments, train))
     explanation = trainer.explain(
         strategy=parse_strategy(arguments.strategy, lr(arguments)),
         num_nodes=arguments.nodes,

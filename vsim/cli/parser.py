@@ -12,6 +12,7 @@ from vsim.arguments import one_of
 from vsim.cli import commands
 from vsim.cli.problem import MADE
 from vsim.cluster.optim import OPTIMIZERS
+from vsim.data.dealing import KINDS
 from vsim.engine import EXECUTORS
 from vsim.strategy import COMPARED, PRESETS, STRATEGIES
 from vsim.version import __version__
@@ -228,6 +229,10 @@ def _command(
     source.add_argument("--data", choices=DATA, default="docs", help="docs: Python's manual, always there (default)")
     source.add_argument("--text", type=Path, metavar="FILE", help="characters of a text file")
     data.add_argument("--mnist-folder", type=Path, metavar="DIR", help="where --data mnist finds its four files")
+    purpose = (
+        f"deal the examples to the nodes, such as dirichlet:alpha=0.1 ({', '.join(KINDS)}); default: all share them"
+    )
+    data.add_argument("--partition", metavar="KIND", help=purpose)
     data.add_argument("--model", choices=MODELS, help="default: gpt for text, cnn for images")
     run = command.add_argument_group("the run")
     run.add_argument("--nodes", type=int, default=4, metavar="K", help="nodes (default: 4)")

@@ -15,7 +15,7 @@ from torch import nn
 from vsim import strategy as strategies
 from vsim.arguments import naming, one_of
 from vsim.cluster.optim import OPTIMIZERS, OptimSpec
-from vsim.data import TextDataset, digits, docs_text, mnist, text_file
+from vsim.data import TextDataset, digits, docs_text, mnist, partition, text_file
 from vsim.models import CNN, GPT, MLP
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
 from vsim.strategy import MERGERS, PRESETS, STRATEGIES, Compressor, IndexSelector, Strategy
@@ -60,13 +60,18 @@ def strategy_class(text: str, lr: float) -> tuple[type[Strategy], dict[str, Any]
     name, _, tail = text.partition(":")
     named = STRATEGIES | PRESETS
     cls, own_defaults = named[one_of("strategy", name, named)]
+    return cls, {"lr": lr, **own_defaults}, _arguments(tail, f"strategy {text!r}")
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    """Return name → value of "argument=value,…"."""
     given = {}
-    for item in filter(None, _split(tail)):
+    for item in filter(None, _split(text)):
         key, equals, value = item.partition("=")
         if not equals:
-            raise ValueError(f"strategy {text!r}: expected argument=value after the colon, got {item!r}")
+            raise ValueError(f"{where}: expected argument=value after the colon, got {item!r}")
         given[key.strip()] = _value(value)
-    return cls, {"lr": lr, **own_defaults}, given
+    return given
 
 
 def parse_settings(items: Sequence[str]) -> dict[str, list[Any]]:
@@ -174,6 +179,14 @@ def data(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return mnist(arguments.mnist_folder)
 
 
+def dealt(arguments: argparse.Namespace, train: Any) -> Any:
+    """Return the training data as --partition deals them to the nodes."""
+    if arguments.partition is None:
+        return train
+    kind, _, tail = arguments.partition.partition(":")
+    return partition(train, arguments.nodes or 4, kind, **_arguments(tail, f"--partition {arguments.partition}"))
+
+
 def _is_text(arguments: argparse.Namespace) -> bool:
     return arguments.text is not None or arguments.data == "docs"
 
@@ -211,6 +224,7 @@ def model(kind: str, train: Any, seed: int) -> nn.Module:
 def title(arguments: argparse.Namespace) -> str:
     data = arguments.text.name if arguments.text is not None else arguments.data
     kind = model_kind(arguments).upper()
+    data += f" ({arguments.partition})" if arguments.partition else ""
     return f"{kind} on {data}, {arguments.nodes} nodes × batch {batch_size(arguments)}, {arguments.steps} steps"
 
 

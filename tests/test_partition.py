@@ -1,0 +1,255 @@
+"""Partitions: what each kind promises, for any labels and K; what is refused; and training with one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+import vsim
+from vsim.data import Partition, digits, partition
+from vsim.data.batches import in_memory
+from vsim.models import MLP
+from vsim.strategy import FedAvgStrategy
+
+KINDS: dict[str, dict[str, Any]] = {
+    "iid": {},
+    "dirichlet": {"alpha": 0.3, "min_size": 1},
+    "shards": {},
+    "classes": {"classes": 2},
+    "quantity": {"alpha": 0.5, "min_size": 1},
+}
+
+
+def labelled(labels: Any) -> TensorDataset:
+    labels = torch.as_tensor(labels)
+    return TensorDataset(torch.arange(len(labels)).float()[:, None], labels)
+
+
+def of_sizes(*sizes: int) -> TensorDataset:
+    """So many examples of class 0, of class 1, …, mixed."""
+    labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    return labelled(labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))])
+
+
+class Pairs(Dataset[Any]):
+    """Examples that are made one by one; reads are counted."""
+
+    def __init__(self, labels: Any) -> None:
+        self.labels, self.reads = labels, 0
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Any]:
+        self.reads += 1
+        return torch.rand(1) + random.random(), self.labels[i]
+
+
+@settings(max_examples=40)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    sizes=st.lists(st.integers(8, 40), min_size=2, max_size=5),
+    num_nodes=st.integers(1, 8),
+    seed=st.integers(0, 2**32),
+)
+def test_every_example_is_dealt_once_and_as_the_kind_promises(
+    kind: str, sizes: list[int], num_nodes: int, seed: int
+) -> None:
+    data = of_sizes(*sizes)
+    if kind == "classes" and 2 * num_nodes < len(sizes):
+        with pytest.raises(ValueError, match="would be nobody's"):
+            partition(data, num_nodes, kind, classes=2)
+        return
+    dealt, again = (partition(data, num_nodes, kind, seed=seed, **KINDS[kind]) for _ in range(2))
+    own = [dealt.indices(k) for k in range(num_nodes)]
+    assert torch.cat(own).sort().values.tolist() == list(range(len(data)))
+    assert all(torch.equal(a, again.indices(k)) for k, a in enumerate(own))
+    labels = data.tensors[1]
+    counts = torch.stack([labels[i].bincount(minlength=len(sizes)) for i in own])
+    assert torch.equal(dealt.counts, counts) and torch.equal(dealt.sizes, counts.sum(1))
+    assert dealt.sizes.min() >= 1
+    if kind == "iid":
+        assert dealt.sizes.max() - dealt.sizes.min() <= 1
+    if kind == "shards":  # two pieces of equal size but for 1, which span few classes
+        assert dealt.sizes.max() - dealt.sizes.min() <= 2
+    if kind == "classes":
+        assert ((counts > 0).sum(1) == 2).all()
+        has = (counts > 0).sum(0)
+        assert has.max() - has.min() <= 1
+        assert all(own[own > 0].max() - own[own > 0].min() <= 1 for own in counts.T)
+    if kind == "quantity":  # of each class the client's share of all, but for an example of every class
+        share = torch.tensor(sizes) / len(data)
+        assert ((counts - dealt.sizes[:, None] * share).abs() <= 1 + len(sizes) * share).all()
+
+
+def test_shards_are_of_one_class_where_they_fit() -> None:
+    dealt = partition(of_sizes(40, 40, 40, 40), 8, "shards", shards=1)  # 8 pieces of 20
+    assert dealt.counts.sort(descending=True).values.tolist() == [[20, 0, 0, 0]] * 8
+    assert ((partition(of_sizes(*[40] * 4), 8, "shards").counts > 0).sum(1) <= 2).all()
+
+
+@pytest.mark.parametrize("alpha", [1e-4, 0.05, 1.0, 1e3])
+def test_dirichlet_shares(alpha: float) -> None:
+    # Of a class, the expected sum of squared shares is (α + 1) / (K α + 1): 1 where one client has all, 1/K where all
+    # have alike. 200 classes are as many draws.
+    dealt = partition(labelled(torch.arange(200).repeat_interleave(500)), 4, "dirichlet", alpha=alpha, min_size=1)
+    shares = dealt.counts.double() / 500
+    assert shares.square().sum(0).mean() == pytest.approx((alpha + 1) / (4 * alpha + 1), rel=0.1)
+    assert shares.mean(1).tolist() == pytest.approx([0.25] * 4, abs=0.1)
+
+
+def test_no_client_of_a_large_population_is_empty() -> None:
+    dealt = partition(of_sizes(*[4000] * 10), 1000, "dirichlet", alpha=0.1)
+    assert dealt.sizes.min() == 10 and dealt.sizes.max() > 100
+    assert partition(of_sizes(*[400] * 10), 100, "quantity", alpha=0.2, min_size=7).sizes.min() >= 7
+
+
+def test_another_seed_is_another_partition_and_no_generator_is_touched() -> None:
+    data, before = of_sizes(30, 30, 30), (torch.get_rng_state(), random.getstate())
+    for kind, options in KINDS.items():
+        one, other = (partition(data, 3, kind, seed=seed, **options) for seed in (0, 1))
+        assert one.indices(0).tolist() != other.indices(0).tolist()
+    partition(Pairs([0, 1] * 20), 2, "dirichlet", alpha=1)  # whose examples are drawn
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+
+
+@pytest.mark.parametrize(
+    ("data", "labels"),
+    [
+        (Subset(labelled([9, 0, 1, 0, 1, 0, 1]), [1, 2, 3, 4, 5, 6]), None),
+        (Pairs([0, 1, 0, 1, 0, 1]), None),
+        (Pairs(["a", "b", "a", "b", "a", "b"]), None),
+        (Pairs(torch.tensor([3, 7, 3, 7, 3, 7])), None),
+        (TensorDataset(torch.zeros(6, 2)), [0, 1, 0, 1, 0, 1]),
+        (TensorDataset(torch.arange(6.0)), lambda example: int(example[0]) % 2),
+        (TensorDataset(torch.zeros(6), torch.zeros(6, 4)), np.array([False, True] * 3)),
+    ],
+)
+def test_where_labels_come_from(data: Dataset[Any], labels: Any) -> None:
+    dealt = partition(data, 2, "classes", classes=1, labels=labels)
+    assert sorted(dealt.indices(k).tolist() for k in (0, 1)) == [[0, 2, 4], [1, 3, 5]]
+    assert dealt.counts.sort().values.tolist() == [[0, 3], [0, 3]] and len(dealt.classes) == 2
+
+
+def test_iid_needs_no_labels() -> None:
+    data = Pairs([[1, 2]] * 6)
+    dealt = partition(data, 2, "iid")
+    assert data.reads == 0 and dealt.sizes.tolist() == [3, 3] and dealt.counts.shape == (2, 0)
+    assert "classes" not in repr(dealt)
+    with pytest.raises(ValueError, match="has no classes to show: give partition"):
+        dealt.plot()
+    assert partition(data, 2, "iid", labels=[0, 1] * 3).counts.shape == (2, 2)
+
+
+def test_tensors_are_shared_and_gathered_in_memory() -> None:
+    data = of_sizes(20, 20)
+    own = partition(data, 4, "dirichlet", alpha=1.0, min_size=2)(3, 4, True)
+    assert own.dataset is data
+    take = in_memory(own)
+    assert take is not None
+    assert take(torch.arange(2))[0].tolist() == [own[0][0].tolist(), own[1][0].tolist()]
+
+
+def test_it_shows_itself() -> None:
+    dealt = partition(of_sizes(30, 30), 3, "shards", seed=4)
+    text = "Partition(shards, shards=2, seed=4: 60 examples, K = 3 with 20 to 20, median 20, 1.33 of 2 classes each on "
+    assert repr(dealt) == text + "average)"
+    assert text in dealt._repr_html_()
+    for num_nodes in (3, 60):
+        ax = partition(of_sizes(60, 60), num_nodes, "shards", shards=1).plot()
+        assert ax.images[0].get_array().shape == (2, num_nodes)
+        (above,) = ax.child_axes
+        assert above.patches[0].get_data().values.sum() == 120
+    assert ax.get_xlabel() == "client, by its main class"
+    assert not np.ma.getmaskarray(ax.images[0].get_array())[0, :30].any()  # the first 30 have class 0
+
+
+DATA = of_sizes(30, 30)
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: partition(DATA, 2, "dirichlett", alpha=1), "kind must be one of .*; did you mean 'dirichlet'"),
+    (lambda: partition(DATA, 2, "dirichlet"), "'dirichlet' needs alpha="),
+    (lambda: partition(DATA, 2, "classes"), "'classes' needs classes="),
+    (lambda: partition(DATA, 2, "iid", alpha=1.0), "alpha= has no effect on 'iid', which takes none"),
+    (lambda: partition(DATA, 2, "shards", min_size=1), "min_size= has no effect on 'shards', which takes shards"),
+    (lambda: partition(DATA, 2, "dirichlet", alpha=0), "alpha must be > 0, got 0"),
+    (lambda: partition(DATA, 2, "dirichlet", alpha=1, min_size=0), "min_size must be a whole number >= 1, got 0"),
+    (lambda: partition(DATA, 2, "iid", seed=-1), "seed must be a whole number >= 0"),
+    (lambda: partition(DATA, 61, "iid"), "num_nodes must be a whole number from 1 to 60, got 61"),
+    (lambda: partition(DATA, 31, "shards"), "shards=2 for 31 nodes are 62, of 60 examples"),
+    (lambda: partition(DATA, 2, "classes", classes=3), "classes must be a whole number from 1 to 2, got 3"),
+    (lambda: partition(of_sizes(2, 50), 6, "classes", classes=1), "3 nodes need a class that has 2 examples"),
+    (
+        lambda: partition(DATA, 7, "quantity", alpha=1),
+        "min_size=10 for 7 nodes are 70 examples, and there are 60",
+    ),
+    (
+        lambda: partition(DATA, 6, "dirichlet", alpha=1),
+        r"after 1,000 draws of Dirichlet\(1\), \d of 6 nodes have fewer than min_size=10 of 60 examples",
+    ),
+    (lambda: partition(DATA, 2, "shards", labels=[0, 1]), "for each of 60 examples, got int64 of shape"),
+    (
+        lambda: partition(TensorDataset(torch.zeros(4)), 2, "shards"),
+        "example 0 of the dataset has no second",
+    ),
+    (lambda: partition(Pairs([0.5, 1.5]), 1, "shards"), "must be a whole number or a text .* got float64"),
+    (lambda: partition(DATA, 2, "iid").indices(2), "rank must be a whole number from 0 to 1, got 2"),
+    (lambda: partition(DATA, 2, "iid")(0, 3, True), r"Partition\(iid.* is for 2 nodes, and the run has 3"),
+    (lambda: partition(DATA, 2, "iid")(0, 2, False), "is of training data; give the validation data as a dataset"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def trained(dealt: Any, num_nodes: int = 3, **options: Any) -> vsim.Trainer:
+    trainer = vsim.Trainer(MLP(hidden=(8,), seed=0), dealt, digits()[1])
+    strategy = FedAvgStrategy(H=2, weighting="examples", inner_optim="sgd", lr=0.1)
+    trainer.fit(strategy=strategy, num_nodes=num_nodes, batch_size=5, progress=False, **{"max_steps": 4, **options})
+    return trainer
+
+
+def dealt_digits(seed: int = 0) -> Partition:
+    return partition(digits()[0], 3, "dirichlet", alpha=0.3, seed=seed)
+
+
+def test_training_is_that_of_the_same_subsets() -> None:
+    dealt, data = dealt_digits(), digits()[0]
+    subsets = [Subset(data, dealt.indices(k).tolist()) for k in range(3)]
+    one, other = trained(dealt), trained(lambda rank, num_nodes, train: subsets[rank])
+    assert np.array_equal(one.history.node_losses, other.history.node_losses)
+    assert one.strategy is not None
+    assert one.strategy.cluster.shard_sizes.tolist() == dealt.sizes.tolist()
+
+
+def test_a_partition_travels_and_a_run_resumes_with_it_but_not_with_another(tmp_path: Any) -> None:
+    travelled = cloudpickle.loads(cloudpickle.dumps(dealt_digits()))
+    assert torch.equal(travelled.indices(1), dealt_digits().indices(1))
+    whole = trained(dealt_digits())
+    trained(dealt_digits(), max_steps=2, save_dir=tmp_path)
+    resumed = trained(travelled, save_dir=tmp_path, resume=True)
+    assert np.array_equal(resumed.history.node_losses, whole.history.node_losses)
+    with pytest.raises(vsim.CheckpointError, match="training data was"):
+        trained(dealt_digits(seed=1), max_steps=6, save_dir=tmp_path, resume=True)
+
+
+@pytest.mark.slow
+def test_processes_train_with_it_alike() -> None:
+    strategy = FedAvgStrategy(H=2, weighting="examples", inner_optim="sgd", lr=0.1)
+    report = vsim.verify(MLP(hidden=(8,), seed=0), dealt_digits(), strategy, 3, 4, batch_size=5)
+    assert report.identical, report

@@ -1,0 +1,230 @@
+"""A dataset dealt to K clients: alike, or as unlike as clients are."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from vsim.arguments import known_keywords, one_of, real_number, whole_number
+from vsim.cluster.randomness import isolated
+from vsim.data.batches import fetch, in_memory
+from vsim.data.dealing import KINDS, Ints
+from vsim.figures.style import sized
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_FEW = 30  # clients that are told apart in a picture
+Labels = Sequence[Any] | Tensor | Ints | Callable[[Any], Any]
+
+
+@known_keywords
+def partition(
+    dataset: Dataset[Any],
+    num_nodes: int,
+    kind: str,
+    *,
+    alpha: float | None = None,
+    min_size: int | None = None,
+    shards: int | None = None,
+    classes: int | None = None,
+    labels: Labels | None = None,
+    seed: int = 0,
+) -> Partition:
+    """Deal the examples of a dataset to K clients, every example to one of them.
+
+    - "iid": all are shuffled and cut into K parts, whose sizes differ by at most 1.
+    - "dirichlet": of each class every client has its own share; the K shares are drawn from Dirichlet(α) [1905.12022].
+    - "shards": all are sorted by class and cut into `shards` · K equal pieces, of which every client is dealt `shards`
+      [1602.05629].
+    - "classes": every client has exactly `classes` classes, and every class about as many clients, who have it in
+      equal parts [2102.02079].
+    - "quantity": every client has all classes in proportion; the sizes are shares from Dirichlet(α) [2102.02079].
+
+    For "dirichlet" and "quantity": where α is small, a draw leaves some clients with next to nothing. Those with fewer
+    than `min_size` examples draw their shares again, while the others' stay, up to 1,000 times.
+
+    Args:
+        dataset: map-style. It is not copied.
+        num_nodes: K.
+        alpha: of "dirichlet" and "quantity", > 0: the smaller, the less alike the clients are.
+        min_size: of the same, the fewest examples of a client; default 10.
+        shards: of "shards", default 2. classes: of "classes".
+        labels: the class of every example, whole numbers or text, as a sequence or as a function of an example. None:
+            the second tensor of a TensorDataset, the second field of another dataset's examples, each of which is then
+            read once; "iid" needs no labels, and reads none.
+        seed: of the partition, which has a generator of its own.
+
+    Returns:
+        The `Partition`: a factory of datasets, to be given as `train_dataset`.
+
+    Raises:
+        TypeError: an argument that the kind does not have, or lacks.
+        ValueError: one out of its range, or more than the dataset has examples for; no labels.
+
+    Deviations: [1909.06335] draws the classes' shares of each client, all of equal size, and not the clients' shares of
+    each class. Repeated draws make small clients larger than the bare distribution has them.
+    """
+    named: dict[str, Any] = {"alpha": alpha, "min_size": min_size, "shards": shards, "classes": classes}
+    deal, defaults = KINDS[one_of("kind", kind, KINDS)]
+    odd = [name for name, value in named.items() if value is not None and name not in defaults]
+    if odd:
+        raise TypeError(f"partition: {odd[0]}= has no effect on {kind!r}, which takes {', '.join(defaults) or 'none'}")
+    given = {name: default if named[name] is None else named[name] for name, default in defaults.items()}
+    if None in given.values():
+        raise TypeError(f"partition: {kind!r} needs {' and '.join(n for n, v in given.items() if v is None)}=")
+    for name, value in given.items():
+        real_number(name, value, above=0) if name == "alpha" else whole_number(name, value)
+    size = len(dataset)  # type: ignore[arg-type]
+    whole_number("num_nodes", num_nodes, at_most=size)
+    names, codes = _classes(dataset, labels, needed=kind != "iid")
+    stream = np.random.default_rng(whole_number("seed", seed, at_least=0))
+    told = ", ".join([kind, *(f"{name}={value}" for name, value in given.items()), f"seed={seed}"])
+    return Partition(dataset, num_nodes, deal(stream, codes, num_nodes, **given), names, codes, told)
+
+
+class Partition:
+    """A dataset dealt to K clients; called as `train_dataset` is, it returns a client's examples. See `partition`.
+
+    Attributes:
+        dataset, num_nodes: what is dealt, and to how many, K.
+        sizes: (K,) examples of every client.
+        classes: the labels; none where nobody knows them.
+        counts: (K, classes) examples of every client by class.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], num_nodes: int, owners: Ints, classes: Sequence[Any], codes: Ints, told: str
+    ) -> None:
+        self.dataset, self.num_nodes, self.classes, self._told = dataset, num_nodes, classes, told
+        self._order = torch.from_numpy(np.argsort(owners, kind="stable"))  # (N,), those of client 0 first
+        self.sizes = torch.from_numpy(np.bincount(owners, minlength=num_nodes))
+        self._ends = self.sizes.cumsum(0)
+        cells = np.bincount(owners * len(classes) + codes, minlength=num_nodes * len(classes))
+        self.counts = torch.from_numpy(cells[: num_nodes * len(classes)].reshape(num_nodes, len(classes)))
+
+    def indices(self, rank: int) -> Tensor:
+        """The examples of a client, (n,) positions in the dataset, ascending."""
+        end = int(self._ends[whole_number("rank", rank, at_least=0, at_most=self.num_nodes - 1)])
+        return self._order[end - int(self.sizes[rank]) : end]
+
+    def __call__(self, rank: int, num_nodes: int, train_dataset: bool) -> Subset[Any]:
+        """Return the training data of node `rank`.
+
+        Raises:
+            ValueError: the run has another number of nodes, or asks for validation data, which is not dealt.
+        """
+        if num_nodes != self.num_nodes:
+            raise ValueError(f"{self!r} is for {self.num_nodes} nodes, and the run has {num_nodes}")
+        if not train_dataset:
+            raise ValueError(f"{self!r} is of training data; give the validation data as a dataset of its own")
+        return Subset(self.dataset, self.indices(rank).tolist())
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw how many examples of every class each client has, and above it how many in all.
+
+        More than 30 clients stand in the order of the class that they have most of, and of their size.
+
+        Args:
+            ax: where to draw; default the axes of a new figure, of the width of a column.
+        """
+        from matplotlib.colors import PowerNorm
+        from matplotlib.ticker import MaxNLocator
+
+        from vsim.figures.paper import new_figure
+
+        if not self.classes:
+            raise ValueError(f"{self!r} has no classes to show: give partition(…, labels=…)")
+        if ax is None:
+            ax = new_figure(3.4, min(4.0, 1.6 + 0.11 * len(self.classes))).subplots()
+        counts, many = self.counts.numpy(), self.num_nodes > _FEW
+        if many:
+            counts = counts[np.lexsort((-counts.sum(1), counts.argmax(1)))]
+        cells = np.ma.masked_equal(counts.T, 0)  # white
+        image = ax.imshow(cells, aspect="auto", cmap="viridis_r", norm=PowerNorm(0.5, 0), interpolation="nearest")
+        ax.set(xlabel="client, by its main class" if many else "client", ylabel="class")
+        ax.set_yticks(range(len(self.classes)), [str(name) for name in self.classes])
+        above = ax.inset_axes((0, 1.05, 1, 0.33), sharex=ax)
+        edges = np.arange(self.num_nodes + 1) - 0.5
+        above.stairs(counts.sum(1), edges, fill=True, color="0.5")
+        if not many:
+            ax.set_xticks(range(self.num_nodes))
+            gaps: Any = {"color": "white", "linewidth": 0.8}
+            ax.vlines(edges[1:-1], *ax.get_ylim(), **gaps)
+            ax.hlines(np.arange(1, len(self.classes)) - 0.5, *ax.get_xlim(), **gaps)
+            above.vlines(edges[1:-1], 0, counts.sum(1).max(), **gaps)
+        above.set(ylabel="examples", ylim=(0, None))
+        above.tick_params("x", labelbottom=False, length=0)
+        above.yaxis.set_major_locator(MaxNLocator(2, integer=True))
+        above.spines[["top", "right"]].set_visible(False)
+        ticks = MaxNLocator(4, integer=True)
+        bar = ax.figure.colorbar(image, ax=ax, aspect=30, pad=0.02, label="of a class", ticks=ticks)
+        bar.outline.set_visible(False)
+        for axes in (ax, above, bar.ax):
+            sized(axes)
+        return ax
+
+    def __repr__(self) -> str:
+        smallest, middle, largest = (f"{int(self.sizes.sort().values[i]):,}" for i in (0, self.num_nodes // 2, -1))
+        own = ""
+        if len(self.classes):
+            own = f", {(self.counts > 0).sum(1).double().mean():.3g} of {len(self.classes)} classes each on average"
+        return (
+            f"Partition({self._told}: {int(self.sizes.sum()):,} examples, K = {self.num_nodes:,} with {smallest} to "
+            f"{largest}, median {middle}{own})"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<code>{html.escape(repr(self))}</code>"
+
+
+def _classes(dataset: Dataset[Any], labels: Labels | None, needed: bool) -> tuple[Sequence[Any], Ints]:
+    """Return the classes, and the position of every example's among them (N,)."""
+    size = len(dataset)  # type: ignore[arg-type]
+    labels = _stored(dataset) if labels is None else labels
+    if labels is None and not needed:
+        return [], np.zeros(size, np.int64)
+    if labels is None or callable(labels):
+        labels = list(_read(dataset, labels, size))
+    found = np.asarray(labels)
+    if found.shape != (size,) or found.dtype.kind not in "biuU":
+        raise ValueError(
+            f"partition: labels must be a whole number or a text for each of {size:,} examples, got {found.dtype} of "
+            f"shape {found.shape}; give labels=, as a sequence or as a function of an example"
+        )
+    classes, codes = np.unique(found, return_inverse=True)
+    return classes.tolist(), codes.astype(np.int64)
+
+
+def _stored(dataset: Dataset[Any]) -> Tensor | None:
+    """Return the second tensor of a dataset that is held in tensors, if it can be of labels: (N,)."""
+    if type(dataset) is Subset:
+        inner = _stored(dataset.dataset)
+        return None if inner is None else inner[torch.as_tensor(dataset.indices, dtype=torch.long)]
+    if in_memory(dataset) is None or len(dataset.tensors) < 2:  # type: ignore[attr-defined]
+        return None
+    second: Tensor = dataset.tensors[1]  # type: ignore[attr-defined]
+    return None if second.dim() > 1 or second.is_floating_point() else second.cpu()
+
+
+def _read(dataset: Dataset[Any], label: Callable[[Any], Any] | None, size: int) -> Iterator[Any]:
+    """Yield the label of every example, each read alone."""
+    with isolated(0, torch.device("cpu")):  # examples may be drawn
+        for i in range(size):
+            (example,) = fetch(dataset, [i])
+            try:
+                own = example[1] if label is None else label(example)
+            except (TypeError, LookupError) as error:
+                if label is not None:
+                    raise
+                raise ValueError(
+                    f"partition: example {i} of the dataset has no second field ({error}); give labels=, as a sequence "
+                    "or as a function of an example"
+                ) from error
+            yield own.item() if isinstance(own, Tensor) and own.dim() == 0 else own
