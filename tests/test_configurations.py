@@ -169,6 +169,8 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
         given_at_times(draw, own, "server_lr", 0.01, 1.0, bad=(0, "1"))
     if name == "fedprox":
         given_at_times(draw, own, "mu", 0, 0.1, bad=(-1,))
+    if name == "scaffold":
+        given_at_times(draw, own, "server_lr", 0.5, 2.0, bad=(0,))
     if name == "noloco":
         given_at_times(draw, own, "alpha", 0, 0.5, bad=(2,))
         given_at_times(draw, own, "gamma", 0, 0.7, None, bad=(-1,))
@@ -214,7 +216,7 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
         chosen = draw(st.lists(st.sampled_from(modules), max_size=3))
         own["communication_modules"] = [make() for make in chosen]
         cls = CommunicateOptimizeStrategy
-    if name != "demo":
+    if name not in ("demo", "scaffold"):
         optimizers = ["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "nadam", "adafactor"]
         spec = OptimSpec("sgd", momentum=0.9, nesterov=True, weight_decay=1e-3)
         given_at_times(

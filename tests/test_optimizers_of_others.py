@@ -32,7 +32,6 @@ import vsim
 from vsim import Callback, Trainer
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.strategy import (
-    DeMoStrategy,
     DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
@@ -69,7 +68,6 @@ SPECS = [
     OptimSpec(Lion, lr=3e-3, rest=FREE),
 ]
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=repr)
-TAKES_ITS_OWN = (DeMoStrategy, DESLOCStrategy)  # by sign; by the names of torch's moments
 
 
 def weights(trainer: Trainer) -> Tensor:
@@ -241,7 +239,7 @@ QUICK = [("AllReduce", FREE), ("DiLoCo", FREE), ("DiLoCo", SPECS[4]), ("SPARTA, 
         for j, row in enumerate(TABLE)
         for i, spec in enumerate(SPECS)
         # Two optimizers for each strategy, other ones from row to row.
-        if row.cls not in TAKES_ITS_OWN and ((i + j) % len(SPECS) < 2 or (row.name, spec) in QUICK)
+        if not row.refuses and row.cls is not DESLOCStrategy and ((i + j) % len(SPECS) < 2 or (row.name, spec) in QUICK)
     ],
     ids=lambda value: getattr(value, "name", repr(value)),
 )

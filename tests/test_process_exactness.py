@@ -155,7 +155,7 @@ class Variant:
             more.update(lr_scheduler="cosine", warmup_steps=4)
         if self.clipping:
             more["max_norm"] = 0.3
-        if row.name in ("DeMo", "an optimizer of one's own"):
+        if row.refuses or row.name == "an optimizer of one's own":
             return row.make(**more)
         spec = OptimSpec("adamw") if self.adamw else OptimSpec("sgd", momentum=0.9, weight_decay=0.01)
         return row.make(optim_spec=spec, **more)

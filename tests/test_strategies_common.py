@@ -45,6 +45,7 @@ from vsim.strategy import (
     PowerSGD,
     RandomIndexSelector,
     RandomK,
+    ScaffoldStrategy,
     ScaledSign,
     ShuffledSequentialIndexSelector,
     SignVote,
@@ -83,6 +84,7 @@ class Row:
         learns_with: arguments with which it trains digits in 100 steps, where those above do not: an outer optimizer
             that is made for many rounds swings around the minimum, and random-k is slow.
         draws_by_node: whether every node draws random numbers of its own, so that equal nodes do not stay equal.
+        refuses: what it says to an inner optimizer that is not its own, if it takes no other.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Row:
     equal_after: Iterable[int] = ()
     learns_with: dict[str, Any] = field(default_factory=dict)
     draws_by_node: bool = False
+    refuses: str = ""
 
     def make(self, **more: Any) -> Strategy:
         return self.cls(**{**self.arguments, "lr": self.lr, **more})
@@ -326,6 +329,7 @@ TABLE = [
             "index_bytes": {"index_bytes": "packed"},
         },
         equal_after=range(1, STEPS + 1),
+        refuses="has no effect, for the step is by the sign",
     ),
     Row(
         # Tiles 16×64 and 10×16 send 64 values each with 10 and 8 bits an index, the vectors of 16 and 10 all of theirs
@@ -422,6 +426,17 @@ TABLE = [
         {"H": 3, "max_node_norm": "median"},
         in_order(every(3, "all_gather", "weights: norms", 4), every(3, "all_reduce", "weights", 4 * P)),
         equal_after=[3, 6],
+    ),
+    Row(
+        "SCAFFOLD",
+        ScaffoldStrategy,
+        {"H": 3},
+        in_order(every(3, "all_reduce", "weights", 4 * P), every(3, "all_reduce", "control variates", 4 * P)),
+        {"H": {"H": 2}, "server_lr": {"H": 3, "server_lr": 0.5}},
+        lr=0.5,
+        equal_after=[3, 6],
+        learns_with={"H": 5},
+        refuses="the inner optimizer must be plain SGD",
     ),
     Row(
         "modules in order",
@@ -604,7 +619,7 @@ def test_both_executors_agree(row: Row) -> None:
     # An eps above rounding, so that no step is the sign of a rounding error; those whose step is by sign keep lr·sign,
     # and are compared by their losses.
     more: dict[str, Any] = (
-        {} if "optim_spec" in row.arguments or row.cls is DeMoStrategy else {"optim_spec": OptimSpec("adamw", eps=1e-3)}
+        {} if "optim_spec" in row.arguments or row.refuses else {"optim_spec": OptimSpec("adamw", eps=1e-3)}
     )
     vmap, loop = (run(row.make(**more), executor=executor) for executor in ("vmap", "loop"))
     np.testing.assert_allclose(vmap.history.node_losses, loop.history.node_losses, rtol=1e-4, atol=1e-4)
@@ -718,12 +733,12 @@ QUICKLY = ("AllReduce", "DiLoCo", "DeMo")
     ],
 )
 def test_every_common_argument_has_an_effect(row: Row, argument: str) -> None:
-    if row.cls is DeMoStrategy and argument in ("optim_spec", "inner_optim"):
-        with pytest.raises(TypeError, match=f"{argument} has no effect"):
+    if row.refuses and argument in ("optim_spec", "inner_optim"):
+        with pytest.raises(TypeError, match=row.refuses):
             row.cls(**COMMON[argument])
         return
     with_it, without = (dict(kwargs.get(argument, {})) for kwargs in (COMMON, OTHERWISE))
-    if row.cls is DeMoStrategy:  # its step is by the sign
+    if row.refuses:
         with_it.pop("optim_spec", None)
         without.pop("optim_spec", None)
     assert outcome(row.cls(**row.arguments, **with_it)) != outcome(row.cls(**row.arguments, **without))

@@ -32,6 +32,7 @@ from vsim.strategy.mergers import MERGERS, Merger, iso, krum, mean, median, rda,
 from vsim.strategy.muloco import MuLoCoStrategy
 from vsim.strategy.noloco import NoLoCoStrategy, PairCommunicator
 from vsim.strategy.reduce import GradientAverage, SimpleReduceStrategy
+from vsim.strategy.scaffold import ControlVariates, ScaffoldStrategy
 from vsim.strategy.selectors import (
     IndexSelector,
     PartitionedIndexSelector,
@@ -62,6 +63,7 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "gpa": (GPAStrategy, {"mu_x": 0.974}),
     "fedopt": (FedOptStrategy, {"H": 10}),
     "fedprox": (FedProxStrategy, {"H": 10}),
+    "scaffold": (ScaffoldStrategy, {"H": 10, "lr": 0.3}),
     "alone": (AloneStrategy, {}),
 }
 # What the command line compares where nothing is named.
@@ -95,6 +97,7 @@ __all__ = [
     "CommunicationModule",
     "CompressedAverage",
     "Compressor",
+    "ControlVariates",
     "DCTTopK",
     "DESLOCStrategy",
     "DeMoStrategy",
@@ -123,6 +126,7 @@ __all__ = [
     "RandomK",
     "SPARTADiLoCoStrategy",
     "SPARTAStrategy",
+    "ScaffoldStrategy",
     "ScaledSign",
     "ServerStep",
     "ShuffledSequentialIndexSelector",

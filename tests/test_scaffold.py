@@ -1,0 +1,87 @@
+"""SCAFFOLD beside its derivation by hand, a reference in NumPy, and FedAvg, which it is where data are equal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from driven import Parameters, driven, normal, started
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from vsim.strategy import FedAvgStrategy, OptimSpec, ScaffoldStrategy
+
+SGD = OptimSpec("sgd", lr=0.5)
+
+
+def test_two_rounds_by_hand() -> None:
+    # Gradients 1 and 3, lr 0.5, H = 2. Round 1: θ = −1, −3, so c_k = θ_k / −1 = 1, 3 and c = 2, φ = −2. Round 2: both
+    # nodes step with 2, and come to −4; the c_k are what they were.
+    model = Parameters((1,))
+    nn.init.zeros_(model.p0)
+    run = driven(ScaffoldStrategy(SGD, 2), model, torch.tensor([[1.0], [3.0]]).expand(3, 2, 1))
+    assert run.cluster.weights.tolist() == [[-3.0], [-3.0]]
+    run.step(torch.tensor([[1.0], [3.0]]))
+    assert run.cluster.weights.tolist() == [[-4.0], [-4.0]] and run.strategy.global_weights().tolist() == [-4.0]
+    assert run.strategy.communication_modules[0].variates.tolist() == [[1.0], [3.0]]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_on_quadratics_it_is_the_paper_s(decay: float) -> None:
+    """g_k = a_k θ − b_k, learning rates that halve every three steps, and a server rate of 0.7."""
+    spec = OptimSpec("sgd", lr=0.4, weight_decay=decay)
+    halves = {"lr_scheduler": StepLR, "lr_scheduler_kwargs": {"step_size": 3, "gamma": 0.5}}
+    run = started(ScaffoldStrategy(spec, 2, server_lr=0.7, **halves), Parameters((5,), dtype=torch.float64), 3)
+    a, b = normal(3, 5, seed=1, dtype=torch.float64).abs(), normal(3, 5, seed=2, dtype=torch.float64)
+    x = run.cluster.weights[0].numpy().copy()
+    c, c_k = np.zeros(5), np.zeros((3, 5))
+    for round in range(5):
+        rates = [0.4 * 0.5 ** (step // 3) for step in (2 * round, 2 * round + 1)]
+        moved, new = np.zeros((3, 5)), np.zeros((3, 5))
+        for k in range(3):
+            y = x.copy()
+            for lr in rates:
+                y = y - lr * (a[k].numpy() * y - b[k].numpy() + decay * y - c_k[k] + c)
+            moved[k], new[k] = y - x, c_k[k] - c + (x - y) / sum(rates)
+        x, c, c_k = x + 0.7 * moved.mean(0), c + (new - c_k).mean(0), new
+        for _ in rates:
+            run.step(a * run.cluster.weights - b)
+        np.testing.assert_allclose(run.cluster.weights.numpy(), np.tile(x, (3, 1)), rtol=1e-10)
+
+
+def test_it_comes_to_the_minimum_where_fedavg_comes_to_another_point() -> None:
+    a, b = 0.5 + normal(3, 5, seed=1, dtype=torch.float64).abs(), normal(3, 5, seed=2, dtype=torch.float64)
+    minimum, distances = b.sum(0) / a.sum(0), []
+    for strategy in (ScaffoldStrategy(SGD, 5), FedAvgStrategy(SGD, H=5)):
+        run = started(strategy, Parameters((5,), dtype=torch.float64), 3)
+        for _ in range(150):
+            run.step(a * run.cluster.weights - b)
+        distances.append((run.cluster.weights[0] - minimum).abs().max().item())
+    assert distances[0] < 1e-5 and distances[1] > 0.05
+
+
+def test_on_equal_data_it_is_fedavg() -> None:
+    model, gradients = Parameters((5, 3)), normal(8, 1, 15).expand(8, 3, 15)
+    ours = driven(ScaffoldStrategy(SGD, 2), model, gradients)
+    torch.testing.assert_close(ours.cluster.weights, driven(FedAvgStrategy(SGD, H=2), model, gradients).cluster.weights)
+
+
+def test_at_a_learning_rate_of_zero_the_control_variates_stay() -> None:
+    # A warm-up over 2 steps: lr 0, then 0.25.
+    run = driven(ScaffoldStrategy(SGD, 1, warmup_steps=2), Parameters((2,)), torch.ones(2, 2, 2))
+    (module,) = run.strategy.communication_modules
+    assert torch.equal(module.variates, torch.ones(2, 2)) and run.cluster.weights.isfinite().all()  # type: ignore[attr-defined]
+
+
+def test_arguments_are_checked() -> None:
+    for name, value in (("H", 0), ("server_lr", 0)):
+        with pytest.raises(ValueError, match=name):
+            ScaffoldStrategy(**{name: value})
+    for spec in (
+        "adamw",
+        OptimSpec("sgd", momentum=0.9),
+        OptimSpec("sgd", maximize=True),
+        OptimSpec("muon", rest="sgd"),
+    ):
+        with pytest.raises(TypeError, match="the inner optimizer must be plain SGD, got OptimSpec"):
+            ScaffoldStrategy(spec)

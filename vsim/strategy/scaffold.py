@@ -1,0 +1,105 @@
+"""SCAFFOLD: federated averaging, where control variates take the drift of every client's own data out of its steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from vsim.arguments import real_number, whole_number
+from vsim.cluster import Cluster
+from vsim.cluster.optim import OptimSpec
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
+
+
+class ControlVariates(CommunicationModule):
+    """Gradients are corrected by c − c_k, which every H-th step moves; see `ScaffoldStrategy`.
+
+    Args:
+        H: steps of a round. server_lr: η_g.
+    """
+
+    outer_weights: Tensor  # φ, shared (P,)
+    variate: Tensor  # c, shared (P,)
+    variates: Tensor  # c_k, stacked (R, P), a row for each client
+    rates: float  # the sum of the learning rates of the round's steps so far
+
+    def __init__(self, H: int = 10, server_lr: float = 1.0) -> None:
+        self.H = whole_number("H", H)
+        self.server_lr = real_number("server_lr", server_lr, above=0)
+
+    @property
+    def first_step(self) -> int:
+        return self.H
+
+    def setup(self, cluster: Cluster) -> None:
+        weights = cluster.weights[0].clone()
+        self.keep_shared(outer_weights=weights, variate=torch.zeros_like(weights), rates=0.0)
+        self.keep_client(variates=torch.zeros_like(cluster.weights))
+
+    def communicate_gradients(self, cluster: Cluster) -> None:
+        cluster.grads.add_(self.variate - self.variates)
+
+    def communicate(self, cluster: Cluster) -> None:
+        self.rates += cluster.lr
+        if cluster.step % self.H:
+            return
+        moved = (self.outer_weights - cluster.weights).div_(self.rates or 1.0)  # (R, P); at a rate of 0 nothing has
+        changes = moved.sub_(self.variate) if self.rates else moved
+        mean = cluster.collectives.all_reduce(cluster.weights, "mean", label="weights")
+        mean_change = cluster.collectives.all_reduce(changes, "mean", label="control variates")
+        self.variates.add_(changes)
+        self.variate.add_(mean_change, alpha=cluster.num_nodes / cluster.population)
+        self.outer_weights.lerp_(mean, self.server_lr)
+        cluster.weights.copy_(self.outer_weights)
+        self.rates = 0.0
+
+    def global_weights(self, cluster: Cluster) -> Tensor:
+        return self.outer_weights
+
+
+class ScaffoldStrategy(Strategy):
+    """Stochastic controlled averaging, with option II [Karimireddy et al. 2019, arXiv:1910.06378].
+
+        θ_k ← θ_k − lr · (g_k − c_k + c)
+        after every H-th step, for n nodes of a population of N:
+            Δ_k = (φ − θ_k) / (H·lr) − c;  c_k ← c_k + Δ_k;  c ← c + n/N · mean_k Δ_k
+            φ ← φ + η_g · mean_k (θ_k − φ);  θ_k ← φ
+
+    (φ − θ_k) / (H·lr) + c_k − c is the mean gradient of node k in the round, which c_k becomes. With equal data c_k and
+    c are equal, and this is FedAvg.
+
+    Args:
+        H: local steps of a round, at least 1.
+        server_lr: η_g, above 0.
+        options: those of every strategy; see `Strategy`. The inner optimizer is SGD, weight decay allowed; max_norm
+            clips the corrected gradient.
+
+    Payload: twice all weights every H steps, for the weights and for the changes of the control variates.
+
+    Raises:
+        TypeError: the inner optimizer is another: with momentum, say, what a node has moved is not its mean gradient.
+
+    Deviations from the paper: under a schedule H·lr is the sum of the round's learning rates; where it is 0, as in the
+    first step of a warm-up, the control variates stay.
+    """
+
+    def __init__(
+        self,
+        optim_spec: Optim = None,
+        /,
+        H: int = 10,
+        *,
+        server_lr: float = 1.0,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        options = with_inner(optim_spec, options)
+        if options.get("optim_spec") is None and options.get("inner_optim") is None:
+            options["optim_spec"] = OptimSpec(torch.optim.SGD)
+        super().__init__([ControlVariates(H, server_lr)], **options)
+        own = self.optim_spec
+        if own.cls is not torch.optim.SGD or own.rest or own.kwargs.get("momentum") or own.kwargs.get("maximize"):
+            raise TypeError(
+                f"ScaffoldStrategy(): the inner optimizer must be plain SGD, got {own}; of any other what a node has "
+                "moved in a round is not its mean gradient"
+            )
