@@ -142,7 +142,8 @@ COMPRESSORS: list[Callable[[], Any]] = [
 @st.composite
 def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[str, Any]]:
     """A class and its arguments."""
-    name = draw(st.sampled_from([*STRATEGIES, "modules"]))
+    lockstep = [name for name, (cls, _) in STRATEGIES.items() if not cls.is_asynchronous]
+    name = draw(st.sampled_from([*lockstep, "modules"]))
     cls: Callable[..., Strategy] = STRATEGIES[name][0] if name in STRATEGIES else Strategy
     own: dict[str, Any] = {}
     if "H" in STRATEGIES.get(name, (cls, {}))[1]:

@@ -29,13 +29,13 @@ from torch import nn
 
 import vsim
 from vsim import CSVLogger, TensorBoardLogger, Trainer, WandbLogger
+from vsim.data.joint import tokens_in
 from vsim.records.description import describe
 from vsim.records.history import History
 from vsim.records.loggers import Logger, RunLog, check_run_name, folder_name
 from vsim.records.loggers.rows import train_row
 from vsim.records.report import StepReport
 from vsim.strategy import DeMoStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
-from vsim.training.loop import tokens_in
 
 STEPS = 6
 TRAIN = ["step", "examples_trained", "train_loss", "train_perplexity", "lr", "payload_bytes", "wire_bytes"]

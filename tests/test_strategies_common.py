@@ -692,6 +692,8 @@ def test_every_argument_has_an_effect(row: Row, argument: str) -> None:
 def test_the_table_knows_every_argument_of_every_strategy() -> None:
     known = {row.cls: set(row.changes) for row in WITH_ARGUMENTS}
     for cls, _ in STRATEGIES.values():
+        if cls.is_asynchronous:  # these are in tests/test_asynchronous.py
+            continue
         arguments = set(inspect.signature(cls).parameters) - {"options", *COMMON}
         assert arguments == known.get(cls, set()), cls
 

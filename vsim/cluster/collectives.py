@@ -259,16 +259,23 @@ class Collectives(ABC):
 
     @_awaited
     def pull(
-        self, shared: Tensor, stacked: Tensor, *, among: Nodes = None, label: str = "pull", payload_bytes: Bytes = None
+        self,
+        shared: Tensor,
+        stacked: Tensor | None = None,
+        *,
+        among: Nodes = None,
+        label: str = "pull",
+        payload_bytes: Bytes = None,
     ) -> Finish:
         """Fetch a value (…) from the server, which transmits one to every node that pulls.
 
         Returns:
-            Stacked (R, …): `shared` on the nodes that pull, and the row of `stacked` (R, …) on all others.
+            Stacked (R, …): `shared` on the nodes that pull, and the row of `stacked` (R, …) on all others; without
+            `stacked`, `shared` itself.
         """
         group = self._one_group(among)
         self._record("pull", label, shared[None], [group], payload_bytes)
-        return self._written(stacked, [(group, lambda: shared)])
+        return (lambda: shared) if stacked is None else self._written(stacked, [(group, lambda: shared)])
 
     def start(
         self, collective: str | Callable[..., Tensor], *arguments: Any, delay: int = 0, **options: Any

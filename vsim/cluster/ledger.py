@@ -84,6 +84,8 @@ class Ledger(Sequence[Event]):
     Attributes:
         num_nodes: K.
         steps: completed steps of the run, those without an event included.
+        clock: of an asynchronous run, the network and compute that it depended on, as lists, numbers and text. seconds:
+            likewise when every step was done, and what a node had computed until then, in the mean of the nodes.
         total_wire_bytes: the total so far over all nodes. server_wire_bytes: that of a server, which is no node.
     """
 
@@ -91,6 +93,8 @@ class Ledger(Sequence[Event]):
         self.num_nodes = num_nodes
         self.everyone: Groups = (range(num_nodes),)
         self.steps = 0
+        self.clock: dict[str, Any] | None = None
+        self.seconds: list[tuple[float, float]] = []
         self.total_wire_bytes = self.server_wire_bytes = 0.0
         self._events: list[Event] = []
         # Payload and wire bytes of every node alike, of each beside that, and the most of those: an event that concerns
@@ -157,7 +161,8 @@ class Ledger(Sequence[Event]):
             kind = json.dumps([*event[2:-1], groups])
             events.append([event.step, event.due, kinds.setdefault(kind, len(kinds))])
         kinds_of = [json.loads(kind) for kind in kinds]
-        return {"steps": self.steps, "events": events, "kinds": kinds_of}
+        clocked = {} if self.clock is None else {"clock": self.clock, "seconds": self.seconds}
+        return {"steps": self.steps, "events": events, "kinds": kinds_of, **clocked}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], num_nodes: int) -> Ledger:
@@ -169,7 +174,8 @@ class Ledger(Sequence[Event]):
         ]
         for step, due, kind in plain["events"]:
             ledger.record(Event._make([step, due, *kinds[kind]]))
-        ledger.steps = plain["steps"]
+        ledger.steps, ledger.clock = plain["steps"], plain.get("clock")
+        ledger.seconds = [(now, computed) for now, computed in plain.get("seconds", [])]
         return ledger
 
     def __len__(self) -> int:

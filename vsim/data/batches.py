@@ -81,32 +81,41 @@ class Batches:
 
     def from_step(self, start_step: int = 0) -> Iterator[Any]:
         """Yield the stacked batch of every step from the 0-based `start_step` on, without end, on the CPU."""
-        if self._in_memory is not None and all(stored is not None for stored in self._in_memory):
-            return self._gathered(start_step)
-        return self._loaded(start_step)
+        return self._batches(self.order.batches(start_step), range(self.order.num_nodes))
 
-    def _gathered(self, start_step: int) -> Iterator[Any]:
+    def of_node(self, node: int, start_step: int = 0) -> Iterator[Any]:
+        """Yield one node's batch (1, B, …) for every step of its own from the 0-based `start_step` on."""
+        return self._batches((own[None] for own in self.order.of_node(node, start_step)), range(node, node + 1))
+
+    def _batches(self, order: Iterator[Tensor], nodes: range) -> Iterator[Any]:
+        """Yield the batches of some nodes, whose positions (n, b) are those in `order`."""
+        if self._in_memory is not None and all(stored is not None for stored in self._in_memory):
+            return self._gathered(order, nodes)
+        return self._loaded(order, nodes)
+
+    def _gathered(self, order: Iterator[Tensor], nodes: range) -> Iterator[Any]:
         """Tensors in memory: a batch is one gather."""
         stored = self._in_memory
         assert stored is not None
         # Contiguous per node: the layout of the gathered examples is that of the positions.
-        for positions in map(torch.Tensor.contiguous, self.order.batches(start_step)):
+        for positions in map(torch.Tensor.contiguous, order):
             if len(stored) == 1:
                 yield stored[0](positions)  # type: ignore[misc]
             else:
-                own = [take(p) for take, p in zip(stored, positions - self.order.offsets[:, None], strict=True)]  # type: ignore[misc]
+                own_positions = positions - self.order.offsets[nodes.start : nodes.stop, None]
+                own = [stored[node](p) for node, p in zip(nodes, own_positions, strict=True)]  # type: ignore[misc]
                 if len({len(fields) for fields in own}) > 1:
                     raise ValueError(f"the nodes' datasets have different numbers of fields: {[len(f) for f in own]}")
                 yield [_stack(*column) for column in zip(*own, strict=True)]
 
-    def _loaded(self, start_step: int) -> Iterator[Any]:
-        """Any dataset: one DataLoader, whose batches hold the samples of all nodes, those of node 0 first."""
+    def _loaded(self, order: Iterator[Tensor], nodes: range) -> Iterator[Any]:
+        """Any dataset: one DataLoader, whose batches hold the samples of the nodes, those of the first one first."""
         collate = self._options.get("collate_fn")
-        num_nodes = self.order.num_nodes
+        num_nodes = len(nodes)
         loader: DataLoader[Any] = DataLoader(
-            fetched_by_loader(self._datasets, num_nodes, self._options),
-            # The indices of a step, those of node 0 first.
-            batch_sampler=(positions.flatten().tolist() for positions in self.order.batches(start_step)),
+            fetched_by_loader(self._datasets, num_nodes, self._options, nodes.start),
+            # The indices of a step, those of the first node first.
+            batch_sampler=(positions.flatten().tolist() for positions in order),
             generator=generator(self._seed, LOADER),
             **{
                 **self._options,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.data.batches import Batches, in_memory
 
@@ -86,3 +86,26 @@ def _concatenated(distinct: dict[Hashable, Source], keys: Sequence[Hashable], st
     while True:
         batches = {key: next(own) for key, own in fetched.items()}
         yield tree_map(lambda *parts: torch.cat(parts), *(batches[key] for key in keys))
+
+
+def tokens_in(batch: Any) -> int:
+    """Return the number of token ids per node in a stacked batch, 0 if the batch holds no token ids.
+
+    Inputs (`batch["input_ids"]`, or the first tensor) are token ids if they are whole numbers of shape (K, B, T); all
+    of them count, padding too.
+
+    >>> tokens_in([torch.zeros(4, 8, 64, dtype=torch.long), torch.zeros(4, 8, 64, dtype=torch.long)])
+    512
+    >>> tokens_in([torch.zeros(4, 8, 1, 28, 28), torch.zeros(4, 8, dtype=torch.long)])
+    0
+    """
+    named = isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor)
+    inputs = batch["input_ids"] if named else tree_leaves(batch)[0]
+    whole = not (inputs.is_floating_point() or inputs.is_complex() or inputs.dtype is torch.bool)
+    return inputs[0].numel() if whole and inputs.dim() == 3 else 0
+
+
+def examples_in(batch: Any) -> int:
+    """Return the number of examples per node in a stacked batch (K, B, …)."""
+    leaf = max(tree_leaves(batch), key=Tensor.dim)
+    return leaf.shape[1] if leaf.dim() > 1 else 1

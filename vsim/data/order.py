@@ -68,6 +68,12 @@ class Order:
         """Yield (K, b) positions for every step from the 0-based `start_step` on, without end."""
         return self._in_epochs(start_step) if self.even else self._in_streams(start_step)
 
+    def of_node(self, node: int, start_step: int = 0) -> Iterator[Tensor]:
+        """Yield the (b,) positions of one node for every step of its own from the 0-based `start_step` on."""
+        if self.even:
+            return (positions[node] for positions in self._in_epochs(start_step))
+        return self._stream(node, start_step * self.batch_size)
+
     def _in_epochs(self, step: int) -> Iterator[Tensor]:
         while True:
             epoch, first = divmod(step, self.steps_per_epoch)

@@ -28,6 +28,8 @@ class Record(Protocol):
 
     num_nodes: int
     steps: int
+    clock: dict[str, Any] | None
+    seconds: list[tuple[float, float]]
 
     def __iter__(self) -> Iterator[Any]: ...
 

@@ -56,6 +56,8 @@ class Timeline:
         Raises:
             ValueError: there are no such steps or nodes.
         """
+        if self.ledger.clock is not None:
+            raise ValueError("the timeline of an asynchronous run has no picture: its nodes are at no common step")
         first, last = window(self.ledger) if steps is None else steps
         total, num_nodes = self.ledger.steps, self.ledger.num_nodes
         if not 1 <= first <= last <= total:
@@ -88,7 +90,8 @@ def timeline(run: Any, network: Network | str | float, compute: Compute | float 
 
     Raises:
         TypeError: `run` has no ledger; network or compute is missing.
-        ValueError: the run has taken no step; the network or the compute is that of another number of nodes.
+        ValueError: the run has taken no step; the network or the compute is that of another number of nodes, or not
+            that of the run, if it is asynchronous.
     """
     ledger = getattr(run, "ledger", run)
     if not isinstance(ledger, Record):
@@ -96,8 +99,25 @@ def timeline(run: Any, network: Network | str | float, compute: Compute | float 
     if ledger is not run and not ledger.steps:
         raise ValueError(f"run has taken no step yet: train it first, or see vsim.price; got {run!r}")
     network, compute = Network.of(network), Compute.of(compute)
+    if ledger.clock is not None:
+        return _recorded(ledger, network, compute)
     clock = Clock(ledger, network, compute).run()
     return Timeline(clock.seconds, clock.compute, clock.stalls, ledger, network, compute)
+
+
+def _recorded(ledger: Record, network: Network, compute: Compute) -> Timeline:
+    """Return the timeline of an asynchronous run, whose course depended on its network and compute."""
+    of_run: dict[str, Any] = ledger.clock or {}
+    given: dict[str, Any] = {"network": network, "compute": compute}
+    odd = [name for name, one in given.items() if one.as_plain() != of_run[name]]
+    if odd:
+        own = {"network": Network.from_plain(of_run["network"]), "compute": Compute.from_plain(of_run["compute"])}
+        raise ValueError(
+            f"the run is asynchronous, so that another {' or '.join(odd)} is another run: this one has the seconds of "
+            f"{own['network']!r} and {own['compute']!r}; train it on what is asked for, {network!r} and {compute!r}"
+        )
+    seconds, computed = np.array([(0.0, 0.0), *ledger.seconds]).T
+    return Timeline(seconds, np.diff(computed), np.diff(seconds - computed), ledger, network, compute)
 
 
 def duration(seconds: float) -> str:

@@ -4,6 +4,8 @@ from typing import Any
 
 from vsim.cluster.optim import OptimSpec
 from vsim.strategy.alone import AloneStrategy
+from vsim.strategy.async_diloco import AsyncDiLoCoStrategy
+from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Strategy
 from vsim.strategy.compression import (
     FP4,
@@ -20,6 +22,7 @@ from vsim.strategy.compression import (
     TopK,
     UniformQuantizer,
 )
+from vsim.strategy.decoupled import DecoupledDiLoCoStrategy
 from vsim.strategy.demo import DeMoStrategy
 from vsim.strategy.desloc import DESLOCStrategy, StateAverage
 from vsim.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
@@ -30,6 +33,7 @@ from vsim.strategy.fedprox import FedProxStrategy, ProximalTerm
 from vsim.strategy.gpa import GPAStrategy
 from vsim.strategy.mergers import MERGERS, Merger, iso, krum, mean, median, rda, trimmed_mean
 from vsim.strategy.muloco import MuLoCoStrategy
+from vsim.strategy.nesterov import DelayedNesterovStrategy
 from vsim.strategy.noloco import NoLoCoStrategy, PairCommunicator
 from vsim.strategy.reduce import GradientAverage, SimpleReduceStrategy
 from vsim.strategy.scaffold import ControlVariates, ScaffoldStrategy
@@ -65,6 +69,9 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "fedprox": (FedProxStrategy, {"H": 10}),
     "scaffold": (ScaffoldStrategy, {"H": 10, "lr": 0.3}),
     "alone": (AloneStrategy, {}),
+    "async_diloco": (AsyncDiLoCoStrategy, {"H": 10, "outer_optim": OptimSpec("sgd", lr=0.4)}),
+    "delayed_nesterov": (DelayedNesterovStrategy, {"H": 10, "outer_lr": 0.4, "momentum": 0.5}),
+    "decoupled": (DecoupledDiLoCoStrategy, {"H": 10, "outer_optim": OptimSpec("sgd", lr=0.4)}),
 }
 # What the command line compares where nothing is named.
 COMPARED = ["allreduce", "fedavg", "diloco", "sparta", "sparta_diloco", "demo", "alone"]
@@ -92,6 +99,8 @@ __all__ = [
     "QSGD",
     "STRATEGIES",
     "AloneStrategy",
+    "AsyncDiLoCoStrategy",
+    "AsynchronousStrategy",
     "AveragingCommunicator",
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
@@ -101,6 +110,8 @@ __all__ = [
     "DCTTopK",
     "DESLOCStrategy",
     "DeMoStrategy",
+    "DecoupledDiLoCoStrategy",
+    "DelayedNesterovStrategy",
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
     "EagerDiLoCoCommunicator",

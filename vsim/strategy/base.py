@@ -10,10 +10,10 @@ can be used for many runs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +119,7 @@ class Strategy(Stateful):
                 super().step()
     """
 
-    derived = ("_stepped", "settings")
+    derived: ClassVar[tuple[str, ...]] = ("_stepped", "settings")
 
     # Whether all nodes have equal weights at every step by construction, so that one row serves them all, and whether
     # only the mean of their gradients is used. Promises of one class; its subclasses have to repeat them.
@@ -304,6 +304,10 @@ class Strategy(Stateful):
     def lr(self) -> float:
         """The learning rate of the next optimizer step."""
         return self.cluster.lr
+
+    def measured(self) -> Mapping[str, float]:
+        """Return further columns of the history after a step, and their names before; none here."""
+        return {}
 
     def global_weights(self) -> Tensor:
         """Return the shared weights (P,) to evaluate as the global model: a module's own, or the mean replica."""

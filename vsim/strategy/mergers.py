@@ -211,6 +211,11 @@ def shares(weighting: str, cluster: Cluster) -> Tensor | None:
     return cluster.shard_sizes if weighting == "examples" else None
 
 
+def merged_rows(merger: Merger, rows: Tensor, replicas: Replicas, weights: Tensor | None) -> Tensor:
+    """Merge stacked rows (n, P) that are here already, by weights (n,) that sum to 1, or None: (P,)."""
+    return _by_tensor(merger, replicas, rows, weights) if merger.by_tensor else merger(rows, weights)
+
+
 def _by_tensor(merger: Merger, replicas: Replicas, rows: Tensor, weights: Tensor | None) -> Tensor:
     """Merge stacked rows (n, P) parameter by parameter: (P,)."""
     views, embeddings = replicas.views(rows).items(), replicas.embeddings

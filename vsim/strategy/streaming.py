@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -18,10 +19,18 @@ from vsim.cluster.optimizers import JointOptimizers, evaluating
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
 from vsim.strategy.clipping import MaxNodeNorm, checked_node_norm, clip_rows_
 from vsim.strategy.compression import CompressedAverage, Compressor
-from vsim.strategy.fragments import PATTERNS, Fragments, fragments_of
+from vsim.strategy.fragments import PATTERNS, Fragment, Fragments, fragments_of
 from vsim.strategy.mergers import WEIGHTINGS, MergerLike, merge, resolve_merger, shares
 
 DEFAULT_OUTER = OptimSpec(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def outer_optimizers(
+    spec: OptimSpec, parts: Sequence[Fragment], weights: Tensor, gradient: Tensor, exact: bool
+) -> list[Optimizer]:
+    """Return an outer optimizer for each fragment, which steps its columns of shared `weights` (P,) by `gradient`."""
+    tensors = [part.views if spec.elementwise else part.tensors for part in parts]
+    return [spec.build_shared(of(weights), of(gradient), exact) for of in tensors]
 
 
 class StreamingDiLoCoCommunicator(CommunicationModule):
@@ -99,8 +108,7 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
         weights = cluster.weights[0].clone()
         self.outer_gradient = torch.zeros_like(weights)  # shared (P,)
         spec = self.outer_optim_spec
-        tensors = [part.views if spec.elementwise else part.tensors for part in self.parts]
-        optims = [spec.build_shared(of(weights), of(self.outer_gradient), cluster.deterministic) for of in tensors]
+        optims = outer_optimizers(spec, self.parts, weights, self.outer_gradient, cluster.deterministic)
         self.keep_shared(outer_weights=weights, outer_optims=optims, pending=[])
         if self.compressed is not None:
             self.compressed_parts = [copy.deepcopy(self.compressed) for _ in self.parts]

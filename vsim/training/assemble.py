@@ -24,10 +24,13 @@ from vsim.data.joint import Source, joint_batches, one_in_memory
 from vsim.engine import Executor, Settings, VmapExecutor, executor_class, first_calls
 from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
+from vsim.network.virtual import VirtualClock
 from vsim.records.history import History
 from vsim.records.report import Reporter
+from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import Strategy
 from vsim.training.alike import batch_shapes, is_vsims_own, same_model, settings_order
+from vsim.training.asynchronous import Workers
 from vsim.training.config import RunConfig
 from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
@@ -165,7 +168,10 @@ def _assemble_group(
         if own is not None:
             member.evaluator = evaluators.setdefault(id(own), Evaluator(engine, own, batch_size, at_once))
     optimizers = Optimizers([member.strategy for member in members])
-    return Group(members, rows, engine, batches, minibatch_size, optimizers), members
+    workers = None
+    if config.strategy.is_asynchronous:
+        workers = Workers(members[0], engine, lambda few, own: executor(few, objective, own, settings), minibatch_size)
+    return Group(members, rows, engine, batches, minibatch_size, optimizers, workers), members
 
 
 def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Interrupt) -> Member:
@@ -183,6 +189,9 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
     )
     strategy = copy.deepcopy(config.strategy)
     strategy.settings = settings_of(config.strategy)
+    if isinstance(strategy, AsynchronousStrategy):
+        assert config.network is not None and config.compute is not None
+        strategy.clock = VirtualClock(config.num_nodes, config.network, config.compute)
     strategy.setup(cluster)
     if config.start is None and 0 in part.nodes:  # once a run
         _warn_of_late_modules(strategy, part.steps)

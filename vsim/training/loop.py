@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from vsim.arguments import naming, retold
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import global_states, same_states
+from vsim.data.joint import examples_in, tokens_in
 from vsim.engine.allocator import keeping_freed_memory
 from vsim.engine.memory import held_bytes
 from vsim.engine.misfit import explained
@@ -109,6 +110,12 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
     for member in members:
         member.cluster.step = step
         member.known_events, member.lr = len(member.ledger), member.strategy.lr
+    if group.workers is not None:
+        (member,) = members
+        with _own(run, member):
+            group.workers.take_step()
+        member.seconds += time.perf_counter() - started
+        return False
     batch = None
     try:
         batch = tree_map(lambda t: t.to(device, non_blocking=True), next(group.batches))
@@ -131,7 +138,7 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
     members = [member for member in members if member.trains]
     seconds = time.perf_counter() - started
     num_nodes = sum(member.cluster.num_nodes for member in members)
-    examples, tokens = _examples_per_node(batch), tokens_in(batch)
+    examples, tokens = examples_in(batch), tokens_in(batch)
     for member in members:
         nodes = member.cluster.num_nodes
         member.seconds += seconds * nodes / num_nodes
@@ -165,13 +172,9 @@ def _keep_losses(run: Run, group: Group, losses: Tensor, step: int) -> bool:
             member.node_losses = values[rows]
         else:
             member.node_losses, stops = _of_all_nodes(losses, run, member)
-        odd = {node: value for node, value in enumerate(member.node_losses) if value - value != 0}
-        if odd:
-            given = ", ".join(f"node {node}: {value}" for node, value in list(odd.items())[:8])
-            error = FloatingPointError(
-                f"non-finite loss at step {step} on nodes {list(odd)} ({given}); the history up to step {step - 1} is "
-                "kept. A lower learning rate, warmup_steps or max_norm usually helps"
-            )
+        try:
+            member.check_losses(dict(enumerate(member.node_losses)))
+        except FloatingPointError as error:
             _leave(run, member, error)
     return stops
 
@@ -257,17 +260,19 @@ def _report(run: Run, step: int) -> None:
             if not member.trains or member.done != step:
                 continue
             ledger, losses = member.ledger, member.node_losses
+            known = [loss for loss in losses if loss == loss]  # of asynchronous workers that have taken a step
             row = {
                 "step": step,
                 "examples": member.examples,
                 "tokens": member.tokens or math.nan,
-                "train_loss": sum(losses) / len(losses),
+                "train_loss": sum(known) / len(known),
                 "lr": member.lr,
                 "payload_bytes": ledger.payload_bytes,
                 "wire_bytes": ledger.wire_bytes,
                 "seconds": member.seconds,
                 "validation_seconds": member.validation_seconds,
                 "memory_bytes": memory,
+                **member.strategy.measured(),
                 **found[member],
             }
             events = ledger[member.known_events :]
@@ -345,25 +350,3 @@ def _of_all_nodes(losses: Tensor, run: Run, member: Member) -> tuple[list[float]
     with member.cluster.collectives.unbilled():
         values, requests = member.cluster.collectives.all_gather(both, label="losses").T.tolist()
     return values, any(requests)
-
-
-def tokens_in(batch: Any) -> int:
-    """Return the number of token ids per node in a stacked batch, 0 if the batch holds no token ids.
-
-    Inputs (`batch["input_ids"]`, or the first tensor) are token ids if they are whole numbers of shape (K, B, T); all
-    of them count, padding too.
-
-    >>> tokens_in([torch.zeros(4, 8, 64, dtype=torch.long), torch.zeros(4, 8, 64, dtype=torch.long)])
-    512
-    >>> tokens_in([torch.zeros(4, 8, 1, 28, 28), torch.zeros(4, 8, dtype=torch.long)])
-    0
-    """
-    named = isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor)
-    inputs = batch["input_ids"] if named else tree_leaves(batch)[0]
-    whole = not (inputs.is_floating_point() or inputs.is_complex() or inputs.dtype is torch.bool)
-    return inputs[0].numel() if whole and inputs.dim() == 3 else 0
-
-
-def _examples_per_node(batch: Any) -> int:
-    leaf = max(tree_leaves(batch), key=torch.Tensor.dim)
-    return leaf.shape[1] if leaf.dim() > 1 else 1

@@ -194,7 +194,7 @@ class Member:
         validated = self.evaluator is not None
         apart = self.config.correlation_interval is not None
         own = [c for c in COLUMNS if (validated or c not in VALIDATED) and (apart or c not in SPREAD)]
-        return [*own, *self.config.metrics]
+        return [*own, *self.strategy.measured(), *self.config.metrics]
 
     def stop(self) -> None:
         """Let the step that is done be the last, as if the run had been asked for so many."""
@@ -215,6 +215,16 @@ class Member:
         """Return the mean of its nodes' weights (P,), as they are evaluated."""
         with torch.no_grad(), self.strategy.evaluating():
             return self.cluster.mean_weights()
+
+    def check_losses(self, losses: Mapping[int, float]) -> None:
+        """Raise a FloatingPointError if losses, node → loss of the step that is taken, are not finite."""
+        odd = {node: value for node, value in losses.items() if value - value != 0}
+        if odd:
+            given, step = ", ".join(f"node {node}: {value}" for node, value in list(odd.items())[:8]), self.cluster.step
+            raise FloatingPointError(
+                f"non-finite loss at step {step} on nodes {list(odd)} ({given}); the history up to step {step - 1} is "
+                "kept. A lower learning rate, warmup_steps or max_norm usually helps"
+            )
 
     def check_weights(self) -> None:
         """Raise a FloatingPointError if weights are not finite; after the last step no loss would show it."""
@@ -240,6 +250,12 @@ class GroupMatrix(Protocol):
     def gather_gradients(self) -> None: ...
 
 
+class AsynchronousWorkers(Protocol):
+    """The workers of one asynchronous member; see `vsim.training.asynchronous`."""
+
+    def take_step(self) -> None: ...
+
+
 @dataclass(eq=False)
 class Group:
     """Members whose losses and gradients are computed together: their nodes are rows of one matrix, in this order.
@@ -250,6 +266,7 @@ class Group:
         batches: stacked batches (R, B, …) for all rows, on any device.
         minibatch_size: examples per node at once; None: the whole batch.
         optimizers: those of its members, stepped in few calls.
+        workers: those of its one member, if that is asynchronous: they take the steps then.
         has_stepped: whether a step has been taken since it was assembled.
     """
 
@@ -259,6 +276,7 @@ class Group:
     batches: Iterator[Any]
     minibatch_size: int | None
     optimizers: Optimizers
+    workers: AsynchronousWorkers | None = None
     has_stepped: bool = False
 
     def losses_and_grads(self, batch: Any) -> Tensor:

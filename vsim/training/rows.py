@@ -16,7 +16,9 @@ _SMALL = 2**16
 
 
 def can_join(part: Part) -> bool:
-    """Whether a part can be computed with others: its nodes have rows of their own, or copying the row costs little."""
+    """Whether a part can be computed with others: in lockstep, its nodes with rows of their own or one soon copied."""
+    if part.config.strategy.is_asynchronous:
+        return False
     trainable = sum(p.numel() for p in part.config.model.parameters() if p.requires_grad)
     return not any(part.shares) or trainable <= _SMALL
 

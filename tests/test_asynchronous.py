@@ -1,0 +1,506 @@
+"""Asynchronous runs: hand-made schedules, the same run one worker at a time, and what they become in lockstep."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from test_strategies_common import COMMON, P, examples, model, uneven
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import vsim
+from vsim import History, Trainer, load_checkpoint
+from vsim.data import digits
+from vsim.models import MLP
+from vsim.network import Compute, Network
+from vsim.network.virtual import ARRIVAL, RETURN, STEP, TIMER, VirtualClock
+from vsim.strategy import (
+    STRATEGIES,
+    AsyncDiLoCoStrategy,
+    AsynchronousStrategy,
+    DecoupledDiLoCoStrategy,
+    DelayedNesterovStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    OptimSpec,
+    Strategy,
+)
+from vsim.training.asynchronous import Workers
+
+SPEEDS = Compute(0.8, speeds=[1, 2, 1, 4], jitter=0.3)
+NETWORK = Network("1 Mbit/s", "20 ms")
+PLAIN = OptimSpec("sgd", lr=1.0)
+# A constructor, and for each argument others under which the run must change.
+TABLE: dict[str, tuple[Callable[..., Strategy], dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "async DiLoCo": (
+        AsyncDiLoCoStrategy,
+        {"H": 2},
+        {
+            "H": {"H": 3},
+            "outer_optim": {"H": 2, "outer_optim": PLAIN},
+            "outer_optim_spec": {"H": 2, "outer_optim_spec": "adam"},
+            "outer_lr": {"H": 2, "outer_lr": 0.3},
+            "staleness": {"H": 2, "staleness": "none"},
+            "buffer": {"H": 2, "buffer": 2},
+            "patience": {"H": 2, "patience": 2},
+        },
+    ),
+    "delayed Nesterov": (
+        DelayedNesterovStrategy,
+        {"H": 4},
+        {
+            "H": {"H": 3},
+            "N": {"H": 4, "N": 2},
+            "c": {"H": 4, "c": 0.2},
+            "outer_lr": {"H": 4, "outer_lr": 0.3},
+            "momentum": {"H": 4, "momentum": 0.3},
+            "dylu": {"H": 4, "dylu": True},
+        },
+    ),
+    "decoupled": (
+        DecoupledDiLoCoStrategy,
+        {"H": 4},
+        {
+            "H": {"H": 3},
+            "fragments": {"H": 4, "fragments": 1},
+            "pattern": {"H": 4, "pattern": "sequential", "fragments": [["layers"]]},
+            "delay": {"H": 4, "delay": 3},
+            "quorum": {"H": 4, "quorum": 2},
+            "grace": {"H": 4, "grace": 0.0},
+            "outer_optim": {"H": 4, "outer_optim": PLAIN},
+            "outer_lr": {"H": 4, "outer_lr": 0.3},
+            "merger": {"H": 4, "merger": "mean"},
+            "weighting": {"H": 4, "weighting": "nodes"},
+        },
+    ),
+}
+every_row = pytest.mark.parametrize("row", TABLE)
+
+
+def run(strategy: Strategy, num_nodes: int = 4, **options: Any) -> Trainer:
+    trainer = Trainer(options.pop("model", None) or model(), options.pop("data", uneven), options.pop("val", None))
+    defaults = {"max_steps": 12, "batch_size": 8, "progress": False, "compute": SPEEDS, "network": NETWORK}
+    trainer.fit(strategy=strategy, num_nodes=num_nodes, **{**defaults, **options})
+    return trainer
+
+
+def made(row: str, **more: Any) -> Strategy:
+    cls, arguments, _ = TABLE[row]
+    return cls(**{**arguments, "lr": 1e-2, **more})
+
+
+def ran(trainer: Trainer) -> AsynchronousStrategy:
+    assert isinstance(trainer.strategy, AsynchronousStrategy)
+    return trainer.strategy
+
+
+def outcome(trainer: Trainer) -> tuple[Any, ...]:
+    """All that must be bitwise equal."""
+    strategy, history = ran(trainer), trainer.history
+    weights = strategy.cluster.weights.numpy().tobytes(), strategy.global_weights().numpy().tobytes()
+    rows = [
+        [*map(repr, history[name])]
+        for name in ("examples", "train_loss", "global_loss", "payload_bytes", "clock_seconds")
+    ]
+    return *weights, rows, history.node_losses.tobytes(), list(history.ledger), history.ledger.seconds
+
+
+class Constant(nn.Module):
+    """A model of some weights w whose loss is x·w, so that its gradient is x whatever w is."""
+
+    def __init__(self, size: int = 1) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(size, dtype=torch.float64))
+
+    def forward(self, batch: Any) -> Tensor:
+        return (batch[0] * self.w).sum(1).mean()
+
+
+def directions(*gradients: Sequence[float]) -> Callable[..., TensorDataset]:
+    """Data under which the gradient of node k is always the k-th."""
+    return lambda rank, num_nodes, train: TensorDataset(torch.tensor([gradients[rank]] * 8, dtype=torch.float64))
+
+
+# In lockstep ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 5])
+@pytest.mark.parametrize("network", [None, NETWORK])
+def test_infinite_patience_is_diloco_bit_for_bit(num_nodes: int, network: Network | None) -> None:
+    options: dict[str, Any] = {"lr": 1e-2, "warmup_steps": 5, "max_norm": 0.5, "H": 3}
+    same: dict[str, Any] = {"deterministic": True, "val": examples(), "val_interval": 2}
+    lockstep = run(DiLoCoStrategy(**options), num_nodes, compute=None, network=None, **same)
+    patient = AsyncDiLoCoStrategy(patience=math.inf, **options)
+    trainer = run(patient, num_nodes, compute=0.5, network=network, **same)
+    assert torch.equal(ran(trainer).cluster.weights, lockstep.strategy.cluster.weights)  # type: ignore[union-attr]
+    ours, theirs = trainer.history, lockstep.history
+    assert np.array_equal(ours.node_losses, theirs.node_losses)
+    for column in ("step", "examples", "train_loss", "lr", "global_loss", "local_loss", "average_loss"):
+        assert np.array_equal(ours[column], theirs[column], equal_nan=True), column
+    # At other speeds the order of the local steps is another one, and a worker still has the same ones.
+    uneven_speeds = Compute(1, speeds=range(1, num_nodes + 1), jitter=0.5)
+    options.pop("warmup_steps")  # the rate of a local step is that of the run's step that it falls in
+    lockstep = run(DiLoCoStrategy(**options), num_nodes, compute=None, network=None, deterministic=True)
+    patient = AsyncDiLoCoStrategy(patience=num_nodes, **options)
+    trainer = run(patient, num_nodes, compute=uneven_speeds, network=None, deterministic=True)
+    assert torch.equal(ran(trainer).cluster.weights, lockstep.strategy.cluster.weights)  # type: ignore[union-attr]
+
+
+def test_one_node_is_diloco_whatever_the_server_waits_for() -> None:
+    lockstep = run(DiLoCoStrategy(H=3, lr=1e-2), 1, compute=None, network=None, deterministic=True)
+    assert lockstep.strategy is not None
+    for strategy in (AsyncDiLoCoStrategy(H=3, lr=1e-2), DelayedNesterovStrategy(H=3, lr=1e-2)):
+        trainer = run(strategy, 1, compute=1, deterministic=True)
+        torch.testing.assert_close(ran(trainer).cluster.weights, lockstep.strategy.cluster.weights)
+
+
+def test_equal_speeds_and_equal_gradients_are_steps_of_nesterov() -> None:
+    phi = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    nesterov = torch.optim.SGD([phi], lr=0.5, momentum=0.9, nesterov=True)
+    for _ in range(4):  # 3 local steps with gradient 2 and rate 0.1 move 0.6
+        phi.grad = torch.tensor([0.6], dtype=torch.float64)
+        nesterov.step()
+    strategy = DelayedNesterovStrategy(H=3, outer_lr=0.5, optim_spec=OptimSpec("sgd", lr=0.1))
+    trainer = run(strategy, 4, model=Constant(), data=directions(*[[2.0]] * 4), compute=1, network=None)
+    torch.testing.assert_close(ran(trainer).outer_weights, phi.detach())
+
+
+# By hand --------------------------------------------------------------------------------------------------------------
+
+
+def test_delayed_nesterov_by_hand() -> None:
+    # K = N = 2, c = 1/2, β = 1/2, ε = 1; every g is 1, so that each arrival moves φ by g/N = 1/2 and its momentum:
+    #   1: c β m = 0                      φ = −1/2
+    #   2: m = 1,   (1 − 1 + ½) β m = ¼   φ = −1/2 − 3/4 = −5/4
+    #   3: c β m = ¼                      φ = −2
+    #   4: m = 3/2, ½ β m = 3/8           φ = −2 − 7/8 = −23/8
+    strategy = DelayedNesterovStrategy(H=1, c=0.5, momentum=0.5, outer_lr=1.0, optim_spec=PLAIN)
+    trainer = run(strategy, 2, model=Constant(), data=directions([1.0], [1.0]), compute=1, network=None, max_steps=2)
+    assert ran(trainer).outer_weights.item() == -23 / 8
+
+
+class Noting(AsyncDiLoCoStrategy):
+    """Notes who came, and how stale."""
+
+    def setup(self, cluster: Any) -> None:
+        super().setup(cluster)
+        self.keep_shared(noted=[])
+
+    def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
+        self.noted.append((node, staleness))
+        return super().receive(node, weights, staleness)
+
+
+def test_staleness_and_its_weights_in_a_schedule_by_hand() -> None:
+    # Node 0 takes 3 s a step, node 1 one. Arrivals, and φ's version at each and as it was taken:
+    #   t = 1, 2: node 1, taken at once before.  t = 3: node 0, taken at 0, is 2; node 1, taken at 2, is 3.
+    #   t = 4, 5: node 1, fresh.                 t = 6: node 0, taken at 3 (its own step), is 6; node 1, taken at 6, 7.
+    strategy = Noting(H=1, optim_spec=PLAIN, outer_optim=PLAIN)
+    options: dict[str, Any] = {"model": Constant(), "data": directions([1.0], [1.0]), "network": None, "max_steps": 4}
+    trainer = run(strategy, 2, compute=Compute([3, 1]), **options)
+    noted = trainer.strategy.noted  # type: ignore[union-attr]
+    assert noted == [(1, 0), (1, 0), (0, 2), (1, 1), (1, 0), (1, 0), (0, 3), (1, 1)]
+    assert ran(trainer).outer_weights.item() == pytest.approx(-sum(1 / math.sqrt(1 + s) for _, s in noted))
+    # A step of the run is two local steps: those at 1 and 2; both at 3; 4 and 5; both at 6.
+    assert trainer.history["clock_seconds"][1:].tolist() == [2, 3, 5, 6]
+    # Node 0 has no loss before its first step; what it began with was 0.
+    assert np.isnan(trainer.history.node_losses[0, 0]) and trainer.history.node_losses[1, 0] == 0
+
+
+def test_a_buffer_does_not_wait_and_patience_does() -> None:
+    # Node 1 is three times as fast. With a buffer of 2 it goes on; with patience it waits for node 0 each time.
+    options: dict[str, Any] = {"model": Constant(), "data": directions([1.0], [1.0]), "network": None, "max_steps": 4}
+    for own, steps, clock in (({"buffer": 2}, [2, 6], 6), ({"patience": 2}, [4, 4], 12)):
+        strategy = Noting(H=1, optim_spec=PLAIN, outer_optim=PLAIN, **own)  # type: ignore[arg-type]
+        trainer = run(strategy, 2, compute=Compute([3, 1]), **options)
+        assert ran(trainer).clock.steps == steps
+        assert trainer.history.last("clock_seconds") == clock
+        assert ran(trainer).version == 4
+    assert {s for _, s in trainer.strategy.noted} == {0}  # type: ignore[union-attr]
+
+
+def test_messages_queue_on_the_servers_line() -> None:
+    # A message takes 1 s of its node's line and of the server's. Both workers compute 3 s: pushes arrive at 4 and 5,
+    # the answers at 6 and 7, in step 1. Then steps end at 9 and 10, pushes arrive at 10 and 11, answers at 12 and 13.
+    strategy = AsyncDiLoCoStrategy(H=1, patience=2, optim_spec=PLAIN)
+    network, compute = Network(64.0), Compute(3)
+    options: dict[str, Any] = {"model": Constant(), "data": directions([1.0], [1.0]), "max_steps": 2}
+    trainer = run(strategy, 2, network=network, compute=compute, **options)
+    time = trainer.history.time(network, compute)
+    assert time.seconds.tolist() == [0, 7, 13]
+    # At 7 the first worker has computed 1 s of its second step; at 13 likewise.
+    assert time.compute_seconds.tolist() == [3.5, 3] and time.stalls.tolist() == [3.5, 3]
+
+
+def test_the_clock_orders_what_happens_at_once_by_kind_and_node() -> None:
+    clock = VirtualClock(2, Network(math.inf), Compute(1))
+    clock.step(1)
+    clock.step(0)
+    clock.wait(1.0)
+    clock.now = 1.0
+    clock.send(1, 8.0, to_server=False)
+    clock.send(0, 8.0, to_server=True)
+    clock.now = 0.0
+    events = [clock.next()[:2] for _ in range(5)]
+    assert events == [(STEP, 0), (STEP, 1), (ARRIVAL, 0), (TIMER, 0), (RETURN, 1)]
+
+
+def test_a_quorum_merges_lengths_and_directions() -> None:
+    # Learners move (2, 0) and (0, 2): by RDA that is (√2, √2), and their mean (1, 1).
+    options: dict[str, Any] = {"model": Constant(2), "data": directions([2.0, 0.0], [0.0, 2.0]), "max_steps": 1}
+    for merger, expected in (("rda", -math.sqrt(2)), ("mean", -1.0)):
+        strategy = DecoupledDiLoCoStrategy(
+            H=1, fragments=1, delay=0, quorum=2, merger=merger, outer_optim=PLAIN, optim_spec=PLAIN
+        )
+        trainer = run(strategy, 2, compute=1, network=None, **options)
+        assert ran(trainer).outer_weights.tolist() == pytest.approx([expected] * 2)
+
+
+def test_the_grace_of_a_syncer() -> None:
+    # Learners send after 4 s and 5 s, and want an answer two steps later, at 6 s and 7.5 s; the third takes forever.
+    # With γ = 3/4 the syncer waits from 4 s until 5.5 s, and merges both: −4. With γ = 1/4 it merges the first at 4.5 s
+    # and the second at 5.625 s, each by itself: −8. Nine local steps are done at 5 s, the next is at 6 s.
+    for grace, expected in ((0.25, -8), (0.75, -4)):
+        strategy = DecoupledDiLoCoStrategy(
+            H=4, fragments=1, delay=2, grace=grace, merger="mean", outer_optim=PLAIN, optim_spec=PLAIN
+        )
+        options: dict[str, Any] = {"model": Constant(), "data": directions(*[[1.0]] * 3), "max_steps": 3}
+        trainer = run(strategy, 3, compute=Compute([1, 1.25, 100]), network=None, **options)
+        assert [(e.collective, e.groups) for e in trainer.ledger] == (
+            [(what, ((node,),)) for what, node in (("push", 0), ("pull", 0), ("push", 1), ("pull", 1))]
+            if expected == -8
+            else [(what, ((node,),)) for what in ("push", "pull") for node in (0, 1)]
+        )
+        assert ran(trainer).outer_weights.item() == expected
+
+
+# One worker at a time -------------------------------------------------------------------------------------------------
+
+
+class Drawing(nn.Module):
+    """A model with random numbers, buffers, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stream = torch.Generator().manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 10))
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=stream) / 8
+
+    def forward(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    row=st.sampled_from([*TABLE]),
+    H=st.integers(3, 5),
+    speeds=st.lists(st.sampled_from([1.0, 1.3, 2.0, 5.0]), min_size=1, max_size=4),
+    jitter=st.sampled_from([None, 0.4]),
+    network=st.sampled_from([None, NETWORK]),
+)
+@example("decoupled", 3, [1.0, 1.3, 5.0, 1.0], 0.4, NETWORK)
+@example("async DiLoCo", 3, [2.0, 1.0, 2.0], None, None)
+def test_the_outcome_does_not_depend_on_who_is_computed_with_whom(
+    row: str, H: int, speeds: list[float], jitter: float | None, network: Network | None
+) -> None:
+    options: dict[str, Any] = {
+        "num_nodes": len(speeds),
+        "compute": Compute(0.5, speeds=speeds, jitter=jitter),
+        "network": network,
+        "model": Drawing(),
+        "deterministic": True,
+        "max_steps": 5,
+        "val": examples(16),
+        "val_interval": 2,
+    }
+    strategy = made(row, H=H, **({"delay": 1} if row == "decoupled" else {}))
+    together = outcome(run(strategy, **options))
+    step = Workers.step
+
+    def one_by_one(self: Workers, owed: Sequence[int]) -> None:
+        for node, steps in reversed([*enumerate(owed)]):
+            for _ in range(steps):
+                step(self, [int(other == node) for other in range(len(owed))])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workers, "step", one_by_one)
+        assert outcome(run(strategy, **options)) == together
+
+
+def test_workers_that_take_no_step_neither_draw_nor_fetch() -> None:
+    class Counting(TensorDataset):
+        def __init__(self) -> None:
+            super().__init__(*examples().tensors)
+            self.fetched = 0
+
+        def __getitem__(self, index: int) -> Any:
+            self.fetched += 1
+            return super().__getitem__(index)
+
+    own = [Counting(), Counting()]
+    trainer = run(
+        AsyncDiLoCoStrategy(H=1), 2, compute=Compute([3, 1]), data=lambda rank, n, train: own[rank], max_steps=4
+    )
+    assert ran(trainer).clock.steps == [2, 6]
+    assert [one.fetched for one in own] == [2 * 8, 6 * 8]
+    assert trainer.history.last("examples") == 8 * 8
+
+
+# What every strategy must do ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("row", "argument"), [(row, argument) for row in TABLE for argument in TABLE[row][2]])
+def test_every_argument_has_an_effect(row: str, argument: str) -> None:
+    cls, _, changes = TABLE[row]
+    assert argument in changes[argument]
+    assert outcome(run(made(row))) != outcome(run(cls(**changes[argument], lr=1e-2)))
+
+
+def test_the_table_knows_every_argument() -> None:
+    known = {cls: set(changes) for cls, _, changes in TABLE.values()}
+    for cls, _ in STRATEGIES.values():
+        if cls.is_asynchronous:
+            assert set(inspect.signature(cls).parameters) - {"options", *COMMON} == known[cls]
+
+
+@every_row
+@pytest.mark.parametrize("argument", ["max_norm", "warmup_steps", "lr", "optim_spec"])
+def test_common_arguments_have_an_effect(row: str, argument: str) -> None:
+    changed = made(row, **{"lr": None, **COMMON[argument]})
+    plain = made(row, **({"optim_spec": COMMON["optim_spec"]["optim_spec"], "lr": None} if "norm" in argument else {}))
+    assert outcome(run(plain)) != outcome(run(changed))
+
+
+@every_row
+def test_two_runs_are_equal_and_their_bytes_are_a_formula(row: str) -> None:
+    first, second = run(made(row), max_steps=20), run(made(row), max_steps=20)
+    assert outcome(first) == outcome(second)
+    # Every full phase is pushed: 4·P bytes. By fragments: two layers, of 1040 after 2 + 4n steps and 170 after 4n.
+    H, steps = TABLE[row][1]["H"], ran(first).clock.steps
+    expected = [4.0 * P * (n // H) for n in steps]
+    if row == "decoupled":
+        expected = [4.0 * (1040 * ((n + 2) // H) + 170 * (n // H)) for n in steps]
+    assert first.ledger.node_payload_bytes.tolist() == expected
+    assert sum(e.payload_bytes for e in first.ledger if e.collective == "pull") == first.ledger.server_wire_bytes > 0
+    assert len({len(e.groups[0]) for e in first.ledger}) == 1
+
+
+@pytest.mark.parametrize("name", [name for name, (cls, _) in STRATEGIES.items() if cls.is_asynchronous])
+def test_it_learns_digits(name: str) -> None:
+    (cls, arguments), (train, val) = STRATEGIES[name], digits()
+    trainer = Trainer(MLP(hidden=(32,), seed=0), train, val)
+    trainer.fit(
+        strategy=cls(**arguments, lr=1e-2),
+        num_nodes=4,
+        max_steps=100,
+        val_size=360,
+        val_interval=None,
+        compute=Compute(1, speeds=[1, 1, 1.5, 2], jitter=0.2),
+        network=NETWORK,
+        progress=False,
+    )
+    losses = trainer.history.measured("global_loss")[0]
+    assert losses[-1] < 0.35 * losses[0]
+    assert trainer.history.last("global_accuracy") > 0.85
+
+
+def test_a_fast_worker_saves_hours() -> None:
+    # In lockstep a step takes as long as the slowest worker; without, ten fast steps are taken meanwhile.
+    train, val = digits()
+    compute, hours = Compute(1, speeds=[1, 1, 1, 10]), []
+    for strategy in (
+        DiLoCoStrategy(H=5, outer_lr=0.4, lr=1e-2),
+        AsyncDiLoCoStrategy(H=5, outer_optim=OptimSpec("sgd", lr=0.4), lr=1e-2),
+    ):
+        trainer = Trainer(MLP(hidden=(32,), seed=0), train, val)
+        options: dict[str, Any] = {"compute": compute, "network": NETWORK} if strategy.is_asynchronous else {}
+        trainer.fit(
+            strategy=strategy, num_nodes=4, max_steps=120, val_size=360, val_interval=5, progress=False, **options
+        )
+        (step,) = trainer.history.first(0.5, "global_loss", "step")
+        hours.append(trainer.history.time(NETWORK, compute).seconds[int(step)])
+    assert hours[1] < 0.6 * hours[0]
+
+
+# The record, and resuming ---------------------------------------------------------------------------------------------
+
+
+@every_row
+def test_a_run_resumes_in_the_middle_of_everything(row: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 14, "deterministic": True, "val": examples(16), "val_interval": 7}
+    whole = outcome(run(made(row), **options))
+    run(made(row), **{**options, "max_steps": 7}, save_dir=tmp_path)
+    assert outcome(run(made(row), **options, save_dir=tmp_path, resume=True)) == whole
+    with pytest.raises(ValueError, match=r"compute\['node_seconds'\].* was|compute was"):
+        run(made(row), **options, compute=2.0, resume=load_checkpoint(tmp_path, 7))
+    fork = run(made(row), **options, resume=load_checkpoint(tmp_path, 7).fork())
+    assert ran(fork).clock.taken == 4 * 7 and fork.history["step"][0] == 7
+
+
+def test_the_record_has_its_seconds_and_no_others(tmp_path: Path) -> None:
+    trainer = run(made("delayed Nesterov"))
+    trainer.history.to_json(tmp_path / "history.json")
+    for history in (trainer.history, History.from_json(tmp_path / "history.json")):
+        time = vsim.timeline(history, NETWORK, SPEEDS)
+        assert time.seconds.tolist() == [0.0, *trainer.history["clock_seconds"][1:]]
+        assert 0 < time.utilization < 1
+        assert time.compute_seconds.sum() + time.stalls.sum() == pytest.approx(time.seconds[-1])
+        assert "12 steps" in repr(time)
+        with pytest.raises(ValueError, match=r"another compute is another run: .* and Compute\(0.2"):
+            history.time(NETWORK, 0.8)
+        with pytest.raises(ValueError, match="no picture"):
+            time.plot()
+
+
+def test_members_of_a_comparison_are_their_own_runs() -> None:
+    strategies = {"lockstep": FedAvgStrategy(H=3, lr=1e-2), **{row: made(row) for row in TABLE}}
+    options: dict[str, Any] = {"num_nodes": 4, "max_steps": 9, "batch_size": 8, "deterministic": True}
+    comparison = vsim.compare(
+        model(), uneven, strategies=strategies, compute=SPEEDS, network=NETWORK, progress=False, **options
+    )
+    for row in TABLE:
+        alone = run(made(row), max_steps=9, deterministic=True).history
+        assert np.array_equal(comparison[row].history.node_losses, alone.node_losses, equal_nan=True)
+        assert list(comparison[row].history.ledger) == list(alone.ledger)
+    assert "hours" in comparison.table()
+    alone_on_clock = vsim.compare(
+        model(), uneven, strategies={"a": made("async DiLoCo")}, compute=SPEEDS, progress=False, **options
+    )
+    assert alone_on_clock["a"].history.last("clock_seconds") > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "error", "message"),
+    [
+        (lambda: AsyncDiLoCoStrategy(buffer=2, patience=2), {}, TypeError, "buffer and patience both say"),
+        (lambda: AsyncDiLoCoStrategy(staleness="log"), {}, ValueError, "staleness must be one of 'none', 'sqrt'"),
+        (lambda: AsyncDiLoCoStrategy(H=1, staleness=lambda s: -1), {}, ValueError, "staleness weight must be"),
+        (lambda: DelayedNesterovStrategy(c=0.5), {}, ValueError, "c must be at most 1/N, 0.25, got 0.5"),
+        (lambda: DecoupledDiLoCoStrategy(quorum=5), {}, ValueError, "quorum must be at most the number of nodes, 4"),
+        (lambda: DecoupledDiLoCoStrategy(H=2), {}, ValueError, "delay must be below H"),
+        (lambda: DecoupledDiLoCoStrategy(H=3, fragments=9), {}, ValueError, "fragments must be at most"),
+        (lambda: AsynchronousStrategy(H=1), {}, NotImplementedError, "AsynchronousStrategy must define receive"),
+        (
+            lambda: AsyncDiLoCoStrategy(H=1, optim_spec="sgd", lr=1e30),
+            {},
+            FloatingPointError,
+            "non-finite loss at step",
+        ),
+        (lambda: AsyncDiLoCoStrategy(), {"compute": "fast"}, ValueError, "seconds_per_step"),
+    ],
+)
+def test_what_is_refused(
+    strategy: Callable[[], Strategy], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run(strategy(), **options)

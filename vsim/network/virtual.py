@@ -1,0 +1,108 @@
+"""Virtual time of an asynchronous run: which worker's step, or which message, is done next."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import numpy as np
+
+from vsim.network.compute import Compute
+from vsim.network.links import Network
+
+# What happens, in this order where it happens at the same moment: a local step is done, a message reaches the server,
+# the server has waited so long, a message reaches its worker.
+STEP, ARRIVAL, TIMER, RETURN = range(4)
+_BLOCK = 256  # steps whose seconds are drawn at once
+
+
+class VirtualClock:
+    """K workers and a server, in virtual time.
+
+    Messages cost what pushes and pulls of one node do on the network; those of one line queue in order, as those of
+    the server's do. What is done at the same moment is in the order of its kind, and of the nodes.
+
+    Attributes:
+        now: seconds. steps: (K,) local steps that every worker has done; taken: their sum.
+    """
+
+    def __init__(self, num_nodes: int, network: Network, compute: Compute) -> None:
+        self.network, self.compute = network, compute
+        self.now, self.taken, self.number = 0.0, 0, 0
+        self.steps = [0] * num_nodes
+        self._coming: list[tuple[float, int, int, int]] = []  # a heap: when, what, node, number
+        self._ends, self._begun = [0.0] * num_nodes, 0.0  # of the step that is computed; seconds of all that began
+        self._busy = [[0.0] * (num_nodes + 1) for _ in range(2)]  # until when lines are, in and out; last the server's
+        self._drawn = np.empty((0, num_nodes))
+        self._computed = compute.steps(num_nodes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that changes, but for drawn seconds, which follow from their seed."""
+        fixed = ("network", "compute", "_drawn", "_computed")
+        return {name: value for name, value in vars(self).items() if name not in fixed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        vars(self).update(state)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What its seconds follow from, as lists, numbers and text."""
+        return {"network": self.network.as_plain(), "compute": self.compute.as_plain()}
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether nothing more happens before some worker's next local step is done."""
+        return not self._coming or self._coming[0][1] == STEP
+
+    @property
+    def computed_seconds(self) -> float:
+        """What a worker has computed until now, in the mean of the workers."""
+        return (self._begun - sum(max(0.0, end - self.now) for end in self._ends)) / len(self.steps)
+
+    def next(self) -> tuple[int, int, int]:
+        """Go on to what happens next: what, the node, and the number of the message or timer."""
+        self.now, what, node, number = heapq.heappop(self._coming)
+        if what == STEP:
+            self.steps[node] += 1
+            self.taken += 1
+        return what, node, number
+
+    def step(self, node: int) -> None:
+        """Let a worker begin its next local step."""
+        seconds = self.step_seconds(node)
+        self._begun += seconds
+        self._ends[node] = self.now + seconds
+        self._plan(self._ends[node], STEP, node)
+
+    def step_seconds(self, node: int) -> float:
+        """Return how long a worker's next local step takes."""
+        own = self.compute.node_seconds
+        if self.compute.jitter:
+            while len(self._drawn) <= self.steps[node]:
+                self._drawn = np.concatenate([self._drawn, self._computed.next(_BLOCK)])
+            own = self._drawn[self.steps[node]]
+        return float(own[node % len(own)])
+
+    def send(self, node: int, payload_bytes: float, to_server: bool) -> int:
+        """Put a message on the lines; return its number."""
+        way, price = self._busy[not to_server], self.message_seconds(node, payload_bytes, to_server)
+        held = float(self.network.server_seconds(to_server, payload_bytes))
+        begins = max(self.now, way[node])
+        way[node] = max(begins + price, way[-1] + held)
+        way[-1] = max(begins, way[-1]) + held
+        return self._plan(way[node], ARRIVAL if to_server else RETURN, node)
+
+    def message_seconds(self, node: int, payload_bytes: float, to_server: bool) -> float:
+        """Return how long a message takes where no other is on its way."""
+        collective = "push" if to_server else "pull"
+        return float(self.network.seconds(collective, self.network.kind([node]), payload_bytes)[0])
+
+    def wait(self, seconds: float, node: int = 0) -> int:
+        """Set a timer; return its number."""
+        return self._plan(self.now + seconds, TIMER, node)
+
+    def _plan(self, when: float, what: int, node: int) -> int:
+        self.number += 1
+        heapq.heappush(self._coming, (when, what, node, self.number))
+        return self.number

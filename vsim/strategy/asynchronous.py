@@ -1,0 +1,183 @@
+"""Asynchronous strategies: workers train at their own speeds, and a server steps the outer weights as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import Unpack
+
+from vsim.arguments import whole_number
+from vsim.cluster import Cluster
+from vsim.cluster.optim import clip_by_node
+from vsim.cluster.optimizers import JointOptimizers, evaluating, torch_optimizers
+from vsim.network.virtual import ARRIVAL, RETURN, STEP, VirtualClock
+from vsim.private_torch import mark_stepped
+from vsim.strategy.base import Strategy, StrategyOptions
+
+
+class AsynchronousStrategy(Strategy):
+    """A server with outer weights φ, and workers that train alone between two visits. The base to subclass.
+
+        worker k   takes φ, trains alone for H_k local steps, pushes θ_k, and waits until it may pull φ anew
+        server     at every arrival, in the order of virtual time: `receive`
+
+    Everything happens in the order of virtual time, and where it happens at once in that of the nodes. The run's step s
+    is s·K local steps of all workers together, so that it has seen as many examples as the step s of a run in lockstep;
+    what happens before the next local step is done belongs to it. The learning rate is that of the run's step.
+
+    Args:
+        H: local steps from pulling to pushing, at least 1.
+        options: those of every strategy; see `Strategy`. Every worker has an inner optimizer of its own, which lasts.
+
+    Attributes, beside those of `Strategy`:
+        clock: the workers in virtual time; set before the setup.
+        step_workers: set by the training loop; called with the local steps that each worker has to catch up on.
+
+    Payload: all weights, from a worker to the server and back, once a visit.
+    """
+
+    is_asynchronous = True
+    derived = (*Strategy.derived, "step_workers")
+
+    clock: VirtualClock
+    outer_weights: Tensor  # φ, shared (P,)
+    taken: Tensor  # φ as each worker took it, stacked (K, P)
+    messages: dict[int, tuple[Tensor, Any]]  # on their way, by number: a shared row, and what is known with it
+    version: int  # how often φ has been stepped
+    versions: list[int]  # likewise when each worker took it
+    owed: list[int]  # local steps that each worker has done in virtual time, and that are not computed yet
+    until: list[int]  # the local step with which each worker's phase ends
+    seen: list[int]  # examples of each worker, or tokens where batches hold token ids
+    outer_optims: list[Optimizer]  # that step φ, if there are any
+    losses: Tensor  # of each worker's last local step, stacked (K,); NaN before there is one
+    step_workers: Callable[[Sequence[int]], None]
+
+    def __init__(self, H: int, **options: Unpack[StrategyOptions]) -> None:
+        self.H = whole_number("H", H)
+        super().__init__(**options)
+
+    @torch.no_grad()
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        cluster.collectives.ledger.clock = self.clock.facts
+        nodes = range(cluster.num_nodes)
+        self.keep_shared(outer_weights=cluster.weights[0].clone(), outer_optims=[], messages={}, version=0)
+        self.keep_stacked(
+            taken=cluster.weights.clone(),
+            losses=torch.full((len(nodes),), torch.nan, dtype=torch.float64),
+            versions=[0 for _ in nodes],
+            owed=[0 for _ in nodes],
+            until=[self.phase(node) for node in nodes],
+            seen=[0 for _ in nodes],
+        )
+        for node in nodes:
+            self.clock.step(node)
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        replicas, exact = self.cluster.replicas, self.cluster.deterministic
+        rows = [replicas.rows(node, node + 1) for node in range(num_nodes)]
+        self.optim = JointOptimizers([self.optim_spec.build_for(row, exact) for row in rows])
+
+    # What a strategy says ---------------------------------------------------------------------------------------------
+
+    def phase(self, node: int) -> int:
+        """Return the local steps of a worker's next phase; here H."""
+        return self.H
+
+    def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
+        """Let the server take what a worker has come to; return the workers that take φ now, of those that wait.
+
+        Args:
+            weights: θ_k, shared (P,); `taken[node]` is where it began. staleness: the steps that φ has taken since.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define receive")
+
+    # In virtual time --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Take the run's next step: K local steps of all workers together."""
+        clock, self.cluster.collectives.moment = self.clock, "weights"
+        end = clock.taken + self.cluster.num_nodes
+        while clock.taken < end or not clock.is_between_steps:
+            what, node, number = clock.next()
+            if what == STEP:
+                self.owed[node] += 1
+                self.after_local_step(node)
+            elif what == ARRIVAL:
+                self.arrived(node, self.messages.pop(number))
+            elif what == RETURN:
+                self.returned(node, self.messages.pop(number))
+            else:
+                self.waited(number)
+        self.catch_up()
+        self.cluster.collectives.ledger.seconds.append((clock.now, clock.computed_seconds))
+        for optimizer in torch_optimizers(self.optim):  # of a worker that has taken no step yet
+            mark_stepped(optimizer)
+        for scheduler in chain(*self.schedulers):
+            scheduler.step()
+        self.cluster.completed = self.cluster.step
+
+    def catch_up(self) -> None:
+        """Compute all local steps that are done by now: workers know nothing of each other, so they go together."""
+        if any(self.owed):
+            self.step_workers(self.owed)
+            self.owed = [0] * len(self.owed)
+
+    def step_worker(self, node: int) -> None:
+        """Clip a worker's gradient and step its inner optimizer."""
+        if self.max_norm is not None:
+            clip_by_node(self.cluster.replicas.rows(node, node + 1), self.max_norm, self.cluster.deterministic)
+        self.optim.optimizers[node].step()  # type: ignore[union-attr]
+
+    def after_local_step(self, node: int) -> None:
+        """Go on with the phase of a worker, or end it."""
+        if self.clock.steps[node] < self.until[node]:
+            self.clock.step(node)
+        else:
+            self.catch_up()
+            self.push(node, self.cluster.weights[node])
+
+    def push(self, node: int, row: Tensor, label: str = "outer gradient", facts: Any = None) -> None:
+        """Send a shared row (n,) of a worker to the server, and what else is known with it."""
+        collectives = self.cluster.collectives
+        (sent,) = collectives.push(row.expand(collectives.num_nodes, -1), among=[node], label=label)
+        self.messages[self.clock.send(node, sent.nbytes, to_server=True)] = sent, facts
+
+    def pull(self, node: int, row: Tensor, label: str = "outer weights", facts: Any = None) -> None:
+        """Send a shared row (n,) of the server to a worker."""
+        sent = self.cluster.collectives.pull(row, among=[node], label=label).clone()
+        self.messages[self.clock.send(node, sent.nbytes, to_server=False)] = sent, facts
+
+    def arrived(self, node: int, message: tuple[Tensor, Any]) -> None:
+        """Take a worker's message at the server."""
+        for one in self.receive(node, message[0], self.version - self.versions[node]):
+            self.pull(one, self.outer_weights, facts=self.version)
+
+    def returned(self, node: int, message: tuple[Tensor, Any]) -> None:
+        """Let a worker that waits take φ, and begin its next phase."""
+        weights, self.versions[node] = message
+        self.taken[node] = weights
+        self.cluster.weights[node] = weights
+        self.until[node] += self.phase(node)
+        self.clock.step(node)
+
+    def waited(self, number: int) -> None:
+        """Act when the server has waited as long as it wanted to; nothing here."""
+
+    def measured(self) -> Mapping[str, float]:
+        return {"clock_seconds": self.clock.now, "compute_seconds": self.clock.computed_seconds}
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with super().evaluating(), evaluating(JointOptimizers(self.outer_optims), self.outer_weights):
+            yield
+
+    def global_weights(self) -> Tensor:
+        return self.outer_weights

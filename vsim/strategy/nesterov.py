@@ -1,0 +1,88 @@
+"""Delayed Nesterov: a server that steps at every arrival, and moves its momentum at every N-th."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from vsim.arguments import real_number, true_or_false, whole_number
+from vsim.cluster import Cluster
+from vsim.strategy.asynchronous import AsynchronousStrategy
+from vsim.strategy.base import StrategyOptions
+
+
+class DelayedNesterovStrategy(AsynchronousStrategy):
+    """Asynchronous local SGD with Delayed Nesterov momentum [Liu et al. 2024, arXiv:2401.09135].
+
+        worker k   takes φ, H_k inner steps, sends g = φ_k − θ_k; takes φ anew
+        server     at every arrival:    Δ ← Δ + g
+                   if it is the N-th:   m ← β m + Δ/N;  φ ← φ − ε ((1 − cN + c) β m + g/N);  Δ ← 0
+                   else:                φ ← φ − ε (c β m + g/N)
+
+    A momentum that decayed at every arrival would forget K times as fast as in lockstep, and amplify stale directions.
+
+    Args:
+        H: inner steps of a phase, at least 1; with `dylu` those of the fastest worker.
+        N: arrivals from one move of the momentum to the next. Default K.
+        c: in [0, 1/N], the share of the momentum in each of the steps between.
+        outer_lr: ε. momentum: β in [0, 1].
+        dylu: dynamic local updates: H_k = ⌊H v_k / v_max⌋, at least 1, with the speeds v of `compute`, so that all
+            phases take about as long.
+        options: those of every strategy; see `Strategy`.
+
+    Payload: all weights, up and down, of a worker after every H_k of its steps.
+
+    With equal speeds, N = K, c = 0 and equal g, N arrivals are one step of torch's Nesterov SGD with gradient g.
+    """
+
+    def __init__(
+        self,
+        H: int = 50,
+        *,
+        N: int | None = None,
+        c: float = 0.0,
+        outer_lr: float = 0.7,
+        momentum: float = 0.9,
+        dylu: bool = False,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        self.N = None if N is None else whole_number("N", N)
+        self.c = real_number("c", c, at_least=0, at_most=1)
+        self.outer_lr = real_number("outer_lr", outer_lr, above=0)
+        self.momentum = real_number("momentum", momentum, at_least=0, at_most=1)
+        self.dylu = true_or_false("dylu", dylu)
+        super().__init__(H, **options)
+
+    m: Tensor  # shared (P,)
+    gathered: Tensor  # Δ, shared (P,)
+
+    def setup(self, cluster: Cluster) -> None:
+        self.every = cluster.num_nodes if self.N is None else self.N
+        if self.c * self.every > 1:
+            raise ValueError(f"c must be at most 1/N, {1 / self.every:g}, got {self.c:g}: it is spent N − 1 times")
+        super().setup(cluster)
+        m, gathered = (torch.zeros_like(self.outer_weights) for _ in range(2))
+        self.keep_shared(m=m, gathered=gathered)
+
+    def phase(self, node: int) -> int:
+        if not self.dylu:
+            return self.H
+        seconds = self.clock.compute.node_seconds
+        own = self.H * float(seconds.min() / seconds[node % len(seconds)])
+        return max(1, math.floor(own + 1e-9))  # which rounding may leave below a whole number
+
+    def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
+        N, c, g = self.every, self.c, self.taken[node] - weights
+        self.gathered += g
+        self.version += 1
+        share = c
+        if self.version % N == 0:
+            self.m.mul_(self.momentum).add_(self.gathered / N)
+            self.gathered.zero_()
+            share = 1 - c * N + c
+        self.outer_weights -= self.outer_lr * (share * self.momentum * self.m + g / N)
+        return [node]

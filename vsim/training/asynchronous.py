@@ -1,0 +1,105 @@
+"""The local steps of asynchronous workers: those that are known to be taken are computed together.
+
+Virtual time says which steps are done, but not when they are computed: nothing that a worker does in a phase depends on
+the others. Steps are therefore owed until somebody wants to see a worker's weights, and then all that are owed are
+computed, one of every worker that owes some in each call. A worker that owes none neither steps nor counts, draws from
+no stream and fetches no data, so that the outcome does not depend on who went with whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vsim.cluster.replicas import Replicas, matrix
+from vsim.data.batches import Batches
+from vsim.data.joint import examples_in, one_in_memory, tokens_in
+from vsim.engine import Executor
+from vsim.strategy.asynchronous import AsynchronousStrategy
+from vsim.training.member import Member
+
+Make = Callable[[Replicas, list[torch.Generator]], Executor]  # an executor for some rows
+
+
+class Workers:
+    """The workers of a member, whose steps are computed in calls of as many rows as there are to be stepped.
+
+    Args:
+        member: set up, and resumed if it resumes. engine: computes all its rows. make: makes executors for fewer.
+        minibatch_size: examples per node at once; None: the whole batch.
+    """
+
+    def __init__(self, member: Member, engine: Executor, make: Make, minibatch_size: int | None) -> None:
+        strategy, batches = member.strategy, member.part.batches
+        assert isinstance(strategy, AsynchronousStrategy) and isinstance(batches, Batches)
+        self.member, self.strategy, self.engine, self.minibatch_size = member, strategy, engine, minibatch_size
+        self._make = make
+        self._fewer: dict[int, Executor] = {}  # by number of rows
+        self._here = nullcontext if one_in_memory(batches) is not None else member.part.here
+        skipped = member.done - strategy.clock.taken // member.cluster.num_nodes  # of a run that another forked from
+        self._feeds = [batches.of_node(node, skipped + own) for node, own in enumerate(strategy.clock.steps)]
+        strategy.step_workers = self.step
+
+    def take_step(self) -> None:
+        """Take the next step of the run."""
+        self.strategy.advance()
+        self.member.node_losses = self.strategy.losses.tolist()
+
+    def step(self, owed: Sequence[int]) -> None:
+        """Let each worker take so many local steps."""
+        for taken in range(max(owed)):
+            shapes: dict[Any, dict[int, Any]] = {}  # the last batch of a worker's epoch may be smaller
+            for node in (node for node, steps in enumerate(owed) if steps > taken):
+                with self._here():
+                    batch = next(self._feeds[node])
+                shapes.setdefault(tuple(t.shape for t in tree_leaves(batch)), {})[node] = batch
+            for own in shapes.values():
+                self._step([*own], tree_map(lambda *rows: torch.cat(rows), *own.values()))
+
+    def _step(self, nodes: list[int], batch: Any) -> None:
+        """Let some workers take a local step on their stacked batch (n, B, …)."""
+        replicas, member = self.engine.replicas, self.member
+        batch = tree_map(lambda t: t.to(replicas.weights.device, non_blocking=True), batch)
+        if len(nodes) == replicas.num_held:
+            losses = self._losses_and_grads(self.engine, batch)
+        else:
+            losses = self._of_few(nodes, batch)
+        member.check_losses(dict(zip(nodes, losses.tolist(), strict=True)))
+        self.strategy.losses[nodes] = losses.to(self.strategy.losses)
+        examples, tokens = examples_in(batch), tokens_in(batch)
+        for node in nodes:
+            self.strategy.step_worker(node)
+            self.strategy.seen[node] += tokens or examples
+        member.examples += len(nodes) * examples
+        member.tokens += len(nodes) * tokens
+
+    def _losses_and_grads(self, executor: Executor, batch: Any) -> Tensor:
+        with torch.enable_grad():  # which a strategy does without
+            return executor.losses_and_grads(batch, self.minibatch_size)
+
+    def _of_few(self, nodes: list[int], batch: Any) -> Tensor:
+        """Return the losses (n,) of some workers and leave their gradients, computed on copies of their rows."""
+        whole = self.engine.replicas
+        if len(nodes) not in self._fewer:
+            size = len(nodes), whole.num_parameters
+            weights, grads = (matrix(*size, whole.weights.dtype, whole.weights.device) for _ in range(2))
+            buffers = {name: b[: len(nodes)].clone() for name, b in whole.buffers.items()}
+            few = replace(whole, weights=weights, grads=grads, buffers=buffers, num_held=len(nodes))
+            self._fewer[len(nodes)] = self._make(few, [])
+        executor = self._fewer[len(nodes)]
+        few = executor.replicas
+        executor.generators[:] = [self.member.streams[node] for node in nodes]  # type: ignore[index]
+        few.weights.copy_(whole.weights[nodes])
+        for name, buffer in few.buffers.items():
+            buffer.copy_(whole.buffers[name][nodes])
+        losses = self._losses_and_grads(executor, batch)
+        whole.grads[nodes] = few.grads
+        for name, buffer in few.buffers.items():
+            whole.buffers[name][nodes] = buffer
+        return losses
