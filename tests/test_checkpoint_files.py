@@ -143,7 +143,7 @@ def test_a_folder_where_nothing_can_be_used(run: Path, tmp_path: Path) -> None:
 
 FORGED = [
     ('"step": 7', '"step": "seven"', "step must be a whole number"),
-    ('"num_nodes": 3, "executor"', '"num_nodes": -3, "executor"', "does not have -3 values a step"),
+    ('"num_nodes": 3, "population"', '"num_nodes": -3, "population"', "does not have -3 values a step"),
     ('"columns": {"step"', '"columns": {"more"', "'step'"),
     ('"columns": {"step": {"sha256": "', '"columns": {"step": {"sha256": "elsewhere', "elsewhere"),
     ('"dtype": "float64"', '"dtype": "load"', "view"),

@@ -27,7 +27,7 @@ def saved(**roots: Any) -> dict[str, Any]:
 
 
 def put_back(tree: dict[str, Any], **live: Any) -> dict[str, Any]:
-    restorer = Restorer(True, None, 3, {})
+    restorer = Restorer(True, 3, range(3), False, {})
     return {name: restorer.restore(tree[name], value, name) for name, value in live.items()}
 
 
@@ -194,7 +194,8 @@ def test_what_does_not_fit() -> None:
 
 
 def narrowed(value: Any, live: Any, node: int = 1) -> Any:
-    return Restorer(True, node, 3, {}).restore(saved(x=value)["x"], live, "x")
+    rows = range(3) if node is None else [node]
+    return Restorer(True, 3, rows, node is not None, {}).restore(saved(x=value)["x"], live, "x")
 
 
 def gathered(values: list[Any]) -> Any:
@@ -209,7 +210,7 @@ def gathered(values: list[Any]) -> Any:
 
 
 def joined(values: list[Any], live: Any) -> Any:
-    return Restorer(False, None, 3, {}).restore(gathered(values), live, "x")
+    return Restorer(False, 3, range(3), False, {}).restore(gathered(values), live, "x")
 
 
 def rows(count: int = 3) -> Tensor:
@@ -259,7 +260,7 @@ def test_every_process_has_its_own_again(values: tuple[Any, ...], same: list[Any
     whole = gathered([{"own": value, "same": same} for value in values])
     assert whole["items"][1][1]["kind"] == "object"  # what is equal is there once
     for node, value in enumerate(values):
-        back = Restorer(False, node, 3, {}).restore(whole, {}, "x")
+        back = Restorer(False, 3, [node], True, {}).restore(whole, {}, "x")
         assert repr(back) == repr({"own": value, "same": same})
 
 

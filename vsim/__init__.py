@@ -2,6 +2,7 @@
 
 from vsim.checkpoint.files import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from vsim.cluster.ledger import Event, Ledger
+from vsim.cluster.participation import Deadline, Dropout, DropSlowest, OverCommit, Sample, Schedule, Trace
 from vsim.compare import compare
 from vsim.compat import exogym
 from vsim.compat.diloco_sim import DilocoSimulator
@@ -31,8 +32,11 @@ __all__ = [
     "ComparedRun",
     "Comparison",
     "Compute",
+    "Deadline",
     "Difference",
     "DilocoSimulator",
+    "DropSlowest",
+    "Dropout",
     "EarlyStopping",
     "Event",
     "History",
@@ -40,9 +44,13 @@ __all__ = [
     "Ledger",
     "LocalTrainer",
     "Network",
+    "OverCommit",
+    "Sample",
+    "Schedule",
     "Sweep",
     "TensorBoardLogger",
     "Timeline",
+    "Trace",
     "Trainer",
     "VerifyReport",
     "WandbLogger",

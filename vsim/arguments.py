@@ -58,16 +58,23 @@ def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | Non
 
 
 def real_number(
-    name: str, value: Any, *, at_least: float = -math.inf, above: float = -math.inf, at_most: float = math.inf
+    name: str,
+    value: Any,
+    *,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    below: float = math.inf,
 ) -> float:
     """Return `value` as a float if it is finite and in the range; raise a ValueError or TypeError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not (at_least <= value <= at_most and value > above) or abs(value) == math.inf:
+    if not (at_least <= value <= at_most and above < value < below):
         bounds = [
             f">= {at_least:g}" if at_least > -math.inf else "",
             f"> {above:g}" if above > -math.inf else "",
             f"<= {at_most:g}" if at_most < math.inf else "",
+            f"< {below:g}" if below < math.inf else "",
         ]
         allowed = [bound for bound in bounds if bound]
         if not allowed or abs(value) == math.inf:

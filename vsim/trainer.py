@@ -17,6 +17,7 @@ from vsim.arguments import known_keywords, reject_unknown
 from vsim.checkpoint.files import Checkpoint, load_checkpoint, saving_of, start_of
 from vsim.checkpoint.folder import Saving, checkpoints_in, held
 from vsim.cluster.ledger import Ledger
+from vsim.cluster.participation import Participation
 from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Data
@@ -150,8 +151,9 @@ class Trainer:
             raise ValueError("only the simulator prepares a run in this process; backend='process' runs eager PyTorch")
         device = self.device_of(chosen)
         with isolated(chosen.seed, device):
-            history = History(type(chosen.strategy).__name__, chosen.num_nodes)
-            return prepare([self.config(chosen)], [Recorder(history)], [history], device)
+            config = self.config(chosen)
+            history = History(type(chosen.strategy).__name__, chosen.num_nodes, config.population)
+            return prepare([config], [Recorder(history)], [history], device)
 
     def explain(self, **options: Any) -> Explanation:
         """Take the first steps of `fit(**options)` and tell how they are computed; nothing is kept of them.
@@ -181,6 +183,7 @@ class Trainer:
         val_size: int = 64,
         val_interval: int | None = 100,
         seed: int = 42,
+        participation: Participation | None = None,
         device: str | torch.device | None = None,
         autocast: bool = False,
         executor: str = "auto",
@@ -223,6 +226,8 @@ class Trainer:
             shuffle: a new order every epoch.
             val_size: validation examples used; val_interval: steps between validations (None: first and last only).
             seed: everything random follows from it. The process's own random state is not touched.
+            participation: who takes part in which steps: `vsim.Sample`, `Dropout`, `Schedule`, `Trace`, or a rule for
+                stragglers; see `vsim.cluster.participation`. None: all nodes in all steps.
             device: as of Trainer, which it overrides.
             autocast: compute in bfloat16 where torch.autocast does; weights stay as they are.
             executor: "vmap" (all nodes at once), "loop" (one by one) or "auto": whichever is fastest on the first steps
@@ -292,7 +297,7 @@ class Trainer:
         label = self.run_label or f"{strategy.removesuffix('Strategy')} × {num_nodes}"
         config = self.config(options, label)
         device = self.device_of(options)
-        self.history, self.strategy = History(name, num_nodes), None
+        self.history, self.strategy = History(name, num_nodes, config.population), None
         if config.start is not None:
             config.start.fill(self.history)
         self.loggers = options.loggers
@@ -320,10 +325,14 @@ class Trainer:
         """Train all nodes as rows of one matrix in this process."""
         with isolated(config.seed, device):
             run = prepare([config], [recorder], [self.history], device)
-            (member,) = run.members
-            self.strategy, self._last = member.strategy, member
-            train(run)
-            return member.mean_model()
+            (self._last,) = run.members
+            self.strategy = self._last.strategy
+            try:
+                train(run)
+            finally:
+                (self._last,) = run.members  # another one where nodes have joined or left
+                self.strategy = self._last.strategy
+            return self._last.mean_model()
 
     def _train_in_processes(self, config: RunConfig, options: FitOptions, recorder: Recorder) -> nn.Module:
         """Train every node in a process of its own, or as the rank that this process is."""

@@ -80,7 +80,7 @@ class Checkpoint:
     def _rows(self, node: Node) -> Tensor:
         apart = node["items"] if node["kind"] == "each" else [node]
         rows = torch.cat([own["value"] for own in apart]).cpu()
-        return rows.expand(self.num_nodes, *rows.shape[1:])  # equal nodes may share one row
+        return rows if len(rows) > 1 else rows.expand(self.num_nodes, *rows.shape[1:])  # equal nodes may share one row
 
     def mean_weights(self) -> Tensor:
         """Return the mean replica, shared (P,); equal replicas are it as they are."""
@@ -105,8 +105,8 @@ class Checkpoint:
         self.check_layout(skeleton)
         if node is None:
             return skeleton.as_module(self.mean_weights(), self.mean_buffers(), like)
-        if not 0 <= node < self.num_nodes:
-            raise IndexError(f"node must be from 0 to {self.num_nodes - 1}, got {node}")
+        if not 0 <= node < len(self.weights):
+            raise IndexError(f"node must be from 0 to {len(self.weights) - 1}, got {node}")
         return skeleton.as_module(self.weights[node], {n: b[node] for n, b in self.buffers.items()}, like)
 
     def fork(self, optimizer: bool = True) -> Checkpoint:
@@ -139,6 +139,7 @@ class Checkpoint:
         record = {
             "strategy": history.strategy,
             "num_nodes": history.num_nodes,
+            "population": self.ledger.num_nodes,
             "executor": history.executor,
             "columns": {name: torch.from_numpy(history[name]) for name in history.columns},
             "node_losses": torch.from_numpy(history.node_losses),

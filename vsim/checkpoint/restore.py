@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from vsim.checkpoint.snapshot import CONTAINERS, FIXED, GENERATORS, MADE, Node, fill, part_of, parts_of
 from vsim.cluster.collectives import Pending
@@ -32,20 +33,23 @@ class Restorer:
 
     Args:
         together: whether the nodes were saved together, as rows; if not, by a process each.
-        node: the node held here; None: all are, as rows.
-        num_nodes: K.
+        num_saved: how many they were.
+        rows: which of them each node here continues. apart: whether it is one node of several processes.
         known: as of `Snapshot`. Tensors that are made anew go where its "weights" are, if they were not on the CPU.
 
     Attributes:
-        moves: whether values move between nodes together and nodes apart.
+        moves: whether values move between nodes together and nodes apart, or between nodes.
 
     Raises:
         CheckpointError: a saved value does not fit the object that is there.
     """
 
-    def __init__(self, together: bool, node: int | None, num_nodes: int, known: Mapping[str, Any]) -> None:
-        self.moves = together != (node is None)
-        self._node, self._num_nodes = node, num_nodes
+    def __init__(
+        self, together: bool, num_saved: int, rows: Sequence[int], apart: bool, known: Mapping[str, Any]
+    ) -> None:
+        self.moves = together == apart or (not apart and list(rows) != list(range(num_saved)))
+        self._rows, self._apart = list(rows), apart
+        self._num_saved = num_saved if together else 1  # rows of a stacked tensor that was saved
         self._made = dict(known)  # path → what was restored
         self._written: dict[int, int] = {}  # where a tensor begins here → number of the memory that was saved
 
@@ -53,13 +57,14 @@ class Restorer:
         """Write a node into `live`, which is at `path`; return it, or what replaces it.
 
         Args:
-            placement: "stacked" or "shared"; None: told from shapes, or declared by what is met on the way.
+            placement: "stacked" or "shared"; "parts": a sequence of stacked values; None: told from shapes, or
+                declared by what is met on the way.
         """
         if not isinstance(saved, dict):
             return saved
         match saved["kind"]:
-            case "each" if self._node is not None:
-                return self.restore(saved["items"][self._node], live, path, placement)
+            case "each" if self._apart:
+                return self.restore(saved["items"][self._rows[0]], live, path, placement)
             case "each":
                 restored: Any = self._tensor(_tensors(saved["items"], path), live, path, placement)
             case "tensor":
@@ -120,21 +125,22 @@ class Restorer:
             if len(parts) > 1:
                 raise _differs(path)
             return first
-        if self._node is not None:
-            return first[self._node : self._node + 1] if len(first) > 1 else first
-        if (
-            len(parts) == 1
-        ):  # what the setup does not make, such as an optimizer's moments, has a row for each of weights
-            like: torch.Size = self._made["weights"].shape if shape is None else shape
-            return first if like[:1] == (1,) else torch.cat([first] * self._num_nodes)
-        return torch.cat(list(parts))
+        if len(parts) > 1:
+            return torch.cat([parts[row] for row in self._rows])
+        if self._apart:
+            return first if len(first) == 1 else first[self._rows]
+        # What the setup does not make, such as an optimizer's moments, has a row for each of weights.
+        like: torch.Size = self._made["weights"].shape if shape is None else shape
+        if len(first) == 1:  # equal nodes share it
+            return first.expand(like[0], *first.shape[1:])
+        return first[self._rows[: like[0]]]
 
     def _inferred(self, saved: torch.Size, shape: torch.Size | None, path: str) -> str:
         """Return whether an undeclared value is stacked or shared: by its shape after the setup."""
-        rows, here = (1, self._num_nodes) if self._node is None else (self._num_nodes, 1)
-        if shape == saved or saved[0] != rows:
+        rows, here = self._num_saved, len(self._rows)
+        if saved[0] != rows or (shape == saved and (rows != here or rows == 1)):
             return "shared"
-        if shape is not None and shape[:1] == (here,):
+        if shape is not None and shape[:1] == (here,) != saved[:1]:
             return "stacked"
         raise CheckpointError(
             f"{path} may be stacked, a row for each node, or be shared by all with the same first dimension: declare "
@@ -152,6 +158,9 @@ class Restorer:
         self._made[path] = target  # to which its parts may refer
         old: Mapping[Any, Any] = (parts_of(live) or {}) if same else {}
         declared: Mapping[Any, str] = placements_of(live)
+        if isinstance(live, Optimizer) and placement == "stacked":
+            of_all = all(len(p) == len(self._rows) for group in live.param_groups for p in group["params"] if p.dim())
+            declared = {"groups": "shared", "state": "parts" if of_all else "stacked"}
         placement = "shared" if isinstance(live, tuple(GENERATORS)) else placement
         indexed = issubclass(cls or type(live), CONTAINERS)
         parts = {}
@@ -173,23 +182,36 @@ class Restorer:
 
         In a sequence with an item for each node, such as its generator or optimizer, an item is as it was on that node.
         """
-        counts = (1, self._num_nodes) if self._node is None else (self._num_nodes, 1)
-        moves = self.moves and self._num_nodes > 1 and isinstance(target, list | tuple | collections.deque)
-        if moves and placement != "shared" and (len(items), len(old)) == counts:
-            kinds = {_kind(node) for _, node in items}
-            if not kinds & {"tensor", "view", "array"} and (placement == "stacked" or "plain" not in kinds):
-                for i, node in enumerate(range(self._num_nodes) if self._node is None else [self._node]):
-                    of_node = copy.copy(self)
-                    of_node.moves, of_node._node = False, node
-                    yield i, items[node if len(items) > 1 else 0][1], of_node, "shared"
-                return
-            if placement is None:
-                raise CheckpointError(
-                    f"{path} has an item for each of {self._num_nodes} nodes, or by chance as many: declare it in the "
-                    "setup, with self.keep_stacked() or self.keep_shared()"
-                )
+        counts = self._num_saved, len(self._rows)
+        moves = self.moves and max(counts) > 1 and isinstance(target, list | tuple | collections.deque)
+        as_many = moves and placement not in ("shared", "parts") and (len(items), len(old)) == counts
+        if as_many and self._is_of_nodes([node for _, node in items], list(old.values()), path, placement):
+            for i, row in enumerate(self._rows):
+                of_node = copy.copy(self)
+                of_node.moves, of_node._rows, of_node._apart = False, [row], True
+                yield i, items[row if len(items) > 1 else 0][1], of_node, "shared"
+            return
         for key, node in items:
-            yield key, node, self, placement
+            yield key, node, self, "stacked" if placement == "parts" else placement
+
+    def _is_of_nodes(self, items: list[Node], live: list[Any], path: str, placement: str | None) -> bool:
+        """Whether a sequence with as many items as there are nodes has one for each, whose own state it is."""
+        kinds = {_kind(node) for node in items}
+        if self._num_saved == len(self._rows):  # by chance, more often than not
+            constant = kinds == {"plain"} and items == live
+            own = any(isinstance(value, (*GENERATORS, Optimizer)) for value in live)
+            if constant or (placement is None and kinds != {"plain"} and not own):
+                return False
+        if not kinds & {"tensor", "view", "array"} and (
+            placement == "stacked" or (self._num_saved != len(self._rows) and "plain" not in kinds)
+        ):
+            return True
+        if placement is None:
+            raise CheckpointError(
+                f"{path} has an item for each of {max(self._num_saved, len(self._rows))} nodes, or by chance as many: "
+                "declare it in the setup, with self.keep_stacked() or self.keep_shared()"
+            )
+        return False
 
 
 def _kind(node: Node) -> str:

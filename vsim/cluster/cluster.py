@@ -12,6 +12,7 @@ from vsim_kernels import compiled
 
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.optimizers import StackedOptimizer
+from vsim.cluster.participation import Plan
 from vsim.cluster.replicas import Replicas, Views
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
@@ -30,6 +31,7 @@ class Cluster:
         max_steps: the number of steps of the whole run.
         deterministic: whether results must be bitwise equal to the multi-process run.
         compile: whether to use compiled kernels where that pays.
+        plan: who takes part in which steps; None: all nodes in all.
         completed: t, the optimizer steps completed.
         optim: the inner optimizer, once the strategy has built it; it is the strategy's to step.
     """
@@ -41,6 +43,7 @@ class Cluster:
     max_steps: int
     deterministic: bool = False
     compile: bool = False
+    plan: Plan | None = None
     completed: int = 0
     optim: StackedOptimizer = field(init=False)
 
@@ -65,13 +68,22 @@ class Cluster:
 
     @property
     def active(self) -> tuple[int, ...]:
-        """The numbers of the nodes that take part now: all."""
-        return tuple(range(self.num_nodes))
+        """The numbers, (K,), of the nodes or clients that take part now, as the ledger has them."""
+        return tuple(self.collectives.active)
 
     @property
     def population(self) -> int:
-        """The clients that the nodes are taken from: themselves."""
-        return self.num_nodes
+        """The number of nodes, or of clients, that may take part."""
+        return self.collectives.ledger.num_nodes
+
+    @property
+    def clock(self) -> tuple[int, ...]:
+        """(K,) each node's own completed steps."""
+        if self.plan is None:
+            return (self.completed,) * self.num_nodes
+        step = max(1, self.completed)
+        here, before = self.plan.segment(step), self.plan.clock(step)
+        return tuple(int(before[node]) + self.completed - here.first + 1 for node in self.active)
 
     @property
     def weights(self) -> Tensor:

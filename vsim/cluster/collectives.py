@@ -94,17 +94,20 @@ class Collectives(ABC):
     groups of nodes, each of which reduces on its own. With `among` results are stacked, and the row of a node that does
     not take part is its own.
 
+    Nodes are numbered from 0 to n − 1 here, in the order of `active`.
+
     Attributes:
-        num_nodes: K. nodes: those held here, R of them.
+        active: who takes part now, as the ledger numbers them. num_nodes: n of them. nodes: those held here, R.
         ledger: where calls are recorded.
         step, moment: the step that calls now belong to, and whether they come before its optimizer step, "gradients",
             or after it, "weights"; the cluster and the strategy set them.
         label: that of the last call.
     """
 
-    def __init__(self, ledger: Ledger, nodes: range) -> None:
-        self.num_nodes, self.nodes = ledger.num_nodes, nodes
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, nodes: range, active: Sequence[int] | None = None) -> None:
+        self.ledger, self.nodes = ledger, nodes
+        self.active = range(ledger.num_nodes) if active is None else active
+        self.num_nodes = len(self.active)
         self.step, self.moment = 0, "weights"
         self.label = ""
         self._billed = True
@@ -325,13 +328,19 @@ class Collectives(ABC):
         self, collective: str, label: str, stacked: Tensor, groups: Sequence[Sequence[int]], payload_bytes: Bytes
     ) -> None:
         self.label = label
-        taking_part = tuple(group if isinstance(group, range) else tuple(group) for group in groups if group)
+        taking_part = tuple(self._named(group) for group in groups if group)
         if not self._billed or not taking_part:
             return
         if payload_bytes is None:
             payload_bytes = stacked[0].numel() * stacked.element_size()
         due = self.step + self._delay
         self.ledger.record(Event(self.step, due, self.moment, collective, label, payload_bytes, taking_part))
+
+    def _named(self, group: Sequence[int]) -> Sequence[int]:
+        """Return nodes as the ledger numbers them."""
+        if isinstance(self.active, range):  # all
+            return group if isinstance(group, range) else tuple(group)
+        return tuple(self.active[node] for node in group)
 
     def _written(self, stacked: Tensor, parts: Sequence[tuple[Sequence[int], Finish]]) -> Finish:
         """Write to the rows of some nodes what they receive, as far as they are held here."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vsim.cluster.participation import Segment
 from vsim.cluster.traffic import traffic
 from vsim.extras import extra
 
@@ -28,7 +29,7 @@ class Event(NamedTuple):
     Attributes:
         step: the step during which the nodes handed it in; the first step is 1.
         due: the step at whose same moment the result is taken; equal to `step` if the nodes wait for it.
-        moment: "gradients", before the optimizer step; or "weights", after it.
+        moment: "gradients", before the optimizer step; "weights", after it; or "start", before the step computes.
         collective: "all_reduce", "all_gather", "broadcast", …; see `vsim.cluster.traffic`.
         label: what was communicated, and by whom.
         payload_bytes: what one node hands in.
@@ -82,7 +83,8 @@ class Ledger(Sequence[Event]):
     """The events of one run, in order; a sequence of `Event`. Bytes on the wire are those of ring algorithms.
 
     Attributes:
-        num_nodes: K.
+        num_nodes: K, or the number of clients in a population.
+        attendance: the segments of steps in which the same nodes took part. Empty: all nodes in all steps.
         steps: completed steps of the run, those without an event included.
         clock: of an asynchronous run, the network and compute that it depended on, as lists, numbers and text. seconds:
             likewise when every step was done, and what a node had computed until then, in the mean of the nodes.
@@ -91,6 +93,7 @@ class Ledger(Sequence[Event]):
 
     def __init__(self, num_nodes: int) -> None:
         self.num_nodes = num_nodes
+        self.attendance: list[Segment] = []
         self.everyone: Groups = (range(num_nodes),)
         self.steps = 0
         self.clock: dict[str, Any] | None = None
@@ -162,7 +165,8 @@ class Ledger(Sequence[Event]):
             events.append([event.step, event.due, kinds.setdefault(kind, len(kinds))])
         kinds_of = [json.loads(kind) for kind in kinds]
         clocked = {} if self.clock is None else {"clock": self.clock, "seconds": self.seconds}
-        return {"steps": self.steps, "events": events, "kinds": kinds_of, **clocked}
+        attendance = {"attendance": self.attendance} if self.attendance else {}
+        return {"steps": self.steps, "events": events, "kinds": kinds_of, **clocked, **attendance}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], num_nodes: int) -> Ledger:
@@ -176,6 +180,10 @@ class Ledger(Sequence[Event]):
             ledger.record(Event._make([step, due, *kinds[kind]]))
         ledger.steps, ledger.clock = plain["steps"], plain.get("clock")
         ledger.seconds = [(now, computed) for now, computed in plain.get("seconds", [])]
+        ledger.attendance = [
+            Segment(first, last, tuple(nodes), tuple(late), seconds)
+            for first, last, nodes, late, seconds in plain.get("attendance", ())
+        ]
         return ledger
 
     def __len__(self) -> int:

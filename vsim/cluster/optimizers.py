@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ class JointOptimizers(Stateful):
 
     optimizers: Sequence[StackedOptimizer]
 
+    placement: ClassVar[str] = "parts"  # of the optimizers: every one is of all nodes
+
     def __init__(self, optimizers: Sequence[StackedOptimizer]) -> None:
-        self.optimizers = optimizers
+        self._keep(self.placement, {"optimizers": optimizers})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -68,6 +70,7 @@ class NodeOptimizers(JointOptimizers):
     """
 
     optimizers: Sequence[Optimizer]
+    placement = "stacked"
 
     def __init__(self, cls: type[Optimizer], stacked: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         self.stacked = stacked

@@ -18,7 +18,7 @@ import torch
 from vsim.private_torch import default_mps_generator
 
 # The first element of every stream's key: who draws from it.
-NODE, SHARED, GLOBAL, EVALUATION, LOADER = range(5)
+NODE, SHARED, GLOBAL, EVALUATION, LOADER, PARTICIPATION = range(6)
 _CPU = torch.device("cpu")
 
 

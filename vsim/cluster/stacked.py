@@ -14,8 +14,8 @@ from vsim.cluster.ledger import Ledger
 class StackedCollectives(Collectives):
     """All nodes are rows of one tensor, so that a collective is a reduction over dim 0."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__(ledger, range(ledger.num_nodes))
+    def __init__(self, ledger: Ledger, active: Sequence[int] | None = None) -> None:
+        super().__init__(ledger, range(ledger.num_nodes if active is None else len(active)), active)
 
     def start(
         self, collective: str | Callable[..., Tensor], *arguments: Any, delay: int = 0, **options: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import hashlib
 import inspect
 import itertools
@@ -79,59 +80,64 @@ class Batches:
         alone = len(self._datasets) == 1 and self._in_memory is not None and self._in_memory[0] is not None
         return self._datasets[0] if alone else None
 
+    def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Batches:
+        """Return the batches (n, B, …) of n of the nodes, which have missed so many of the run's steps."""
+        own = copy.copy(self)
+        own.order, own.shard_sizes = self.order.attended(nodes, missed), self.order.shard_sizes[list(nodes)]
+        return own
+
     def from_step(self, start_step: int = 0) -> Iterator[Any]:
         """Yield the stacked batch of every step from the 0-based `start_step` on, without end, on the CPU."""
-        return self._batches(self.order.batches(start_step), range(self.order.num_nodes))
+        return self._batches(self.order.batches(start_step), self.order.nodes)
 
     def of_node(self, node: int, start_step: int = 0) -> Iterator[Any]:
         """Yield one node's batch (1, B, …) for every step of its own from the 0-based `start_step` on."""
-        return self._batches((own[None] for own in self.order.of_node(node, start_step)), range(node, node + 1))
+        return self._batches((own[None] for own in self.order.of_node(node, start_step)), [node])
 
-    def _batches(self, order: Iterator[Tensor], nodes: range) -> Iterator[Any]:
+    def _batches(self, order: Iterator[Tensor], nodes: Sequence[int]) -> Iterator[Any]:
         """Yield the batches of some nodes, whose positions (n, b) are those in `order`."""
         if self._in_memory is not None and all(stored is not None for stored in self._in_memory):
             return self._gathered(order, nodes)
         return self._loaded(order, nodes)
 
-    def _gathered(self, order: Iterator[Tensor], nodes: range) -> Iterator[Any]:
+    def _gathered(self, order: Iterator[Tensor], nodes: Sequence[int]) -> Iterator[Any]:
         """Tensors in memory: a batch is one gather."""
         stored = self._in_memory
         assert stored is not None
         # Contiguous per node: the layout of the gathered examples is that of the positions.
+        offsets = self.order.offsets[list(nodes), None] if len(stored) > 1 else 0
         for positions in map(torch.Tensor.contiguous, order):
             if len(stored) == 1:
                 yield stored[0](positions)  # type: ignore[misc]
             else:
-                own_positions = positions - self.order.offsets[nodes.start : nodes.stop, None]
-                own = [stored[node](p) for node, p in zip(nodes, own_positions, strict=True)]  # type: ignore[misc]
+                own = [stored[node](p) for node, p in zip(nodes, positions - offsets, strict=True)]  # type: ignore[misc]
                 if len({len(fields) for fields in own}) > 1:
                     raise ValueError(f"the nodes' datasets have different numbers of fields: {[len(f) for f in own]}")
                 yield [_stack(*column) for column in zip(*own, strict=True)]
 
-    def _loaded(self, order: Iterator[Tensor], nodes: range) -> Iterator[Any]:
+    def _loaded(self, order: Iterator[Tensor], nodes: Sequence[int]) -> Iterator[Any]:
         """Any dataset: one DataLoader, whose batches hold the samples of the nodes, those of the first one first."""
         collate = self._options.get("collate_fn")
-        num_nodes = len(nodes)
         loader: DataLoader[Any] = DataLoader(
-            fetched_by_loader(self._datasets, num_nodes, self._options, nodes.start),
+            fetched_by_loader(self._datasets, nodes, self._options),
             # The indices of a step, those of the first node first.
             batch_sampler=(positions.flatten().tolist() for positions in order),
             generator=generator(self._seed, LOADER),
             **{
                 **self._options,
-                "collate_fn": _CollateTogether(num_nodes) if collate is None else _CollateEach(collate, num_nodes),
+                "collate_fn": _CollateTogether(len(nodes)) if collate is None else _CollateEach(collate, len(nodes)),
             },
         )
         yield from loader
 
 
 def fetched_by_loader(
-    datasets: Sequence[Dataset[Any]], num_nodes: int, options: Mapping[str, Any], first_node: int = 0
+    datasets: Sequence[Dataset[Any]], nodes: Sequence[int], options: Mapping[str, Any]
 ) -> Dataset[Any]:
     """Return the one dataset that a DataLoader fetches from, for nodes that share one or have one each."""
     if len(datasets) == 1 and options.get("worker_init_fn") is not None:  # which may ask for the user's own object
         return datasets[0]
-    return _OfNodes(datasets, num_nodes, first_node)
+    return _OfNodes(datasets, nodes)
 
 
 class _OfNodes(ConcatDataset[Any]):
@@ -140,17 +146,17 @@ class _OfNodes(ConcatDataset[Any]):
     Each fetches its examples in one call where it offers that.
     """
 
-    def __init__(self, datasets: Sequence[Dataset[Any]], num_nodes: int, first_node: int) -> None:
+    def __init__(self, datasets: Sequence[Dataset[Any]], nodes: Sequence[int]) -> None:
         super().__init__(datasets)
-        self.num_nodes, self.first_node = num_nodes, first_node
+        self.nodes = nodes
 
     def __getitems__(self, positions: list[int]) -> list[Any]:
-        ends, examples, size = self.cumulative_sizes, [], len(positions) // self.num_nodes
+        ends, examples, size = self.cumulative_sizes, [], len(positions) // len(self.nodes)
         shared = len(self.datasets) == 1
         found = [0 if shared else bisect.bisect_right(ends, position) for position in positions]
         for which, places in itertools.groupby(range(len(positions)), key=found.__getitem__):
             own, start = list(places), ends[which - 1] if which else 0
-            nodes = [self.first_node + place // size for place in own]
+            nodes = [self.nodes[place // size] for place in own]
             examples += fetch(self.datasets[which], [positions[place] - start for place in own], nodes)
         return examples
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,6 +21,9 @@ def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, e
     length = -(-num_examples // num_nodes)
     padded = order.repeat(-(-length * num_nodes // num_examples))[: length * num_nodes]
     return padded.view(length, num_nodes).T  # node k takes every K-th, from k on
+
+
+_recent_epoch = lru_cache(maxsize=8)(epoch_indices)  # which all nodes ask for, if they are at different steps
 
 
 @dataclass(eq=False)
@@ -49,6 +54,8 @@ class Order:
         self.shared = len(lengths) == 1
         self.offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
         self.even = len(set(lengths)) == 1
+        self.nodes: Sequence[int] = range(self.num_nodes)
+        self.missed: Sequence[int] = [0] * self.num_nodes
         own = [-(-lengths[0] // self.num_nodes)] * self.num_nodes if self.shared else lengths
         self.shard_sizes = torch.tensor(own)
         self.steps_per_epoch = max(own) // self.batch_size if self.drop_last else -(-max(own) // self.batch_size)
@@ -64,8 +71,17 @@ class Order:
             longest = int(self.shard_sizes.max())
             raise ValueError(f"drop_last leaves no batch: {longest} examples a node, batch_size {self.batch_size}")
 
+    def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Order:
+        """Return the order of n of the nodes that have missed so many of the run's steps.
+
+        Each goes through its own epochs without a break, so that all batches are full.
+        """
+        order = copy.copy(self)
+        order.nodes, order.missed, order.even = nodes, missed, False
+        return order
+
     def batches(self, start_step: int = 0) -> Iterator[Tensor]:
-        """Yield (K, b) positions for every step from the 0-based `start_step` on, without end."""
+        """Yield (n, b) positions for every step from the 0-based `start_step` on, without end; n = K if all attend."""
         return self._in_epochs(start_step) if self.even else self._in_streams(start_step)
 
     def of_node(self, node: int, start_step: int = 0) -> Iterator[Tensor]:
@@ -83,21 +99,24 @@ class Order:
                 step += 1
 
     def _in_streams(self, step: int) -> Iterator[Tensor]:
-        streams = [self._stream(node, step * self.batch_size) for node in range(self.num_nodes)]
+        own = zip(self.nodes, self.missed, strict=True)
+        streams = [self._stream(node, (step - missed) * self.batch_size) for node, missed in own]
         while True:
             yield torch.stack([next(stream) for stream in streams])
 
     def _epoch(self, epoch: int) -> Tensor:
         if self.shared:
-            return epoch_indices(self.lengths[0], self.num_nodes, self.shuffle, self.seed, epoch)
+            return _recent_epoch(self.lengths[0], self.num_nodes, self.shuffle, self.seed, epoch)
         return torch.cat([self._own_epoch(node, epoch) for node in range(self.num_nodes)])
 
     def _own_epoch(self, node: int, epoch: int) -> Tensor:
+        if self.shared:
+            return self._epoch(epoch)[node : node + 1]
         return epoch_indices(self.lengths[node], 1, self.shuffle, self.seed, epoch) + self.offsets[node]
 
     def _stream(self, node: int, position: int) -> Iterator[Tensor]:
         """Yield (B,) positions of one node: its epochs end to end, from example number `position` on."""
-        epoch, skip = divmod(position, self.lengths[node])
+        epoch, skip = divmod(position, int(self.shard_sizes[node]))
         rest = self._own_epoch(node, epoch)[0, skip:]
         while True:
             while len(rest) < self.batch_size:

@@ -17,7 +17,7 @@ from vsim.network.compute import Compute
 from vsim.network.links import Network
 
 Floats = NDArray[np.float64]
-MOMENTS = ("gradients", "weights")
+MOMENTS = ("start", "gradients", "weights")
 # Steps in which nothing is sent are taken together, so many numbers at a time.
 _BLOCK = 1 << 20
 
@@ -102,6 +102,10 @@ class Clock:
         self.seconds, self.compute, self.stalls = (np.zeros(self.steps + i) for i in (1, 0, 0))
         self.events: dict[tuple[int, str], list[tuple[Any, _Groups, list[float]]]] = {}
         self.due: dict[tuple[int, str], list[tuple[_Groups, Floats]]] = {}
+        # Who takes part, segment by segment; now; None: all. Until when the round lasts at least.
+        self.attendance = {segment.first: segment for segment in getattr(ledger, "attendance", ())}
+        self.there: NDArray[np.int64] | None = None
+        self.until, self.last = 0.0, 0
         self._plan(ledger)
 
     def _plan(self, ledger: Record) -> None:
@@ -131,45 +135,80 @@ class Clock:
         steps = self.steps if until is None else until
         issued = {event.step for own in self.events.values() for event, _, _ in own}
         due = {event.due for own in self.events.values() for event, _, _ in own}
-        self._communicate(0)  # before training
+        turns = {step for segment in self.attendance.values() for step in (segment.first, segment.last)}
+        self._communicate(0, MOMENTS)  # before training
         self.stalls[:1] += self.now.mean()
         done = 0
-        for step in [*sorted(step for step in issued | due if 0 < step <= steps), steps + 1]:
+        for step in [*sorted(step for step in issued | due | turns if 0 < step <= steps), steps + 1]:
             while done < step - 1:
                 done = self._quiet_steps(done, step - 1)
             if step <= steps:
+                self._attend(step)
                 before = self.now
+                self._communicate(step, MOMENTS[:1])
                 own = self._compute(step)
-                self._communicate(step)
+                self._meet_deadline(step)
+                self._communicate(step, MOMENTS[1:])
                 self.stalls[done] += (self.now - before - own).mean()
                 done = step
                 self.seconds[done] = self.now.max()
         self.stalls[-1:] += (self.seconds[steps] - self.now).mean()
+        if self.attendance:  # in the mean of those that took part
+            self.stalls = np.diff(self.seconds) - self.compute
         np.maximum(self.stalls, 0, out=self.stalls)  # which rounding leaves below
         return self
 
     def _quiet_steps(self, done: int, until: int) -> int:
         """Take steps in which nothing is sent or awaited; return how many are done."""
         count = min(until - done, max(1, _BLOCK // self.num_nodes)) if self.watch is None else 1
-        own = self.computed.next(count)  # (count, 1) or (count, K)
+        own, mean = self._computed(count)
         ends = self.now + own.cumsum(0)
         self._show("compute", done + 1, self.now, ends[-1])
         self.now = self.ready = ends[-1]
         taken = slice(done, done + count)
-        self.compute[taken], self.seconds[1:][taken] = own.mean(1), ends.max(1)
+        self.compute[taken], self.seconds[1:][taken] = mean, ends.max(1)
         return taken.stop
 
     def _compute(self, step: int) -> Floats:
-        own: Floats = self.computed.next(1)[0]
+        (own,), (self.compute[step - 1],) = self._computed(1)
         began, self.now = self.now, self.now + own
-        self.compute[step - 1] = own.mean()
         parts = 3 * self.layers - 1
         self.ready = began + own * ((self.layers + 1) / parts) if self.layers > 1 else self.now
         self._show("compute", step, began, self.now)
         return own
 
-    def _communicate(self, step: int) -> None:
-        for moment in MOMENTS:
+    def _computed(self, count: int) -> tuple[Floats, Floats]:
+        """Return what every node computes in the next steps, (count, 1) or (count, K), and the mean of those there."""
+        own = self.computed.next(count)
+        if self.there is None:
+            return own, own.mean(1)
+        all_nodes = np.broadcast_to(own, (count, self.num_nodes))
+        masked = np.zeros((count, self.num_nodes))
+        masked[:, self.there] = all_nodes[:, self.there]
+        return masked, all_nodes[:, self.there].mean(1)
+
+    def _attend(self, step: int) -> None:
+        """Let those take part who do from this step on; who joins has not been waiting."""
+        segment = self.attendance.get(step)
+        if segment is None:
+            return
+        self._spread()
+        nodes, began = np.array(segment.nodes), self.now.max()
+        joining = nodes if self.there is None else np.setdiff1d(nodes, self.there)
+        self.now[joining] = np.maximum(self.now[joining], began if step > 1 else 0.0)
+        self.ready = self.now.copy()
+        self.there, self.until = nodes, began + segment.seconds if segment.seconds else 0.0
+        self.last = segment.last
+
+    def _meet_deadline(self, step: int) -> None:
+        """Wait for the deadline of the round that this step is the last of."""
+        if self.until and step == self.last:
+            assert self.there is not None
+            self.now[self.there] = np.maximum(self.now[self.there], self.until)
+            self.ready = self.now.copy()
+
+    def _communicate(self, step: int, moments: Sequence[str]) -> None:
+        for moment in moments:
             for event, groups, price in self.events.get((step, moment), ()):
                 ends = self._send(event, groups, np.array(price))
                 if event.due == event.step:

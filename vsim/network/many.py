@@ -60,6 +60,8 @@ def _nodes_are_alike(compute: Compute) -> bool:
 
 def _kinds(ledger: Record, last: int) -> dict[_Kind, list[int]] | None:
     """Return kind → the steps of that kind, up to step `last`; None: something is not of all nodes, or due later."""
+    if getattr(ledger, "attendance", ()):
+        return None
     by_step: dict[int, dict[str, list[tuple[str, float]]]] = {}
     for event in ledger:
         groups = [group for group in event.groups if len(group) > 1]

@@ -52,7 +52,7 @@ def run_node(config: RunConfig, device: torch.device, report: Reporter, interrup
     rank = dist.get_rank()
     history = None
     if rank == 0 and config.saving is not None:  # rank 0 writes the checkpoints
-        history = History(type(config.strategy).__name__, config.num_nodes)
+        history = History(type(config.strategy).__name__, config.num_nodes, config.population)
         if config.start is not None:
             config.start.fill(history)
         report = _recording(report, history)
@@ -160,6 +160,10 @@ class NodeBatches:
             digests = self._collectives.all_gather(torch.tensor([digest_of(self._dataset)])).tolist()
         return digests if self._own else digests[:1]
 
+    def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> NodeBatches:
+        """As of `Batches`: this node's, which has missed so many of the run's steps."""
+        raise NotImplementedError
+
     def from_step(self, start_step: int = 0) -> Iterator[Any]:
         """Yield (1, B, …) for every step from the 0-based `start_step` on, without end."""
         batches = self._in_epochs(start_step) if self._order.even else self._in_stream(start_step)
@@ -191,7 +195,7 @@ class NodeBatches:
 
     def _loader(self, **kwargs: Any) -> DataLoader[Any]:
         stream = generator(self._config.seed, LOADER)
-        dataset = fetched_by_loader([self._dataset], 1, self._options, self._rank)
+        dataset = fetched_by_loader([self._dataset], [self._rank], self._options)
         return DataLoader(dataset, generator=stream, **kwargs, **self._options)
 
 

@@ -90,7 +90,7 @@ class Race:
             return prepare(configs, recorders, [r.history for r in own], self.device)
         alone = configs[0].label if len(configs) == 1 else ""  # which nobody else names
         with isolated(configs[0].seed, self.device), naming(alone):
-            histories = [History(config.label, config.num_nodes) for config in configs]
+            histories = [History(config.label, config.num_nodes, config.population) for config in configs]
             return prepare(configs, [Recorder(history) for history in histories], histories, self.device)
 
     def _run_heat(self, heat: Sequence[Runner], watch: Watch) -> None:

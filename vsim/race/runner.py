@@ -39,7 +39,7 @@ class Runner:
     finished_at: int | None = None
 
     def __post_init__(self) -> None:
-        self.history = History(self.config.label, self.config.num_nodes)
+        self.history = History(self.config.label, self.config.num_nodes, self.config.population)
 
     @property
     def has_begun(self) -> bool:

@@ -61,10 +61,10 @@ class History:
     `history["train_loss"]` is a column as a numpy array of float64. `node_losses` is (T, K), row t − 1 for step t.
     """
 
-    def __init__(self, strategy: str = "", num_nodes: int = 1) -> None:
+    def __init__(self, strategy: str = "", num_nodes: int = 1, population: int | None = None) -> None:
         self.strategy = strategy
         self.num_nodes = num_nodes
-        self.ledger = Ledger(num_nodes)
+        self.ledger = Ledger(population or num_nodes)
         self.executor = ""
         self.executor_reason = ""
         self.minibatch_size: int | None = None
@@ -168,6 +168,7 @@ class History:
         return {
             "strategy": self.strategy,
             "num_nodes": self.num_nodes,
+            "population": self.ledger.num_nodes,
             "executor": self.executor,
             "executor_reason": self.executor_reason,
             "minibatch_size": self.minibatch_size,
@@ -179,7 +180,7 @@ class History:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> History:
         """Make the history that `as_plain` was of. A column that is missing there is NaN."""
-        history = cls(plain["strategy"], plain["num_nodes"])
+        history = cls(plain["strategy"], plain["num_nodes"], plain.get("population"))
         history.executor, history.executor_reason = plain["executor"], plain.get("executor_reason", "")
         history.minibatch_size = plain.get("minibatch_size")
         rows = len(plain["columns"]["step"])
@@ -190,7 +191,7 @@ class History:
         history._node_losses = [np.array([_number(v) for v in row]) for row in plain["node_losses"]]
         if any(len(row) != history.num_nodes for row in history._node_losses):
             raise ValueError(f"node_losses does not have {history.num_nodes} values a step, one a node")
-        history.ledger = Ledger.from_plain(plain["ledger"], history.num_nodes)
+        history.ledger = Ledger.from_plain(plain["ledger"], history.ledger.num_nodes)
         return history
 
     def __repr__(self) -> str:

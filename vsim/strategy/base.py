@@ -45,9 +45,17 @@ class CommunicationModule(Stateful):
         """Prepare for a run on `cluster`: create and declare the state that lasts from step to step."""
 
     @property
+    def period(self) -> int:
+        """Steps from one sync to the next: its `H` or `every`, if it has one, else 1."""
+        return int(getattr(self, "H", getattr(self, "every", 1)))
+
+    @property
     def first_step(self) -> int:
         """The first step that it changes anything at; a run that ends before is warned of."""
         return 1
+
+    def attend(self, cluster: Cluster) -> None:
+        """Hear that other nodes take part from step `cluster.step` on, if they do not in all; here nothing follows."""
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         """Change `cluster.grads` in place, before clipping and the optimizer step number `cluster.step`."""
@@ -218,6 +226,11 @@ class Strategy(Stateful):
     def num_nodes(self) -> int:
         """K."""
         return self.cluster.num_nodes
+
+    @property
+    def period(self) -> int:
+        """Steps from one sync to the next: the longest period of its communication modules."""
+        return max((module.period for module in self.communication_modules), default=1)
 
     @property
     def local_step(self) -> int:

@@ -54,7 +54,7 @@ class AveragingCommunicator(CommunicationModule):
 
     def setup(self, cluster: Cluster) -> None:
         if self.island_size is not None:
-            whole_number("island_size", self.island_size, at_most=cluster.num_nodes)
+            whole_number("island_size", self.island_size, at_most=cluster.population)
         if self.max_node_norm is not None:
             self.keep_shared(outer_weights=cluster.weights[0].clone())
 
@@ -71,7 +71,7 @@ class AveragingCommunicator(CommunicationModule):
         cluster.weights.copy_(merged)
 
     def _islands(self, cluster: Cluster) -> list[list[int]] | None:
-        if self.island_size is None or self.island_size == cluster.num_nodes:
+        if self.island_size is None or self.island_size >= cluster.num_nodes:
             return None
         shuffled = torch.randperm(cluster.num_nodes, generator=cluster.generator)
         return [sorted(island.tolist()) for island in shuffled.split(self.island_size)]

@@ -45,6 +45,13 @@ class PairCommunicator(CommunicationModule):
         pairs = shuffled[: cluster.num_nodes // 2 * 2].view(-1, 2)  # of an odd number of nodes the last meets nobody
         return torch.cat([pairs, pairs.flip(1)])
 
+    def attend(self, cluster: Cluster) -> None:
+        self.pairs = self._drawn(cluster)
+        if self.arriving is not None:  # with partners of whom nothing was sent yet
+            message = (self.outer_weights, self.pairs)
+            until = -cluster.step % self.H
+            self.arriving = cluster.collectives.start("send", *message, delay=until, label="outer weights")
+
     def communicate(self, cluster: Cluster) -> None:
         if cluster.step % self.H:
             return

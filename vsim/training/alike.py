@@ -15,12 +15,13 @@ from vsim.training.config import RunConfig
 def batch_shapes(batches: BatchSource, config: RunConfig, num_steps: int) -> tuple[Any, ...]:
     """Return a key for the shapes of all batches of a run: equal only for members with equal shapes at every step."""
     drop_last = bool(config.dataloader_kwargs.get("drop_last", False))
-    uneven = len(set(batches.lengths)) > 1  # the nodes go through their data without a break: all batches are full
+    # The nodes go through their data without a break: all batches are full.
+    uneven = len(set(batches.lengths)) > 1 or config.participation is not None
     last = int(batches.shard_sizes.max()) % config.batch_size
     own_collation = config.dataloader_kwargs.get("collate_fn") is not None
     single = config.batch_size == config.num_nodes == 1 and one_in_memory(batches) is None  # of any length
     if own_collation or single:  # such as padding to the longest of a node's examples: equal only for equal examples
-        return config.batch_size, config.num_nodes, config.seed, config.shuffle
+        return config.batch_size, config.num_nodes, config.seed, config.shuffle, id(config.participation)
     if drop_last or uneven or not last or num_steps < batches.steps_per_epoch:
         return (config.batch_size,)
     return config.batch_size, batches.steps_per_epoch, last

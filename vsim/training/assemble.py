@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.arguments import naming
 from vsim.checkpoint.fingerprint import settings_of
 from vsim.cluster.cluster import Cluster
+from vsim.cluster.ledger import Ledger
+from vsim.cluster.participation import Plan, Round
 from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.stacked import StackedCollectives
@@ -31,6 +33,7 @@ from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import Strategy
 from vsim.training.alike import batch_shapes, is_vsims_own, same_model, settings_order
 from vsim.training.asynchronous import Workers
+from vsim.training.clients import Clients
 from vsim.training.config import RunConfig
 from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
@@ -61,16 +64,41 @@ def prepare(
         of_node = generator(config.seed, NODE).get_state().nbytes
         check_room(config.num_nodes, of_node + (0 if config.strategy.shares_weights else sum(weights)), device)
         own = None if len(configs) == 1 else OwnGlobals(config.seed, device)
+        with naming(config.label if len(configs) > 1 else ""):
+            plan = plan_of(config)
+        everyone = config.population
         with nullcontext() if own is None else own.here():
-            datasets = resolve(config.train_dataset, config.num_nodes, range(config.num_nodes), True, "train_dataset")
+            datasets = resolve(config.train_dataset, everyone, range(everyone), True, "train_dataset")
             batches = Batches(
-                datasets, config.num_nodes, config.batch_size, config.shuffle, config.seed, config.dataloader_kwargs
+                datasets, everyone, config.batch_size, config.shuffle, config.seed, config.dataloader_kwargs
             )
         if own is not None:
             own.at_setup = own.states
-        nodes, collectives = range(config.num_nodes), StackedCollectives(history.ledger)
-        parts.append(Part(config, report, history, nodes, collectives, batches, own))
+        collectives = stacked(history.ledger, range(everyone))
+        part = Part(config, report, history, range(everyone), collectives, batches, own, plan=plan)
+        parts.append(part if plan is None else attended(part, max(1, part.start)))
     return assemble(parts, executor_class(configs[0].executor, configs[0].compile), device)
+
+
+def attended(part: Part, step: int) -> Part:
+    """Return a part of the simulator with the nodes that take part in step number `step`."""
+    assert part.plan is not None
+    nodes = part.plan.segment(step).nodes
+    batches = part.batches.attended(nodes, part.plan.missed(step))
+    return replace(part, nodes=range(len(nodes)), collectives=stacked(part.collectives.ledger, nodes), batches=batches)
+
+
+def stacked(ledger: Ledger, nodes: Sequence[int]) -> StackedCollectives:
+    """Return the collectives of some of a ledger's nodes."""
+    return StackedCollectives(ledger, None if list(nodes) == list(range(ledger.num_nodes)) else nodes)
+
+
+def plan_of(config: RunConfig) -> Plan | None:
+    """Return who takes part in which steps of a run, None for all nodes in all."""
+    if config.participation is None:
+        return None
+    seconds = None if config.compute is None else config.compute.totals(config.population)
+    return config.participation.plan(Round(config.num_nodes, config.seed, config.strategy.period, seconds))
 
 
 def assemble(
@@ -118,6 +146,8 @@ def _grouped(parts: Sequence[Part]) -> list[list[int]]:
 def _are_alike(first: Part, other: Part) -> bool:
     """Whether losses and gradients of two parts can be computed in one call."""
     one, two = first.config, other.config
+    if (first.plan is None) != (other.plan is None):  # with a plan all batches are full
+        return False
     return (
         (first.steps, first.start) == (other.steps, other.start)
         and one.minibatch_size == two.minibatch_size
@@ -153,7 +183,7 @@ def _assemble_group(
         raise ValueError(f"members that train together are at different steps: {[member.done for member in members]}")
     engine.step = members[0].done
     fetching: dict[Hashable, Part] = {}
-    batches = joint_batches([_source(part, fetching) for part in parts], members[0].done)
+    batches = joint_batches([source(part, members[0].done, fetching) for part in parts], members[0].done)
     minibatch_size = parts[0].minibatch_size or config.minibatch_size
     if config.memory_share is not None and members[0].done < steps:
         first = next(batches)
@@ -186,6 +216,7 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
         part.steps,
         config.deterministic,
         config.compile is True,
+        part.plan,
     )
     strategy = copy.deepcopy(config.strategy)
     strategy.settings = settings_of(config.strategy)
@@ -200,10 +231,11 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
         part,
         cluster,
         strategy,
-        [generator(config.seed, NODE, node, device=device) for node in part.nodes],
+        [generator(config.seed, NODE, part.collectives.active[node], device=device) for node in part.nodes],
         objective,
         part.steps,
         draws=bool(config.callbacks) or not is_vsims_own(config.strategy),
+        clients=Clients(strategy, cluster) if part.plan is not None and part.plan.renews else None,
         interrupt=interrupt,
     )
 
@@ -219,11 +251,16 @@ def _warn_of_late_modules(strategy: Strategy, steps: int) -> None:
             )
 
 
-def _source(part: Part, fetching: dict[Hashable, Part]) -> Source:
-    """Return the batches of a part; `fetching` has the first part of every order, which fetches for the others."""
+def source(part: Part, done: int, fetching: dict[Hashable, Part]) -> Source:
+    """Return the batches of a part after so many steps.
+
+    Args:
+        fetching: the first part of every order, which fetches for the others.
+    """
     config = part.config
     runs_code, shared = one_in_memory(part.batches) is None, is_vsims_own(config.strategy)
-    same = (config.seed, config.num_nodes, config.batch_size, id(config.train_dataset))
+    when = () if part.plan is None else (part.plan.segment(done + 1), *part.plan.missed(done + 1))
+    same = (config.seed, config.num_nodes, config.batch_size, id(config.train_dataset), when)
     key: Hashable = same if shared or not runs_code else id(part)
     if runs_code:  # what is drawn where one fetches is drawn for all, who draw nothing else
         part.globals = fetching.setdefault(key, part).globals

@@ -10,6 +10,7 @@ from torch import nn
 
 from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.folder import Saving
+from vsim.cluster.participation import Participation
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
 from vsim.network import Compute, Network
@@ -26,7 +27,8 @@ class RunConfig:
         label: its name in messages and progress.
         executor: the name of one of EXECUTORS.
         callbacks: see `vsim.training.callbacks`. metrics: name of a column → f(model, batch) → number.
-        compute, network: the virtual clock of an asynchronous strategy; None: the run has none.
+        participation: who takes part in which steps; None: all nodes in all.
+        compute, network: the virtual clock of an asynchronous strategy, or of stragglers; None: the run has none.
         memory_share: the share of the device's memory for this process, by which the minibatch size is chosen.
         start: the checkpoint that the member resumes or forks from. saving: where it is saved.
     """
@@ -55,8 +57,14 @@ class RunConfig:
     label: str = ""
     callbacks: Sequence[Any] = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    participation: Participation | None = None
     compute: Compute | None = None
     network: Network | None = None
     memory_share: float | None = None
     start: Checkpoint | None = None
     saving: Saving | None = None
+
+    @property
+    def population(self) -> int:
+        """The nodes, or clients, that may take part."""
+        return self.num_nodes if self.participation is None else self.participation.population(self.num_nodes)

@@ -22,6 +22,7 @@ from vsim.engine.memory import held_bytes
 from vsim.engine.misfit import explained
 from vsim.records.report import StepReport
 from vsim.training import saving
+from vsim.training.attendance import attend
 from vsim.training.callbacks import hear
 from vsim.training.evaluate import replica_spread, validate
 from vsim.training.interrupt import Interrupted
@@ -72,10 +73,15 @@ def _steps(run: Run) -> Iterator[int]:
         with _own(run, member):
             for callback in member.config.callbacks:
                 callback.on_start(member)
+    first = min((member.done for member in run.unfinished), default=run.max_steps)
+    for member in run.training:
+        member.known_events = len(member.ledger)
+    attend(run, first + 1)
     _report_start(run)
     _tell_ends(run, run.training)
-    first = min((member.done for member in run.unfinished), default=run.max_steps)
     for step in range(first + 1, run.max_steps + 1):
+        if step > first + 1:
+            attend(run, step)
         stops = False
         for group in run.groups:
             stops |= _take_step(run, group, step)
@@ -109,7 +115,7 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
     device = members[0].cluster.weights.device
     for member in members:
         member.cluster.step = step
-        member.known_events, member.lr = len(member.ledger), member.strategy.lr
+        member.lr = member.strategy.lr
     if group.workers is not None:
         (member,) = members
         with _own(run, member):
@@ -275,8 +281,10 @@ def _report(run: Run, step: int) -> None:
                 **member.strategy.measured(),
                 **found[member],
             }
-            events = ledger[member.known_events :]
-            report = StepReport(row, losses, events, name, member.max_steps, member.minibatch_size, reason)
+            events, member.known_events = ledger[member.known_events :], len(ledger)
+            report = StepReport(
+                row, member.losses_of_all, events, name, member.max_steps, member.minibatch_size, reason
+            )
             with _own(run, member):
                 _tell(run, member, report)
                 if step == member.max_steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from vsim.checkpoint.fingerprint import fingerprint
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
+from vsim.cluster.participation import Plan
 from vsim.cluster.randomness import OwnGlobals, global_states
 from vsim.data.joint import BatchSource
 from vsim.engine import Executor
@@ -22,6 +24,7 @@ from vsim.engine.objective import Objective
 from vsim.records.history import COLUMNS, SPREAD, VALIDATED, History
 from vsim.records.report import Reporter
 from vsim.strategy.base import Strategy
+from vsim.training.clients import Clients
 from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt
 from vsim.training.optimizers import Optimizers
@@ -37,6 +40,8 @@ class Part:
         batches: stacked batches (R, B, …) for these nodes.
         globals: its own global random generators, if it trains beside others; None: the process's.
         minibatch_size: examples per node whose gradients are computed at once, if that is known already.
+        plan: who takes part in which steps; None: all nodes in all.
+        continues: the rows of its start that its nodes continue from; None: each its own.
     """
 
     config: RunConfig
@@ -47,6 +52,8 @@ class Part:
     batches: BatchSource
     globals: OwnGlobals | None = None
     minibatch_size: int | None = None
+    plan: Plan | None = None
+    continues: Sequence[int] | None = None
 
     @property
     def steps(self) -> int:
@@ -63,7 +70,7 @@ class Part:
     def shares(self) -> tuple[bool, bool]:
         """Whether its nodes share one row of weights, and one of gradients."""
         # Separate processes have a row each; so has an exact run, whose sums have the order of theirs.
-        in_one = not self.config.deterministic and len(self.nodes) == self.config.num_nodes > 1
+        in_one = not self.config.deterministic and len(self.nodes) == self.collectives.num_nodes > 1
         strategy = self.config.strategy
         return in_one and strategy.shares_weights, in_one and strategy.shares_grads
 
@@ -94,6 +101,7 @@ class Member:
         error: why it left the run before the others.
         stopped: whether it was asked to stop before the others.
         node_losses: the losses of its nodes (K,) in the step that is being taken, or was taken last.
+        clients: what belongs to the clients of a population, where its rows serve one.
     """
 
     part: Part
@@ -120,6 +128,7 @@ class Member:
     node_losses: list[float] = field(default_factory=list)
     lr: float = 0.0
     known_events: int = 0
+    clients: Clients | None = None
     # Those that are measured next, shared (P,).
     global_weights: Tensor | None = None
 
@@ -164,6 +173,15 @@ class Member:
     def ledger(self) -> Ledger:
         """The record of its communication."""
         return self.cluster.collectives.ledger
+
+    @property
+    def losses_of_all(self) -> list[float]:
+        """The losses of its nodes (K,) in the last step, NaN where a node did not take part."""
+        config, losses = self.config, self.node_losses
+        if self.clients is not None or self.part.plan is None:
+            return [*losses, *[math.nan] * (config.num_nodes - len(losses))]
+        own = dict(zip(self.cluster.active, losses, strict=True))
+        return [own.get(node, math.nan) for node in range(config.num_nodes)]
 
     @property
     def trains(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from vsim.arguments import a_function, one_of, real_number, true_or_false, whole_number
 from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.folder import Saving
+from vsim.cluster.participation import Participation
 from vsim.data.batches import loader_options
 from vsim.engine import COMPILE, EXECUTORS
 from vsim.network import Compute, Network
@@ -51,6 +52,7 @@ class FitOptions:
     val_size: int
     val_interval: int | None
     seed: int
+    participation: Participation | None
     device: str | torch.device | None
     autocast: bool
     executor: str
@@ -90,6 +92,10 @@ class FitOptions:
         for name in _WHOLE:
             setattr(self, name, whole_number(name, getattr(self, name)))
         self.seed = whole_number("seed", self.seed, at_least=0, at_most=2**63 - 1)
+        if not isinstance(self.participation, Participation | None):
+            raise TypeError(
+                f"participation must be a Sample, Dropout, Schedule or the like, got {self.participation!r}"
+            )
         for name in _AT_LEAST_ONE_OR_NONE:
             value = getattr(self, name)
             setattr(self, name, None if value is None else whole_number(name, value))
@@ -149,6 +155,8 @@ class FitOptions:
 
     def _check_backend(self) -> None:
         one_of("backend", self.backend, ("stacked", "process"))
+        if self.participation is not None and self.backend == "process":
+            raise ValueError("participation is simulated only so far; got backend='process'")
         of_processes = ("devices", "threads_per_process", "timeout_seconds")
         if self.backend == "stacked":
             idle = [name for name in of_processes if getattr(self, name) is not None]
@@ -166,6 +174,16 @@ class FitOptions:
     def _check_clock(self) -> None:
         """Check what a virtual clock needs, and that there is one: here it is decided which runs have it."""
         name, given = type(self.strategy).__name__, [n for n in ("compute", "network") if getattr(self, n) is not None]
+        if self.participation is not None and self.strategy.is_asynchronous:
+            raise TypeError(f"{name} is asynchronous: participation= is for strategies that train in lockstep")
+        if self.participation is not None and self.participation.needs_compute:
+            if self.compute is None:
+                raise TypeError(f"{self.participation} goes by compute seconds: give fit(…, compute=Compute(0.8, …))")
+            if self.network is not None:
+                raise TypeError("network has no effect with stragglers, who are late by the seconds that they compute")
+            self.compute = Compute.of(self.compute)
+            self.compute.steps(self.participation.population(self.num_nodes))
+            return
         if not self.strategy.is_asynchronous:
             if given:
                 raise TypeError(

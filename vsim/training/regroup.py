@@ -1,14 +1,15 @@
-"""Members that remain are put together anew, in a matrix without the rows of those that have left."""
+"""Members are put together anew: without the rows of those that have left, or with other nodes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from vsim.cluster.stacked import StackedCollectives
+from vsim.cluster.randomness import preserved
 from vsim.cluster.state import CheckpointError
 from vsim.engine import executor_class
-from vsim.training.assemble import assemble
-from vsim.training.member import Member, Part, Run
+from vsim.training.assemble import assemble, stacked
+from vsim.training.member import Group, Member, Part, Run
 from vsim.training.saving import begin, captured
 
 # Members are moved when this share of the rows has left; until then those rows are computed for nothing.
@@ -26,33 +27,48 @@ def regroup(run: Run) -> None:
     kept = sum(member.cluster.replicas.num_held for member in remaining)
     if not remaining or not run.regroups or rows - kept < _SHARE * rows:
         return
-    device = remaining[0].cluster.weights.device
-    config = remaining[0].config
-    if config.dataloader_kwargs.get("num_workers"):
+    if remaining[0].config.dataloader_kwargs.get("num_workers"):
         return
     try:
-        parts = [_snapshot(member) for member in remaining]
-        fresh = assemble(parts, executor_class(config.executor, config.compile), device, run.interrupt)
+        run.groups, _ = put_together(run, remaining, [snapshot(member) for member in remaining])
     except CheckpointError:
         run.regroups = False
-        return
-    successors = dict(zip(remaining, fresh.members, strict=True))
+
+
+def put_together(
+    run: Run, members: Sequence[Member], parts: Sequence[Part]
+) -> tuple[list[Group], dict[Member, Member]]:
+    """Set up members of a run anew, each from its part; they take the places of the old ones.
+
+    Returns:
+        Their groups, and old → new member.
+    """
+    config, device = members[0].config, members[0].cluster.weights.device
+    with preserved(device):
+        fresh = assemble(parts, executor_class(config.executor, config.compile), device, run.interrupt)
+    successors = dict(zip(members, fresh.members, strict=True))
     for old, new in successors.items():
-        new.seconds, new.validation_seconds = old.seconds, old.validation_seconds
-        new.draws, new.row = old.draws, old.row
+        for name in ("examples", "tokens", "seconds", "validation_seconds", "draws", "row", "known_events"):
+            setattr(new, name, getattr(old, name))
+        if old.globals is not None and new.globals is not None:
+            new.globals.states = old.globals.states
         begin(new)
     run.members = [successors.get(member, member) for member in run.members]
-    run.groups = fresh.groups
+    return fresh.groups, successors
 
 
-def _snapshot(member: Member) -> Part:
-    """Return the parts of a member in its present state, to be assembled again."""
+def snapshot(member: Member) -> Part:
+    """Return the parts of a member in its present state, to be assembled again.
+
+    Raises:
+        CheckpointError: it has a state that cannot be saved.
+    """
     part = member.part
-    config = replace(part.config, start=captured(member), memory_share=None)
     return replace(
         part,
-        config=config,
-        collectives=StackedCollectives(member.ledger),
+        config=replace(part.config, start=captured(member), memory_share=None),
+        collectives=stacked(member.ledger, member.cluster.active),
         globals=None if part.globals is None else part.globals.anew(),
         minibatch_size=member.minibatch_size,
+        continues=part.nodes,
     )

@@ -51,6 +51,7 @@ def _roots(run: Member) -> dict[str, tuple[Any, str | None]]:
         "loss": (run.objective.loss_fn, "shared"),
         "optimizer": (strategy.optim, "stacked"),
         "strategy": (strategy, None),
+        **({} if run.clients is None else {"clients": (run.clients, "shared")}),
         **{f"callback {name}": (one, "shared") for name, one in savable(run.config.callbacks).items()},
         "model": (own_attributes(replicas.module), "shared"),
     }
@@ -166,6 +167,11 @@ def resume(run: Member, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: the checkpoint is of another run, or beyond this run's last step; the differences are named.
     """
+    if run.part.continues is not None:  # the same run, with other nodes
+        run.starts = False
+        run.cluster.completed = run.cluster.step = checkpoint.step
+        _put_back(run, checkpoint)
+        return
     if not checkpoint.forks:
         _check_same(run, checkpoint)
     if checkpoint.step > run.max_steps or (checkpoint.forks and checkpoint.step == run.max_steps):
@@ -182,6 +188,11 @@ def resume(run: Member, checkpoint: Checkpoint) -> None:
         _go_on_as_fork(run, checkpoint)
         return
     run.seconds, run.validation_seconds = last("seconds"), last("validation_seconds")
+    _put_back(run, checkpoint)
+    run.ledger.continue_from(checkpoint.ledger)
+
+
+def _put_back(run: Member, checkpoint: Checkpoint) -> None:
     try:
         restorer, state = _restorer(run, checkpoint), checkpoint.state
         for name, (live, placement) in _roots(run).items():
@@ -196,12 +207,13 @@ def resume(run: Member, checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"the state in the checkpoint at step {checkpoint.step} cannot be put back: {error!r}"
         ) from error
-    run.ledger.continue_from(checkpoint.ledger)
 
 
 def _restorer(run: Member, checkpoint: Checkpoint) -> Restorer:
-    node = None if run.is_alone else run.cluster.replicas.first_node
-    return Restorer(checkpoint.together, node, run.cluster.num_nodes, _known(run))
+    rows = run.cluster.replicas.nodes if run.part.continues is None else run.part.continues
+    plan = run.part.plan
+    num_saved = checkpoint.num_nodes if plan is None else len(plan.segment(max(1, checkpoint.step)).nodes)
+    return Restorer(checkpoint.together, num_saved, rows, not run.is_alone, _known(run))
 
 
 def _check_same(run: Member, checkpoint: Checkpoint) -> None:
@@ -238,7 +250,7 @@ def _go_on_as_fork(run: Member, checkpoint: Checkpoint) -> None:
         mark_stepped(optimizer)
     for scheduler in checkpoint.step * [*chain(*run.strategy.schedulers)]:
         scheduler.step()
-    if checkpoint.num_nodes != run.cluster.num_nodes:
+    if len(checkpoint.weights) != run.cluster.num_nodes or run.part.plan is not None:
         return
     restorer, own = _restorer(run, checkpoint), slice(replicas.nodes.start, replicas.nodes.stop)
     alike = [

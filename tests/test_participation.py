@@ -1,0 +1,369 @@
+"""Who takes part: cohorts, failures and joins, stragglers. Each against a run that knows nothing of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_strategies_common import TABLE
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import vsim
+from vsim import Compute, Deadline, Dropout, DropSlowest, OverCommit, Sample, Schedule, Trace
+from vsim.cluster.participation import Participation, Round
+from vsim.models import MLP
+from vsim.strategy import (
+    CommunicateOptimizeStrategy,
+    DeMoStrategy,
+    DiLoCoCommunicator,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    OptimSpec,
+    SimpleReduceStrategy,
+    SPARTAStrategy,
+    Strategy,
+)
+
+OPTIONS: dict[str, Any] = {"max_steps": 12, "batch_size": 4, "progress": False, "val_interval": None}
+
+
+class Noisy(nn.Module):
+    """A small model that draws random numbers, and keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+
+    def forward(self, batch: Sequence[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+
+def dataset(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+    stream = torch.Generator().manual_seed(rank)
+    return TensorDataset(torch.randn(16, 6, generator=stream), torch.randint(3, (16,), generator=stream))
+
+
+def trained(strategy: Strategy, model: nn.Module | None = None, **options: Any) -> tuple[Tensor, vsim.Trainer]:
+    trainer = vsim.Trainer(Noisy() if model is None else model, options.pop("data", dataset))
+    after = trainer.fit(strategy=strategy, **{**OPTIONS, **options})
+    return torch.cat([t.flatten().double() for t in after.state_dict().values()]), trainer
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+PLANS: list[Participation] = [
+    Dropout(0.5),
+    Dropout(0.9, rounds=3),
+    Schedule({0: [1, 2], 3: [0, 1, 2, 3], 9: [3]}),
+    Trace([(2, 0, "fail"), (4, 3, "join"), (5, 0, "join"), (5, 1, "leave")]),
+    Sample(4, of=9, rounds=2),
+]
+
+
+@pytest.mark.parametrize("participation", PLANS, ids=lambda p: type(p).__name__)
+@given(order=st.lists(st.integers(1, 40), min_size=1, max_size=8))
+@settings(max_examples=20)
+def test_a_plan_counts_what_every_node_has_done(participation: Participation, order: list[int]) -> None:
+    plan = participation.plan(Round(4, 7, 1, None))
+    for step in order:  # in any order
+        now = plan.segment(step)
+        assert now.first <= step <= now.last
+        assert now.nodes
+        done, times, before = np.zeros(plan.population, int), np.zeros(plan.population, int), ()
+        at = 1
+        while at < now.first:
+            segment = plan.segment(at)
+            done[list(segment.nodes)] += segment.last - segment.first + 1
+            times[[n for n in segment.nodes if plan.renews or n not in before]] += 1
+            at, before = segment.last + 1, segment.nodes
+        assert at == now.first
+        assert plan.clock(step).tolist() == done.tolist()
+        assert plan.times(step).tolist() == times.tolist()
+        assert plan.missed(step) == [now.first - 1 - done[node] for node in now.nodes]
+
+
+def test_cohorts_and_dropout_are_drawn_from_the_seed() -> None:
+    def drawn(participation: Participation, seed: int) -> list[tuple[int, ...]]:
+        plan = participation.plan(Round(4, seed, 5, None))
+        return [plan.segment(step).nodes for step in range(1, 400, 5)]
+
+    for participation in (Sample(4, of=50), Dropout(0.4)):
+        assert drawn(participation, 1) == drawn(participation, 1) != drawn(participation, 2)
+    assert all(len(set(cohort)) == 4 and max(cohort) < 50 for cohort in drawn(Sample(4, of=50), 1))
+    share = np.mean([len(nodes) for nodes in drawn(Dropout(0.4), 1)]) / 4
+    assert abs(share - 0.6) < 0.1
+    assert drawn(Sample(4, of=4), 3) == [(0, 1, 2, 3)] * 80
+
+
+def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("step,node,event\n3,1,fail\n5,2,join\n6,1,join\n")
+    plan = Trace(path).plan(Round(3, 0, 1, None))
+    assert [plan.segment(step).nodes for step in range(1, 8)] == [(0, 1)] * 3 + [(0,)] * 2 + [(0, 2)] + [(0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sample(5, of=4), "cannot be drawn from a population of 4"),
+        (lambda: Sample(4, of=9).plan(Round(3, 0, 1, None)), "num_nodes is the size of a cohort, 4"),
+        (lambda: Sample(4, of=9, rounds=7).plan(Round(4, 0, 5, None)), "multiple of the 5 steps"),
+        (lambda: Dropout(1.0), "p must be >= 0 and < 1"),
+        (lambda: Schedule({3: []}), "at least one"),
+        (lambda: Schedule({3: [4]}).plan(Round(4, 0, 1, None)), r"nodes are 0 … 3, got \[4\]"),
+        (lambda: Trace([(1, 0, "crash")]), "crash"),
+        (lambda: Trace([(1, 0, "fail"), (2, 0, "leave")]).plan(Round(2, 0, 1, None)), "cannot leave; it is not there"),
+        (lambda: Trace([(1, 0, "fail")]).plan(Round(1, 0, 1, None)), "no node is left after step 1"),
+    ],
+)
+def test_impossible_plans_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# Nodes that come and go -----------------------------------------------------------------------------------------------
+
+STRATEGIES = {
+    "AllReduce": SimpleReduceStrategy(lr=1e-2),
+    "DiLoCo": DiLoCoStrategy(H=3, lr=1e-2),
+    "FedAvg, islands": FedAvgStrategy(H=2, island_size=2, lr=1e-2),
+    "SPARTA": SPARTAStrategy(p_sparta=0.3, lr=1e-2),
+    "DeMo": DeMoStrategy(lr=1e-3, compression_chunk=4, compression_topk=4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:DCTTopK")
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_node_that_never_takes_part_does_not_exist(name: str, deterministic: bool) -> None:
+    options = {"deterministic": deterministic}
+    expected, of_three = trained(STRATEGIES[name], num_nodes=3, **options)
+    found, of_four = trained(STRATEGIES[name], num_nodes=4, participation=Schedule({0: [0, 1, 2]}), **options)
+    assert torch.equal(found, expected)
+    losses = of_four.history.node_losses
+    assert np.array_equal(losses[:, :3], of_three.history.node_losses)
+    assert np.isnan(losses[:, 3]).all()
+    assert of_four.ledger.payload_bytes == of_three.ledger.payload_bytes
+    assert of_four.ledger.node_payload_bytes[3] == 0
+
+
+def test_those_who_join_are_copies_of_a_peer() -> None:
+    """AllReduce by hand: AdamW with the mean gradient of whoever is there, each with its own next batch."""
+    attendance = [(0, 1)] * 3 + [(1,)] * 2 + [(0, 1, 2)] * 3
+    schedule = Schedule({0: [0, 1], 3: [1], 5: [0, 1, 2]})
+    model = MLP(6, (5,), 3, seed=0)
+    found, trainer = trained(SimpleReduceStrategy(lr=1e-2), model, num_nodes=3, max_steps=8, participation=schedule)
+    own = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
+    orders: dict[int, list[int]] = {}
+    for node in range(3):
+        epochs = [torch.randperm(16, generator=torch.Generator().manual_seed(42 + epoch)) for epoch in range(3)]
+        orders[node] = torch.cat(epochs).tolist()
+    for nodes in attendance:
+        optimizer.zero_grad()
+        for node in nodes:
+            batch, orders[node] = orders[node][:4], orders[node][4:]
+            (own(dataset(node, 3, True)[batch]) / len(nodes)).backward()
+        optimizer.step()
+    expected = torch.cat([t.flatten().double() for t in own.state_dict().values()])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    # Weights and two moments, once at step 6, from node 1 by way of node 0 to node 2.
+    joins = [(event.step, event.groups, event.payload_bytes) for event in trainer.ledger if event.label == "join"]
+    assert joins == [(6, ((1, 0, 2),), 3 * 4 * (6 * 5 + 5 + 5 * 3 + 3))]
+
+
+@pytest.mark.filterwarnings("ignore:DCTTopK")
+@pytest.mark.filterwarnings("ignore:SimpleReduce")
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_every_strategy_lives_with_it(row: Any) -> None:
+    """A node that is replaced by its own copy at every other step changes nothing but whose data come next."""
+    model = MLP(6, (64, 16), 3, seed=0)
+    schedule = Schedule({0: [0, 1], 2: [0, 2], 4: [0, 1, 2], 6: [2], 8: [1, 2]})
+    weights, trainer = trained(row.make(), model, num_nodes=3, participation=schedule, max_steps=10)
+    assert weights.isfinite().all()
+    assert np.isfinite(trainer.history["train_loss"][1:]).all()
+
+
+@pytest.mark.filterwarnings("ignore:DCTTopK")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_run_resumes_where_nodes_come_and_go(name: str, tmp_path: Path) -> None:
+    schedule = Schedule({0: [0, 2, 3], 5: [0, 3], 8: [0, 1, 2, 3]})
+    expected, whole = trained(STRATEGIES[name], num_nodes=4, participation=schedule)
+    for stop in (5, 7):
+        own: dict[str, Any] = {"num_nodes": 4, "participation": schedule, "save_dir": tmp_path / str(stop)}
+        trained(STRATEGIES[name], max_steps=stop, **own)
+        found, resumed = trained(STRATEGIES[name], resume=True, **own)
+        assert torch.equal(found, expected)
+        assert np.array_equal(resumed.history.node_losses, whole.history.node_losses, equal_nan=True)
+        assert list(resumed.ledger) == list(whole.ledger)
+        assert resumed.ledger.attendance == whole.ledger.attendance
+    with pytest.raises(vsim.CheckpointError, match="participation"):
+        trained(STRATEGIES[name], resume=True, **{**own, "participation": Schedule({0: [0, 2, 3], 5: [0, 1]})})
+
+
+@pytest.mark.parametrize("plan", [Dropout(0.4, rounds=3), Sample(3, of=5), Schedule({0: [0, 1], 7: [1, 2]})], ids=repr)
+def test_members_are_their_own_fits(plan: Participation) -> None:
+    strategies = {"DiLoCo": DiLoCoStrategy(H=3, lr=1e-2), "FedAvg": FedAvgStrategy(H=3, lr=1e-2)}
+    options: dict[str, Any] = {"num_nodes": 3, "participation": plan, "deterministic": True, **OPTIONS}
+    comparison = vsim.compare(Noisy(), dataset, strategies=strategies, seeds=[1, 2], **options)
+    for name, strategy in strategies.items():
+        for run in comparison.runs(name):
+            _, own = trained(strategy, seed=run.seed, **options)
+            assert np.array_equal(run.history.node_losses, own.history.node_losses, equal_nan=True)
+            assert list(run.history.ledger) == list(own.ledger)
+
+
+# Cohorts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_cohort_of_all_is_fedavg(deterministic: bool) -> None:
+    """Of a model without BatchNorm, whose statistics a round averages, and of SGD, which keeps nothing."""
+    strategy, model = FedAvgStrategy(H=3, optim_spec="sgd", lr=0.1), MLP(6, (5,), 3, seed=0)
+    options: dict[str, Any] = {"num_nodes": 4, "deterministic": deterministic}
+    expected, plain = trained(strategy, model, **options)
+    found, cohorts = trained(strategy, model, participation=Sample(4, of=4), **options)
+    assert torch.equal(found, expected)
+    assert np.array_equal(plain.history.node_losses, cohorts.history.node_losses)
+
+
+def test_cohorts_by_hand() -> None:
+    """FedAvg of two out of five clients, each with its own data and place in them."""
+    model, steps = MLP(6, (5,), 3, seed=0), 12
+    found, trainer = trained(
+        FedAvgStrategy(H=3, optim_spec=OptimSpec("sgd", lr=0.1, momentum=0.9)), model, num_nodes=2,
+        participation=Sample(2, of=5),
+    )  # fmt: skip
+    own, place = copy.deepcopy(model), [0] * 5
+    cohorts = [segment.nodes for segment in trainer.ledger.attendance]
+    assert len(cohorts) == steps // 3
+    assert len(set(cohorts)) > 1
+    for cohort in cohorts:
+        moved = []
+        for client in cohort:
+            local = copy.deepcopy(own)
+            optimizer = torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
+            for _ in range(3):
+                epoch, batch = divmod(place[client], 4)
+                order = torch.randperm(16, generator=torch.Generator().manual_seed(42 + epoch))
+                optimizer.zero_grad()
+                local(dataset(client, 5, True)[order[4 * batch : 4 * batch + 4].tolist()]).backward()
+                optimizer.step()
+                place[client] += 1
+            moved.append(local.state_dict())
+        own.load_state_dict({name: torch.stack([m[name] for m in moved]).mean(0) for name in moved[0]})
+    expected = torch.cat([t.flatten().double() for t in own.state_dict().values()])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", [FedAvgStrategy(H=3, lr=1e-2), DiLoCoStrategy(H=3, lr=1e-2)])
+def test_cohorts_resume(strategy: Strategy, tmp_path: Path) -> None:
+    own: dict[str, Any] = {"num_nodes": 2, "participation": Sample(2, of=7)}
+    expected, whole = trained(strategy, **own)
+    for stop in (6, 7):
+        trained(strategy, max_steps=stop, save_dir=tmp_path / str(stop), **own)
+        found, resumed = trained(strategy, resume=True, save_dir=tmp_path / str(stop), **own)
+        assert torch.equal(found, expected)
+        assert list(resumed.ledger) == list(whole.ledger)
+
+
+@pytest.mark.filterwarnings("ignore:DCTTopK")
+def test_what_rows_would_pass_on_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"CompressedAverage\.residual for each node"):
+        trained(DeMoStrategy(), num_nodes=2, participation=Sample(2, of=4))
+
+
+class Counting(CommunicateOptimizeStrategy):
+    """Every client counts its own steps."""
+
+    def __init__(self) -> None:
+        super().__init__([DiLoCoCommunicator(H=2)], lr=1e-2)
+
+    def setup(self, cluster: Any) -> None:
+        super().setup(cluster)
+        self.keep_client(count=torch.full((cluster.replicas.num_held, 2), 5.0))
+
+    def after_optimizer(self) -> None:
+        super().after_optimizer()
+        self.count += 1
+
+
+def test_what_belongs_to_clients_stays_with_them(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"num_nodes": 2, "participation": Sample(2, of=6)}
+    _, trainer = trained(Counting(), **own)
+    trained(Counting(), max_steps=7, save_dir=tmp_path, **own)
+    _, resumed = trained(Counting(), resume=True, save_dir=tmp_path, **own)
+    for one in (trainer, resumed):
+        assert isinstance(one.strategy, Counting)
+        steps = np.zeros(6)
+        for segment in one.ledger.attendance:
+            steps[list(segment.nodes)] += 2
+        last = one.ledger.attendance[-1].nodes
+        assert one.strategy.count[:, 0].tolist() == [5 + steps[client] for client in last]
+
+
+# Time -----------------------------------------------------------------------------------------------------------------
+
+
+def test_absent_nodes_do_not_compute() -> None:
+    _, trainer = trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=2, participation=Schedule({4: [0], 8: [0, 1]}))
+    timeline = vsim.timeline(trainer, vsim.Network(float("inf")), Compute([1.0, 3.0]))
+    # Syncs wait for node 1, with 3 s a step, but in steps 5 to 8; then it begins where node 0 is.
+    assert timeline.seconds.tolist() == [0, 3, 6, 9, 12, 13, 14, 15, 16, 19, 22, 25, 28]
+    assert timeline.compute_seconds.tolist() == [2] * 4 + [1] * 4 + [2] * 4
+
+
+@pytest.mark.parametrize(
+    ("participation", "there", "seconds"),
+    [
+        (Deadline(5.0), (0, 1), 5.0),  # 1, 2 and 3 s a step, two steps a round
+        (Deadline(6.0), (0, 1, 2), 6.0),
+        (Deadline(0.5), (0,), 2.0),
+        (DropSlowest(0.4), (0, 1), 4.0),
+    ],
+)
+def test_stragglers(participation: Participation, there: tuple[int, ...], seconds: float) -> None:
+    compute = Compute([1.0, 2.0, 3.0])
+    strategy = FedAvgStrategy(H=2, lr=1e-2)
+    found, trainer = trained(strategy, num_nodes=3, participation=participation, compute=compute)
+    assert {segment.nodes for segment in trainer.ledger.attendance} == {there}
+    timeline = vsim.timeline(trainer, vsim.Network(float("inf")), compute)
+    assert timeline.seconds[2::2].tolist() == [seconds * round for round in range(1, 7)]
+    expected, _ = trained(strategy, num_nodes=3, participation=Schedule({0: there}))
+    assert torch.equal(found, expected)
+
+
+def test_over_commitment_takes_the_first_to_arrive() -> None:
+    speeds = np.linspace(1, 3, 12)
+    options: dict[str, Any] = {"num_nodes": 4, "compute": Compute(1.0, speeds=speeds, jitter=0.3)}
+    _, trainer = trained(
+        FedAvgStrategy(H=2, lr=1e-2), participation=Sample(4, of=12, stragglers=OverCommit(1.5)), **options
+    )
+    _, all_waited_for = trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=4, participation=Sample(4, of=12))
+    seconds = options["compute"].totals(12)
+    for segment in trainer.ledger.attendance:
+        own = seconds(segment.first, segment.last)
+        assert (len(segment.nodes), len(segment.late)) == (4, 2)
+        assert own[list(segment.nodes)].max() <= own[list(segment.late)].min()
+    network = vsim.Network(float("inf"))
+    times = [vsim.timeline(one, network, options["compute"]).seconds[-1] for one in (trainer, all_waited_for)]
+    assert times[0] < 0.9 * times[1]
+
+
+def test_stragglers_need_compute() -> None:
+    with pytest.raises(TypeError, match="goes by compute seconds"):
+        trained(FedAvgStrategy(H=2), num_nodes=2, participation=Deadline(3.0))
+    with pytest.raises(TypeError, match="compute has no effect"):
+        trained(FedAvgStrategy(H=2), num_nodes=2, participation=Dropout(0.5), compute=1.0)
+    with pytest.raises(TypeError, match="Sample"):
+        trained(FedAvgStrategy(H=2), num_nodes=2, participation=OverCommit(), compute=1.0)

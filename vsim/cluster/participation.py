@@ -1,0 +1,389 @@
+"""Who takes part in which steps: all nodes, a cohort of a population, those that have not failed or come too late.
+
+A node that does not take part neither steps, counts, draws nor sends. Who takes part is decided beforehand, from the
+seed: a `Plan` is a sequence of `Segment`s, in each of which the same nodes take part.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vsim.arguments import known_keywords, one_of, real_number, whole_number
+from vsim.cluster.randomness import PARTICIPATION, generator
+
+Seconds = Callable[[int, int], NDArray[np.float64]]  # of the steps first … last (from 1): compute seconds of every node
+Nodes = tuple[int, ...]
+
+
+class Segment(NamedTuple):
+    """Steps in which the same nodes take part.
+
+    Attributes:
+        first, last: their numbers, from 1.
+        nodes: who takes part, in ascending order.
+        late: who computed, too, but came too late, so that nothing is left of the work.
+        seconds: how long the steps last at least: until a deadline.
+    """
+
+    first: int
+    last: int
+    nodes: Nodes
+    late: Nodes = ()
+    seconds: float = 0.0
+
+
+class Round(NamedTuple):
+    """What a plan is made from: the run's K and seed, steps from sync to sync, and compute seconds if known."""
+
+    num_nodes: int
+    seed: int
+    period: int
+    seconds: Seconds | None
+
+
+class Plan:
+    """Who takes part in a run, segment by segment.
+
+    Args:
+        segments: from step 1 on, one after another, without end.
+        population: the number of nodes, or clients, that may take part.
+        renews: whether every segment is a round of clients: each starts from the global weights, with an optimizer of
+            its own. If not, nodes keep what they have, and one that joins is a copy of one that is there.
+    """
+
+    def __init__(self, segments: Iterator[Segment], population: int, renews: bool = False) -> None:
+        self.population, self.renews = population, renews
+        self._coming, self._known = segments, [next(segments)]
+        # Of the segment with this number: the steps that every node has done before, and the times it has begun.
+        self._number, self._steps, self._times = 0, *np.zeros((2, population), dtype=np.int64)
+
+    def segment(self, step: int) -> Segment:
+        """Return the segment that step number `step`, from 1, is in."""
+        return self._known[self._number_of(step)]
+
+    def clock(self, step: int) -> NDArray[np.int64]:
+        """Return (N,) the steps that every node has completed before the segment of step number `step`."""
+        self._count_to(self._number_of(step))
+        return self._steps
+
+    def times(self, step: int) -> NDArray[np.int64]:
+        """Return (N,) how often every node has begun to take part before the segment of step number `step`."""
+        self._count_to(self._number_of(step))
+        return self._times
+
+    def missed(self, step: int) -> list[int]:
+        """Return how many of the run's steps those nodes have missed before the segment of `step` that are in it."""
+        segment, clock = self.segment(step), self.clock(step)
+        return [segment.first - 1 - int(clock[node]) for node in segment.nodes]
+
+    def joining(self, step: int) -> Nodes:
+        """Return who takes part in the segment of `step`, and did not in the one before; all if it renews."""
+        number = self._number_of(step)
+        before = () if self.renews or number == 0 else self._known[number - 1].nodes
+        return tuple(node for node in self._known[number].nodes if node not in before)
+
+    def _number_of(self, step: int) -> int:
+        while self._known[-1].last < step:
+            self._known.append(next(self._coming))
+        low, high = 0, len(self._known) - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._known[middle].last >= step else (middle + 1, high)
+        return low
+
+    def _count_to(self, number: int) -> None:
+        if number < self._number:
+            self._number, self._steps, self._times = 0, *np.zeros((2, self.population), dtype=np.int64)
+        while self._number < number:
+            segment = self._known[self._number]
+            self._steps, self._times = self._steps.copy(), self._times.copy()
+            self._steps[list(segment.nodes)] += segment.last - segment.first + 1
+            self._times[list(self.joining(segment.first))] += 1
+            self._number += 1
+
+
+class Participation(ABC):
+    """Who takes part in which steps of a run: `fit(participation=…)`."""
+
+    needs_compute = False  # whether compute seconds decide
+
+    def population(self, num_nodes: int) -> int:
+        """Return how many nodes, or clients, there are to take part in a run of K nodes."""
+        return num_nodes
+
+    @abstractmethod
+    def plan(self, given: Round) -> Plan:
+        """Return the plan of a run.
+
+        Raises:
+            ValueError: it names nodes that the run does not have.
+        """
+
+    def __repr__(self) -> str:
+        given = [f"{name}={value!r}" for name, value in vars(self).items() if value is not None]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+def _period(rounds: int | None, given: Round, what: str) -> int:
+    """Return the steps of a round: those asked for, or from one sync to the next."""
+    period = given.period if rounds is None else rounds
+    if period % given.period:
+        raise ValueError(
+            f"{what}: rounds={rounds} must be a multiple of the {given.period} steps from one sync of the strategy to "
+            "the next"
+        )
+    return period
+
+
+class Dropout(Participation):
+    """Every node is missing from a round with probability p, drawn anew each round; one at least is there.
+
+    Args:
+        p: in [0, 1).
+        rounds: steps of a round. Default: from one sync of the strategy to the next.
+    """
+
+    @known_keywords
+    def __init__(self, p: float, *, rounds: int | None = None) -> None:
+        self.p = real_number("p", p, at_least=0, below=1)
+        self.rounds = None if rounds is None else whole_number("rounds", rounds)
+
+    def plan(self, given: Round) -> Plan:
+        return Plan(self._segments(given, _period(self.rounds, given, "Dropout")), given.num_nodes)
+
+    def _segments(self, given: Round, period: int) -> Iterator[Segment]:
+        for number in range(sys.maxsize):
+            there = torch.rand(given.num_nodes, generator=generator(given.seed, PARTICIPATION, number))
+            nodes = (there >= self.p).nonzero().flatten().tolist() or [int(there.argmax())]
+            yield Segment(number * period + 1, (number + 1) * period, tuple(nodes))
+
+
+class Schedule(Participation):
+    """Failures, leaves and joins that are known beforehand.
+
+    >>> Schedule({0: [0, 1, 2], 100: [0, 1], 250: [0, 1, 2, 3]})
+    Schedule({0: (0, 1, 2), 100: (0, 1), 250: (0, 1, 2, 3)})
+
+    Args:
+        changes: completed steps → the nodes that take part from there on. Before the first: all.
+    """
+
+    def __init__(self, changes: Mapping[int, Iterable[int]]) -> None:
+        if not isinstance(changes, Mapping):
+            raise TypeError(f"a Schedule takes a dict of step → nodes, got {changes!r}")
+        found = {}
+        for step, nodes in changes.items():
+            own = [whole_number(f"Schedule, step {step}: a node", node, at_least=0) for node in nodes]
+            if not own or len(set(own)) < len(own):
+                raise ValueError(f"Schedule, step {step}: nodes must be at least one, each once; got {own}")
+            found[whole_number("Schedule: a step", step, at_least=0)] = tuple(sorted(own))
+        self.changes = dict(sorted(found.items()))
+
+    def plan(self, given: Round) -> Plan:
+        everyone = tuple(range(given.num_nodes))
+        for step, nodes in self.changes.items():
+            if not set(nodes) <= set(everyone):
+                raise ValueError(f"Schedule, step {step}: nodes are 0 … {given.num_nodes - 1}, got {list(nodes)}")
+        changes = {0: everyone, **self.changes}
+        ends = [*list(changes)[1:], sys.maxsize]
+        segments = (Segment(at + 1, end, nodes) for (at, nodes), end in zip(changes.items(), ends, strict=True))
+        return Plan(segments, given.num_nodes)
+
+    def __repr__(self) -> str:
+        return f"Schedule({self.changes})"
+
+
+class Trace(Participation):
+    """Failures, leaves and joins of a record: of a cluster's scheduler, for instance.
+
+    Args:
+        file: a CSV file with the columns step, node and event, which is "join", or "leave" or "fail"; or such rows. An
+            event happens when so many steps are completed. All nodes are there at first but those that join before they
+            have left.
+    """
+
+    def __init__(self, file: str | Path | Iterable[tuple[int, int, str]]) -> None:
+        self.events = sorted(_events(file), key=lambda event: event[0])
+
+    def plan(self, given: Round) -> Plan:
+        first: dict[int, str] = {}
+        for _, node, event in self.events:
+            first.setdefault(node, event)
+        there = {node for node in range(given.num_nodes) if first.get(node) != "join"}
+        changes = {0: tuple(sorted(there))}
+        for step, node, event in self.events:
+            if node >= given.num_nodes:
+                raise ValueError(f"Trace, step {step}: nodes are 0 … {given.num_nodes - 1}, got {node}")
+            if (event == "join") == (node in there):
+                raise ValueError(
+                    f"Trace, step {step}: node {node} cannot {event}; it is {'' if node in there else 'not '}there"
+                )
+            (there.add if event == "join" else there.remove)(node)
+            changes[step] = tuple(sorted(there))
+        if () in changes.values():
+            empty = next(step for step, nodes in changes.items() if not nodes)
+            raise ValueError(f"Trace: no node is left after step {empty}")
+        return Schedule(changes).plan(given)
+
+
+def _events(file: Any) -> Iterator[tuple[int, int, str]]:
+    if isinstance(file, str | Path):
+        with Path(file).open(newline="", encoding="utf-8") as lines:
+            table = csv.DictReader(lines)
+            missing = {"step", "node", "event"} - set(table.fieldnames or ())
+            if missing:
+                raise ValueError(f"{file} must have the columns step, node, event; it lacks {sorted(missing)}")
+            rows = [(row["step"], row["node"], row["event"]) for row in table]
+    else:
+        rows = list(file)
+    for step, node, event in rows:
+        at, which = (int(n) if isinstance(n, str) and n.strip().isdecimal() else n for n in (step, node))
+        one_of("Trace: event", event, ("join", "leave", "fail"))
+        yield whole_number("Trace: a step", at, at_least=0), whole_number("Trace: a node", which, at_least=0), event
+
+
+# Who comes too late ---------------------------------------------------------------------------------------------------
+
+
+class Stragglers(Participation):
+    """A rule for nodes that are slow: whose work of a round counts. The others' is lost, and they begin the next anew.
+
+    It needs `fit(compute=…)`: a node arrives when it has computed the round's steps. As `participation` of all nodes a
+    round is from one sync of the strategy to the next; as `Sample(stragglers=…)` it is that of the cohort.
+    """
+
+    needs_compute = True
+    factor = 1.0  # of clients that are drawn for every one that is wanted
+
+    @abstractmethod
+    def count(self, arrivals: NDArray[np.float64], wanted: int) -> tuple[int, float]:
+        """Return how many of the first count, at least 1, and until when the round lasts at least.
+
+        Args:
+            arrivals: seconds from the beginning of the round, in ascending order.
+            wanted: the number of nodes, without those drawn beyond it.
+        """
+
+    def plan(self, given: Round) -> Plan:
+        return Plan(self._segments(given), given.num_nodes)
+
+    def _segments(self, given: Round) -> Iterator[Segment]:
+        everyone = tuple(range(given.num_nodes))
+        for first in range(1, sys.maxsize, given.period):
+            yield self.segment(first, first + given.period - 1, everyone, given.num_nodes, given)
+
+    def segment(self, first: int, last: int, drawn: Nodes, wanted: int, given: Round) -> Segment:
+        """Return the segment of these steps with those of the nodes drawn whose work counts."""
+        if given.seconds is None:
+            raise TypeError(
+                f"{type(self).__name__} needs compute seconds: fit(…, compute=Compute(seconds_per_step, …))"
+            )
+        seconds = given.seconds(first, last)[list(drawn)]
+        order = np.argsort(seconds, kind="stable")
+        count, until = self.count(seconds[order], wanted)
+        here, late = (tuple(sorted(drawn[i] for i in part)) for part in (order[:count], order[count:]))
+        return Segment(first, last, here, late, until)
+
+
+class Deadline(Stragglers):
+    """Who has not arrived by then is not waited for; the fastest always is.
+
+    Args:
+        seconds: of a round.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = real_number("seconds", seconds, above=0)
+
+    def count(self, arrivals: NDArray[np.float64], wanted: int) -> tuple[int, float]:
+        there = max(1, int((arrivals <= self.seconds).sum()))
+        return there, self.seconds if there < len(arrivals) else 0.0
+
+
+class DropSlowest(Stragglers):
+    """A round ends when all but the slowest nodes have arrived.
+
+    Args:
+        share: of the nodes that are not waited for, 0 < share < 1, rounded down.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = real_number("share", share, above=0, below=1)
+
+    def count(self, arrivals: NDArray[np.float64], wanted: int) -> tuple[int, float]:
+        return len(arrivals) - int(self.share * len(arrivals)), 0.0
+
+
+class OverCommit(Stragglers):
+    """More clients are drawn than are wanted, and the round ends when so many have arrived; for `Sample`.
+
+    Args:
+        factor: clients drawn for each one wanted, > 1 [Bonawitz et al. 2019, arXiv:1902.01046: 1.3].
+    """
+
+    def __init__(self, factor: float = 1.3) -> None:
+        self.factor = real_number("factor", factor, above=1)
+
+    def plan(self, given: Round) -> Plan:
+        raise TypeError(f"OverCommit draws more clients than are wanted: Sample(n, of=N, stragglers={self})")
+
+    def count(self, arrivals: NDArray[np.float64], wanted: int) -> tuple[int, float]:
+        return min(wanted, len(arrivals)), 0.0
+
+
+class Sample(Participation):
+    """Cohorts: each round n rows serve n clients of a population of N, drawn anew without replacement.
+
+    A client starts a round from the global weights, with a fresh inner optimizer, where it left off in its own data,
+    with its own lasting state (`keep_client` of `vsim.cluster.state.Stateful`) and random stream.
+
+    Args:
+        n: clients of a cohort: the run's num_nodes.
+        of: N, the population. A dataset is shared by N clients as DistributedSampler would; a factory is asked for
+            f(client, N, True).
+        rounds: local steps of a round. Default: from one sync of the strategy to the next.
+        stragglers: `Deadline`, `DropSlowest` or `OverCommit`; None: all are waited for.
+    """
+
+    @known_keywords
+    def __init__(self, n: int, *, of: int, rounds: int | None = None, stragglers: Stragglers | None = None) -> None:
+        self.n, self.of = whole_number("n", n), whole_number("of", of)
+        if self.n > self.of:
+            raise ValueError(f"a cohort of {n} cannot be drawn from a population of {of}")
+        self.rounds = None if rounds is None else whole_number("rounds", rounds)
+        if not isinstance(stragglers, Stragglers | None):
+            raise TypeError(f"stragglers must be Deadline, DropSlowest or OverCommit, got {stragglers!r}")
+        self.stragglers = stragglers
+
+    @property
+    def needs_compute(self) -> bool:  # type: ignore[override]
+        return self.stragglers is not None
+
+    def population(self, num_nodes: int) -> int:
+        return self.of
+
+    def plan(self, given: Round) -> Plan:
+        if given.num_nodes != self.n:
+            raise ValueError(f"num_nodes is the size of a cohort, {self.n} of {self}; got {given.num_nodes}")
+        return Plan(self._segments(given, _period(self.rounds, given, "Sample")), self.of, renews=True)
+
+    def _segments(self, given: Round, period: int) -> Iterator[Segment]:
+        drawn = self.n if self.stragglers is None else min(self.of, math.ceil(self.stragglers.factor * self.n))
+        for number in range(sys.maxsize):
+            stream = generator(given.seed, PARTICIPATION, number)
+            clients = tuple(sorted(torch.randperm(self.of, generator=stream)[:drawn].tolist()))
+            first, last = number * period + 1, (number + 1) * period
+            if self.stragglers is None:
+                yield Segment(first, last, clients)
+            else:
+                yield self.stragglers.segment(first, last, clients, self.n, given)

@@ -1,0 +1,158 @@
+"""Before a step: nodes leave and join, or the rows get the clients of a new round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vsim.arguments import naming
+from vsim.cluster.optimizers import torch_optimizers
+from vsim.cluster.participation import Plan
+from vsim.cluster.randomness import NODE, derive_seed
+from vsim.data.joint import joint_batches
+from vsim.training.assemble import attended, source, stacked
+from vsim.training.clients import lasting
+from vsim.training.member import Group, Member, Part, Run
+from vsim.training.regroup import put_together, snapshot
+
+
+def attend(run: Run, step: int) -> None:
+    """Let those take part in step number `step`, and those after it, who do by the members' plans.
+
+    Nodes that stay keep all that they have. One that joins copies the first of them, and draws from a stream of random
+    numbers of its own. In a round of clients every row starts anew, from the global weights.
+
+    Raises:
+        CheckpointError: a strategy has a state of which it cannot be told whose it is.
+    """
+    for group in list(run.groups):
+        beginning = [member for member in group.members if _begins(member, step)]
+        for member in beginning:
+            with naming(member.config.label if len(run.members) > 1 else ""):
+                if member.clients is not None and step > 1:
+                    member.clients.leave(member.cluster)
+        if any(_changes(member, step) for member in beginning):
+            groups = _changed(run, group, step)
+            place = run.groups.index(group)
+            run.groups[place : place + 1] = groups
+        else:
+            groups = [group]
+        for group in groups:
+            renewed = [member for member in group.members if member.clients is not None and _begins(member, step)]
+            for member in renewed:
+                _begin_round(member, step)
+            if renewed:
+                fetching: dict[Any, Part] = {}
+                group.batches = joint_batches([source(m.part, step - 1, fetching) for m in group.members], step - 1)
+    for member in run.training:
+        if _begins(member, step):
+            collectives = member.cluster.collectives
+            collectives.step, collectives.moment = step, "start"
+            for module in member.strategy.communication_modules if step > 1 else ():
+                module.attend(member.cluster)
+            plan, known = _plan(member), member.ledger.attendance
+            if not known or known[-1].first < step:
+                known.append(plan.segment(step))
+
+
+def _plan(member: Member) -> Plan:
+    assert member.part.plan is not None
+    return member.part.plan
+
+
+def _begins(member: Member, step: int) -> bool:
+    """Whether a segment of the member's plan begins with `step`."""
+    there = member.trains and member.part.plan is not None and member.done == step - 1 < member.max_steps
+    return there and _plan(member).segment(step).first == step
+
+
+def _changes(member: Member, step: int) -> bool:
+    """Whether its rows are other ones than in the segment before."""
+    now = _plan(member).segment(step).nodes
+    if member.clients is None:
+        return now != member.cluster.active
+    return len(now) != member.cluster.num_nodes
+
+
+def _changed(run: Run, group: Group, step: int) -> list[Group]:
+    """Put a group together anew with the nodes that take part in `step`; return the groups in its place."""
+    members = [member for member in group.members if member.trains and member.done < member.max_steps]
+    parts = [_with_nodes_of(step, member) if _begins(member, step) else snapshot(member) for member in members]
+    groups, successors = put_together(run, members, parts)
+    for old, new in successors.items():
+        if new.clients is None and _begins(new, step):
+            _join(new, old.cluster.active, step)
+    return groups
+
+
+def _with_nodes_of(step: int, member: Member) -> Part:
+    """Return the parts of a member with the nodes that take part in `step`, and the rows that they continue from."""
+    part, before = attended(snapshot(member), step), list(member.cluster.active)
+    peer = before.index(_peer(before, part.collectives.active))
+    own = [before.index(node) if node in before else peer for node in part.collectives.active]
+    return replace(part, continues=own)
+
+
+def _peer(before: Sequence[int], now: Sequence[int]) -> int:
+    """Return whom nodes that join copy: the first that stays, or else the first of those that leave."""
+    return next((node for node in before if node in now), before[0])
+
+
+def _join(member: Member, before: Sequence[int], step: int) -> None:
+    """Bill what nodes that join have copied, and give them random streams of their own."""
+    now = member.cluster.active
+    joining = [node for node in now if node not in before]
+    if not joining:
+        return
+    group = stacked(member.ledger, [_peer(before, now), *joining])
+    group.step, group.moment = step, "start"
+    group.broadcast(torch.zeros(len(joining) + 1, 0), label="join", payload_bytes=_bytes_of_a_node(member))
+    _seed(member, joining, step)
+
+
+def _bytes_of_a_node(member: Member) -> int:
+    """Return the bytes of all that one node holds: weights, buffers, and the state of optimizer and strategy."""
+    replicas, optim = member.cluster.replicas, torch_optimizers(member.strategy.optim)
+    states = [state for optimizer in optim for own in optimizer.state.values() for state in own.values()]
+    rows = [replicas.weights, *replicas.buffers.values(), *states, *lasting(member.strategy, "stacked")]
+    # What is as wide as the matrix has its gaps, too, which nobody sends.
+    gaps = (replicas.weights.stride(0) - replicas.num_parameters) * replicas.weights.element_size()
+    sizes = [t.nbytes // len(t) for t in rows if isinstance(t, Tensor) and t.dim()]
+    per_node = sum(
+        size - gaps * (size == replicas.weights.stride(0) * replicas.weights.element_size()) for size in sizes
+    )
+    return per_node + sum(t.nbytes for t in lasting(member.strategy, "shared"))
+
+
+def _seed(member: Member, nodes: Iterable[int], step: int) -> None:
+    """Let nodes draw from a stream that is new each time that they begin to take part."""
+    times = _plan(member).times(step)
+    for row, node in enumerate(member.cluster.active[i] for i in member.cluster.replicas.nodes):
+        if node in nodes:
+            again = [int(times[node])] if times[node] else []
+            member.streams[row].manual_seed(derive_seed(member.config.seed, NODE, node, *again))
+
+
+@torch.no_grad()
+def _begin_round(member: Member, step: int) -> None:
+    """Let the rows be those of the clients of the round that begins with `step`."""
+    cluster, strategy, plan = member.cluster, member.strategy, _plan(member)
+    collectives, replicas, nodes = cluster.collectives, cluster.replicas, plan.segment(step).nodes
+    with strategy.evaluating():
+        weights = strategy.global_weights().clone()
+    collectives.active = nodes
+    collectives.step, collectives.moment = step, "start"
+    replicas.weights.copy_(collectives.pull(weights, cluster.weights, label="pull")[: len(replicas.weights)])
+    for name, mean in cluster.mean_buffers().items():
+        replicas.buffers[name].copy_(mean)
+    for optimizer in torch_optimizers(strategy.optim):
+        optimizer.state.clear()
+    assert member.clients is not None
+    member.clients.arrive(cluster)
+    _seed(member, nodes, step)
+    member.part = replace(member.part, batches=member.part.batches.attended(nodes, plan.missed(step)))
+    cluster.shard_sizes = member.part.batches.shard_sizes

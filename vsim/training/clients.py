@@ -1,0 +1,104 @@
+"""Rows that serve a population: what belongs to its clients, while they do not take part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from vsim.cluster.cluster import Cluster
+from vsim.cluster.state import Stateful, of_clients, placements_of
+from vsim.strategy.base import Strategy
+
+
+class Clients(Stateful):
+    """The lasting state of N clients, of which n have their rows in the strategy's tensors.
+
+    A client that has not been drawn yet takes no memory.
+
+    Args:
+        strategy: set up for a run; its `keep_client` says what belongs to clients.
+
+    Raises:
+        TypeError: the strategy keeps something for each node, which clients that follow each other would share.
+    """
+
+    derived = ("_owners", "_first")
+
+    def __init__(self, strategy: Strategy, cluster: Cluster) -> None:
+        self._owners = list(_owners(strategy))
+        odd = [
+            f"{type(o).__name__}.{name}"
+            for o in self._owners
+            for name, where in placements_of(o).items()
+            if where == "stacked" and name not in of_clients(o)
+        ]
+        if odd:
+            raise TypeError(
+                f"{type(strategy).__name__} keeps {', '.join(odd)} for each node, which the clients of a population "
+                "would pass on to each other; with participation=Sample(…) a strategy keeps it by keep_client"
+            )
+        # As it is for a client that was never drawn, and (N, …) of all: memory that is not written to is not taken.
+        self._first = [value[0].clone() for _, _, value in self._values()]
+        shape = [(cluster.population, *value.shape) for value in self._first]
+        self.kept = [
+            torch.zeros(size, dtype=v.dtype, device=v.device) for size, v in zip(shape, self._first, strict=True)
+        ]
+        self.known = torch.zeros(cluster.population, dtype=torch.bool)
+
+    def _values(self) -> Iterator[tuple[Any, str, Tensor]]:
+        for owner in self._owners:
+            for name in sorted(of_clients(owner)):
+                yield owner, name, getattr(owner, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows of the clients that have been drawn."""
+        return {"known": self.known, "kept": [rows[self.known] for rows in self.kept]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+        self.known = state["known"]
+        for rows, kept in zip(self.kept, state["kept"], strict=True):
+            rows[self.known] = kept
+
+    def leave(self, cluster: Cluster) -> None:
+        """Keep the rows of the clients that are here."""
+        there = list(cluster.active)
+        for kept, (_, _, value) in zip(self.kept, self._values(), strict=True):
+            with cluster.collectives.unbilled():
+                kept[there] = cluster.collectives.all_gather(value, label="state of clients")
+        self.known[there] = True
+
+    def arrive(self, cluster: Cluster) -> None:
+        """Give the rows what belongs to the clients that are here now."""
+        here = [cluster.active[node] for node in cluster.replicas.nodes]
+        known = self.known[here]
+        for kept, first, (_, _, value) in zip(self.kept, self._first, self._values(), strict=True):
+            value[~known] = first
+            value[known] = kept[here][known]
+
+
+def lasting(strategy: Strategy, placement: str) -> list[Tensor]:
+    """Return the tensors that a strategy and its parts have declared as "stacked" or "shared"."""
+    values = [
+        getattr(o, name) for o in _owners(strategy) for name, where in placements_of(o).items() if where == placement
+    ]
+    inside = [[*own.state.values()] if isinstance(own, Optimizer) else [own] for own in tree_leaves(values)]
+    return [t for t in tree_leaves(inside) if isinstance(t, Tensor) and t.dim()]
+
+
+def _owners(value: Any, seen: set[int] | None = None) -> Iterator[Stateful]:
+    """Yield a strategy and all parts of it that declare state."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Stateful) and id(value) not in seen:
+        seen.add(id(value))
+        yield value
+        for part in vars(value).values():
+            yield from _owners(part, seen)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _owners(part, seen)
