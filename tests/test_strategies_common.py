@@ -32,6 +32,7 @@ from vsim.strategy import (
     DESLOCStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
+    DPFedAvgStrategy,
     EagerDiLoCoStrategy,
     FedAvgStrategy,
     FedOptStrategy,
@@ -437,6 +438,19 @@ TABLE = [
         equal_after=[3, 6],
         learns_with={"H": 5},
         refuses="the inner optimizer must be plain SGD",
+    ),
+    Row(
+        "DP-FedAvg",
+        DPFedAvgStrategy,
+        {"H": 3, "clip": 1.0, "noise_multiplier": 0.01},
+        every(3, "all_reduce", "weights", 4 * P),
+        {
+            "H": {"H": 2, "noise_multiplier": 0.01},
+            "clip": {"H": 3, "clip": 0.1, "noise_multiplier": 0.01},
+            "noise_multiplier": {"H": 3, "noise_multiplier": 0.02},
+        },
+        equal_after=[3, 6],
+        learns_with={"H": 5, "clip": 5.0},
     ),
     Row(
         "modules in order",

@@ -13,11 +13,11 @@ from torch import Tensor
 from vsim.cluster.replicas import Columns, Replicas
 from vsim.process.difference import Difference, difference, largest_magnitude, unlike
 from vsim.process.states import state_file
-from vsim.records.history import COLUMNS, OF_THE_MACHINE, History
+from vsim.records.history import OF_THE_MACHINE, History
 
 # What is compared of a step, in this order.
 KINDS = ("losses", "weights", "buffers", "optimizer state", "global weights", "ledger", "history")
-_MEASURED = tuple(c for c in COLUMNS if c not in ("step", *OF_THE_MACHINE))
+_NOT_COMPARED = ("step", *OF_THE_MACHINE)
 
 
 class RunComparison:
@@ -76,8 +76,9 @@ class RunComparison:
             yield from self._of_numbers(step, node, "losses", "", *pair)
 
     def _of_history(self, step: int) -> Iterator[Difference]:
-        for column in _MEASURED:
-            pair = (history[column][step] for history in self.histories())
+        histories = self.histories()
+        for column in (name for name in histories[0].columns if name not in _NOT_COMPARED):
+            pair = (history[column][step] for history in histories)
             yield from self._of_numbers(step, 0, "history", column, *pair)
 
     def _of_numbers(

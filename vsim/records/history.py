@@ -51,7 +51,8 @@ class History:
         local_accuracy, global_accuracy: validation accuracy of node 0 and of the global model, where known.
         divergence: root mean square distance of the replicas from their mean, relative to the mean's length.
         correlation: mean Pearson correlation of the weights over pairs of nodes.
-        Beside these, the `metrics` of `fit` by their names: of the global model.
+        Beside these, the `metrics` of `fit` by their names: of the global model; and what a strategy measures, such as
+            epsilon: the privacy that `DPFedAvgStrategy` has spent.
 
     Attributes:
         ledger: what was communicated; see `Ledger`.

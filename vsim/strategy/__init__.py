@@ -26,6 +26,7 @@ from vsim.strategy.decoupled import DecoupledDiLoCoStrategy
 from vsim.strategy.demo import DeMoStrategy
 from vsim.strategy.desloc import DESLOCStrategy, StateAverage
 from vsim.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
+from vsim.strategy.dpfedavg import DPFedAvgStrategy, PrivateAverage
 from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi, ServerStep
@@ -109,6 +110,7 @@ __all__ = [
     "ControlVariates",
     "DCTTopK",
     "DESLOCStrategy",
+    "DPFedAvgStrategy",
     "DeMoStrategy",
     "DecoupledDiLoCoStrategy",
     "DelayedNesterovStrategy",
@@ -132,6 +134,7 @@ __all__ = [
     "PairCommunicator",
     "PartitionedIndexSelector",
     "PowerSGD",
+    "PrivateAverage",
     "ProximalTerm",
     "RandomIndexSelector",
     "RandomK",

@@ -67,6 +67,13 @@ class CommunicationModule(Stateful):
         """Return the shared weights (P,) that this module holds as the global model, if it does."""
         return None
 
+    def measured(self, cluster: Cluster) -> Mapping[str, float]:
+        """Return name → number, the same names at any time: columns of the history, beside those of every run.
+
+        It is asked after every step, and before the first. Nothing is to be changed or sent.
+        """
+        return {}
+
     def evaluating(self) -> AbstractContextManager[None]:
         """Make a context in which these are the weights to evaluate, where an outer optimizer has others."""
         return nullcontext()
@@ -319,8 +326,8 @@ class Strategy(Stateful):
         return self.cluster.lr
 
     def measured(self) -> Mapping[str, float]:
-        """Return further columns of the history after a step, and their names before; none here."""
-        return {}
+        """Return name → number, for columns of the history: those of all modules. A subclass may add its own."""
+        return {name: float(v) for m in self.communication_modules for name, v in m.measured(self.cluster).items()}
 
     def global_weights(self) -> Tensor:
         """Return the shared weights (P,) to evaluate as the global model: a module's own, or the mean replica."""

@@ -27,7 +27,7 @@ from vsim.engine import Executor, Settings, VmapExecutor, executor_class, first_
 from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
 from vsim.network.virtual import VirtualClock
-from vsim.records.history import History
+from vsim.records.history import COLUMNS, History
 from vsim.records.report import Reporter
 from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import Strategy
@@ -224,6 +224,9 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
         assert config.network is not None and config.compute is not None
         strategy.clock = VirtualClock(config.num_nodes, config.network, config.compute)
     strategy.setup(cluster)
+    taken = [name for name in strategy.measured() if name in (*COLUMNS, *config.metrics)]
+    if taken:
+        raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
     if config.start is None and 0 in part.nodes:  # once a run
         _warn_of_late_modules(strategy, part.steps)
     device = replicas.weights.device

@@ -247,7 +247,7 @@ def _report_start(run: Run) -> None:
         for member in [m for m in group.members if m in starting and m.trains]:
             row: dict[str, float] = {"step": member.done, "examples": member.examples}
             row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
-            row |= {"validation_seconds": member.validation_seconds, **found[member]}
+            row |= {"validation_seconds": member.validation_seconds, **found[member], **member.strategy.measured()}
             with _own(run, member):
                 report = StepReport(row, None, [], group.executor.name, member.max_steps, member.minibatch_size)
                 _tell(run, member, report)

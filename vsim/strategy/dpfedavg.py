@@ -1,0 +1,138 @@
+"""DP-FedAvg: federated averaging with differential privacy for clients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from vsim.arguments import real_number, whole_number
+from vsim.cluster import Cluster
+from vsim.extras import extra
+from vsim.strategy.base import Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.fedavg import AveragingCommunicator
+
+
+class PrivateAverage(AveragingCommunicator):
+    """φ ← φ + mean_k clip(θ_k − φ) + noise after every `every`-th step; see `DPFedAvgStrategy`.
+
+    Args:
+        every: H. clip, noise_multiplier, delta: as there.
+    """
+
+    rounds: dict[float, int]  # q → the number of rounds in which this share of the population took part
+
+    def __init__(self, every: int, clip: float, noise_multiplier: float, delta: float) -> None:
+        super().__init__(every=every, max_node_norm=None if clip == math.inf else real_number("clip", clip, above=0))
+        self.noise_multiplier = real_number("noise_multiplier", noise_multiplier, at_least=0)
+        self.delta = real_number("delta", delta, above=0, at_most=1)
+        if noise_multiplier:
+            _accounting()  # an error, if there is none, now
+            if self.max_node_norm is None:
+                raise ValueError("clip must be finite where there is noise, whose size it sets; or noise_multiplier=0")
+
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        self.keep_shared(rounds={})
+
+    def communicate(self, cluster: Cluster) -> None:
+        super().communicate(cluster)
+        if cluster.step % self.every or not self.noise_multiplier:
+            return
+        self.outer_weights.add_(self._noise(cluster))
+        cluster.weights.copy_(self.outer_weights)
+        share = cluster.num_nodes / cluster.population
+        self.rounds[share] = self.rounds.get(share, 0) + 1
+
+    def _noise(self, cluster: Cluster) -> Tensor:
+        """Draw the server's noise, shared (P,): of the generator that all nodes share; on the meta device nothing."""
+        phi = self.outer_weights
+        if phi.is_meta:
+            return torch.zeros_like(phi)
+        std = self.noise_multiplier * self.max_node_norm / cluster.num_nodes  # type: ignore[operator]
+        return torch.randn(phi.shape, generator=cluster.generator, dtype=phi.dtype).mul_(std).to(phi.device)
+
+    def measured(self, cluster: Cluster) -> Mapping[str, float]:
+        """ε spent so far, as the column "epsilon"; none without noise."""
+        if not self.noise_multiplier:
+            return {}
+        return {"epsilon": epsilon(self.rounds, self.noise_multiplier, self.delta)}
+
+
+def epsilon(rounds: Mapping[float, int], noise_multiplier: float, delta: float) -> float:
+    """Return ε of rounds in which each client takes part with probability q, by q → the number of such rounds.
+
+    Source: Rényi differential privacy of the subsampled Gaussian mechanism [Mironov et al. 2019, arXiv:1908.10530], by
+    Google's dp-accounting.
+    """
+    if not rounds:
+        return 0.0
+    spent = sum(count * _renyi(share, noise_multiplier).rdp for share, count in rounds.items())
+    (any_share, *_) = rounds
+    least, _ = _accounting().rdp.compute_epsilon(_renyi(any_share, noise_multiplier).orders, spent, delta)
+    return float(least)
+
+
+@cache
+def _renyi(share: float, noise_multiplier: float) -> Any:
+    """Return an accountant of one round."""
+    dp = _accounting()
+    event = dp.GaussianDpEvent(noise_multiplier)
+    return dp.rdp.RdpAccountant().compose(dp.PoissonSampledDpEvent(share, event))
+
+
+def _accounting() -> Any:
+    return extra("dp_accounting", "DPFedAvgStrategy", "dp-accounting", "privacy")
+
+
+class DPFedAvgStrategy(Strategy):
+    """Differentially private federated averaging [McMahan et al. 2017, arXiv:1710.06963].
+
+        θ_k ← optimizer(θ_k, g_k)
+        after every H-th step, for n nodes:
+            φ ← φ + 1/n · (Σ_k (θ_k − φ) · min(1, C / ‖θ_k − φ‖) + noise),  θ_k ← φ
+            noise ~ N(0, (z·C)²) in every entry
+
+    The history's column "epsilon" has ε of (ε, δ)-differential privacy that has been spent: no more can be learned from
+    all weights that were sent to clients about whether a given client, with all its data, took part.
+
+    Args:
+        H: local steps of a round, at least 1.
+        clip: C, the 2-norm that what a node has moved is scaled to at most; above 0, and finite where there is noise.
+        noise_multiplier: z, at least 0. 0: no noise, and no ε.
+        delta: δ in (0, 1], well below one in the number of clients.
+        options: those of every strategy; see `Strategy`.
+
+    Payload: all weights every H steps.
+
+    Raises:
+        ImportError: with noise, where Google's dp-accounting is not installed.
+
+    The noise simulates that of a server which is trusted. It is drawn from the generator that the nodes share, which is
+    none for secrets: simulated models are no more private than their seed. Buffers, such as BatchNorm's statistics, and
+    the losses in the history are not protected.
+
+    Deviations from the paper: n is that of the round, not its expectation. ε is that of rounds which every client joins
+    by chance, with probability n/N for a population of N (Poisson sampling), and by Rényi differential privacy, where
+    the paper takes the moments accountant. Cohorts of a fixed size are counted alike, as is common; where all nodes are
+    there in every round, n/N is 1, and nothing is gained by chance.
+    """
+
+    def __init__(
+        self,
+        optim_spec: Optim = None,
+        /,
+        H: int = 10,
+        clip: float = 1.0,
+        noise_multiplier: float = 1.0,
+        *,
+        delta: float = 1e-5,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        average = PrivateAverage(whole_number("H", H), clip, noise_multiplier, delta)
+        super().__init__([average], **with_inner(optim_spec, options))
