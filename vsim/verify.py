@@ -135,7 +135,7 @@ def verify(
         True
     """
     reject_unknown(fit_options, _FIT_OPTIONS, "verify()")
-    if strategy.is_asynchronous:
+    if isinstance(strategy, Strategy) and strategy.is_asynchronous:
         raise ValueError(f"{type(strategy).__name__}: asynchronous strategies are simulated only, not in processes")
     whole_number("num_nodes", num_nodes)
     threads = default_threads(num_nodes) if threads is None else whole_number("threads", threads)
