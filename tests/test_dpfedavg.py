@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -14,7 +15,7 @@ from driven import Parameters, driven, normal
 from resumed import fit, trainer_of
 from separate import small_mlp, vectors
 
-from vsim import Callback, EarlyStopping
+from vsim import Callback, EarlyStopping, Sample
 from vsim.cluster import Cluster
 from vsim.strategy import CommunicateOptimizeStrategy, CommunicationModule, DPFedAvgStrategy, FedAvgStrategy, OptimSpec
 from vsim.strategy.dpfedavg import epsilon
@@ -85,6 +86,13 @@ def test_the_history_has_what_is_spent() -> None:
     spent = trainer.history["epsilon"]
     assert spent[:4].tolist() == [0, 0, 0, epsilon({1.0: 1}, 2.0, 1e-5)] and (np.diff(spent[::3]) > 0).all()
     assert spent[-1] > 4 >= spent[-2] and len(spent) < 40
+
+
+def test_chance_is_counted_where_clients_are_drawn() -> None:
+    strategy = DPFedAvgStrategy(SGD, 3, noise_multiplier=2.0, delta=1e-3)
+    options: dict[str, Any] = {"num_nodes": 2, "participation": Sample(2, of=7), "max_steps": 9}
+    spent = fit(strategy, trainer_of(small_mlp, vectors), **options).history["epsilon"]
+    assert spent[-1] == epsilon({2 / 7: 3}, 2.0, 1e-3) < epsilon({1.0: 3}, 2.0, 1e-3) / 2
 
 
 def test_what_a_module_measures_is_a_column() -> None:

@@ -20,13 +20,18 @@ import vsim
 from vsim import Compute, Deadline, Dropout, DropSlowest, OverCommit, Sample, Schedule, Trace
 from vsim.cluster.participation import Participation, Round
 from vsim.models import MLP
+from vsim.records.history import OF_THE_MACHINE
 from vsim.strategy import (
     CommunicateOptimizeStrategy,
     DeMoStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
+    DPFedAvgStrategy,
     FedAvgStrategy,
+    FedOptStrategy,
+    FedProxStrategy,
     OptimSpec,
+    ScaffoldStrategy,
     SimpleReduceStrategy,
     SPARTAStrategy,
     Strategy,
@@ -226,10 +231,23 @@ def test_members_are_their_own_fits(plan: Participation) -> None:
 # Cohorts --------------------------------------------------------------------------------------------------------------
 
 
+FEDERATED = [
+    FedAvgStrategy(H=3, lr=0.1, optim_spec="sgd"),
+    FedAvgStrategy(H=3, lr=0.1, optim_spec="sgd", max_node_norm=0.1, weighting="examples"),
+    DiLoCoStrategy(H=3, lr=0.1, optim_spec="sgd"),
+    FedOptStrategy(H=3, lr=0.1, optim_spec=OptimSpec("sgd", momentum=0.9)),
+    FedProxStrategy(H=3, lr=0.1, optim_spec="sgd", mu=0.5),
+    ScaffoldStrategy(H=3, lr=0.1),
+    DPFedAvgStrategy(H=3, lr=0.1, optim_spec="sgd", clip=0.1, noise_multiplier=0.1),
+]
+federated = pytest.mark.parametrize("strategy", FEDERATED, ids=lambda s: type(s).__name__)
+
+
+@federated
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_cohort_of_all_is_fedavg(deterministic: bool) -> None:
+def test_a_cohort_of_all_is_all(strategy: Strategy, deterministic: bool) -> None:
     """Of a model without BatchNorm, whose statistics a round averages, and of SGD, which keeps nothing."""
-    strategy, model = FedAvgStrategy(H=3, optim_spec="sgd", lr=0.1), MLP(6, (5,), 3, seed=0)
+    model = MLP(6, (5,), 3, seed=0)
     options: dict[str, Any] = {"num_nodes": 4, "deterministic": deterministic}
     expected, plain = trained(strategy, model, **options)
     found, cohorts = trained(strategy, model, participation=Sample(4, of=4), **options)
@@ -266,7 +284,7 @@ def test_cohorts_by_hand() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", [FedAvgStrategy(H=3, lr=1e-2), DiLoCoStrategy(H=3, lr=1e-2)])
+@federated
 def test_cohorts_resume(strategy: Strategy, tmp_path: Path) -> None:
     own: dict[str, Any] = {"num_nodes": 2, "participation": Sample(2, of=7)}
     expected, whole = trained(strategy, **own)
@@ -275,6 +293,8 @@ def test_cohorts_resume(strategy: Strategy, tmp_path: Path) -> None:
         found, resumed = trained(strategy, resume=True, save_dir=tmp_path / str(stop), **own)
         assert torch.equal(found, expected)
         assert list(resumed.ledger) == list(whole.ledger)
+        for column in set(whole.history.columns) - set(OF_THE_MACHINE):
+            np.testing.assert_array_equal(resumed.history[column], whole.history[column], column)
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from driven import Parameters, driven, normal, started
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import TensorDataset
 
+from vsim import Sample, Trainer
 from vsim.strategy import FedAvgStrategy, OptimSpec, ScaffoldStrategy
 
 SGD = OptimSpec("sgd", lr=0.5)
@@ -47,6 +51,36 @@ def test_on_quadratics_it_is_the_paper_s(decay: float) -> None:
         for _ in rates:
             run.step(a * run.cluster.weights - b)
         np.testing.assert_allclose(run.cluster.weights.numpy(), np.tile(x, (3, 1)), rtol=1e-10)
+
+
+def test_the_control_variates_of_a_population_are_the_paper_s() -> None:
+    """Linear regression: 3 of 7 clients a round, who take steps with all of their data; N and n as in option II."""
+    x, y = normal(7, 6, 4, seed=1, dtype=torch.float64), normal(7, 6, seed=2, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False, dtype=torch.float64)
+    trainer = Trainer(
+        model,
+        lambda client, num_clients, train: TensorDataset(x[client], y[client, :, None]),
+        loss_fn=nn.functional.mse_loss,
+    )
+    options: dict[str, Any] = {"num_nodes": 3, "participation": Sample(3, of=7), "max_steps": 24, "batch_size": 6}
+    trainer.fit(strategy=ScaffoldStrategy(H=2, server_lr=0.7, lr=0.1), progress=False, **options)
+    w, c, c_k = model.weight.detach().numpy()[0].copy(), np.zeros(4), np.zeros((7, 4))
+    for cohort in (segment.nodes for segment in trainer.ledger.attendance):
+        moved, changes = [], []
+        for k in cohort:
+            own, a, b = w.copy(), x[k].numpy(), y[k].numpy()
+            for _ in range(2):
+                own = own - 0.1 * (2 / 6 * a.T @ (a @ own - b) - c_k[k] + c)
+            moved.append(own - w)
+            changes.append((w - own) / (2 * 0.1) - c)
+            c_k[k] += changes[-1]
+        w, c = w + 0.7 * np.mean(moved, 0), c + 3 / 7 * np.mean(changes, 0)
+    assert trainer.strategy is not None
+    np.testing.assert_allclose(trainer.strategy.global_weights().numpy(), w, rtol=1e-10)
+    module: Any = trainer.strategy.communication_modules[0]
+    np.testing.assert_allclose(module.variate.numpy(), c, rtol=1e-9)
+    np.testing.assert_allclose(module.variates.numpy(), c_k[list(cohort)], rtol=1e-9)
 
 
 def test_it_comes_to_the_minimum_where_fedavg_comes_to_another_point() -> None:

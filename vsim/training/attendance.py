@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vsim.arguments import naming
-from vsim.cluster.optimizers import torch_optimizers
+from vsim.cluster.optimizers import forget, torch_optimizers
 from vsim.cluster.participation import Plan
 from vsim.cluster.randomness import NODE, derive_seed
 from vsim.data.joint import joint_batches
@@ -149,8 +149,7 @@ def _begin_round(member: Member, step: int) -> None:
     replicas.weights.copy_(collectives.pull(weights, cluster.weights, label="pull")[: len(replicas.weights)])
     for name, mean in cluster.mean_buffers().items():
         replicas.buffers[name].copy_(mean)
-    for optimizer in torch_optimizers(strategy.optim):
-        optimizer.state.clear()
+    forget(strategy.optim)
     assert member.clients is not None
     member.clients.arrive(cluster)
     _seed(member, nodes, step)
