@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -462,17 +463,26 @@ def test_the_record_has_its_seconds_and_no_others(tmp_path: Path) -> None:
             time.plot()
 
 
-def test_members_of_a_comparison_are_their_own_runs() -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_members_of_a_comparison_are_their_own_runs(tmp_path: Path, leaves: bool) -> None:
     strategies = {"lockstep": FedAvgStrategy(H=3, lr=1e-2), **{row: made(row) for row in TABLE}}
+    if leaves:  # and the others are put together anew
+        strategies["lockstep"] = FedAvgStrategy(H=3, optim_spec=OptimSpec("sgd", lr=1e30))
     options: dict[str, Any] = {"num_nodes": 4, "max_steps": 9, "batch_size": 8, "deterministic": True}
-    comparison = vsim.compare(
-        model(), uneven, strategies=strategies, compute=SPEEDS, network=NETWORK, progress=False, **options
-    )
+    with pytest.warns(UserWarning, match="non-finite") if leaves else nullcontext():
+        comparison = vsim.compare(
+            model(), uneven, strategies=strategies, compute=SPEEDS, network=NETWORK, progress=False, **options
+        )
     for row in TABLE:
         alone = run(made(row), max_steps=9, deterministic=True).history
         assert np.array_equal(comparison[row].history.node_losses, alone.node_losses, equal_nan=True)
         assert list(comparison[row].history.ledger) == list(alone.ledger)
-    assert "hours" in comparison.table()
+    if leaves:
+        return
+    assert "hours" in comparison.table() and {"lockstep", *TABLE} == {*comparison.to_pandas()["strategy"]}
+    comparison.to_csv(tmp_path / "all.csv")
+    lines = (tmp_path / "all.csv").read_text().splitlines()
+    assert len(lines) == 1 + 4 * 10 and lines[1].endswith(",,")  # no virtual time in lockstep
     alone_on_clock = vsim.compare(
         model(), uneven, strategies={"a": made("async DiLoCo")}, compute=SPEEDS, progress=False, **options
     )

@@ -66,6 +66,24 @@ def test_hours_on_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "compute is missing" in capsys.readouterr().err
 
 
+def test_asynchronous_strategies_train_by_a_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--data", "digits", "--model", "mlp", "--nodes", 2, "--out", tmp_path]
+    clock = ["--compute", 0.8, "--speeds", "1,4", "--network", "1 Gbit/s"]
+    both = ["--strategies", "fedavg:H=2", "async_diloco:H=2"]
+    assert run("compare", *QUICK, *small, *clock, *both, "--target-loss", 9) == 0
+    assert "hours to 9" in capsys.readouterr().out and not (tmp_path / "winners.png").exists()
+    assert run("train", *QUICK, *small, *clock, "--strategy", "delayed_nesterov:H=2") == 0
+    assert "clock_seconds" in (tmp_path / "history.csv").read_text()
+    capsys.readouterr()
+    for options, message in (
+        (["--strategy", "fedavg", "--compute", 1], "compute has no effect with FedAvgStrategy"),
+        (["--strategy", "async_diloco"], "AsyncDiLoCoStrategy is asynchronous"),
+        (["--strategy", "async_diloco", "--speeds", "1,2"], "--speeds has no effect without --compute"),
+    ):
+        assert run("train", *QUICK, *small, *options) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_sweep_writes_table_curves_map_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--data", "digits", "--model", "mlp", "--out", tmp_path / "out", "--seeds", 1, 2]
     assert run("sweep", *QUICK, *small, "--set", "H=1,2", "outer_lr=0.4,0.7,1.0", "warmup_steps=1") == 0

@@ -14,6 +14,7 @@ from vsim import bench
 from vsim.arguments import whole_number
 from vsim.cli.problem import (
     batch_size,
+    clock,
     computing,
     data,
     dealt,
@@ -50,14 +51,14 @@ def run_compare(arguments: argparse.Namespace) -> int:
     strategies = {text: parse_strategy(text, lr(arguments)) for text in named}
     (train, val), options = data(arguments), _options(arguments)
     start = partial(model, model_kind(arguments), train)
-    options |= {"network": arguments.network, "compute": arguments.compute}
     comparison = compare(start, dealt(arguments, train), val, strategies=strategies, seeds=_seeds(arguments), **options)
     print(f"\n{comparison.table(loss=arguments.target_loss)}\n")
     comparison.to_csv(arguments.out / "comparison.csv")
     x = "step" if arguments.network is None else "time"
     comparison.figure(title(arguments), x=x).save(arguments.out / "comparison.png")
     print(f"figure: {arguments.out / 'comparison.png'}\ndata:   {arguments.out / 'comparison.csv'}")
-    if arguments.network is not None and arguments.target_loss is not None:
+    in_lockstep = not any(strategy.is_asynchronous for strategy in strategies.values())  # others have one network
+    if arguments.network is not None and arguments.target_loss is not None and in_lockstep:
         _save_figure(comparison.winners(arguments.target_loss).plot(), arguments.out / "winners.png")
         print(f"map:    {arguments.out / 'winners.png'}")
     return _status(comparison)
@@ -83,8 +84,6 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         settings={**defaults, **given, **settings},
         seeds=_seeds(arguments),
         halving=arguments.halving,
-        network=arguments.network,
-        compute=arguments.compute,
         **options,
     )
     print(f"\n{result.table(loss=arguments.target_loss)}\n")
@@ -219,6 +218,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         "val_size": arguments.val_size,
         "val_interval": every,
         **computing(arguments),
+        **clock(arguments),
         "logger": loggers(arguments),
         "run_name": arguments.run_name,
         "wandb_project": arguments.wandb_project,

@@ -126,10 +126,14 @@ def _add_target(command: argparse.ArgumentParser) -> None:
     priced = command.add_argument_group("what it takes")
     purpose = "show the steps and bytes, and with --network the hours, that each takes to this validation loss"
     priced.add_argument("--target-loss", type=float, metavar="LOSS", help=purpose)
-    priced.add_argument("--network", metavar="'BANDWIDTH, LATENCY'", help='show hours on it: "200 Mbit/s, 50 ms"')
-    priced.add_argument(
-        "--compute", type=_number_or_text, metavar="SECONDS", help="that a node computes in a step: 0.8, or '800 ms'"
-    )
+    _add_clock(priced, 'show hours on it: "200 Mbit/s, 50 ms"')
+
+
+def _add_clock(group: Any, of_network: str) -> None:
+    group.add_argument("--network", metavar="'BANDWIDTH, LATENCY'", help=of_network)
+    purpose = "that a node computes in a step: 0.8, or '800 ms'; asynchronous strategies need it"
+    group.add_argument("--compute", type=_number_or_text, metavar="SECONDS", help=purpose)
+    group.add_argument("--speeds", type=_numbers, metavar="V,V,…", help="of the nodes, relative to --compute: 1,1,1,4")
 
 
 def _number_or_text(text: str) -> float | str:
@@ -139,8 +143,15 @@ def _number_or_text(text: str) -> float | str:
         return text
 
 
+def _numbers(text: str) -> list[float]:
+    return [float(one) for one in text.split(",")]
+
+
 def _add_train(kinds: Any) -> None:
     command = _command(kinds, "train", "train with one strategy, and keep the model")
+    _add_clock(
+        command.add_argument_group("the clock of an asynchronous strategy"), "that its messages take: '1 Gbit/s'"
+    )
     _add_outcome(command, of_one_run=True)
     command.set_defaults(run=commands.run_train)
 

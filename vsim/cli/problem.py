@@ -17,6 +17,7 @@ from vsim.arguments import naming, one_of
 from vsim.cluster.optim import OPTIMIZERS, OptimSpec
 from vsim.data import TextDataset, digits, docs_text, mnist, partition, text_file
 from vsim.models import CNN, GPT, MLP
+from vsim.network import Compute
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
 from vsim.strategy import MERGERS, PRESETS, STRATEGIES, Compressor, IndexSelector, Strategy
 
@@ -185,6 +186,16 @@ def dealt(arguments: argparse.Namespace, train: Any) -> Any:
         return train
     kind, _, tail = arguments.partition.partition(":")
     return partition(train, arguments.nodes or 4, kind, **_arguments(tail, f"--partition {arguments.partition}"))
+
+
+def clock(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the network and compute of `fit`, `compare` and `sweep`."""
+    compute = arguments.compute
+    if arguments.speeds is not None:
+        if compute is None:
+            raise ValueError("--speeds has no effect without --compute SECONDS")
+        compute = Compute(compute, speeds=arguments.speeds)
+    return {"network": arguments.network, "compute": compute}
 
 
 def _is_text(arguments: argparse.Namespace) -> bool:

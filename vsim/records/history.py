@@ -53,6 +53,8 @@ class History:
         correlation: mean Pearson correlation of the weights over pairs of nodes.
         Beside these, the `metrics` of `fit` by their names: of the global model; and what a strategy measures, such as
             epsilon: the privacy that `DPFedAvgStrategy` has spent.
+            clock_seconds: virtual time of an asynchronous run; its training losses are of the workers' last local
+            steps. compute_seconds: what a node had computed until then, in the mean of the nodes.
 
     Attributes:
         ledger: what was communicated; see `Ledger`.
@@ -103,6 +105,10 @@ class History:
         if column not in self._columns:
             raise KeyError(f"no column {column!r}; there are {', '.join(self._columns)}")
         return np.asarray(self._columns[column])
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Return a column, all NaN where this run has none of that name."""
+        return self[name] if name in self._columns else np.full(len(self), math.nan)
 
     def __len__(self) -> int:
         return len(self._columns["step"])

@@ -94,13 +94,13 @@ class Runs(Mapping[str, ComparedRun]):
         rows = (
             (*own.values(), *values)
             for own, run in self._titled_runs()
-            for values in zip(*(run.history[c].tolist() for c in self._columns), strict=True)
+            for values in zip(*(run.history.column(c).tolist() for c in self._columns), strict=True)
         )
         write_csv(path, (*titles, *self._columns), rows)
 
     @property
     def _columns(self) -> list[str]:
-        """Those of all histories: their runs have the same metrics."""
+        """Those of all histories; some strategies have columns of their own."""
         return list(dict.fromkeys(c for _, run in self._titled_runs() for c in run.history.columns))
 
     def to_json(self, path: str | Path) -> None:

@@ -21,6 +21,12 @@ from vsim.private_torch import mark_stepped
 from vsim.strategy.base import Strategy, StrategyOptions
 
 
+class OwnOptimizers(JointOptimizers):
+    """One stacked optimizer for the row of each node."""
+
+    placement = "stacked"
+
+
 class AsynchronousStrategy(Strategy):
     """A server with outer weights φ, and workers that train alone between two visits. The base to subclass.
 
@@ -82,7 +88,7 @@ class AsynchronousStrategy(Strategy):
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         replicas, exact = self.cluster.replicas, self.cluster.deterministic
         rows = [replicas.rows(node, node + 1) for node in range(num_nodes)]
-        self.optim = JointOptimizers([self.optim_spec.build_for(row, exact) for row in rows])
+        self.optim = OwnOptimizers([self.optim_spec.build_for(row, exact) for row in rows])
 
     # What a strategy says ---------------------------------------------------------------------------------------------
 
