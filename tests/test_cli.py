@@ -450,3 +450,23 @@ def test_partitions(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
         assert run("compare", *small, *data, "--partition", text) == 2
         assert re.search(message, capsys.readouterr().err)
     assert repr(heard) == repr([partition(digits()[0], 3, "quantity", alpha=0.2, min_size=5, seed=1)])
+
+
+def test_participation(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[object] = []
+
+    def compare(model: object, train: object, val: object, **options: object) -> None:
+        heard.append(options["participation"])
+        raise ValueError("heard")
+
+    monkeypatch.setattr("vsim.cli.commands.compare", compare)
+    for text, message in [
+        ("sample:of=20,rounds=10,stragglers=overcommit(1.5)", "heard"),
+        ("deadline:seconds=3", "heard"),
+        ("sample", "--participation sample: .*'of'"),
+        ("schedule", "must be one of 'dropout', "),
+        ("dropout:p=2", "p must be >= 0 and < 1, got 2"),
+    ]:
+        assert run("compare", *QUICK, "--out", tmp_path, "--nodes", 3, "--participation", text) == 2
+        assert re.search(message, capsys.readouterr().err)
+    assert repr(heard) == "[Sample(n=3, of=20, rounds=10, stragglers=OverCommit(factor=1.5)), Deadline(seconds=3.0)]"

@@ -181,7 +181,7 @@ def test_memory_loader_and_torch_give_the_same_batches(num_nodes: int) -> None:
     fast = Batches([data], num_nodes, 3, True, 9)
     slow = Batches([SlowPairs(*data.tensors)], num_nodes, 3, True, 9)
     optioned = Batches([data], num_nodes, 3, True, 9, {"collate_fn": torch.utils.data.default_collate})
-    assert fast._in_memory is not None and slow._in_memory == [None] and optioned._in_memory is None
+    assert fast._gather is not None and slow._gather is None and optioned._gather is None
     steps = 2 * fast.steps_per_epoch + 1
     loaders = [shard_batches(data, num_nodes, node, 3, True, 9) for node in range(num_nodes)]
     theirs = [[torch.stack(t) for t in zip(*(next(loader) for loader in loaders), strict=True)] for _ in range(steps)]
@@ -218,7 +218,7 @@ def test_subsets_of_tensors_are_in_memory() -> None:
     data = pairs(20)
     nested = Subset(Subset(data, range(4, 20)), [0, 3, 5, 7, 11, 2])
     batches = Batches([nested], 2, 2, True, 4)
-    assert batches._in_memory is not None and batches._in_memory[0] is not None
+    assert batches._gather is not None
     slow = Batches([nested], 2, 2, True, 4, {"num_workers": 0})
     assert all(map(equal, taken(batches.from_step(), 5), taken(slow.from_step(), 5)))
     of_other = Batches([Subset(Numbers(9), [1, 2, 3, 4])], 2, 2, False, 0)

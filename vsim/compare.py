@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vsim.arguments import naming, true_or_false, whole_number
+from vsim.cluster.participation import Participation
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
 from vsim.grid import merged
@@ -159,13 +160,17 @@ def run_members(
             The others are kept with `stopped_at`.
     """
     seeds = _checked_seeds(seeds, fit_options)
-    if network is None and compute is not None and any(e.strategy.is_asynchronous for e in entries.values()):
+    participation: Participation | None = fit_options.get("participation")
+    waits = participation is not None and participation.needs_compute
+    on_clock = waits or any(entry.strategy.is_asynchronous for entry in entries.values())
+    if network is None and compute is not None and on_clock:
         network = Network(math.inf)  # messages take no time
     priced = None if network is None and compute is None else (Network.of(network), Compute.of(compute))
     if priced is not None:
         for entry in entries.values():
-            priced[0].check(entry.num_nodes)
-            priced[1].steps(entry.num_nodes)
+            everyone = entry.num_nodes if participation is None else participation.population(entry.num_nodes)
+            priced[0].check(everyone)
+            priced[1].steps(everyone)
     if run_name is not None:
         check_run_name(run_name)
     if not isinstance(resume, bool):
@@ -189,6 +194,8 @@ def run_members(
             }
             if entry.strategy.is_asynchronous:
                 own |= {"network": network, "compute": compute}
+            elif waits:
+                own |= {"compute": compute}
             with naming(name):
                 options = trainer.options(**{**fit_options, **own, **_own(entry), "wandb_project": wandb_project})
                 config = trainer.config(options, label)

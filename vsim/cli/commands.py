@@ -13,6 +13,7 @@ from safetensors.torch import save_model
 from vsim import bench
 from vsim.arguments import whole_number
 from vsim.cli.problem import (
+    attending,
     batch_size,
     clock,
     computing,
@@ -217,6 +218,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         "batch_size": batch_size(arguments),
         "val_size": arguments.val_size,
         "val_interval": every,
+        "participation": attending(arguments),
         **computing(arguments),
         **clock(arguments),
         "logger": loggers(arguments),

@@ -247,6 +247,8 @@ def _command(
     data.add_argument("--model", choices=MODELS, help="default: gpt for text, cnn for images")
     run = command.add_argument_group("the run")
     run.add_argument("--nodes", type=int, default=4, metavar="K", help="nodes (default: 4)")
+    purpose = "who takes part: sample:of=200, dropout:p=0.2, trace:file=events.csv, deadline:seconds=30 (default: all)"
+    run.add_argument("--participation", metavar="KIND", help=purpose)
     run.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
     run.add_argument("--batch-size", type=int, help="examples a node and step (default: by model)")
     run.add_argument("--lr", type=float, help="inner learning rate of AdamW (default: by model)")

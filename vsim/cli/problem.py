@@ -14,7 +14,9 @@ from torch import nn
 
 from vsim import strategy as strategies
 from vsim.arguments import naming, one_of
+from vsim.cluster import participation
 from vsim.cluster.optim import OPTIMIZERS, OptimSpec
+from vsim.cluster.participation import Participation, Schedule, Stragglers
 from vsim.data import TextDataset, digits, docs_text, mnist, partition, text_file
 from vsim.models import CNN, GPT, MLP
 from vsim.network import Compute
@@ -24,8 +26,14 @@ from vsim.strategy import MERGERS, PRESETS, STRATEGIES, Compressor, IndexSelecto
 # For each built-in model what trains it well in some hundred steps: AdamW's learning rate, examples a node and step.
 LEARNING_RATES = {"gpt": 6e-4, "mlp": 2e-3, "cnn": 2e-3}
 BATCH_SIZES = {"gpt": 8, "mlp": 16, "cnn": 16}
+PARTICIPATION: dict[str, type[Participation]] = {
+    name.lower(): cls
+    for name, cls in vars(participation).items()
+    if isinstance(cls, type) and issubclass(cls, Participation) and cls not in (Participation, Schedule, Stragglers)
+}
 # What a value may be beside literals and text, with its arguments: topk(0.01), adamw(weight_decay=0.1).
 MADE: dict[str, Callable[..., Any]] = {
+    **PARTICIPATION,
     **{name: partial(OptimSpec, name) for name in OPTIMIZERS},
     **{
         name.lower(): cls
@@ -185,7 +193,25 @@ def dealt(arguments: argparse.Namespace, train: Any) -> Any:
     if arguments.partition is None:
         return train
     kind, _, tail = arguments.partition.partition(":")
-    return partition(train, arguments.nodes or 4, kind, **_arguments(tail, f"--partition {arguments.partition}"))
+    taking_part = attending(arguments)
+    nodes = arguments.nodes or 4
+    everyone = nodes if taking_part is None else taking_part.population(nodes)
+    return partition(train, everyone, kind, **_arguments(tail, f"--partition {arguments.partition}"))
+
+
+def attending(arguments: argparse.Namespace) -> Participation | None:
+    """Return who takes part in which steps, by --participation."""
+    text = getattr(arguments, "participation", None)
+    if text is None:
+        return None
+    name, _, tail = text.partition(":")
+    where = f"--participation {text}"
+    given = _arguments(tail, where)
+    cls = PARTICIPATION[one_of(where, name, PARTICIPATION)]
+    try:
+        return cls(**({"n": arguments.nodes or 4} | given if name == "sample" else given))
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def clock(arguments: argparse.Namespace) -> dict[str, Any]:

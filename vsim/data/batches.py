@@ -65,7 +65,7 @@ class Batches:
         self.steps_per_epoch = self.order.steps_per_epoch
         self.shard_sizes = self.order.shard_sizes
         self._datasets = list(datasets)
-        self._in_memory = None if options else [in_memory(dataset) for dataset in datasets]
+        self._gather = None if options else in_one_gather(datasets)
         self._options = options
         self._seed = seed
 
@@ -77,8 +77,7 @@ class Batches:
     @property
     def shared_in_memory(self) -> Dataset[Any] | None:
         """The dataset that the nodes share, if it is held in tensors; else None."""
-        alone = len(self._datasets) == 1 and self._in_memory is not None and self._in_memory[0] is not None
-        return self._datasets[0] if alone else None
+        return self._datasets[0] if len(self._datasets) == 1 and self._gather is not None else None
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Batches:
         """Return the batches (n, B, …) of n of the nodes, which have missed so many of the run's steps."""
@@ -96,24 +95,8 @@ class Batches:
 
     def _batches(self, order: Iterator[Tensor], nodes: Sequence[int]) -> Iterator[Any]:
         """Yield the batches of some nodes, whose positions (n, b) are those in `order`."""
-        if self._in_memory is not None and all(stored is not None for stored in self._in_memory):
-            return self._gathered(order, nodes)
-        return self._loaded(order, nodes)
-
-    def _gathered(self, order: Iterator[Tensor], nodes: Sequence[int]) -> Iterator[Any]:
-        """Tensors in memory: a batch is one gather."""
-        stored = self._in_memory
-        assert stored is not None
         # Contiguous per node: the layout of the gathered examples is that of the positions.
-        offsets = self.order.offsets[list(nodes), None] if len(stored) > 1 else 0
-        for positions in map(torch.Tensor.contiguous, order):
-            if len(stored) == 1:
-                yield stored[0](positions)  # type: ignore[misc]
-            else:
-                own = [stored[node](p) for node, p in zip(nodes, positions - offsets, strict=True)]  # type: ignore[misc]
-                if len({len(fields) for fields in own}) > 1:
-                    raise ValueError(f"the nodes' datasets have different numbers of fields: {[len(f) for f in own]}")
-                yield [_stack(*column) for column in zip(*own, strict=True)]
+        return self._loaded(order, nodes) if self._gather is None else map(self._gather, map(Tensor.contiguous, order))
 
     def _loaded(self, order: Iterator[Tensor], nodes: Sequence[int]) -> Iterator[Any]:
         """Any dataset: one DataLoader, whose batches hold the samples of the nodes, those of the first one first."""
@@ -257,6 +240,36 @@ def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] 
         tensors = dataset.tensors
         return lambda positions: [t[positions] for t in tensors]
     return None
+
+
+def in_one_gather(datasets: Sequence[Dataset[Any]]) -> Callable[[Tensor], list[Tensor]] | None:
+    """Return `in_memory` of the concatenation of datasets, if they hold their own tensors or are parts of one dataset.
+
+    Positions (n, b) are in it; a row is of one dataset.
+    """
+    if len(datasets) == 1:
+        return in_memory(datasets[0])
+    parts = [dataset for dataset in datasets if type(dataset) is Subset]
+    whole = {id(part.dataset): part.dataset for part in parts}
+    if len(whole) == 1 and len(parts) == len(datasets):
+        inner = in_memory(*whole.values())
+        if inner is not None:
+            chosen = torch.cat([torch.as_tensor(part.indices, dtype=torch.long) for part in parts])
+            return lambda positions: inner(chosen[positions])
+    stored = [of_one for of_one in map(in_memory, datasets) if of_one is not None]
+    if len(stored) < len(datasets):
+        return None
+    starts = torch.tensor([0, *map(_length, datasets)]).cumsum(0)
+
+    def gather(positions: Tensor) -> list[Tensor]:
+        whose = torch.searchsorted(starts, positions[:, 0].contiguous(), right=True) - 1
+        rows = zip(whose.tolist(), positions - starts[whose, None], strict=True)
+        own = [stored[which](p) for which, p in rows]
+        if len({len(fields) for fields in own}) > 1:
+            raise ValueError(f"the nodes' datasets have different numbers of fields: {[len(f) for f in own]}")
+        return [_stack(*column) for column in zip(*own, strict=True)]
+
+    return gather
 
 
 def fetch(dataset: Dataset[Any], indices: list[int], nodes: Sequence[int] = ()) -> list[Any]:

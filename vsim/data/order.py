@@ -18,6 +18,8 @@ def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, e
     """
     stream = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(num_examples, generator=stream) if shuffle else torch.arange(num_examples)
+    if num_nodes == 1:
+        return order[None]
     length = -(-num_examples // num_nodes)
     padded = order.repeat(-(-length * num_nodes // num_examples))[: length * num_nodes]
     return padded.view(length, num_nodes).T  # node k takes every K-th, from k on
