@@ -489,6 +489,21 @@ def test_members_of_a_comparison_are_their_own_runs(tmp_path: Path, leaves: bool
     assert alone_on_clock["a"].history.last("clock_seconds") > 0
 
 
+class Counting(Constant):
+    """Its Python counts its calls."""
+
+    calls = 0
+
+    def forward(self, batch: Any) -> Tensor:
+        self.calls += 1
+        return super().forward(batch) / self.calls
+
+
+class Broken(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        raise OSError("the disk is gone")
+
+
 @pytest.mark.parametrize(
     ("strategy", "options", "error", "message"),
     [
@@ -505,6 +520,19 @@ def test_members_of_a_comparison_are_their_own_runs(tmp_path: Path, leaves: bool
             {},
             FloatingPointError,
             "non-finite loss at step",
+        ),
+        (
+            lambda: AsyncDiLoCoStrategy(),
+            {"model": Counting(64)},
+            ValueError,
+            r"the model counts in Python \(.*calls\), and",
+        ),
+        (lambda: AsyncDiLoCoStrategy(), {"model": nn.Linear(3, 3)}, TypeError, "raised this at step 1, given batch"),
+        (
+            lambda: AsyncDiLoCoStrategy(),
+            {"data": Broken(torch.ones(8))},
+            OSError,
+            "of node 1 at step 1: .* the disk is",
         ),
         (lambda: AsyncDiLoCoStrategy(), {"compute": "fast"}, ValueError, "seconds_per_step"),
     ],

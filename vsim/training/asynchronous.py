@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from vsim.arguments import retold
 from vsim.cluster.replicas import Replicas, matrix
 from vsim.data.batches import Batches
 from vsim.data.joint import examples_in, one_in_memory, tokens_in
 from vsim.engine import Executor
+from vsim.engine.misfit import explained
+from vsim.engine.python_state import changed, dotted
 from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.training.member import Member
 
@@ -41,6 +44,7 @@ class Workers:
         self.member, self.strategy, self.engine, self.minibatch_size = member, strategy, engine, minibatch_size
         self._make = make
         self._fewer: dict[int, Executor] = {}  # by number of rows
+        self._known: set[Executor] = set()  # those that have computed
         self._here = nullcontext if one_in_memory(batches) is not None else member.part.here
         skipped = member.done - strategy.clock.taken // member.cluster.num_nodes  # of a run that another forked from
         self._feeds = [batches.of_node(node, skipped + own) for node, own in enumerate(strategy.clock.steps)]
@@ -56,11 +60,17 @@ class Workers:
         for taken in range(max(owed)):
             shapes: dict[Any, dict[int, Any]] = {}  # the last batch of a worker's epoch may be smaller
             for node in (node for node, steps in enumerate(owed) if steps > taken):
-                with self._here():
-                    batch = next(self._feeds[node])
+                batch = self._fetched(node)
                 shapes.setdefault(tuple(t.shape for t in tree_leaves(batch)), {})[node] = batch
             for own in shapes.values():
                 self._step([*own], tree_map(lambda *rows: torch.cat(rows), *own.values()))
+
+    def _fetched(self, node: int) -> Any:
+        try:
+            with self._here():
+                return next(self._feeds[node])
+        except Exception as error:
+            raise retold(error, f"the batches of node {node} at step {self.member.cluster.step}: {error}")  # noqa: B904
 
     def _step(self, nodes: list[int], batch: Any) -> None:
         """Let some workers take a local step on their stacked batch (n, B, …)."""
@@ -80,8 +90,20 @@ class Workers:
         member.tokens += len(nodes) * tokens
 
     def _losses_and_grads(self, executor: Executor, batch: Any) -> Tensor:
-        with torch.enable_grad():  # which a strategy does without
-            return executor.losses_and_grads(batch, self.minibatch_size)
+        objective = executor.objective
+        before = objective.read() if executor not in self._known else None
+        try:
+            with torch.enable_grad():  # which a strategy does without
+                losses = executor.losses_and_grads(batch, self.minibatch_size)
+        except Exception as error:
+            raise explained(error, objective, batch, 1, f"at step {self.member.cluster.step}")  # noqa: B904
+        if before is not None and (counted := changed(before, objective.read())):
+            raise ValueError(
+                f"the model counts in Python ({dotted(counted)}), and asynchronous workers are at different counts: "
+                "make the number a buffer (register_buffer), of which every worker has its own"
+            )
+        self._known.add(executor)
+        return losses
 
     def _of_few(self, nodes: list[int], batch: Any) -> Tensor:
         """Return the losses (n,) of some workers and leave their gradients, computed on copies of their rows."""
