@@ -225,6 +225,26 @@ def test_subsets_of_tensors_are_in_memory() -> None:
     assert taken(of_other.from_step(), 1)[0].tolist() == [[1, 3], [2, 4]]
 
 
+def test_clients_of_one_dataset_are_gathered_at_once() -> None:
+    class Counted(Tensor):
+        gathers = 0
+
+        def __getitem__(self, index: Any) -> Tensor:
+            Counted.gathers += 1
+            return self.as_subclass(Tensor)[index]
+
+    data = pairs(30)
+    counted = TensorDataset(data.tensors[0].as_subclass(Counted), data.tensors[1])
+    dealt = [[3, 1, 4, 29], [5, 9, 2, 6, 0], [8, 7, 11], [12]]
+    of = [
+        Batches([Subset(d, own) for own in dealt], 4, 2, True, 4, o)
+        for d, o in ((counted, {}), (data, {"num_workers": 0}))
+    ]
+    fast, slow = (batches.attended([3, 0, 1], [0, 3, 1]) for batches in of)
+    assert all(map(equal, taken(fast.from_step(4), 9), taken(slow.from_step(4), 9)))
+    assert Counted.gathers == 9
+
+
 STRUCTURES: dict[str, Callable[[int], Any]] = {
     "tensor": lambda i: torch.full((2,), i),
     "number": lambda i: float(i),

@@ -124,7 +124,8 @@ class Partition:
             raise ValueError(f"{self!r} is for {self.num_nodes} nodes, and the run has {num_nodes}")
         if not train_dataset:
             raise ValueError(f"{self!r} is of training data; give the validation data as a dataset of its own")
-        return Subset(self.dataset, self.indices(rank).tolist())
+        own = self.indices(rank)  # a view, which is how tensors are gathered; other datasets may want numbers
+        return Subset(self.dataset, own if in_memory(self.dataset) else own.tolist())  # type: ignore[arg-type]
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw how many examples of every class each client has, and above it how many in all.

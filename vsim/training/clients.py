@@ -42,13 +42,9 @@ class Clients(Stateful):
                 f"{type(strategy).__name__} keeps {', '.join(odd)} for each node, which the clients of a population "
                 "would pass on to each other; with participation=Sample(…) a strategy keeps it by keep_client"
             )
-        # As it is for a client that was never drawn, and (N, …) of all: memory that is not written to is not taken.
+        # As it is for a client that was never drawn; and client → its rows, in the host's memory.
         self._first = [value[0].clone() for _, _, value in self._values()]
-        shape = [(cluster.population, *value.shape) for value in self._first]
-        self.kept = [
-            torch.zeros(size, dtype=v.dtype, device=v.device) for size, v in zip(shape, self._first, strict=True)
-        ]
-        self.known = torch.zeros(cluster.population, dtype=torch.bool)
+        self.kept: dict[int, list[Tensor]] = {}
 
     def _values(self) -> Iterator[tuple[Any, str, Tensor]]:
         for owner in self._owners:
@@ -56,30 +52,27 @@ class Clients(Stateful):
                 yield owner, name, getattr(owner, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows of the clients that have been drawn."""
-        return {"known": self.known, "kept": [rows[self.known] for rows in self.kept]}
+        """Return the clients that have been drawn, and their rows stacked in that order."""
+        return {"drawn": [*self.kept], "kept": [torch.stack(rows) for rows in zip(*self.kept.values(), strict=True)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        self.known = state["known"]
-        for rows, kept in zip(self.kept, state["kept"], strict=True):
-            rows[self.known] = kept
+        rows = zip(*(kept.cpu().clone() for kept in state["kept"]), strict=True)
+        self.kept = dict(zip(state["drawn"], map(list, rows), strict=False))
 
     def leave(self, cluster: Cluster) -> None:
         """Keep the rows of the clients that are here."""
-        there = list(cluster.active)
-        for kept, (_, _, value) in zip(self.kept, self._values(), strict=True):
-            with cluster.collectives.unbilled():
-                kept[there] = cluster.collectives.all_gather(value, label="state of clients")
-        self.known[there] = True
+        with cluster.collectives.unbilled():
+            all_rows = [cluster.collectives.all_gather(v, label="state of clients").cpu() for *_, v in self._values()]
+        for row, client in enumerate(cluster.active):
+            self.kept[client] = [rows[row].clone() for rows in all_rows]
 
     def arrive(self, cluster: Cluster) -> None:
         """Give the rows what belongs to the clients that are here now."""
-        here = [cluster.active[node] for node in cluster.replicas.nodes]
-        known = self.known[here]
-        for kept, first, (_, _, value) in zip(self.kept, self._first, self._values(), strict=True):
-            value[~known] = first
-            value[known] = kept[here][known]
+        for row, node in enumerate(cluster.replicas.nodes):
+            kept = self.kept.get(cluster.active[node], self._first)
+            for own, (_, _, value) in zip(kept, self._values(), strict=True):
+                value[row] = own
 
 
 def lasting(strategy: Strategy, placement: str) -> list[Tensor]:
