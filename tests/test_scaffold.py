@@ -78,6 +78,10 @@ def test_the_control_variates_of_a_population_are_the_paper_s() -> None:
         w, c = w + 0.7 * np.mean(moved, 0), c + 3 / 7 * np.mean(changes, 0)
     assert trainer.strategy is not None
     np.testing.assert_allclose(trainer.strategy.global_weights().numpy(), w, rtol=1e-10)
+    rounds = [(2 * r, name) for r in range(1, 13) for name in ("weights", "control variates")]
+    pulls = [(2 * r + 1, "pull" + name) for r in range(12) for name in ("", " of control variates")[: 1 + (r > 0)]]
+    assert sorted((event.step, event.label) for event in trainer.ledger) == sorted([*rounds, *pulls])
+    assert {event.payload_bytes for event in trainer.ledger} == {8 * 4}
     module: Any = trainer.strategy.communication_modules[0]
     np.testing.assert_allclose(module.variate.numpy(), c, rtol=1e-9)
     np.testing.assert_allclose(module.variates.numpy(), c_k[list(cohort)], rtol=1e-9)

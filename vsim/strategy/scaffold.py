@@ -37,6 +37,10 @@ class ControlVariates(CommunicationModule):
         self.keep_shared(outer_weights=weights, variate=torch.zeros_like(weights), rates=0.0)
         self.keep_client(variates=torch.zeros_like(cluster.weights))
 
+    def attend(self, cluster: Cluster) -> None:
+        if cluster.plan is not None and cluster.plan.renews:  # clients who have got φ, and not c
+            cluster.collectives.pull(self.variate, cluster.weights, label="pull of control variates")
+
     def communicate_gradients(self, cluster: Cluster) -> None:
         cluster.grads.add_(self.variate - self.variates)
 
@@ -75,7 +79,8 @@ class ScaffoldStrategy(Strategy):
         options: those of every strategy; see `Strategy`. The inner optimizer is SGD, weight decay allowed; max_norm
             clips the corrected gradient.
 
-    Payload: twice all weights every H steps, for the weights and for the changes of the control variates.
+    Payload: twice all weights every H steps, for the weights and for the changes of the control variates. A cohort that
+    is drawn anew pulls c with the weights.
 
     Raises:
         TypeError: the inner optimizer is another: with momentum, say, what a node has moved is not its mean gradient.
