@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_strategies_common import TABLE
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import vsim
 from vsim import Compute, Deadline, Dropout, DropSlowest, OverCommit, Sample, Schedule, Trace
-from vsim.cluster.participation import Participation, Round
+from vsim.cluster.participation import Participation
+from vsim.cluster.plan import Round
 from vsim.models import MLP
 from vsim.records.history import OF_THE_MACHINE
 from vsim.strategy import (
@@ -44,11 +45,11 @@ OPTIONS: dict[str, Any] = {"max_steps": 12, "batch_size": 4, "progress": False, 
 class Noisy(nn.Module):
     """A small model that draws random numbers, and keeps statistics."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+            self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 3))
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
         return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
@@ -296,6 +297,40 @@ def test_cohorts_resume(strategy: Strategy, tmp_path: Path) -> None:
         assert list(resumed.ledger) == list(whole.ledger)
         for column in set(whole.history.columns) - set(OF_THE_MACHINE):
             np.testing.assert_array_equal(resumed.history[column], whole.history[column], column)
+
+
+def test_local_epochs() -> None:
+    """Clients of 4, 7 and 16 examples take 2, 4 and 8 steps for two epochs of full batches of four; then they rest."""
+    sizes, steps = (4, 7, 16), (2, 4, 8)
+
+    def data(rank: int, num_nodes: int, train: bool) -> Subset[Any]:
+        return Subset(dataset(rank, num_nodes, train), range(sizes[rank]))
+
+    model = Noisy(dropout=0.0)
+    strategy = FedAvgStrategy(H=8, optim_spec=OptimSpec("sgd", lr=0.1, momentum=0.5, weight_decay=0.1))
+    options: dict[str, Any] = {"num_nodes": 3, "data": data, "max_steps": 8}
+    found, trainer = trained(strategy, model, participation=Sample(3, of=3, epochs=2), **options)
+    moved = []
+    for node, own_steps in enumerate(steps):
+        own = copy.deepcopy(model).train()
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
+        epochs = [torch.randperm(sizes[node], generator=torch.Generator().manual_seed(42 + e)) for e in range(3)]
+        order = torch.cat(epochs).tolist()
+        for step in range(own_steps):
+            optimizer.zero_grad()
+            own(dataset(node, 3, True)[order[4 * step : 4 * step + 4]]).backward()
+            optimizer.step()
+        moved.append(own.state_dict())
+        there = ~np.isnan(trainer.history.node_losses[:, node])
+        assert there.tolist() == [step < own_steps for step in range(8)]
+    means = [torch.stack([m[name].double() for m in moved]).mean(0) for name in moved[0] if "num_batches" not in name]
+    names = [name for name, t in model.state_dict().items() for _ in range(t.numel())]
+    known = torch.tensor(["num_batches" not in name for name in names])
+    torch.testing.assert_close(found[known], torch.cat([t.flatten() for t in means]), rtol=1e-5, atol=1e-6)
+    timeline = vsim.timeline(trainer, vsim.Network(float("inf")), Compute([4.0, 2.0, 1.0]))
+    assert timeline.seconds[-1] == 8.0  # two steps of 4 s, four of 2 s, or eight of 1 s
+    with pytest.raises(ValueError, match="up to 8 steps to go through its data, and a round has 4"):
+        trained(FedAvgStrategy(H=4), participation=Sample(3, of=3, epochs=2), **options)
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK")

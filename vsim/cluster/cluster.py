@@ -12,7 +12,7 @@ from vsim_kernels import compiled
 
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.optimizers import StackedOptimizer
-from vsim.cluster.participation import Plan
+from vsim.cluster.plan import Plan
 from vsim.cluster.replicas import Replicas, Views
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
@@ -83,7 +83,23 @@ class Cluster:
             return (self.completed,) * self.num_nodes
         step = max(1, self.completed)
         here, before = self.plan.segment(step), self.plan.clock(step)
-        return tuple(int(before[node]) + self.completed - here.first + 1 for node in self.active)
+        done = self.completed - here.first + 1
+        steps = here.steps or (done,) * self.num_nodes
+        return tuple(int(before[node]) + min(done, own) for node, own in zip(self.active, steps, strict=True))
+
+    @property
+    def resting_nodes(self) -> list[int]:
+        """Which of the K take no part in this step: clients that have done their epochs of a round."""
+        segment = None if self.plan is None else self.plan.segment(max(1, self.step))
+        if segment is None or not segment.steps:
+            return []
+        return [node for node, steps in enumerate(segment.steps) if steps <= self.step - segment.first]
+
+    @property
+    def resting(self) -> list[int]:
+        """The rows of those of them that are held here."""
+        held = self.replicas.nodes
+        return [node - held.start for node in self.resting_nodes if node in held]
 
     @property
     def weights(self) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.cluster.participation import Segment
+from vsim.cluster.plan import Segment
 from vsim.cluster.traffic import traffic
 from vsim.extras import extra
 
@@ -181,8 +181,8 @@ class Ledger(Sequence[Event]):
         ledger.steps, ledger.clock = plain["steps"], plain.get("clock")
         ledger.seconds = [(now, computed) for now, computed in plain.get("seconds", [])]
         ledger.attendance = [
-            Segment(first, last, tuple(nodes), tuple(late), seconds)
-            for first, last, nodes, late, seconds in plain.get("attendance", ())
+            Segment(first, last, tuple(nodes), tuple(late), seconds, tuple(local))
+            for first, last, nodes, late, seconds, local in plain.get("attendance", ())
         ]
         return ledger
 

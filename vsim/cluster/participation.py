@@ -10,106 +10,17 @@ import csv
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vsim.arguments import known_keywords, one_of, real_number, whole_number
+from vsim.cluster.plan import Plan, Round, Segment
 from vsim.cluster.randomness import PARTICIPATION, generator
-
-Seconds = Callable[[int, int], NDArray[np.float64]]  # of the steps first … last (from 1): compute seconds of every node
-Nodes = tuple[int, ...]
-
-
-class Segment(NamedTuple):
-    """Steps in which the same nodes take part.
-
-    Attributes:
-        first, last: their numbers, from 1.
-        nodes: who takes part, in ascending order.
-        late: who computed, too, but came too late, so that nothing is left of the work.
-        seconds: how long the steps last at least: until a deadline.
-    """
-
-    first: int
-    last: int
-    nodes: Nodes
-    late: Nodes = ()
-    seconds: float = 0.0
-
-
-class Round(NamedTuple):
-    """What a plan is made from: the run's K and seed, steps from sync to sync, and compute seconds if known."""
-
-    num_nodes: int
-    seed: int
-    period: int
-    seconds: Seconds | None
-
-
-class Plan:
-    """Who takes part in a run, segment by segment.
-
-    Args:
-        segments: from step 1 on, one after another, without end.
-        population: the number of nodes, or clients, that may take part.
-        renews: whether every segment is a round of clients: each starts from the global weights, with an optimizer of
-            its own. If not, nodes keep what they have, and one that joins is a copy of one that is there.
-    """
-
-    def __init__(self, segments: Iterator[Segment], population: int, renews: bool = False) -> None:
-        self.population, self.renews = population, renews
-        self._coming, self._known = segments, [next(segments)]
-        # Of the segment with this number: the steps that every node has done before, and the times it has begun.
-        self._number, self._steps, self._times = 0, *np.zeros((2, population), dtype=np.int64)
-
-    def segment(self, step: int) -> Segment:
-        """Return the segment that step number `step`, from 1, is in."""
-        return self._known[self._number_of(step)]
-
-    def clock(self, step: int) -> NDArray[np.int64]:
-        """Return (N,) the steps that every node has completed before the segment of step number `step`."""
-        self._count_to(self._number_of(step))
-        return self._steps
-
-    def times(self, step: int) -> NDArray[np.int64]:
-        """Return (N,) how often every node has begun to take part before the segment of step number `step`."""
-        self._count_to(self._number_of(step))
-        return self._times
-
-    def missed(self, step: int) -> list[int]:
-        """Return how many of the run's steps those nodes have missed before the segment of `step` that are in it."""
-        segment, clock = self.segment(step), self.clock(step)
-        return [segment.first - 1 - int(clock[node]) for node in segment.nodes]
-
-    def joining(self, step: int) -> Nodes:
-        """Return who takes part in the segment of `step`, and did not in the one before; all if it renews."""
-        number = self._number_of(step)
-        before = () if self.renews or number == 0 else self._known[number - 1].nodes
-        return tuple(node for node in self._known[number].nodes if node not in before)
-
-    def _number_of(self, step: int) -> int:
-        while self._known[-1].last < step:
-            self._known.append(next(self._coming))
-        low, high = 0, len(self._known) - 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._known[middle].last >= step else (middle + 1, high)
-        return low
-
-    def _count_to(self, number: int) -> None:
-        if number < self._number:
-            self._number, self._steps, self._times = 0, *np.zeros((2, self.population), dtype=np.int64)
-        while self._number < number:
-            segment = self._known[self._number]
-            self._steps, self._times = self._steps.copy(), self._times.copy()
-            self._steps[list(segment.nodes)] += segment.last - segment.first + 1
-            self._times[list(self.joining(segment.first))] += 1
-            self._number += 1
 
 
 class Participation(ABC):
@@ -280,19 +191,19 @@ class Stragglers(Participation):
     def _segments(self, given: Round) -> Iterator[Segment]:
         everyone = tuple(range(given.num_nodes))
         for first in range(1, sys.maxsize, given.period):
-            yield self.segment(first, first + given.period - 1, everyone, given.num_nodes, given)
+            yield self.segment(Segment(first, first + given.period - 1, everyone), given.num_nodes, given)
 
-    def segment(self, first: int, last: int, drawn: Nodes, wanted: int, given: Round) -> Segment:
-        """Return the segment of these steps with those of the nodes drawn whose work counts."""
+    def segment(self, drawn: Segment, wanted: int, given: Round) -> Segment:
+        """Return a segment with those of its nodes whose work counts."""
         if given.seconds is None:
             raise TypeError(
                 f"{type(self).__name__} needs compute seconds: fit(…, compute=Compute(seconds_per_step, …))"
             )
-        seconds = given.seconds(first, last)[list(drawn)]
+        seconds = given.seconds(drawn.first, drawn.last)[list(drawn.nodes)]
         order = np.argsort(seconds, kind="stable")
         count, until = self.count(seconds[order], wanted)
-        here, late = (tuple(sorted(drawn[i] for i in part)) for part in (order[:count], order[count:]))
-        return Segment(first, last, here, late, until)
+        here, late = (tuple(sorted(drawn.nodes[i] for i in part)) for part in (order[:count], order[count:]))
+        return drawn._replace(nodes=here, late=late, seconds=until)
 
 
 class Deadline(Stragglers):
@@ -352,15 +263,26 @@ class Sample(Participation):
         of: N, the population. A dataset is shared by N clients as DistributedSampler would; a factory is asked for
             f(client, N, True).
         rounds: local steps of a round. Default: from one sync of the strategy to the next.
+        epochs: each client goes through its own data so many times a round, rounded up to full batches, and rests until
+            the round ends; the round must be long enough for the client that has most. None: all steps of the round.
         stragglers: `Deadline`, `DropSlowest` or `OverCommit`; None: all are waited for.
     """
 
     @known_keywords
-    def __init__(self, n: int, *, of: int, rounds: int | None = None, stragglers: Stragglers | None = None) -> None:
+    def __init__(
+        self,
+        n: int,
+        *,
+        of: int,
+        rounds: int | None = None,
+        epochs: float | None = None,
+        stragglers: Stragglers | None = None,
+    ) -> None:
         self.n, self.of = whole_number("n", n), whole_number("of", of)
         if self.n > self.of:
             raise ValueError(f"a cohort of {n} cannot be drawn from a population of {of}")
         self.rounds = None if rounds is None else whole_number("rounds", rounds)
+        self.epochs = None if epochs is None else real_number("epochs", epochs, above=0)
         if not isinstance(stragglers, Stragglers | None):
             raise TypeError(f"stragglers must be Deadline, DropSlowest or OverCommit, got {stragglers!r}")
         self.stragglers = stragglers
@@ -375,15 +297,27 @@ class Sample(Participation):
     def plan(self, given: Round) -> Plan:
         if given.num_nodes != self.n:
             raise ValueError(f"num_nodes is the size of a cohort, {self.n} of {self}; got {given.num_nodes}")
-        return Plan(self._segments(given, _period(self.rounds, given, "Sample")), self.of, renews=True)
+        period = _period(self.rounds, given, "Sample")
+        if self.epochs is not None and (most := int(self._local_steps(given).max())) > period:
+            raise ValueError(
+                f"{self}: a client takes up to {most} steps to go through its data, and a round has {period}; let the "
+                "strategy sync less often, or give rounds="
+            )
+        return Plan(self._segments(given, period), self.of, renews=True)
 
     def _segments(self, given: Round, period: int) -> Iterator[Segment]:
         drawn = self.n if self.stragglers is None else min(self.of, math.ceil(self.stragglers.factor * self.n))
         for number in range(sys.maxsize):
             stream = generator(given.seed, PARTICIPATION, number)
             clients = tuple(sorted(torch.randperm(self.of, generator=stream)[:drawn].tolist()))
-            first, last = number * period + 1, (number + 1) * period
-            if self.stragglers is None:
-                yield Segment(first, last, clients)
-            else:
-                yield self.stragglers.segment(first, last, clients, self.n, given)
+            segment = Segment(number * period + 1, (number + 1) * period, clients)
+            if self.stragglers is not None:
+                segment = self.stragglers.segment(segment, self.n, given)
+            if self.epochs is not None:
+                segment = segment._replace(steps=tuple(self._local_steps(given)[list(segment.nodes)].tolist()))
+            yield segment
+
+    def _local_steps(self, given: Round) -> NDArray[np.int64]:
+        assert self.epochs is not None
+        assert given.epochs is not None
+        return np.ceil(self.epochs * given.epochs).astype(np.int64)

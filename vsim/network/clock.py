@@ -105,7 +105,8 @@ class Clock:
         # Who takes part, segment by segment; now; None: all. Until when the round lasts at least.
         self.attendance = {segment.first: segment for segment in getattr(ledger, "attendance", ())}
         self.there: NDArray[np.int64] | None = None
-        self.until, self.last = 0.0, 0
+        self.until, self.began, self.last = 0.0, 0, 0
+        self.local: NDArray[np.int64] | None = None  # steps of those there, which rest for the others
         self._plan(ledger)
 
     def _plan(self, ledger: Record) -> None:
@@ -161,7 +162,7 @@ class Clock:
     def _quiet_steps(self, done: int, until: int) -> int:
         """Take steps in which nothing is sent or awaited; return how many are done."""
         count = min(until - done, max(1, _BLOCK // self.num_nodes)) if self.watch is None else 1
-        own, mean = self._computed(count)
+        own, mean = self._computed(done, count)
         ends = self.now + own.cumsum(0)
         self._show("compute", done + 1, self.now, ends[-1])
         self.now = self.ready = ends[-1]
@@ -170,22 +171,24 @@ class Clock:
         return taken.stop
 
     def _compute(self, step: int) -> Floats:
-        (own,), (self.compute[step - 1],) = self._computed(1)
+        (own,), (self.compute[step - 1],) = self._computed(step - 1, 1)
         began, self.now = self.now, self.now + own
         parts = 3 * self.layers - 1
         self.ready = began + own * ((self.layers + 1) / parts) if self.layers > 1 else self.now
         self._show("compute", step, began, self.now)
         return own
 
-    def _computed(self, count: int) -> tuple[Floats, Floats]:
+    def _computed(self, done: int, count: int) -> tuple[Floats, Floats]:
         """Return what every node computes in the next steps, (count, 1) or (count, K), and the mean of those there."""
         own = self.computed.next(count)
         if self.there is None:
             return own, own.mean(1)
-        all_nodes = np.broadcast_to(own, (count, self.num_nodes))
+        there = np.broadcast_to(own, (count, self.num_nodes))[:, self.there]
+        if self.local is not None:
+            there = there * (np.arange(count)[:, None] + (done - self.began) < self.local)
         masked = np.zeros((count, self.num_nodes))
-        masked[:, self.there] = all_nodes[:, self.there]
-        return masked, all_nodes[:, self.there].mean(1)
+        masked[:, self.there] = there
+        return masked, there.mean(1)
 
     def _attend(self, step: int) -> None:
         """Let those take part who do from this step on; who joins has not been waiting."""
@@ -198,7 +201,8 @@ class Clock:
         self.now[joining] = np.maximum(self.now[joining], began if step > 1 else 0.0)
         self.ready = self.now.copy()
         self.there, self.until = nodes, began + segment.seconds if segment.seconds else 0.0
-        self.last = segment.last
+        self.began, self.last = step - 1, segment.last
+        self.local = np.array(segment.steps) if segment.steps else None
 
     def _meet_deadline(self, step: int) -> None:
         """Wait for the deadline of the round that this step is the last of."""

@@ -22,7 +22,7 @@ class ControlVariates(CommunicationModule):
     outer_weights: Tensor  # φ, shared (P,)
     variate: Tensor  # c, shared (P,)
     variates: Tensor  # c_k, stacked (R, P), a row for each client
-    rates: float  # the sum of the learning rates of the round's steps so far
+    rates: Tensor  # the sum of the learning rates of each node's steps of the round so far, stacked (R, 1)
 
     def __init__(self, H: int = 10, server_lr: float = 1.0) -> None:
         self.H = whole_number("H", H)
@@ -34,8 +34,8 @@ class ControlVariates(CommunicationModule):
 
     def setup(self, cluster: Cluster) -> None:
         weights = cluster.weights[0].clone()
-        self.keep_shared(outer_weights=weights, variate=torch.zeros_like(weights), rates=0.0)
-        self.keep_client(variates=torch.zeros_like(cluster.weights))
+        self.keep_shared(outer_weights=weights, variate=torch.zeros_like(weights))
+        self.keep_client(variates=torch.zeros_like(cluster.weights), rates=torch.zeros_like(cluster.weights[:, :1]))
 
     def attend(self, cluster: Cluster) -> None:
         if cluster.plan is not None and cluster.plan.renews:  # clients who have got φ, and not c
@@ -45,18 +45,21 @@ class ControlVariates(CommunicationModule):
         cluster.grads.add_(self.variate - self.variates)
 
     def communicate(self, cluster: Cluster) -> None:
-        self.rates += cluster.lr
+        steps = torch.ones_like(self.rates)
+        steps[cluster.resting] = 0
+        self.rates.add_(steps, alpha=cluster.lr)
         if cluster.step % self.H:
             return
-        moved = (self.outer_weights - cluster.weights).div_(self.rates or 1.0)  # (R, P); at a rate of 0 nothing has
-        changes = moved.sub_(self.variate) if self.rates else moved
+        known = self.rates > 0  # at a rate of 0 nothing has moved
+        moved = (self.outer_weights - cluster.weights).div_(torch.where(known, self.rates, 1.0))  # (R, P)
+        changes = moved.sub_(self.variate * known)
         mean = cluster.collectives.all_reduce(cluster.weights, "mean", label="weights")
         mean_change = cluster.collectives.all_reduce(changes, "mean", label="control variates")
         self.variates.add_(changes)
         self.variate.add_(mean_change, alpha=cluster.num_nodes / cluster.population)
         self.outer_weights.lerp_(mean, self.server_lr)
         cluster.weights.copy_(self.outer_weights)
-        self.rates = 0.0
+        self.rates.zero_()
 
     def global_weights(self, cluster: Cluster) -> Tensor:
         return self.outer_weights

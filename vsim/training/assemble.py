@@ -17,12 +17,12 @@ from vsim.arguments import naming
 from vsim.checkpoint.fingerprint import settings_of
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.ledger import Ledger
-from vsim.cluster.participation import Plan, Round
+from vsim.cluster.plan import Plan, Round
 from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.stacked import StackedCollectives
 from vsim.data.batches import Batches, first_examples, resolve
-from vsim.data.joint import Source, joint_batches, one_in_memory
+from vsim.data.joint import BatchSource, Source, joint_batches, one_in_memory
 from vsim.engine import Executor, Settings, VmapExecutor, executor_class, first_calls
 from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
@@ -64,8 +64,6 @@ def prepare(
         of_node = generator(config.seed, NODE).get_state().nbytes
         check_room(config.num_nodes, of_node + (0 if config.strategy.shares_weights else sum(weights)), device)
         own = None if len(configs) == 1 else OwnGlobals(config.seed, device)
-        with naming(config.label if len(configs) > 1 else ""):
-            plan = plan_of(config)
         everyone = config.population
         with nullcontext() if own is None else own.here():
             datasets = resolve(config.train_dataset, everyone, range(everyone), True, "train_dataset")
@@ -74,6 +72,8 @@ def prepare(
             )
         if own is not None:
             own.at_setup = own.states
+        with naming(config.label if len(configs) > 1 else ""):
+            plan = plan_of(config, batches)
         collectives = stacked(history.ledger, range(everyone))
         part = Part(config, report, history, range(everyone), collectives, batches, own, plan=plan)
         parts.append(part if plan is None else attended(part, max(1, part.start)))
@@ -93,12 +93,13 @@ def stacked(ledger: Ledger, nodes: Sequence[int]) -> StackedCollectives:
     return StackedCollectives(ledger, None if list(nodes) == list(range(ledger.num_nodes)) else nodes)
 
 
-def plan_of(config: RunConfig) -> Plan | None:
+def plan_of(config: RunConfig, batches: BatchSource) -> Plan | None:
     """Return who takes part in which steps of a run, None for all nodes in all."""
     if config.participation is None:
         return None
     seconds = None if config.compute is None else config.compute.totals(config.population)
-    return config.participation.plan(Round(config.num_nodes, config.seed, config.strategy.period, seconds))
+    epochs = batches.shard_sizes.numpy() / config.batch_size
+    return config.participation.plan(Round(config.num_nodes, config.seed, config.strategy.period, seconds, epochs))
 
 
 def assemble(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vsim.arguments import naming
 from vsim.cluster.optimizers import forget, torch_optimizers
-from vsim.cluster.participation import Plan
+from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import NODE, derive_seed
 from vsim.data.joint import joint_batches
 from vsim.training.assemble import attended, source, stacked

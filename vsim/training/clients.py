@@ -30,6 +30,11 @@ class Clients(Stateful):
     derived = ("_owners", "_first")
 
     def __init__(self, strategy: Strategy, cluster: Cluster) -> None:
+        if strategy.is_per_node and cluster.plan is not None and cluster.plan.segment(1).steps:
+            raise TypeError(
+                f"{type(strategy).__name__} defines step(), in which it communicates and steps its optimizer; with "
+                "Sample(epochs=…) clients that have done their epochs rest between the two"
+            )
         self._owners = list(_owners(strategy))
         odd = [
             f"{type(o).__name__}.{name}"

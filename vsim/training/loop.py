@@ -115,6 +115,7 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
     device = members[0].cluster.weights.device
     for member in members:
         member.cluster.step = step
+        member.keep_resting()
         member.lr = member.strategy.lr
     if group.workers is not None:
         (member,) = members
@@ -179,9 +180,11 @@ def _keep_losses(run: Run, group: Group, losses: Tensor, step: int) -> bool:
         else:
             member.node_losses, stops = _of_all_nodes(losses, run, member)
         try:
-            member.check_losses(dict(enumerate(member.node_losses)))
+            member.check_losses(dict(zip(member.cluster.active, member.node_losses, strict=True)))
         except FloatingPointError as error:
             _leave(run, member, error)
+        for node in member.cluster.resting_nodes:
+            member.node_losses[node] = math.nan
     return stops
 
 
@@ -198,6 +201,7 @@ def _take_own_steps(run: Run, group: Group) -> None:
             with _own(run, member):
                 if member.strategy in alone:
                     member.strategy.optim.step()
+                member.put_back_resting()
                 (member.strategy.take_step if member.strategy.is_per_node else member.strategy.finish_step)()
                 if member.done != member.cluster.step:
                     raise TypeError(f"{type(member.strategy).__name__}.step() must end with super().step()")

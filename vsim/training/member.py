@@ -16,7 +16,7 @@ from vsim.checkpoint.fingerprint import fingerprint
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
-from vsim.cluster.participation import Plan
+from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import OwnGlobals, global_states
 from vsim.data.joint import BatchSource
 from vsim.engine import Executor
@@ -129,6 +129,8 @@ class Member:
     lr: float = 0.0
     known_events: int = 0
     clients: Clients | None = None
+    # Of those that rest in this step: rows, weights, buffers.
+    _kept: tuple[list[int], Tensor, list[Tensor]] | None = None
     # Those that are measured next, shared (P,).
     global_weights: Tensor | None = None
 
@@ -173,6 +175,21 @@ class Member:
     def ledger(self) -> Ledger:
         """The record of its communication."""
         return self.cluster.collectives.ledger
+
+    def keep_resting(self) -> None:
+        """Keep the rows of those that rest in the step that begins."""
+        rows, replicas = self.cluster.resting, self.cluster.replicas
+        self._kept = (rows, replicas.weights[rows], [b[rows] for b in replicas.buffers.values()]) if rows else None
+
+    @torch.no_grad()
+    def put_back_resting(self) -> None:
+        """Put the rows of those that rest in this step back, which were computed with the others."""
+        if self._kept is None:
+            return
+        rows, weights, buffers = self._kept
+        self.cluster.replicas.weights[rows] = weights
+        for buffer, kept in zip(self.cluster.replicas.buffers.values(), buffers, strict=True):
+            buffer[rows] = kept
 
     @property
     def losses_of_all(self) -> list[float]:

@@ -1,0 +1,108 @@
+"""A plan: who takes part in which steps of a run, segment by segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Seconds = Callable[[int, int], NDArray[np.float64]]  # of the steps first … last (from 1): compute seconds of every node
+Nodes = tuple[int, ...]
+
+
+class Segment(NamedTuple):
+    """Steps in which the same nodes take part.
+
+    Attributes:
+        first, last: their numbers, from 1.
+        nodes: who takes part, in ascending order.
+        late: who computed, too, but came too late, so that nothing is left of the work.
+        seconds: how long the steps last at least: until a deadline.
+        steps: the local steps of each of the nodes, which rests for the others; empty: all of them.
+    """
+
+    first: int
+    last: int
+    nodes: Nodes
+    late: Nodes = ()
+    seconds: float = 0.0
+    steps: tuple[int, ...] = ()
+
+
+class Round(NamedTuple):
+    """What a plan is made from.
+
+    Attributes:
+        num_nodes, seed: the run's. period: steps from one sync of its strategy to the next.
+        seconds: that nodes compute, if they are known.
+        epochs: (N,) steps in which each goes through its data once.
+    """
+
+    num_nodes: int
+    seed: int
+    period: int
+    seconds: Seconds | None = None
+    epochs: NDArray[np.float64] | None = None
+
+
+class Plan:
+    """Who takes part in a run, segment by segment.
+
+    Args:
+        segments: from step 1 on, one after another, without end.
+        population: the number of nodes, or clients, that may take part.
+        renews: whether every segment is a round of clients: each starts from the global weights, with an optimizer of
+            its own. If not, nodes keep what they have, and one that joins is a copy of one that is there.
+    """
+
+    def __init__(self, segments: Iterator[Segment], population: int, renews: bool = False) -> None:
+        self.population, self.renews = population, renews
+        self._coming, self._known = segments, [next(segments)]
+        # Of the segment with this number: the steps that every node has done before, and the times it has begun.
+        self._number, self._steps, self._times = 0, *np.zeros((2, population), dtype=np.int64)
+
+    def segment(self, step: int) -> Segment:
+        """Return the segment that step number `step`, from 1, is in."""
+        return self._known[self._number_of(step)]
+
+    def clock(self, step: int) -> NDArray[np.int64]:
+        """Return (N,) the steps that every node has completed before the segment of step number `step`."""
+        self._count_to(self._number_of(step))
+        return self._steps
+
+    def times(self, step: int) -> NDArray[np.int64]:
+        """Return (N,) how often every node has begun to take part before the segment of step number `step`."""
+        self._count_to(self._number_of(step))
+        return self._times
+
+    def missed(self, step: int) -> list[int]:
+        """Return how many of the run's steps those nodes have missed before the segment of `step` that are in it."""
+        segment, clock = self.segment(step), self.clock(step)
+        return [segment.first - 1 - int(clock[node]) for node in segment.nodes]
+
+    def joining(self, step: int) -> Nodes:
+        """Return who takes part in the segment of `step`, and did not in the one before; all if it renews."""
+        number = self._number_of(step)
+        before = () if self.renews or number == 0 else self._known[number - 1].nodes
+        return tuple(node for node in self._known[number].nodes if node not in before)
+
+    def _number_of(self, step: int) -> int:
+        while self._known[-1].last < step:
+            self._known.append(next(self._coming))
+        low, high = 0, len(self._known) - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._known[middle].last >= step else (middle + 1, high)
+        return low
+
+    def _count_to(self, number: int) -> None:
+        if number < self._number:
+            self._number, self._steps, self._times = 0, *np.zeros((2, self.population), dtype=np.int64)
+        while self._number < number:
+            segment = self._known[self._number]
+            self._steps, self._times = self._steps.copy(), self._times.copy()
+            self._steps[list(segment.nodes)] += segment.steps or segment.last - segment.first + 1
+            self._times[list(self.joining(segment.first))] += 1
+            self._number += 1
