@@ -354,8 +354,10 @@ class Counting(CommunicateOptimizeStrategy):
         self.count += 1
 
 
-def test_what_belongs_to_clients_stays_with_them(tmp_path: Path) -> None:
-    own: dict[str, Any] = {"num_nodes": 2, "participation": Sample(2, of=6)}
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_belongs_to_clients_stays_with_them(tmp_path: Path, on_disk: bool) -> None:
+    store = tmp_path / "clients" if on_disk else None
+    own: dict[str, Any] = {"num_nodes": 2, "participation": Sample(2, of=6, store=store)}
     _, trainer = trained(Counting(), **own)
     trained(Counting(), max_steps=7, save_dir=tmp_path, **own)
     _, resumed = trained(Counting(), resume=True, save_dir=tmp_path, **own)
@@ -366,6 +368,19 @@ def test_what_belongs_to_clients_stays_with_them(tmp_path: Path) -> None:
             steps[list(segment.nodes)] += 2
         last = one.ledger.attendance[-1].nodes
         assert one.strategy.count[:, 0].tolist() == [5 + steps[client] for client in last]
+    assert not on_disk or (tmp_path / "clients" / "0.bin").stat().st_size == 6 * 2 * 4
+
+
+def test_losses_of_clients() -> None:
+    _, cohorts = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=2, participation=Sample(2, of=5))
+    losses, rounds = cohorts.history.client_losses, cohorts.ledger.attendance
+    assert losses.shape == (4, 5)
+    for own, segment, first in zip(losses, rounds, range(0, 12, 3), strict=True):
+        assert np.flatnonzero(~np.isnan(own)).tolist() == list(segment.nodes)
+        of_nodes = cohorts.history.node_losses[first : first + 3].mean(0)
+        assert np.allclose(own[list(segment.nodes)], of_nodes)
+    _, failing = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=3, participation=Schedule({0: [0, 2], 5: [1, 2]}))
+    assert np.isnan(failing.history.client_losses).tolist() == [[False, True, False], [True, False, False]]
 
 
 # Time -----------------------------------------------------------------------------------------------------------------

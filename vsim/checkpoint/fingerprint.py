@@ -59,7 +59,7 @@ def fingerprint(run: Any) -> dict[str, Any]:
         **layout_of(replicas),
         **dict(_contents(kwargs.get("collate_fn"), "collate_fn", set())),
         **dict(_contents(config.loss_fn, "loss_fn", set())),
-        **dict(_contents(config.participation, "participation", set())),
+        **{k: v for k, v in _contents(config.participation, "participation", set()) if k != "participation.store"},
         **{f"frozen {name}": _digest(p) for name, p in replicas.frozen.items()},
         **run.strategy.settings,
         **dict(_contents(config.model, "module", of_model)),

@@ -266,6 +266,7 @@ class Sample(Participation):
         epochs: each client goes through its own data so many times a round, rounded up to full batches, and rests until
             the round ends; the round must be long enough for the client that has most. None: all steps of the round.
         stragglers: `Deadline`, `DropSlowest` or `OverCommit`; None: all are waited for.
+        store: a folder in which what belongs to clients is kept, a file a tensor; None: it is kept in memory.
     """
 
     @known_keywords
@@ -277,6 +278,7 @@ class Sample(Participation):
         rounds: int | None = None,
         epochs: float | None = None,
         stragglers: Stragglers | None = None,
+        store: str | Path | None = None,
     ) -> None:
         self.n, self.of = whole_number("n", n), whole_number("of", of)
         if self.n > self.of:
@@ -286,6 +288,7 @@ class Sample(Participation):
         if not isinstance(stragglers, Stragglers | None):
             raise TypeError(f"stragglers must be Deadline, DropSlowest or OverCommit, got {stragglers!r}")
         self.stragglers = stragglers
+        self.store = None if store is None else Path(store)
 
     @property
     def needs_compute(self) -> bool:  # type: ignore[override]
@@ -303,7 +306,7 @@ class Sample(Participation):
                 f"{self}: a client takes up to {most} steps to go through its data, and a round has {period}; let the "
                 "strategy sync less often, or give rounds="
             )
-        return Plan(self._segments(given, period), self.of, renews=True)
+        return Plan(self._segments(given, period), self.of, renews=True, store=self.store)
 
     def _segments(self, given: Round, period: int) -> Iterator[Segment]:
         drawn = self.n if self.stragglers is None else min(self.of, math.ceil(self.stragglers.factor * self.n))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -55,10 +56,13 @@ class Plan:
         population: the number of nodes, or clients, that may take part.
         renews: whether every segment is a round of clients: each starts from the global weights, with an optimizer of
             its own. If not, nodes keep what they have, and one that joins is a copy of one that is there.
+        store: a folder for what belongs to clients; None: memory.
     """
 
-    def __init__(self, segments: Iterator[Segment], population: int, renews: bool = False) -> None:
-        self.population, self.renews = population, renews
+    def __init__(
+        self, segments: Iterator[Segment], population: int, renews: bool = False, store: Path | None = None
+    ) -> None:
+        self.population, self.renews, self.store = population, renews, store
         self._coming, self._known = segments, [next(segments)]
         # Of the segment with this number: the steps that every node has done before, and the times it has begun.
         self._number, self._steps, self._times = 0, *np.zeros((2, population), dtype=np.int64)

@@ -101,6 +101,25 @@ class History:
         """(T, K): the training loss of every node at every step."""
         return np.stack(self._node_losses) if self._node_losses else np.empty((0, self.num_nodes))
 
+    @property
+    def client_losses(self) -> NDArray[np.float64]:
+        """(S, N): the mean training loss of every node or client in every segment of a run with `participation`.
+
+        A segment is a round of clients, or the steps between two changes of who takes part. NaN where one did not.
+        """
+        losses, attendance = self.node_losses, self.ledger.attendance
+        found = np.full((len(attendance), self.ledger.num_nodes), math.nan)
+        for own, segment in zip(found, attendance, strict=True):
+            rows = losses[segment.first - 1 : segment.last]
+            there = ~np.isnan(rows)
+            sums, counts = np.where(there, rows, 0).sum(0), there.sum(0)
+            means = np.divide(sums, counts, out=np.full(len(sums), math.nan), where=counts > 0)
+            if len(means) == len(own):
+                own[:] = means
+            else:  # of a cohort, in the order of its clients
+                own[list(segment.nodes)] = means[: len(segment.nodes)]
+        return found
+
     def __getitem__(self, column: str) -> NDArray[np.float64]:
         if column not in self._columns:
             raise KeyError(f"no column {column!r}; there are {', '.join(self._columns)}")

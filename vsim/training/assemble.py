@@ -239,7 +239,7 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
         objective,
         part.steps,
         draws=bool(config.callbacks) or not is_vsims_own(config.strategy),
-        clients=Clients(strategy, cluster) if part.plan is not None and part.plan.renews else None,
+        clients=Clients(strategy, cluster, part.plan.store) if part.plan is not None and part.plan.renews else None,
         interrupt=interrupt,
     )
 

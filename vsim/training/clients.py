@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +23,15 @@ class Clients(Stateful):
 
     Args:
         strategy: set up for a run; its `keep_client` says what belongs to clients.
+        store: a folder for it; None: the host's memory.
 
     Raises:
         TypeError: the strategy keeps something for each node, which clients that follow each other would share.
     """
 
-    derived = ("_owners", "_first")
+    derived = ("_owners", "_first", "_files")
 
-    def __init__(self, strategy: Strategy, cluster: Cluster) -> None:
+    def __init__(self, strategy: Strategy, cluster: Cluster, store: Path | None = None) -> None:
         if strategy.is_per_node and cluster.plan is not None and cluster.plan.segment(1).steps:
             raise TypeError(
                 f"{type(strategy).__name__} defines step(), in which it communicates and steps its optimizer; with "
@@ -47,9 +49,17 @@ class Clients(Stateful):
                 f"{type(strategy).__name__} keeps {', '.join(odd)} for each node, which the clients of a population "
                 "would pass on to each other; with participation=Sample(…) a strategy keeps it by keep_client"
             )
-        # As it is for a client that was never drawn; and client → its rows, in the host's memory.
+        # As it is for a client that was never drawn; and client → its rows.
         self._first = [value[0].clone() for _, _, value in self._values()]
         self.kept: dict[int, list[Tensor]] = {}
+        self._files: list[Tensor] | None = None
+        if store is not None:
+            store.mkdir(parents=True, exist_ok=True)
+            self._files = [
+                torch.from_file(str(store / f"{i}.bin"), True, cluster.population * own.numel(), dtype=own.dtype)
+                .view(cluster.population, *own.shape)
+                for i, own in enumerate(self._first)
+            ]  # fmt: skip
 
     def _values(self) -> Iterator[tuple[Any, str, Tensor]]:
         for owner in self._owners:
@@ -63,14 +73,19 @@ class Clients(Stateful):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
         rows = zip(*(kept.cpu().clone() for kept in state["kept"]), strict=True)
-        self.kept = dict(zip(state["drawn"], map(list, rows), strict=False))
+        self.kept = {client: self._stored(client, own) for client, own in zip(state["drawn"], rows, strict=False)}
 
     def leave(self, cluster: Cluster) -> None:
         """Keep the rows of the clients that are here."""
         with cluster.collectives.unbilled():
             all_rows = [cluster.collectives.all_gather(v, label="state of clients").cpu() for *_, v in self._values()]
         for row, client in enumerate(cluster.active):
-            self.kept[client] = [rows[row].clone() for rows in all_rows]
+            self.kept[client] = self._stored(client, [rows[row] for rows in all_rows])
+
+    def _stored(self, client: int, rows: Sequence[Tensor]) -> list[Tensor]:
+        if self._files is None:
+            return [row.clone() for row in rows]
+        return [file[client].copy_(row) for file, row in zip(self._files, rows, strict=True)]
 
     def arrive(self, cluster: Cluster) -> None:
         """Give the rows what belongs to the clients that are here now."""
