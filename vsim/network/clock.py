@@ -154,9 +154,9 @@ class Clock:
                 done = step
                 self.seconds[done] = self.now.max()
         self.stalls[-1:] += (self.seconds[steps] - self.now).mean()
-        if self.attendance:  # in the mean of those that took part
-            self.stalls = np.diff(self.seconds) - self.compute
         np.maximum(self.stalls, 0, out=self.stalls)  # which rounding leaves below
+        if self.attendance:  # in the mean of those that took part; below 0 where others had been waiting for a step
+            self.stalls = np.diff(self.seconds) - self.compute
         return self
 
     def _quiet_steps(self, done: int, until: int) -> int:
