@@ -230,6 +230,18 @@ def test_members_are_their_own_fits(plan: Participation) -> None:
             assert list(run.history.ledger) == list(own.ledger)
 
 
+@pytest.mark.parametrize("plan", [Dropout(0.4, rounds=3), Sample(3, of=5)], ids=repr)
+def test_a_fork_begins_with_those_who_are_there(plan: Participation, tmp_path: Path) -> None:
+    trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=3, max_steps=6, save_dir=tmp_path)
+    start = vsim.load_checkpoint(tmp_path).fork()
+    strategy = FedAvgStrategy(H=3, inner_optim="adafactor", lr=1e-2)  # an optimizer for each node
+    _, forked = trained(strategy, num_nodes=3, participation=plan, resume=start)
+    first = forked.ledger.attendance[0]
+    assert first.first == 7
+    there = ~np.isnan(forked.history.node_losses[0])
+    assert there.sum() == len(first.nodes)
+
+
 # Cohorts --------------------------------------------------------------------------------------------------------------
 
 

@@ -76,7 +76,9 @@ def prepare(
             plan = plan_of(config, batches)
         collectives = stacked(history.ledger, range(everyone))
         part = Part(config, report, history, range(everyone), collectives, batches, own, plan=plan)
-        parts.append(part if plan is None else attended(part, max(1, part.start)))
+        resumes = config.start is not None and not config.start.forks and part.start
+        # What resumes has the nodes that it was saved with, also where others are to take part next.
+        parts.append(part if plan is None else attended(part, part.start + (not resumes)))
     return assemble(parts, executor_class(configs[0].executor, configs[0].compile), device)
 
 

@@ -37,7 +37,7 @@ class Clients(Stateful):
                 f"{type(strategy).__name__} defines step(), in which it communicates and steps its optimizer; with "
                 "Sample(epochs=…) clients that have done their epochs rest between the two"
             )
-        self._owners = list(_owners(strategy))
+        self._owners = list(_owners(strategy, {id(strategy.optim)}))  # which is fresh in every round
         odd = [
             f"{type(o).__name__}.{name}"
             for o in self._owners
