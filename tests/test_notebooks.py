@@ -50,6 +50,13 @@ EXPECTED: dict[str, list[str]] = {
         r"<td>MuLoCo</td>\s*<td>is better than DiLoCo</td>\s*<td>[+-][\d.]+ ± [\d.]+ %</td>\s*<td>(shows|not)</td>",
         r"SparseLoCo sends \d+ times less than DiLoCo",
     ],
+    "stragglers_and_failures": [
+        PICTURE,
+        r"all wait +\d+\.\d min, +\d+% compute",
+        r"staleness in the mean: [\d.]+ of the seven, [\d.]+ of the slow node",
+        r"Delayed Nesterov, DyLU +\d+\.\d min, +(100|9\d)% compute",
+        r"half are gone +loss \d\.\d+ after [\d,]+ examples",
+    ],
     "sweep": [
         TABLE,
         PICTURE,
