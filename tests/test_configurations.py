@@ -150,7 +150,7 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
         own["H"] = seldom(draw, SMALL, 0, -1, 1.5, "2", None)
     if name == "fedavg":
         given_at_times(draw, own, "island_size", 1, 2, 3, bad=(0, 9, "all"))
-    if name in ("fedavg", "diloco", "streaming", "fedopt", "fedprox"):
+    if name in ("fedavg", "diloco", "streaming", "fedopt", "fedper", "fedprox"):
         given_at_times(draw, own, "weighting", "uniform", "examples", bad=("size",))
     if name in ("diloco", "sparta_diloco", "streaming", "eager"):
         given_at_times(draw, own, "outer_lr", 0.1, 0.7, 1.0, bad=(-1.0, "1", math.nan))
@@ -168,6 +168,8 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
     if name == "fedopt":
         given_at_times(draw, own, "server_optim", "adam", "yogi", "adagrad", "sgd", bad=("muon", 3))
         given_at_times(draw, own, "server_lr", 0.01, 1.0, bad=(0, "1"))
+    if name == "fedper":
+        given_at_times(draw, own, "personal", "*.bias", ["*.0.*", "*.bias"], bad=("nobody", 3))
     if name == "fedprox":
         given_at_times(draw, own, "mu", 0, 0.1, bad=(-1,))
     if name == "scaffold":

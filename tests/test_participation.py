@@ -31,6 +31,7 @@ from vsim.strategy import (
     DPFedAvgStrategy,
     FedAvgStrategy,
     FedOptStrategy,
+    FedPerStrategy,
     FedProxStrategy,
     OptimSpec,
     ScaffoldStrategy,
@@ -251,6 +252,7 @@ FEDERATED = [
     DiLoCoStrategy(H=3, lr=0.1, optim_spec="sgd"),
     FedOptStrategy(H=3, lr=0.1, optim_spec=OptimSpec("sgd", momentum=0.9)),
     FedProxStrategy(H=3, lr=0.1, optim_spec="sgd", mu=0.5),
+    FedPerStrategy(H=3, lr=0.1, optim_spec="sgd"),
     ScaffoldStrategy(H=3, lr=0.1),
     DPFedAvgStrategy(H=3, lr=0.1, optim_spec="sgd", clip=0.1, noise_multiplier=0.1),
 ]

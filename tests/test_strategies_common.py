@@ -36,6 +36,7 @@ from vsim.strategy import (
     EagerDiLoCoStrategy,
     FedAvgStrategy,
     FedOptStrategy,
+    FedPerStrategy,
     FedProxStrategy,
     GPAStrategy,
     GradientAverage,
@@ -427,6 +428,21 @@ TABLE = [
         {"H": 3, "max_node_norm": "median"},
         in_order(every(3, "all_gather", "weights: norms", 4), every(3, "all_reduce", "weights", 4 * P)),
         equal_after=[3, 6],
+    ),
+    Row(
+        # All but the last layer: 1024 + 16 entries.
+        "FedPer",
+        FedPerStrategy,
+        {"H": 3},
+        every(3, "all_reduce", "weights", 4 * 1040),
+        {
+            "H": {"H": 2},
+            "personal": {"H": 3, "personal": ["layers.0.bias", "layers.3.*"]},
+            "weighting": {"H": 3, "weighting": "examples"},
+            "merger": {"H": 3, "merger": "median"},
+            "max_node_norm": {"H": 3, "max_node_norm": 0.1},
+        },
+        alone=True,
     ),
     Row(
         "SCAFFOLD",

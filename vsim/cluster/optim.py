@@ -146,7 +146,7 @@ class OptimSpec:
         shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
         names = list(shapes)
         if self.rest is not None:
-            names = hidden_matrices(model) if self.only is None else _matching(self.only, shapes)
+            names = hidden_matrices(model) if self.only is None else matching("only", self.only, shapes)
             if not names:
                 raise ValueError(
                     f"{self}: the model has no hidden matrix, only {_few(shapes)}; name the parameters that "
@@ -237,11 +237,15 @@ class OptimSpec:
         return f"OptimSpec({', '.join([self.cls.__name__, *(f'{k}={v!r}' for k, v in self.arguments.items())])})"
 
 
-def _matching(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return those of `names` that a pattern matches."""
+def matching(argument: str, patterns: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Return those of `names` that a pattern matches.
+
+    Raises:
+        ValueError: a pattern, which `argument` has, matches none.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"only={pattern!r} is no trainable parameter; the model has {_few(names)}")
+            raise ValueError(f"{argument}={pattern!r} is no trainable parameter; the model has {_few(names)}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 

@@ -30,6 +30,7 @@ from vsim.strategy.dpfedavg import DPFedAvgStrategy, PrivateAverage
 from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi, ServerStep
+from vsim.strategy.fedper import FedPerStrategy, PersonalAverage
 from vsim.strategy.fedprox import FedProxStrategy, ProximalTerm
 from vsim.strategy.gpa import GPAStrategy
 from vsim.strategy.mergers import MERGERS, Merger, iso, krum, mean, median, rda, trimmed_mean
@@ -68,6 +69,7 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "gpa": (GPAStrategy, {"mu_x": 0.974}),
     "fedopt": (FedOptStrategy, {"H": 10}),
     "fedprox": (FedProxStrategy, {"H": 10}),
+    "fedper": (FedPerStrategy, {"H": 10}),
     "scaffold": (ScaffoldStrategy, {"H": 10, "lr": 0.3}),
     "alone": (AloneStrategy, {}),
     "async_diloco": (AsyncDiLoCoStrategy, {"H": 10, "outer_optim": OptimSpec("sgd", lr=0.4)}),
@@ -122,6 +124,7 @@ __all__ = [
     "FedAdam",
     "FedAvgStrategy",
     "FedOptStrategy",
+    "FedPerStrategy",
     "FedProxStrategy",
     "FedYogi",
     "GPAStrategy",
@@ -133,6 +136,7 @@ __all__ = [
     "OptimSpec",
     "PairCommunicator",
     "PartitionedIndexSelector",
+    "PersonalAverage",
     "PowerSGD",
     "PrivateAverage",
     "ProximalTerm",

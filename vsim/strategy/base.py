@@ -54,6 +54,11 @@ class CommunicationModule(Stateful):
         """The first step that it changes anything at; a run that ends before is warned of."""
         return 1
 
+    @property
+    def personal_bytes(self) -> int:
+        """Bytes of a node's weights that are its client's own, and that it does not pull with the others."""
+        return 0
+
     def attend(self, cluster: Cluster) -> None:
         """Hear that other nodes take part from step `cluster.step` on, if they do not in all; here nothing follows."""
 

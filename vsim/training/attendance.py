@@ -146,7 +146,9 @@ def _begin_round(member: Member, step: int) -> None:
         weights = strategy.global_weights().clone()
     collectives.active = nodes
     collectives.step, collectives.moment = step, "start"
-    replicas.weights.copy_(collectives.pull(weights, cluster.weights, label="pull")[: len(replicas.weights)])
+    pulled = weights.nbytes - sum(module.personal_bytes for module in strategy.communication_modules)
+    rows = collectives.pull(weights, cluster.weights, label="pull", payload_bytes=pulled)
+    replicas.weights.copy_(rows[: len(replicas.weights)])
     for name, mean in cluster.mean_buffers().items():
         replicas.buffers[name].copy_(mean)
     forget(strategy.optim)
