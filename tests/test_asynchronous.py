@@ -499,6 +499,11 @@ class Counting(Constant):
         return super().forward(batch) / self.calls
 
 
+class PerNode(AsyncDiLoCoStrategy):
+    def step(self) -> None:
+        super().step()
+
+
 class Broken(TensorDataset):
     def __getitem__(self, index: int) -> Any:
         raise OSError("the disk is gone")
@@ -510,6 +515,7 @@ class Broken(TensorDataset):
         (lambda: AsyncDiLoCoStrategy(buffer=2, patience=2), {}, TypeError, "buffer and patience both say"),
         (lambda: AsyncDiLoCoStrategy(staleness="log"), {}, ValueError, "staleness must be one of 'none', 'sqrt'"),
         (lambda: AsyncDiLoCoStrategy(H=1, staleness=lambda s: -1), {}, ValueError, "staleness weight must be"),
+        (lambda: PerNode(), {}, TypeError, r"PerNode defines step\(\), which no asynchronous run calls"),
         (lambda: DelayedNesterovStrategy(c=0.5), {}, ValueError, "c must be at most 1/N, 0.25, got 0.5"),
         (lambda: DecoupledDiLoCoStrategy(quorum=5), {}, ValueError, "quorum must be at most the number of nodes, 4"),
         (lambda: DecoupledDiLoCoStrategy(H=2), {}, ValueError, "delay must be below H"),

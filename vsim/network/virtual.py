@@ -98,9 +98,9 @@ class VirtualClock:
         collective = "push" if to_server else "pull"
         return float(self.network.seconds(collective, self.network.kind([node]), payload_bytes)[0])
 
-    def wait(self, seconds: float, node: int = 0) -> int:
+    def wait(self, seconds: float) -> int:
         """Set a timer; return its number."""
-        return self._plan(self.now + seconds, TIMER, node)
+        return self._plan(self.now + seconds, TIMER, 0)
 
     def _plan(self, when: float, what: int, node: int) -> int:
         self.number += 1

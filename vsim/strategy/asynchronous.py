@@ -67,6 +67,8 @@ class AsynchronousStrategy(Strategy):
     def __init__(self, H: int, **options: Unpack[StrategyOptions]) -> None:
         self.H = whole_number("H", H)
         super().__init__(**options)
+        if self.is_per_node:
+            raise TypeError(f"{type(self).__name__} defines step(), which no asynchronous run calls: define receive()")
 
     @torch.no_grad()
     def setup(self, cluster: Cluster) -> None:
