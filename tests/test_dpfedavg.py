@@ -15,8 +15,9 @@ from driven import Parameters, driven, normal
 from resumed import fit, trainer_of
 from separate import small_mlp, vectors
 
-from vsim import Callback, EarlyStopping, Sample
+from vsim import Callback, Compute, EarlyStopping, OverCommit, Sample, Schedule
 from vsim.cluster import Cluster
+from vsim.cluster.participation import Participation
 from vsim.strategy import CommunicateOptimizeStrategy, CommunicationModule, DPFedAvgStrategy, FedAvgStrategy, OptimSpec
 from vsim.strategy.dpfedavg import epsilon
 from vsim.training.member import Member
@@ -90,9 +91,16 @@ def test_the_history_has_what_is_spent() -> None:
 
 def test_chance_is_counted_where_clients_are_drawn() -> None:
     strategy = DPFedAvgStrategy(SGD, 3, noise_multiplier=2.0, delta=1e-3)
-    options: dict[str, Any] = {"num_nodes": 2, "participation": Sample(2, of=7), "max_steps": 9}
-    spent = fit(strategy, trainer_of(small_mlp, vectors), **options).history["epsilon"]
-    assert spent[-1] == epsilon({2 / 7: 3}, 2.0, 1e-3) < epsilon({1.0: 3}, 2.0, 1e-3) / 2
+
+    def spent(num_nodes: int, participation: Participation, **more: Any) -> float:
+        options = {"num_nodes": num_nodes, "participation": participation, "max_steps": 9, **more}
+        return fit(strategy, trainer_of(small_mlp, vectors), **options).history.last("epsilon")
+
+    assert spent(2, Sample(2, of=7)) == epsilon({2 / 7: 3}, 2.0, 1e-3) < epsilon({1.0: 3}, 2.0, 1e-3) / 2
+    # Four are drawn for two, and the two fastest count: of these it was not by chance that they came first.
+    late = Sample(2, of=7, stragglers=OverCommit(2.0))
+    assert spent(2, late, compute=Compute(1.0, speeds=[1.0] * 7)) == epsilon({4 / 7: 3}, 2.0, 1e-3)
+    assert spent(3, Schedule({0: [0, 1]})) == epsilon({1.0: 3}, 2.0, 1e-3)
 
 
 def test_what_a_module_measures_is_a_column() -> None:

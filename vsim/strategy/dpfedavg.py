@@ -46,7 +46,7 @@ class PrivateAverage(AveragingCommunicator):
             return
         self.outer_weights.add_(self._noise(cluster))
         cluster.weights.copy_(self.outer_weights)
-        share = cluster.num_nodes / cluster.population
+        share = _share(cluster)
         self.rounds[share] = self.rounds.get(share, 0) + 1
 
     def _noise(self, cluster: Cluster) -> Tensor:
@@ -62,6 +62,14 @@ class PrivateAverage(AveragingCommunicator):
         if not self.noise_multiplier:
             return {}
         return {"epsilon": epsilon(self.rounds, self.noise_multiplier, self.delta)}
+
+
+def _share(cluster: Cluster) -> float:
+    """Return the probability with which a client was drawn for this round: 1 where it is not left to chance."""
+    if cluster.plan is None or not cluster.plan.renews:
+        return 1.0
+    segment = cluster.plan.segment(cluster.step)
+    return (len(segment.nodes) + len(segment.late)) / cluster.population  # who comes late does so for a reason
 
 
 def epsilon(rounds: Mapping[float, int], noise_multiplier: float, delta: float) -> float:
@@ -118,9 +126,9 @@ class DPFedAvgStrategy(Strategy):
     the losses in the history are not protected.
 
     Deviations from the paper: n is that of the round, not its expectation. ε is that of rounds which every client joins
-    by chance, with probability n/N for a population of N (Poisson sampling), and by Rényi differential privacy, where
-    the paper takes the moments accountant. Cohorts of a fixed size are counted alike, as is common; where all nodes are
-    there in every round, n/N is 1, and nothing is gained by chance.
+    by chance, with probability q (Poisson sampling), and by Rényi differential privacy, where the paper takes the
+    moments accountant. With participation=Sample(n, of=N) q is n/N, as is common for cohorts of a fixed size (clients
+    that are drawn and come too late count, too); without it q is 1, and nothing is gained by chance.
     """
 
     def __init__(
