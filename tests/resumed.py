@@ -12,7 +12,7 @@ from separate import images, small_cnn
 from torch import Tensor, nn
 
 from vsim import Trainer
-from vsim.checkpoint.folder import checkpoint_path
+from vsim.checkpoint.folder import checkpoint_path, checkpoints_in
 from vsim.records.history import OF_THE_MACHINE
 from vsim.strategy import OptimSpec, Strategy
 from vsim.training.member import Run
@@ -67,6 +67,15 @@ def assert_same_run(ours: Trainer, theirs: Trainer) -> None:
         assert all(torch.equal(b, buffers[1][name]) for name, b in buffers[0].items())
         generators = [trainer.strategy.cluster.generator for trainer in (ours, theirs)]  # type: ignore[union-attr]
         assert torch.equal(*(g.get_state() for g in generators))
+
+
+def assert_it_moves(run: Callable[..., Trainer], folder: Path, *also: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """run(**options) is the same run if one backend saves it and the other resumes, and by the options in `also`."""
+    straight = run()
+    for saves, resumes in [(PROCESSES, {}), ({}, PROCESSES), *also]:
+        own = folder / f"{len(saves)}-{len(resumes)}"
+        assert_same_run(run(save_dir=own, checkpoint_interval=5, **saves), straight)
+        assert_same_run(run(resume=checkpoints_in(own)[0], **resumes), straight)
 
 
 class Keeper:

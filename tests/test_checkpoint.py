@@ -14,7 +14,18 @@ import numpy as np
 import pytest
 import torch
 from ranks import Ranks
-from resumed import ADAMW, OPTIONS, PROCESSES, SCHEDULE, assert_same_run, fit, saved_at_every_step, trainer_of, weights
+from resumed import (
+    ADAMW,
+    OPTIONS,
+    PROCESSES,
+    SCHEDULE,
+    assert_it_moves,
+    assert_same_run,
+    fit,
+    saved_at_every_step,
+    trainer_of,
+    weights,
+)
 from separate import images, small_cnn, small_gpt, small_mlp, tokens, vectors
 from test_process_exactness import BY_NAME, ROWS, Row
 from test_strategies_common import QUARTER, TABLE
@@ -599,11 +610,7 @@ def test_however_the_state_of_an_optimizer_is_held(
         trainer = trainer_of(lambda: MLP(12, (hidden,), 5, dropout=0.2, seed=1), vectors)
         return fit(FedAvgStrategy(H=3, optim_spec=spec), trainer, **{**exact, **options})
 
-    straight = train()
-    for saves, resumes in [({}, {}), (PROCESSES, {}), ({}, PROCESSES)]:
-        run = tmp_path / f"{len(saves)}-{len(resumes)}"
-        assert_same_run(train(save_dir=run, checkpoint_interval=5, **saves), straight)
-        assert_same_run(train(resume=checkpoints_in(run)[0], **resumes), straight)
+    assert_it_moves(train, tmp_path, ({}, {}))
 
 
 @pytest.mark.slow

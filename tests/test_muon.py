@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import Ranks
-from resumed import OPTIONS, PROCESSES, SCHEDULE, assert_same_run, fit, trainer_of
+from resumed import OPTIONS, PROCESSES, SCHEDULE, assert_it_moves, assert_same_run, fit, trainer_of
 from separate import AverageWeights, OuterStep, small_cnn, small_gpt, small_mlp, tokens, train_separately, vectors
 from test_optim import CPU, Matrices, gradients, separately, stacked
 from torch import Tensor, nn
@@ -301,6 +301,11 @@ def test_in_words() -> None:
         (lambda: OptimSpec("muon", rst="sgd"), TypeError, "'rst'; did you mean 'rest'"),
         (lambda: BOTH.build(small_mlp().parameters()), TypeError, "built over a model: tensors alone do not say"),
         (
+            lambda: StackedMuon([torch.zeros(2, 3, 3)]).step(lambda: 0.0),  # type: ignore[call-arg]
+            TypeError,
+            "takes 1 positional argument",
+        ),
+        (
             lambda: fit(DiLoCoStrategy(outer_optim=OptimSpec("sgd", lr=0.1, rest="sgd"))),
             ValueError,
             r"OptimSpec\(SGD, lr=0.1, rest=.* which an outer optimizer does not; leave out rest=",
@@ -337,11 +342,7 @@ def test_it_moves_between_backends(
         strategy = DiLoCoStrategy(inner_optim=BOTH, H=3, **SCHEDULE)
         return fit(strategy, trainer_of(lambda: small_gpt(0.2), tokens), **options)
 
-    straight = run()
-    for saves, resumes in [(PROCESSES, {}), ({}, PROCESSES)]:
-        folder = tmp_path / str(len(saves))
-        assert_same_run(run(save_dir=folder, checkpoint_interval=5, **saves), straight)
-        assert_same_run(run(resume=checkpoints_in(folder)[0], **resumes), straight)
+    assert_it_moves(run, tmp_path)
 
 
 @pytest.mark.slow

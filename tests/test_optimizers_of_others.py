@@ -13,7 +13,7 @@ import pytest
 import schedulefree
 import torch
 from ranks import Ranks
-from resumed import PROCESSES, assert_same_run, fit, trainer_of
+from resumed import assert_it_moves, assert_same_run, fit, trainer_of
 from separate import (
     AverageGradients,
     AverageWeights,
@@ -262,11 +262,7 @@ def test_it_moves_between_backends(
         options = {"deterministic": True, "max_steps": 8, **options}
         return fit(DiLoCoStrategy(inner_optim=spec, H=3), trainer_of(small_mlp, vectors), **options)
 
-    straight = run()
-    for saves, resumes in [(PROCESSES, {}), ({}, PROCESSES)]:
-        folder = tmp_path / str(len(saves))
-        assert_same_run(run(save_dir=folder, checkpoint_interval=5, **saves), straight)
-        assert_same_run(run(resume=checkpoints_in(folder)[0], **resumes), straight)
+    assert_it_moves(run, tmp_path)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ class StackedMuon(torch.optim.Muon):
             self._buffer(m)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Step the matrices of all nodes that have a gradient."""
         for group in self.param_groups:
             momentum, lr = group["momentum"], float(group["lr"])
