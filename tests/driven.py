@@ -113,6 +113,9 @@ class _SplitCollectives(Collectives):
         super().__init__(Ledger(num_nodes), range(rank, rank + 1))
         self.meeting, self.rank = meeting, rank
 
+    def anew(self, active: Sequence[int]) -> _SplitCollectives:
+        return _SplitCollectives(self.meeting, self.rank, len(active))
+
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
         rows = self.meeting.all_rows(self.rank, stacked)
         return lambda: reduce_rows(rows, op, shares)

@@ -336,6 +336,8 @@ class Trainer:
 
     def _train_in_processes(self, config: RunConfig, options: FitOptions, recorder: Recorder) -> nn.Module:
         """Train every node in a process of its own, or as the rank that this process is."""
+        if under_torchrun() and config.participation is not None:
+            raise ValueError("participation: nodes cannot join or leave under torchrun, only on this machine without")
         nodes_here = local_ranks()[1] if under_torchrun() else config.num_nodes
         process_options = ProcessOptions(
             devices_of_nodes(options.devices, self.device if options.device is None else options.device, nodes_here),
@@ -348,6 +350,8 @@ class Trainer:
         def record(report: StepReport) -> None:
             for event in report.events:
                 self.history.ledger.record(event)
+            if report.segment is not None:
+                self.history.ledger.attend(report.segment)
             recorder(report)
             hear(here, report)
 

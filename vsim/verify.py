@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from vsim.trainer import Trainer
 
 _FIT_OPTIONS = (
     *("batch_size", "minibatch_size", "gradient_accumulation", "shuffle", "val_size", "val_interval", "seed"),
-    *("timeout_seconds", "correlation_interval", "dataloader_kwargs", "progress"),
+    *("timeout_seconds", "correlation_interval", "dataloader_kwargs", "progress", "participation", "compute"),
 )
 
 
@@ -113,7 +113,8 @@ def verify(
         threads: CPU threads of the simulator and of every process; default the machine's cores over K, at least 1.
         executor, chunk_size: of the simulator, as of `Trainer.fit`; "vmap" tests the step of all nodes at once.
         fit_options: of `Trainer.fit`: batch_size, minibatch_size, gradient_accumulation, shuffle, val_size,
-            val_interval, seed, correlation_interval, dataloader_kwargs, timeout_seconds, progress.
+            val_interval, seed, participation, compute, correlation_interval, dataloader_kwargs, timeout_seconds,
+            progress. With `participation` processes start and end as nodes join and leave.
 
     The simulator's states wait for the processes' in a temporary folder: max_steps · K times the size of a node's
     weights, buffers and optimizer state.
@@ -163,8 +164,13 @@ def verify(
         simulated = sides["simulator"].strategy
         assert simulated is not None
         replicas = simulated.cluster.replicas
+        plan = simulated.cluster.plan
+
+        def there(step: int) -> Sequence[int]:
+            return range(num_nodes) if plan is None else plan.machines(step)
+
         comparison = RunComparison(
-            Path(name), replicas, num_nodes, lambda: (sides["simulator"].history, sides["processes"].history)
+            Path(name), replicas, there, lambda: (sides["simulator"].history, sides["processes"].history)
         )
 
         def compare_so_far(step: int, _: float) -> None:

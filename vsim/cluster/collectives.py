@@ -106,7 +106,8 @@ class Collectives(ABC):
 
     def __init__(self, ledger: Ledger, nodes: range, active: Sequence[int] | None = None) -> None:
         self.ledger, self.nodes = ledger, nodes
-        self.active = range(ledger.num_nodes) if active is None else active
+        everyone = range(ledger.num_nodes)
+        self.active = everyone if active is None or list(active) == list(everyone) else active
         self.num_nodes = len(self.active)
         self.step, self.moment = 0, "weights"
         self.label = ""
@@ -356,6 +357,10 @@ class Collectives(ABC):
         return finish
 
     # What a backend defines -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def anew(self, active: Sequence[int]) -> Collectives:
+        """Return the collectives of those who take part from now on, recorded in the same ledger."""
 
     @abstractmethod
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:

@@ -127,6 +127,11 @@ class Ledger(Sequence[Event]):
         self.server_wire_bytes += server
         self._events.append(event)
 
+    def attend(self, segment: Segment) -> None:
+        """Note who takes part from here on, unless that is known."""
+        if not self.attendance or self.attendance[-1].first < segment.first:
+            self.attendance.append(segment)
+
     @property
     def payload_bytes(self) -> float:
         """What the node has handed in so far that has handed in most."""

@@ -92,6 +92,16 @@ class Plan:
         before = () if self.renews or number == 0 else self._known[number - 1].nodes
         return tuple(node for node in self._known[number].nodes if node not in before)
 
+    def peer(self, step: int) -> int:
+        """Return whom nodes that join at `step` copy: the first that stays, or else the first of those that leave."""
+        before, now = self.segment(step - 1).nodes, self.segment(step).nodes
+        return next((node for node in before if node in now), before[0])
+
+    def machines(self, step: int) -> Nodes:
+        """Return what computes in the segment of `step`: its nodes, or as many machines as it has clients."""
+        nodes = self.segment(step).nodes
+        return tuple(range(len(nodes))) if self.renews else nodes
+
     def _number_of(self, step: int) -> int:
         while self._known[-1].last < step:
             self._known.append(next(self._coming))

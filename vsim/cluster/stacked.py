@@ -17,6 +17,9 @@ class StackedCollectives(Collectives):
     def __init__(self, ledger: Ledger, active: Sequence[int] | None = None) -> None:
         super().__init__(ledger, range(ledger.num_nodes if active is None else len(active)), active)
 
+    def anew(self, active: Sequence[int]) -> StackedCollectives:
+        return StackedCollectives(self.ledger, active)
+
     def start(
         self, collective: str | Callable[..., Tensor], *arguments: Any, delay: int = 0, **options: Any
     ) -> Pending:

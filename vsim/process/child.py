@@ -20,15 +20,12 @@ import torch.distributed as dist
 
 from vsim.engine import first_calls
 from vsim.process import settings
-from vsim.process.collectives import CollectiveFailure, completing
+from vsim.process.collectives import CollectiveFailure
 from vsim.process.node import run_node
+from vsim.process.segments import Meeting, joined
 from vsim.records.report import StepReport
 from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt, Interrupted
-
-# How long a node waits for the others' interpreters to start and to read the shipped data. The parent notices one that
-# dies meanwhile, so that the limit may be generous.
-_START_SECONDS = 600.0
 
 _speaking = threading.Lock()  # one message at a time
 
@@ -61,28 +58,28 @@ def main(answer_fd: int) -> None:
 
 
 def _train(setup: dict[str, Any], answer: Connection, interrupt: Interrupt) -> None:
-    rank, num_nodes, device = setup["rank"], setup["num_nodes"], torch.device(setup["device"])
-    folder, patience = Path(setup["folder"]), timedelta(seconds=setup["timeout_seconds"])
+    folder, device = Path(setup["folder"]), torch.device(setup["device"])
     torch.set_num_threads(setup["threads"])
     settings.apply(setup["torch"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     first_calls.settle()  # before any code of the user's computes
     config = _load(folder / "config")
-    # Nodes that start slowly are waited for first, so that timeout_seconds limits collectives alone.
-    store = dist.FileStore(str(folder / "rendezvous"), num_nodes)
-    store.set(f"started {rank}", "")
-    with completing(f"meeting the other nodes on node {rank}"):
-        store.wait([f"started {node}" for node in range(num_nodes)], timedelta(seconds=_START_SECONDS) + patience)
-        dist.init_process_group(setup["backend"], store=store, rank=rank, world_size=num_nodes, timeout=patience)
+    store, patience = dist.FileStore(str(folder / "rendezvous")), timedelta(seconds=setup["timeout_seconds"])
+    nodes, step, copying = setup["nodes"], setup["step"], setup["copying"]
 
     def send(report: StepReport) -> None:
-        if rank == 0:
+        if dist.get_rank() == 0:
             _say(answer, "report", report)
 
+    meeting = Meeting(store, setup["backend"], setup["node"], patience, lambda *those: _say(answer, "joining", those))
+    minibatch_size = None
+    if copying:
+        config, minibatch_size = joined(config, meeting, copying, step)
+    meeting.meet(nodes, f"step {step}")
     try:
-        outcome = run_node(config, device, send, interrupt)
-        _say(answer, "done", outcome if rank == 0 else None)
+        outcome = run_node(config, device, send, interrupt, meeting, minibatch_size, joins=bool(copying))
+        _say(answer, "done", None if outcome is None or dist.get_rank() else outcome)
     except Interrupted:
         _say(answer, "interrupted", None)
     dist.destroy_process_group()

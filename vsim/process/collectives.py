@@ -33,21 +33,25 @@ def completing(what: str) -> Iterator[None]:
 
 
 class ProcessCollectives(Collectives):
-    """Collectives between the processes of the default process group, rank k being node k.
+    """Collectives between the processes of the default process group, rank k being the k-th node that takes part.
 
     Args:
         ledger: where calls are recorded; every rank records the same.
         exact: gather the rows in rank order and reduce them with the simulator's kernel, for its bits; otherwise the
             process group's own reduction.
+        active: who takes part; None: all.
     """
 
-    def __init__(self, ledger: Ledger, exact: bool) -> None:
+    def __init__(self, ledger: Ledger, exact: bool, active: Sequence[int] | None = None) -> None:
         self.rank = dist.get_rank()
-        super().__init__(ledger, range(self.rank, self.rank + 1))
+        super().__init__(ledger, range(self.rank, self.rank + 1), active)
         self.exact = exact
         # Where the group's backend reaches tensors.
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         self._messages = 0
+
+    def anew(self, active: Sequence[int]) -> ProcessCollectives:
+        return ProcessCollectives(self.ledger, self.exact, active)
 
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
         if self.exact or stacked.dtype not in _NATIVE:
@@ -114,7 +118,7 @@ class ProcessCollectives(Collectives):
     def _issue(self, name: str, call: Callable[[], Sequence[Any]]) -> Callable[[], None]:
         """Issue messages, and return what waits for all of them; what fails is raised as a `CollectiveFailure`."""
         label = name if self.label == name else f"{name} of {self.label!r}"
-        where = f"{label} at step {self.step} on node {self.rank}"
+        where = f"{label} at step {self.step} on node {self.active[self.rank]}"
         with completing(where):
             works = call()
 

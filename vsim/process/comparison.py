@@ -25,7 +25,7 @@ class RunComparison:
 
     Args:
         folder: where the `StateWriter`s of the two write, in the folders "simulator" and "processes".
-        replicas: the simulator's. num_nodes: K.
+        replicas: the simulator's. there: returns the numbers of the processes that take part in a step.
         histories: returns the simulator's history, which is complete, and that of the processes, which may be growing.
 
     Attributes:
@@ -34,9 +34,13 @@ class RunComparison:
     """
 
     def __init__(
-        self, folder: Path, replicas: Replicas, num_nodes: int, histories: Callable[[], tuple[History, History]]
+        self,
+        folder: Path,
+        replicas: Replicas,
+        there: Callable[[int], Sequence[int]],
+        histories: Callable[[], tuple[History, History]],
     ) -> None:
-        self.folder, self.num_nodes, self.histories = folder, num_nodes, histories
+        self.folder, self.there, self.histories = folder, there, histories
         self.layout: list[Columns] = replicas.layout
         self.dtype = replicas.weights.dtype
         self.next_step = 0
@@ -48,7 +52,7 @@ class RunComparison:
         while self.next_step <= min(last, len(self.histories()[1]) - 1) and not self.differences:
             step = self.next_step
             files = [state_file(self.folder / "simulator", step, 0)]
-            files += [state_file(self.folder / "processes", step, node) for node in range(self.num_nodes)]
+            files += [state_file(self.folder / "processes", step, row) for row in range(len(self.there(step)))]
             if step and not all(file.exists() for file in files):
                 return
             found = self._step(step, files) if step else list(self._of_history(0))
@@ -65,8 +69,8 @@ class RunComparison:
     def _step(self, step: int, files: Sequence[Path]) -> list[Difference]:
         simulator, *processes = (torch.load(file, weights_only=True) for file in files)
         found = [*self._of_losses(step), *self._of_history(step)]
-        for node, process in enumerate(processes):
-            found += self._of_states(step, node, simulator, process)
+        for row, (node, process) in enumerate(zip(self.there(step), processes, strict=True)):
+            found += self._of_states(step, node, row, simulator, process)
             found += _of_events(step, node, simulator["events"], process["events"])
         return found
 
@@ -92,7 +96,7 @@ class RunComparison:
         yield from difference(pair[0], pair[1], step, node, what, name)
 
     def _of_states(
-        self, step: int, node: int, simulator: Mapping[str, Any], process: Mapping[str, Any]
+        self, step: int, node: int, row: int, simulator: Mapping[str, Any], process: Mapping[str, Any]
     ) -> Iterator[Difference]:
         for place in ("matrices", "tensors"):
             for what, theirs in simulator[place].items():
@@ -104,7 +108,7 @@ class RunComparison:
                         has = ["present" if name in side else "absent" for side in (theirs, others)]
                         yield unlike(step, node, what, name, *has)
                         continue
-                    pair = self._rows(theirs[name], others[name], node)
+                    pair = _rows(theirs[name], others[name], row, len(self.there(step)))
                     if pair[0].dtype == pair[1].dtype and torch.equal(*pair):
                         continue
                     # A layer's gradient may be nothing but rounding of larger ones: their scale is that of the state.
@@ -112,17 +116,18 @@ class RunComparison:
                     for part, own in self._parts(name, pair) if place == "matrices" else [(name, pair)]:
                         yield from difference(*own, step, node, what, part, scale)
 
-    def _rows(self, simulator: Tensor, process: Tensor, node: int) -> tuple[Tensor, Tensor]:
-        """Return a node's row of the simulator's tensor and of its process's; shared tensors unchanged."""
-        if simulator.shape == (self.num_nodes, *process.shape[1:]) and process.shape[:1] == (1,):
-            return simulator[node], process[0]
-        return simulator, process
-
     def _parts(self, name: str, pair: tuple[Tensor, Tensor]) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
         """Cut two rows (P,) into the parameters, by name."""
         for c in self.layout:
             cut = tuple(row[..., c.start : c.stop].reshape(c.shape) for row in pair)
             yield f"{name} of {c.name}" if name else c.name, (cut[0], cut[1])
+
+
+def _rows(simulator: Tensor, process: Tensor, row: int, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Return a node's row of the simulator's tensor and of its process's; shared tensors unchanged."""
+    if simulator.shape == (num_nodes, *process.shape[1:]) and process.shape[:1] == (1,):
+        return simulator[row], process[0]
+    return simulator, process
 
 
 def _of_events(

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,6 +28,7 @@ from vsim.process import settings
 from vsim.process.collectives import CollectiveFailure
 from vsim.process.node import Outcome, ProcessOptions, backend_for
 from vsim.records.report import Reporter
+from vsim.training.assemble import plan_of
 from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt, Interrupted
 
@@ -55,7 +58,7 @@ class NodeFailure(RuntimeError):
     """A node's process ended before its run did.
 
     Attributes:
-        rank: the node.
+        rank: the node's number.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -91,7 +94,9 @@ class _Failure(NamedTuple):
 
 
 def train_in_processes(config: RunConfig, options: ProcessOptions, report: Reporter, folder: Path) -> Outcome:
-    """Train every node in a process of its own on this machine; return what node 0 has at the end.
+    """Train every node in a process of its own on this machine; return what the first has at the end.
+
+    With a plan (`fit(participation=…)`) a node has a process while it takes part.
 
     The processes are fresh interpreters: the caller's main module does not run again in them, and its definitions
     (models, datasets, strategies) are shipped by value. Their warnings are issued here. However this call ends, the
@@ -100,7 +105,7 @@ def train_in_processes(config: RunConfig, options: ProcessOptions, report: Repor
     Args:
         config: the run.
         options: devices, threads and patience.
-        report: gets the report of every step of node 0.
+        report: gets the report of every step, of the first node that takes part.
         folder: temporary and of this run alone; its processes meet in it.
 
     Raises:
@@ -113,7 +118,7 @@ def train_in_processes(config: RunConfig, options: ProcessOptions, report: Repor
         raise RuntimeError(f"backend='process' runs on Linux and macOS; this is {sys.platform}")
     check_room(config.num_nodes, _LEAST_BYTES, torch.device("cpu"))
     _ship(config, folder / "config")
-    run = _Listener(config.saving, report)
+    plan, first = plan_of(config, None), config.first_step
     reaper = subprocess.Popen(
         ["/bin/sh", "-c", _REAPER, str(folder)],
         stdin=subprocess.PIPE,
@@ -122,10 +127,11 @@ def train_in_processes(config: RunConfig, options: ProcessOptions, report: Repor
         start_new_session=True,
     )
     assert reaper.stdin is not None
+    run = _Listener(config.saving, report, partial(_start, folder, config, options, reaper.stdin))
     try:
         with run.interrupt:
-            for rank in range(config.num_nodes):
-                run.nodes.append(_start(rank, folder, config, options, reaper.stdin))
+            nodes = range(config.num_nodes) if plan is None else plan.machines(first)
+            run.start(nodes, nodes, first)
             return run.listen()
     finally:
         run.end()
@@ -150,13 +156,15 @@ def _ship(config: RunConfig, path: Path) -> None:
         raise TypeError(f"backend='process' cannot ship the run to the nodes' processes: {whole}") from whole
 
 
-def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions, reaper: IO[bytes]) -> _Child:
+def _start(
+    folder: Path, config: RunConfig, options: ProcessOptions, reaper: IO[bytes], node: int, segment: dict[str, Any]
+) -> _Child:
     setup = {
         "argv": sys.argv,
         "folder": str(folder),
-        "rank": rank,
-        "num_nodes": config.num_nodes,
-        "device": str(options.devices[rank % len(options.devices)]),
+        "node": node,
+        **segment,
+        "device": str(options.devices[node % len(options.devices)]),
         "backend": backend_for(options.devices, config.num_nodes),
         "threads": options.threads,
         "torch": settings.current(),
@@ -180,15 +188,16 @@ def _start(rank: int, folder: Path, config: RunConfig, options: ProcessOptions, 
     with suppress(BrokenPipeError):  # a child that has died already is noticed when its pipe closes
         process.stdin.write(pickle.dumps(setup))  # small: it fits into the pipe before anybody reads
         process.stdin.flush()
-    return _Child(rank, process, receive)
+    return _Child(node, process, receive)
 
 
 class _Listener:
     """The parent of K nodes: receives their messages, and ends them."""
 
-    def __init__(self, saving: Saving | None, report: Reporter) -> None:
+    def __init__(self, saving: Saving | None, report: Reporter, begin: Callable[[int, dict[str, Any]], _Child]) -> None:
         self.saving = saving
         self.report = report
+        self.begin = begin
         self.nodes: list[_Child] = []
         self.failures: list[_Child] = []  # in the order in which they were noticed
         self.outcome: Outcome | None = None
@@ -196,8 +205,13 @@ class _Listener:
         self.warned: set[Any] = set()
         self.interrupt = Interrupt()
 
+    def start(self, joining: Sequence[int], nodes: Sequence[int], step: int, copying: Sequence[int] = ()) -> None:
+        """Start the processes of those who join the nodes that take part from a step on, copying a peer's state."""
+        for node in joining:
+            self.nodes.append(self.begin(node, {"nodes": nodes, "step": step, "copying": copying}))
+
     def listen(self) -> Outcome:
-        """Pass node 0's reports on until all nodes are done, or a while after one has failed."""
+        """Pass the first node's reports on until all nodes are done, or a while after one has failed."""
         deadline: float | None = None
         while running := [node for node in self.nodes if not node.ended]:
             ready = wait([node.messages for node in running], _POLL_SECONDS)
@@ -234,12 +248,13 @@ class _Listener:
                 node.process.stdin.close()
 
     def _tell_interrupt(self) -> None:
-        """Stop node 0 after its step, and all nodes with it. Sent repeatedly: a child that starts may not read yet."""
-        stdin = self.nodes[0].process.stdin
-        assert stdin is not None
-        with suppress(BrokenPipeError):
-            stdin.write(b"!")
-            stdin.flush()
+        """Stop the nodes after their step. Sent repeatedly: a child that starts may not read yet."""
+        for node in [node for node in self.nodes if not node.ended]:
+            stdin = node.process.stdin
+            assert stdin is not None
+            with suppress(BrokenPipeError):
+                stdin.write(b"!")
+                stdin.flush()
 
     def _receive(self, node: _Child) -> None:
         try:
@@ -252,11 +267,14 @@ class _Listener:
             self.report(content)
         elif kind == "warning":
             self._warn(*content)
+        elif kind == "joining":
+            copying, nodes, step = content
+            self.start(copying[1:], nodes, step, copying)
         elif kind == "interrupted":
             node.done = node.ended = True
         elif kind == "done":
             node.done = node.ended = True
-            self.outcome = content if node.rank == 0 else self.outcome
+            self.outcome = content or self.outcome  # of the first of those that are there at the end
         else:
             pickled, text = content
             node.failure = _Failure(pickled, text, lost=kind == "lost")

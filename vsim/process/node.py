@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from vsim.arguments import is_factory
 from vsim.cluster.ledger import Ledger
@@ -27,14 +28,14 @@ from vsim.data.order import Order
 from vsim.engine import Executor
 from vsim.engine.base import check_depends, keep_assigned, write_or_add
 from vsim.process.collectives import ProcessCollectives
+from vsim.process.segments import Left, Meeting, NodePart
 from vsim.records.history import History
 from vsim.records.progress import Recorder
 from vsim.records.report import Reporter, StepReport
-from vsim.training.assemble import assemble
+from vsim.training.assemble import assemble, plan_of
 from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import train
-from vsim.training.member import Part
 from vsim.training.saving import savable
 
 
@@ -47,22 +48,46 @@ class Outcome:
     callbacks: dict[str, Any]
 
 
-def run_node(config: RunConfig, device: torch.device, report: Reporter, interrupt: Interrupt | None = None) -> Outcome:
-    """Train this process's node within the default process group, whose rank it is."""
-    rank = dist.get_rank()
-    history = None
-    if rank == 0 and config.saving is not None:  # rank 0 writes the checkpoints
+def run_node(
+    config: RunConfig,
+    device: torch.device,
+    report: Reporter,
+    interrupt: Interrupt | None = None,
+    meeting: Meeting | None = None,
+    minibatch_size: int | None = None,
+    joins: bool = False,
+) -> Outcome | None:
+    """Train this process's node within the default process group, whose rank it is; None if it leaves before the end.
+
+    Args:
+        meeting: where it meets others when nodes come and go.
+        joins: whether `config.start` is the state of a peer. minibatch_size: then likewise.
+    """
+    rank, history = dist.get_rank(), None
+    # Rank 0 writes the checkpoints; where nodes come and go every process may become it.
+    if config.participation is not None or (rank == 0 and config.saving is not None):
         history = History(type(config.strategy).__name__, config.num_nodes, config.population)
         if config.start is not None:
             config.start.fill(history)
         report = _recording(report, history)
-    ledger = Ledger(config.num_nodes) if history is None else history.ledger
+    ledger = Ledger(config.population) if history is None else history.ledger
     with isolated(config.seed, device):
         collectives = ProcessCollectives(ledger, config.deterministic)
         batches = NodeBatches(config, rank, collectives)
-        part = Part(config, report, history, range(rank, rank + 1), collectives, batches)
-        run = assemble([part], EagerExecutor, device, interrupt)
-        train(run)
+        plan = plan_of(config, batches)
+        part = NodePart(
+            *(config, report, history, collectives.nodes, collectives, batches),
+            minibatch_size=minibatch_size,
+            plan=plan,
+            continues=[0] if joins else None,
+            meeting=meeting,
+        )
+        first = config.first_step + joins
+        run = assemble([part if plan is None else part.attended(first)], EagerExecutor, device, interrupt)
+        try:
+            train(run)
+        except Left:
+            return None
         (member,) = run.members
         buffers = {name: b.cpu() for name, b in member.cluster.mean_buffers().items()}
         states = {name: one.state_dict() for name, one in savable(config.callbacks).items()}
@@ -138,31 +163,42 @@ class NodeBatches:
     """
 
     def __init__(self, config: RunConfig, rank: int, collectives: ProcessCollectives) -> None:
-        self._config = config
+        self._config, everyone = config, config.population
         self._options, drop_last = loader_options(config.dataloader_kwargs)
-        (self._dataset,) = resolve(config.train_dataset, config.num_nodes, range(rank, rank + 1), True, "train_dataset")
-        own = is_factory(config.train_dataset)
-        with collectives.unbilled():
-            lengths = collectives.all_gather(torch.tensor([len(self._dataset)])).tolist()  # type: ignore[arg-type]
-        order = Order(
-            lengths if own else lengths[:1], config.num_nodes, config.batch_size, config.shuffle, config.seed, drop_last
-        )
+        # Where not all are there to tell of theirs, each process has the datasets of all.
+        self._all_here = config.participation is not None
+        whose = range(everyone) if self._all_here else range(rank, rank + 1)
+        self._datasets = resolve(config.train_dataset, everyone, whose, True, "train_dataset")
+        self._dataset, self._own = self._datasets[0], is_factory(config.train_dataset)
+        self._collectives = collectives
+        lengths = self._of_all(len)  # type: ignore[arg-type]
+        order = Order(lengths, everyone, config.batch_size, config.shuffle, config.seed, drop_last)
         order.check()
         self.steps_per_epoch, self.shard_sizes = order.steps_per_epoch, order.shard_sizes
         self.lengths = order.lengths
-        self._order, self._rank, self._own, self._drop_last = order, rank, own, drop_last
-        self._collectives = collectives
+        self._order, self._node, self._missed, self._drop_last = order, rank, 0, drop_last
 
     @cached_property
     def digests(self) -> list[int]:
         """As of `Batches`. All processes ask at the same time."""
+        return self._of_all(digest_of)
+
+    def _of_all(self, number: Callable[[Dataset[Any]], int]) -> list[int]:
+        """Return a number for every node's dataset, or for the one that they share."""
+        own = [number(dataset) for dataset in self._datasets]
+        if self._all_here:
+            return own
         with self._collectives.unbilled():
-            digests = self._collectives.all_gather(torch.tensor([digest_of(self._dataset)])).tolist()
-        return digests if self._own else digests[:1]
+            numbers: list[int] = self._collectives.all_gather(torch.tensor(own)).tolist()
+        return numbers if self._own else numbers[:1]
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> NodeBatches:
         """As of `Batches`: this node's, which has missed so many of the run's steps."""
-        raise NotImplementedError
+        own, rank = copy.copy(self), dist.get_rank()
+        own._order, own.shard_sizes = self._order.attended(nodes, missed), self._order.shard_sizes[list(nodes)]
+        own._node, own._missed = nodes[rank], missed[rank]
+        own._dataset = self._datasets[own._node if self._own else 0]
+        return own
 
     def from_step(self, start_step: int = 0) -> Iterator[Any]:
         """Yield (1, B, …) for every step from the 0-based `start_step` on, without end."""
@@ -176,7 +212,7 @@ class NodeBatches:
         sampler: DistributedSampler[Any] = DistributedSampler(
             self._dataset,
             num_replicas=1 if self._own else config.num_nodes,
-            rank=0 if self._own else self._rank,
+            rank=0 if self._own else self._node,
             shuffle=config.shuffle,
             seed=config.seed,
         )
@@ -189,13 +225,13 @@ class NodeBatches:
             epoch, batches.start = epoch + 1, 0
 
     def _in_stream(self, step: int) -> Iterator[Any]:
-        offset = self._order.offsets[self._rank]
-        positions = ((p[self._rank] - offset).tolist() for p in self._order.batches(step))
+        offset = self._order.offsets[self._node if self._own else 0]
+        positions = ((p - offset).tolist() for p in self._order.of_node(self._node, step - self._missed))
         yield from self._loader(batch_sampler=positions)
 
     def _loader(self, **kwargs: Any) -> DataLoader[Any]:
         stream = generator(self._config.seed, LOADER)
-        dataset = fetched_by_loader([self._dataset], [self._rank], self._options)
+        dataset = fetched_by_loader([self._dataset], [self._node], self._options)
         return DataLoader(dataset, generator=stream, **kwargs, **self._options)
 
 
@@ -282,7 +318,9 @@ def join(config: RunConfig, options: ProcessOptions, report: Reporter) -> Outcom
         _init_process_group(backend_for(options.devices, ranks_here), timedelta(seconds=options.timeout_seconds))
     try:
         torch.set_num_threads(options.threads)
-        return run_node(config, device, report)
+        outcome = run_node(config, device, report)
+        assert outcome is not None  # all take part in all steps
+        return outcome
     finally:
         torch.set_num_threads(threads_before)
         if made:

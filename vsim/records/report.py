@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vsim.cluster.ledger import Event
+from vsim.cluster.plan import Segment
 
 Hook = Callable[[int, float], Any]
 
@@ -15,7 +16,8 @@ Hook = Callable[[int, float], Any]
 class StepReport:
     """What became known at a step: the row of the history, the nodes' losses (K,), the events of the ledger.
 
-    `executor`, `max_steps` and `minibatch_size` (None: the whole batch) are the run's.
+    `executor`, `max_steps` and `minibatch_size` (None: the whole batch) are the run's. `segment` says who takes part,
+    if not all nodes do in all steps.
     """
 
     row: Mapping[str, float]
@@ -25,6 +27,7 @@ class StepReport:
     max_steps: int
     minibatch_size: int | None = None
     executor_reason: str = ""
+    segment: Segment | None = None
 
 
 class Log(Protocol):

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.arguments import naming
 from vsim.checkpoint.fingerprint import settings_of
 from vsim.cluster.cluster import Cluster
-from vsim.cluster.ledger import Ledger
 from vsim.cluster.plan import Plan, Round
 from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
 from vsim.cluster.replicas import Replicas
@@ -37,8 +36,9 @@ from vsim.training.clients import Clients
 from vsim.training.config import RunConfig
 from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
-from vsim.training.member import Group, Member, Part, Run
+from vsim.training.member import Group, Member, Run
 from vsim.training.optimizers import Optimizers
+from vsim.training.part import Part
 from vsim.training.rows import can_join, rows_of
 from vsim.training.saving import begin_fork, resume
 
@@ -74,33 +74,22 @@ def prepare(
             own.at_setup = own.states
         with naming(config.label if len(configs) > 1 else ""):
             plan = plan_of(config, batches)
-        collectives = stacked(history.ledger, range(everyone))
+        collectives = StackedCollectives(history.ledger)
         part = Part(config, report, history, range(everyone), collectives, batches, own, plan=plan)
-        resumes = config.start is not None and not config.start.forks and part.start
-        # What resumes has the nodes that it was saved with, also where others are to take part next.
-        parts.append(part if plan is None else attended(part, part.start + (not resumes)))
+        parts.append(part if plan is None else part.attended(config.first_step))
     return assemble(parts, executor_class(configs[0].executor, configs[0].compile), device)
 
 
-def attended(part: Part, step: int) -> Part:
-    """Return a part of the simulator with the nodes that take part in step number `step`."""
-    assert part.plan is not None
-    nodes = part.plan.segment(step).nodes
-    batches = part.batches.attended(nodes, part.plan.missed(step))
-    return replace(part, nodes=range(len(nodes)), collectives=stacked(part.collectives.ledger, nodes), batches=batches)
+def plan_of(config: RunConfig, batches: BatchSource | None) -> Plan | None:
+    """Return who takes part in which steps of a run, None for all nodes in all.
 
-
-def stacked(ledger: Ledger, nodes: Sequence[int]) -> StackedCollectives:
-    """Return the collectives of some of a ledger's nodes."""
-    return StackedCollectives(ledger, None if list(nodes) == list(range(ledger.num_nodes)) else nodes)
-
-
-def plan_of(config: RunConfig, batches: BatchSource) -> Plan | None:
-    """Return who takes part in which steps of a run, None for all nodes in all."""
+    Without batches it is not known how long a client takes to go through its own.
+    """
     if config.participation is None:
         return None
     seconds = None if config.compute is None else config.compute.totals(config.population)
-    epochs = batches.shard_sizes.numpy() / config.batch_size
+    sizes = torch.zeros(config.population) if batches is None else batches.shard_sizes
+    epochs = sizes.numpy() / config.batch_size
     return config.participation.plan(Round(config.num_nodes, config.seed, config.strategy.period, seconds, epochs))
 
 
@@ -126,6 +115,7 @@ def assemble(
         [members[i] for i in range(len(parts))],
         groups,
         max(part.steps for part in parts),
+        executor,
         config.val_interval,
         correlation_interval=config.correlation_interval,
         interrupt=interrupt,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,12 @@ from vsim.arguments import naming
 from vsim.cluster.optimizers import forget, torch_optimizers
 from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import NODE, derive_seed
+from vsim.cluster.stacked import StackedCollectives
 from vsim.data.joint import joint_batches
-from vsim.training.assemble import attended, source, stacked
+from vsim.training.assemble import source
 from vsim.training.clients import lasting
-from vsim.training.member import Group, Member, Part, Run
+from vsim.training.member import Group, Member, Run
+from vsim.training.part import Part
 from vsim.training.regroup import put_together, snapshot
 
 
@@ -52,11 +54,11 @@ def attend(run: Run, step: int) -> None:
         if _begins(member, step):
             collectives = member.cluster.collectives
             collectives.step, collectives.moment = step, "start"
+            if step > 1 and member.clients is None:
+                _join(member, step)
             for module in member.strategy.communication_modules if step > 1 else ():
                 module.attend(member.cluster)
-            plan, known = _plan(member), member.ledger.attendance
-            if not known or known[-1].first < step:
-                known.append(plan.segment(step))
+            member.ledger.attend(_plan(member).segment(step))
 
 
 def _plan(member: Member) -> Plan:
@@ -81,34 +83,17 @@ def _changes(member: Member, step: int) -> bool:
 def _changed(run: Run, group: Group, step: int) -> list[Group]:
     """Put a group together anew with the nodes that take part in `step`; return the groups in its place."""
     members = [member for member in group.members if member.trains and member.done < member.max_steps]
-    parts = [_with_nodes_of(step, member) if _begins(member, step) else snapshot(member) for member in members]
-    groups, successors = put_together(run, members, parts)
-    for old, new in successors.items():
-        if new.clients is None and _begins(new, step):
-            _join(new, old.cluster.active, step)
-    return groups
+    parts = [snapshot(member).moved(step) if _begins(member, step) else snapshot(member) for member in members]
+    return put_together(run, members, parts)
 
 
-def _with_nodes_of(step: int, member: Member) -> Part:
-    """Return the parts of a member with the nodes that take part in `step`, and the rows that they continue from."""
-    part, before = attended(snapshot(member), step), list(member.cluster.active)
-    peer = before.index(_peer(before, part.collectives.active))
-    own = [before.index(node) if node in before else peer for node in part.collectives.active]
-    return replace(part, continues=own)
-
-
-def _peer(before: Sequence[int], now: Sequence[int]) -> int:
-    """Return whom nodes that join copy: the first that stays, or else the first of those that leave."""
-    return next((node for node in before if node in now), before[0])
-
-
-def _join(member: Member, before: Sequence[int], step: int) -> None:
+def _join(member: Member, step: int) -> None:
     """Bill what nodes that join have copied, and give them random streams of their own."""
-    now = member.cluster.active
-    joining = [node for node in now if node not in before]
+    plan = _plan(member)
+    joining = plan.joining(step)
     if not joining:
         return
-    group = stacked(member.ledger, [_peer(before, now), *joining])
+    group = StackedCollectives(member.ledger, [plan.peer(step), *joining])  # only bills: they have it already
     group.step, group.moment = step, "start"
     group.broadcast(torch.zeros(len(joining) + 1, 0), label="join", payload_bytes=_bytes_of_a_node(member))
     _seed(member, joining, step)
@@ -116,16 +101,18 @@ def _join(member: Member, before: Sequence[int], step: int) -> None:
 
 def _bytes_of_a_node(member: Member) -> int:
     """Return the bytes of all that one node holds: weights, buffers, and the state of optimizer and strategy."""
-    replicas, optim = member.cluster.replicas, torch_optimizers(member.strategy.optim)
-    states = [state for optimizer in optim for own in optimizer.state.values() for state in own.values()]
-    rows = [replicas.weights, *replicas.buffers.values(), *states, *lasting(member.strategy, "stacked")]
-    # What is as wide as the matrix has its gaps, too, which nobody sends.
-    gaps = (replicas.weights.stride(0) - replicas.num_parameters) * replicas.weights.element_size()
-    sizes = [t.nbytes // len(t) for t in rows if isinstance(t, Tensor) and t.dim()]
-    per_node = sum(
-        size - gaps * (size == replicas.weights.stride(0) * replicas.weights.element_size()) for size in sizes
-    )
-    return per_node + sum(t.nbytes for t in lasting(member.strategy, "shared"))
+    replicas, strategy = member.cluster.replicas, member.strategy
+    width = replicas.weights.stride(0)
+    gap = (width - replicas.num_parameters) * replicas.weights.element_size()
+
+    def size(t: Tensor) -> int:  # what is as wide as the matrix has its gaps, too, which nobody sends
+        return t.nbytes - gap * (t.numel() // width if t.shape[-1] == width else 0)
+
+    # There may be one optimizer for all rows, or one for each.
+    states = [own for one in torch_optimizers(strategy.optim) for state in one.state.values() for own in state.values()]
+    of_rows = sum(size(t) for t in states if isinstance(t, Tensor) and t.dim()) // len(replicas.weights)
+    rows = [replicas.weights, *replicas.buffers.values(), *lasting(strategy, "stacked")]
+    return of_rows + sum(size(t) // len(t) for t in rows) + sum(t.nbytes for t in lasting(strategy, "shared"))
 
 
 def _seed(member: Member, nodes: Iterable[int], step: int) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from vsim.cluster.cluster import Cluster
+from vsim.cluster.optimizers import JointOptimizers
 from vsim.cluster.state import Stateful, of_clients, placements_of
 from vsim.strategy.base import Strategy
 
@@ -37,7 +38,7 @@ class Clients(Stateful):
                 f"{type(strategy).__name__} defines step(), in which it communicates and steps its optimizer; with "
                 "Sample(epochs=…) clients that have done their epochs rest between the two"
             )
-        self._owners = list(_owners(strategy, {id(strategy.optim)}))  # which is fresh in every round
+        self._owners = list(_owners(strategy))
         odd = [
             f"{type(o).__name__}.{name}"
             for o in self._owners
@@ -105,9 +106,9 @@ def lasting(strategy: Strategy, placement: str) -> list[Tensor]:
 
 
 def _owners(value: Any, seen: set[int] | None = None) -> Iterator[Stateful]:
-    """Yield a strategy and all parts of it that declare state."""
+    """Yield a strategy and all parts of it that declare state; not optimizers, which those declare that have them."""
     seen = set() if seen is None else seen
-    if isinstance(value, Stateful) and id(value) not in seen:
+    if isinstance(value, Stateful) and not isinstance(value, JointOptimizers) and id(value) not in seen:
         seen.add(id(value))
         yield value
         for part in vars(value).values():

@@ -68,3 +68,13 @@ class RunConfig:
     def population(self) -> int:
         """The nodes, or clients, that may take part."""
         return self.num_nodes if self.participation is None else self.participation.population(self.num_nodes)
+
+    @property
+    def first_step(self) -> int:
+        """The step with whose nodes the run is set up.
+
+        What resumes has those that it was saved with, also where others are to take part next.
+        """
+        done = 0 if self.start is None else self.start.step
+        resumes = done > 0 and self.start is not None and not self.start.forks
+        return done + (not resumes)

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -296,16 +297,17 @@ def _report(run: Run, step: int) -> None:
 
 
 def _tell(run: Run, member: Member, report: StepReport) -> None:
-    """Report a step, and let the callbacks hear of it. Of several processes those of node 0 are right."""
-    member.report(report)
-    member.row = report.row
-    if not member.config.callbacks:
-        return
+    """Report a step, and let the callbacks hear of it. Of several processes that of the first node is right."""
     collectives, held = member.cluster.collectives, member.cluster.replicas.num_held
-    if not run.is_alone:
+    attendance = member.ledger.attendance
+    member.row, report.segment = report.row, attendance[-1] if attendance else None
+    if not run.is_alone and (member.config.callbacks or member.part.plan is not None):
         values = torch.tensor([list(report.row.values())], dtype=torch.float64).expand(held, -1)
         with collectives.unbilled():
             member.row = dict(zip(report.row, collectives.broadcast(values, label="row").tolist(), strict=True))
+    member.report(report if 0 in member.part.nodes else replace(report, row=member.row))
+    if not member.config.callbacks:
+        return
     hear(member.config.callbacks, member)
     if not run.is_alone:  # a callback may stop the run in one process alone
         with collectives.unbilled():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,11 +13,8 @@ from torch import Tensor, nn
 
 from vsim.checkpoint.fingerprint import fingerprint
 from vsim.cluster.cluster import Cluster
-from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
-from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import OwnGlobals, global_states
-from vsim.data.joint import BatchSource
 from vsim.engine import Executor
 from vsim.engine.objective import Objective
 from vsim.records.history import COLUMNS, SPREAD, VALIDATED, History
@@ -28,55 +24,7 @@ from vsim.training.clients import Clients
 from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt
 from vsim.training.optimizers import Optimizers
-
-
-@dataclass
-class Part:
-    """The parts of a member before it is set up: its configuration, and those that its backend provides.
-
-    Attributes:
-        report: gets the outcome of every step. history: the record of these outcomes, where this process keeps one.
-        nodes: those held in this process. collectives: how they communicate with each other and with the other nodes.
-        batches: stacked batches (R, B, …) for these nodes.
-        globals: its own global random generators, if it trains beside others; None: the process's.
-        minibatch_size: examples per node whose gradients are computed at once, if that is known already.
-        plan: who takes part in which steps; None: all nodes in all.
-        continues: the rows of its start that its nodes continue from; None: each its own.
-    """
-
-    config: RunConfig
-    report: Reporter
-    history: History | None
-    nodes: range
-    collectives: Collectives
-    batches: BatchSource
-    globals: OwnGlobals | None = None
-    minibatch_size: int | None = None
-    plan: Plan | None = None
-    continues: Sequence[int] | None = None
-
-    @property
-    def steps(self) -> int:
-        """The steps of the run."""
-        config = self.config
-        return config.num_epochs * self.batches.steps_per_epoch if config.max_steps is None else config.max_steps
-
-    @property
-    def start(self) -> int:
-        """The completed steps that it starts with."""
-        return 0 if self.config.start is None else self.config.start.step
-
-    @property
-    def shares(self) -> tuple[bool, bool]:
-        """Whether its nodes share one row of weights, and one of gradients."""
-        # Separate processes have a row each; so has an exact run, whose sums have the order of theirs.
-        in_one = not self.config.deterministic and len(self.nodes) == self.collectives.num_nodes > 1
-        strategy = self.config.strategy
-        return in_one and strategy.shares_weights, in_one and strategy.shares_grads
-
-    def here(self) -> AbstractContextManager[None]:
-        """Make the context in which it draws from the global generators as if it were alone."""
-        return nullcontext() if self.globals is None else self.globals.here()
+from vsim.training.part import Part
 
 
 @dataclass(eq=False)
@@ -268,7 +216,8 @@ class Member:
             return
         with cluster.collectives.unbilled():
             finite = cluster.collectives.all_gather(cluster.weights.isfinite().all(1).long()[:, None], label="finite")
-        odd = [node for node, is_finite in enumerate(finite.flatten().tolist()) if not is_finite]
+        told = zip(cluster.active, finite.flatten().tolist(), strict=True)
+        odd = [node for node, is_finite in told if not is_finite]
         where = (
             f"weights after step {self.done} on nodes {odd}"
             if odd
@@ -341,6 +290,7 @@ class Run:
         val_interval: steps between validations, beside the first and the last; None: only these.
         extra_validations: further steps with a validation.
         correlation_interval: steps between measurements of the replicas' divergence and correlation; None: never.
+        executor: makes what computes losses and gradients, see `vsim.training.assemble`.
         interrupt: asks the run to stop after a step.
         tolerant: whether the others continue when a member fails; if not, its error ends the run.
         ends_early: whether an error in the first step, when nothing is lost yet, ends the run all the same.
@@ -352,6 +302,7 @@ class Run:
     members: list[Member]
     groups: list[Group]
     max_steps: int
+    executor: Callable[..., Executor]
     val_interval: int | None = None
     extra_validations: Collection[int] = ()
     correlation_interval: int | None = None
@@ -372,10 +323,10 @@ class Run:
         """The members whose last step is still to come."""
         return [member for member in self.training if member.done < member.max_steps]
 
-    @cached_property
+    @property
     def is_alone(self) -> bool:
-        """Whether all nodes are held in this process."""
-        return all(member.is_alone for member in self.members)
+        """Whether all nodes are held in this process; of all members or none."""
+        return self.members[0].is_alone
 
     @property
     def only(self) -> tuple[Member, Group]:

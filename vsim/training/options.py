@@ -13,7 +13,7 @@ import torch
 from vsim.arguments import a_function, one_of, real_number, true_or_false, whole_number
 from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.folder import Saving
-from vsim.cluster.participation import Participation
+from vsim.cluster.participation import Deadline, Participation, Sample
 from vsim.data.batches import loader_options
 from vsim.engine import COMPILE, EXECUTORS
 from vsim.network import Compute, Network
@@ -155,8 +155,9 @@ class FitOptions:
 
     def _check_backend(self) -> None:
         one_of("backend", self.backend, ("stacked", "process"))
-        if self.participation is not None and self.backend == "process":
-            raise ValueError("participation is simulated only so far; got backend='process'")
+        changing = isinstance(self.participation, Sample) and isinstance(self.participation.stragglers, Deadline)
+        if changing and self.backend == "process":
+            raise ValueError(f"{self.participation}: cohorts of changing size are simulated only, not in processes")
         of_processes = ("devices", "threads_per_process", "timeout_seconds")
         if self.backend == "stacked":
             idle = [name for name in of_processes if getattr(self, name) is not None]

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from vsim.cluster.randomness import preserved
 from vsim.cluster.state import CheckpointError
-from vsim.engine import executor_class
-from vsim.training.assemble import assemble, stacked
-from vsim.training.member import Group, Member, Part, Run
+from vsim.training.assemble import assemble
+from vsim.training.member import Group, Member, Run
+from vsim.training.part import Part
 from vsim.training.saving import begin, captured
 
 # Members are moved when this share of the rows has left; until then those rows are computed for nothing.
@@ -30,22 +30,16 @@ def regroup(run: Run) -> None:
     if remaining[0].config.dataloader_kwargs.get("num_workers"):
         return
     try:
-        run.groups, _ = put_together(run, remaining, [snapshot(member) for member in remaining])
+        run.groups = put_together(run, remaining, [snapshot(member) for member in remaining])
     except CheckpointError:
         run.regroups = False
 
 
-def put_together(
-    run: Run, members: Sequence[Member], parts: Sequence[Part]
-) -> tuple[list[Group], dict[Member, Member]]:
-    """Set up members of a run anew, each from its part; they take the places of the old ones.
-
-    Returns:
-        Their groups, and old → new member.
-    """
-    config, device = members[0].config, members[0].cluster.weights.device
+def put_together(run: Run, members: Sequence[Member], parts: Sequence[Part]) -> list[Group]:
+    """Set up members of a run anew, each from its part; they take the places of the old ones. Return their groups."""
+    device = members[0].cluster.weights.device
     with preserved(device):
-        fresh = assemble(parts, executor_class(config.executor, config.compile), device, run.interrupt)
+        fresh = assemble(parts, run.executor, device, run.interrupt)
     successors = dict(zip(members, fresh.members, strict=True))
     for old, new in successors.items():
         for name in ("examples", "tokens", "seconds", "validation_seconds", "draws", "row", "known_events"):
@@ -54,7 +48,7 @@ def put_together(
             new.globals.states = old.globals.states
         begin(new)
     run.members = [successors.get(member, member) for member in run.members]
-    return fresh.groups, successors
+    return fresh.groups
 
 
 def snapshot(member: Member) -> Part:
@@ -66,8 +60,8 @@ def snapshot(member: Member) -> Part:
     part = member.part
     return replace(
         part,
-        config=replace(part.config, start=captured(member), memory_share=None),
-        collectives=stacked(member.ledger, member.cluster.active),
+        config=replace(part.config, start=captured(member, apart=True), memory_share=None),
+        collectives=part.collectives.anew(member.cluster.active),
         globals=None if part.globals is None else part.globals.anew(),
         minibatch_size=member.minibatch_size,
         continues=part.nodes,

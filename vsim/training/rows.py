@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from vsim.cluster.replicas import Replicas, matrix
-from vsim.training.member import Part
+from vsim.training.part import Part
 
 # Models of at most so many weights are computed with a row per node also where the nodes are equal: a call of its own
 # would take longer than the copies of the row.

@@ -100,7 +100,7 @@ def save_if_due(run: Member, stops: bool) -> None:
 def _save(run: Member, folder: Path) -> None:
     run.check_weights()
     checkpoint = captured(run)
-    if run.history is not None:  # in the process of node 0
+    if 0 in run.part.nodes:
         checkpoint.save(checkpoint_path(folder, run.done))
         prune(folder, run.done)
     if not run.is_alone:  # no process continues before the file is there: it might look into the folder
@@ -108,10 +108,10 @@ def _save(run: Member, folder: Path) -> None:
             run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
 
 
-def captured(run: Member) -> Checkpoint:
-    """Return the checkpoint of a run between two steps; of processes, at node 0.
+def captured(run: Member, apart: bool = False) -> Checkpoint:
+    """Return the checkpoint of a run between two steps; of processes that of all at the first node, or `apart`.
 
-    In the simulator its tensors share the memory of the run.
+    In the simulator, and apart, its tensors share the memory of the run.
 
     Raises:
         CheckpointError: the run stopped in the middle of a step, or has a state that cannot be saved.
@@ -129,8 +129,8 @@ def captured(run: Member) -> Checkpoint:
                 f"{path} is a {what} that was made after the setup, and could not be filled in a run that resumes; "
                 "make it in the setup, or hold tensors, numbers, lists and dicts instead"
             )
-    state = snapshot.tree if run.is_alone else _gathered(run, snapshot.tree)
-    return Checkpoint(run.done, history or History(), steady(run), state, run.is_alone)
+    state = snapshot.tree if run.is_alone or apart else _gathered(run, snapshot.tree)
+    return Checkpoint(run.done, history or History(), {} if apart else steady(run), state, run.is_alone)
 
 
 def _snapshot(run: Member) -> Snapshot:
@@ -139,7 +139,7 @@ def _snapshot(run: Member) -> Snapshot:
 
 
 def _gathered(run: Member, tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree of all processes, at node 0; the others only send what it needs."""
+    """Return the tree of all processes, at the first node; the others only send what it needs."""
     collectives = run.cluster.collectives
     text, contents = packed(tree)
     own = f"[{text}, {json.dumps({digest: len(flat) for digest, flat in contents.items()})}]".encode()
@@ -152,10 +152,10 @@ def _gathered(run: Member, tree: dict[str, Any]) -> dict[str, Any]:
         for digest, (node, size) in first.items():
             flat = contents.get(digest, torch.empty(size, dtype=torch.uint8))
             flat = collectives.broadcast(flat[None], node, label="checkpoint")
-            if run.history is not None:
+            if 0 in run.part.nodes:
                 contents[digest] = flat
     merged_trees = {name: merged([own[name] for own, _ in told]) for name in tree}
-    return {} if run.history is None else unpacked(json.dumps(merged_trees), contents)
+    return {} if 0 not in run.part.nodes else unpacked(json.dumps(merged_trees), contents)
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
@@ -167,12 +167,8 @@ def resume(run: Member, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: the checkpoint is of another run, or beyond this run's last step; the differences are named.
     """
-    if run.part.continues is not None:  # the same run, with other nodes
-        run.starts = False
-        run.cluster.completed = run.cluster.step = checkpoint.step
-        _put_back(run, checkpoint)
-        return
-    if not checkpoint.forks:
+    same = run.part.continues is not None  # the same run, with other nodes
+    if not checkpoint.forks and not same:
         _check_same(run, checkpoint)
     if checkpoint.step > run.max_steps or (checkpoint.forks and checkpoint.step == run.max_steps):
         raise CheckpointError(
@@ -189,7 +185,8 @@ def resume(run: Member, checkpoint: Checkpoint) -> None:
         return
     run.seconds, run.validation_seconds = last("seconds"), last("validation_seconds")
     _put_back(run, checkpoint)
-    run.ledger.continue_from(checkpoint.ledger)
+    if not same:
+        run.ledger.continue_from(checkpoint.ledger)
 
 
 def _put_back(run: Member, checkpoint: Checkpoint) -> None:
@@ -210,10 +207,13 @@ def _put_back(run: Member, checkpoint: Checkpoint) -> None:
 
 
 def _restorer(run: Member, checkpoint: Checkpoint) -> Restorer:
-    rows = run.cluster.replicas.nodes if run.part.continues is None else run.part.continues
-    plan = run.part.plan
+    rows, plan, apart = run.part.continues, run.part.plan, not run.is_alone
+    if rows is None:
+        rows = run.cluster.replicas.nodes
+    else:
+        apart = not checkpoint.together
     num_saved = checkpoint.num_nodes if plan is None else len(plan.segment(max(1, checkpoint.step)).nodes)
-    return Restorer(checkpoint.together, num_saved, rows, not run.is_alone, _known(run))
+    return Restorer(checkpoint.together, num_saved, rows, apart, _known(run))
 
 
 def _check_same(run: Member, checkpoint: Checkpoint) -> None:

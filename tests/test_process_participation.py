@@ -1,0 +1,228 @@
+"""Nodes that come and go, with processes that end and start: bitwise the simulator's run. Nothing hangs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_participation import Noisy, dataset
+from torch import Tensor
+
+import vsim
+from vsim import Compute, Deadline, Dropout, DropSlowest, OverCommit, Sample, Schedule, Trace
+from vsim.cluster.participation import Participation
+from vsim.process import NodeFailure
+from vsim.records.history import COLUMNS, OF_THE_MACHINE
+from vsim.strategy import (
+    DeMoStrategy,
+    DiLoCoStrategy,
+    EagerDiLoCoStrategy,
+    FedAvgStrategy,
+    MuLoCoStrategy,
+    NoLoCoStrategy,
+    ScaffoldStrategy,
+    SimpleReduceStrategy,
+    SPARTAStrategy,
+    Strategy,
+    StreamingDiLoCoStrategy,
+)
+from vsim.training.interrupt import Interrupted
+
+OPTIONS: dict[str, Any] = {"max_steps": 6, "batch_size": 4, "progress": False, "deterministic": True}
+PROCESSES: dict[str, Any] = {"backend": "process", "threads_per_process": 1}
+
+
+def trained(strategy: Strategy, model: Any = None, **options: Any) -> tuple[Tensor, vsim.Trainer]:
+    trainer = vsim.Trainer(model or Noisy(), dataset, dataset)
+    after = trainer.fit(strategy=strategy, **{**OPTIONS, **options})
+    return torch.cat([t.flatten().double() for t in after.state_dict().values()]), trainer
+
+
+def check_equal(one: tuple[Tensor, vsim.Trainer], other: tuple[Tensor, vsim.Trainer]) -> None:
+    """Weights, losses, what was measured, and who sent what, bit by bit."""
+    histories = one[1].history, other[1].history
+    assert np.array_equal(*(history.node_losses for history in histories), equal_nan=True)
+    for column in (c for c in COLUMNS if c not in OF_THE_MACHINE):
+        assert np.array_equal(*(history[column] for history in histories), equal_nan=True), column
+    assert list(one[1].ledger) == list(other[1].ledger)
+    assert one[1].ledger.attendance == other[1].ledger.attendance
+    assert torch.equal(one[0], other[0])
+
+
+def test_one_joins_and_one_leaves() -> None:
+    options: dict[str, Any] = {"num_nodes": 2, "participation": Schedule({0: [0], 3: [1]}), "max_steps": 4}
+    check_equal(trained(DiLoCoStrategy(H=2), **options), trained(DiLoCoStrategy(H=2), **options, **PROCESSES))
+
+
+# Random schedules -----------------------------------------------------------------------------------------------------
+
+STRATEGIES: list[Callable[[], Strategy]] = [
+    lambda: SimpleReduceStrategy(lr=1e-2, max_norm=1.0),
+    lambda: DiLoCoStrategy(H=2, lr=1e-2),
+    lambda: StreamingDiLoCoStrategy(H=3, fragments=2, delay=1, mixing=0.5, lr=1e-2),
+    lambda: FedAvgStrategy(H=2, island_size=2, lr=1e-2),
+    lambda: SPARTAStrategy(p_sparta=0.3, async_delay=1, lr=1e-2),
+    lambda: DeMoStrategy(lr=1e-3, compression_chunk=4, compression_topk=4),
+    lambda: EagerDiLoCoStrategy(H=2, lr=1e-2),
+    lambda: NoLoCoStrategy(H=2, lr=1e-2),
+    lambda: MuLoCoStrategy(H=2, lr=1e-2),
+    lambda: ScaffoldStrategy(H=2, lr=1e-2),
+]
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """A schedule of a few processes, some of which start in the middle of the run: each costs seconds."""
+    stream = random.Random(seed)
+    num_nodes, processes = 2 + seed % 4, 3 if seed % 4 < 2 else stream.choice([3, 5])
+    while True:
+        steps = sorted(stream.sample(range(1, OPTIONS["max_steps"]), stream.choice([1, 2, 3])))
+        changes = {step: {node for node in range(num_nodes) if stream.random() < 0.5} for step in [0, *steps]}
+        joins = [len(now - before) for before, now in itertools.pairwise(changes.values())]
+        if all(changes.values()) and sum(joins) and len(changes[0]) + sum(joins) == processes:
+            return {"num_nodes": num_nodes, "participation": Schedule(changes)}
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"num_nodes": 3, "participation": Dropout(0.3, rounds=2)},
+    {"num_nodes": 2, "participation": Trace([(1, 0, "fail"), (4, 0, "join"), (4, 1, "leave")])},
+    {"num_nodes": 3, "participation": DropSlowest(0.4), "compute": Compute(1.0, jitter=0.5)},
+    {"num_nodes": 3, "participation": Deadline(2.2), "compute": Compute(1.0, jitter=0.5)},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:DCTTopK")
+@pytest.mark.filterwarnings("ignore:too few steps")
+@pytest.mark.parametrize("seed", range(30))
+def test_schedules_of_failures_and_joins(seed: int) -> None:
+    make = STRATEGIES[seed % len(STRATEGIES)]
+    options = OTHERS[seed // 7] if seed % 7 == 6 else drawn(seed)
+    options["seed"], options["val_interval"] = seed, 4
+    check_equal(trained(make(), **options), trained(make(), **options, **PROCESSES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "participation"),
+    [
+        (ScaffoldStrategy(H=2, lr=1e-2), Sample(2, of=5)),
+        (FedAvgStrategy(H=2, lr=1e-2), Sample(2, of=5, stragglers=OverCommit(1.5))),
+    ],
+)
+def test_cohorts(strategy: Strategy, participation: Participation) -> None:
+    compute = {} if participation.stragglers is None else {"compute": Compute(1.0, jitter=0.5)}  # type: ignore[attr-defined]
+    report = vsim.verify(
+        Noisy(), dataset, strategy, 2, 6, batch_size=4, progress=False, participation=participation, **compute
+    )
+    assert report.identical, report
+
+
+def test_cohorts_of_changing_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="changing size are simulated only"):
+        trained(
+            FedAvgStrategy(H=2), num_nodes=2, compute=1.0, participation=Sample(2, of=3, stragglers=Deadline(1.0)),
+            **PROCESSES,
+        )  # fmt: skip
+
+
+# Checkpoints and interrupts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_resumes_where_nodes_come_and_go(tmp_path: Path) -> None:
+    """In the middle of a segment, after a Ctrl-C, and where one begins; with either backend."""
+    changes = {0: [1, 2], 2: [0, 2], 4: [1, 2]}
+    own: dict[str, Any] = {"num_nodes": 3, "participation": Schedule(changes), "val_interval": 2}
+    strategy = SPARTAStrategy(p_sparta=0.3, async_delay=1, lr=1e-2)
+    whole = trained(strategy, **own)
+
+    def interrupt(step: int, loss: float) -> None:
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    trainer = vsim.Trainer(Noisy(), dataset, dataset)
+    with pytest.raises(Interrupted):
+        trainer.fit(strategy=strategy, **OPTIONS, **own, **PROCESSES, train_loss_hook=interrupt)
+    assert trainer.history["step"][-1] < 6
+    after = trainer.fit(strategy=strategy, **OPTIONS, **own, **PROCESSES, resume=True)
+    check_equal(whole, (torch.cat([t.flatten().double() for t in after.state_dict().values()]), trainer))
+
+    backends: list[dict[str, Any]] = [{}, PROCESSES]
+    for first, second in (backends, backends[::-1]):
+        saved = tmp_path / str(len(first))
+        trained(strategy, **{**own, "max_steps": 4}, **first, save_dir=saved)
+        check_equal(whole, trained(strategy, **own, **second, save_dir=saved, resume=True))
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Mortal(SimpleReduceStrategy):
+    """Dies on one node, in a step or as its state is read, to be passed on."""
+
+    def __init__(self, node: int, step: int, in_step: bool) -> None:
+        super().__init__()
+        self.fate = node, step, in_step
+
+    def dies(self, in_step: bool) -> bool:
+        here = self.cluster.active[self.cluster.replicas.first_node]
+        return (here, self.cluster.step, in_step) == self.fate
+
+    def begin_step(self) -> None:
+        if self.dies(True):
+            die()
+        super().begin_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.dies(False):
+            die()
+        return super().state_dict()
+
+
+class Fragile(Noisy):
+    """Cannot be shipped to processes that start once a file is there."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        if self.file.exists():
+            die()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("node", "step", "in_step"), [(2, 3, True), (1, 2, False)], ids=["in a step", "passing on"])
+def test_an_unplanned_death_names_the_node(node: int, step: int, in_step: bool) -> None:
+    failing = {"num_nodes": 3, "participation": Schedule({0: [1], 2: [2]})}
+    with pytest.raises(NodeFailure, match=rf"node {node}'s process was ended by signal 9.*after step 2") as caught:
+        trained(Mortal(node, step, in_step), **failing, **PROCESSES)
+    assert caught.value.rank == node
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_start_is_named(tmp_path: Path) -> None:
+    done: list[float] = []
+
+    def then(step: int, loss: float) -> None:
+        (tmp_path / "file").touch()
+        done.append(time.monotonic())
+
+    joining = {"num_nodes": 3, "participation": Schedule({0: [0, 1], 2: [0, 2]}), "train_loss_hook": then}
+    with pytest.raises(NodeFailure, match=r"node 2's process was ended by signal 9.*after step 2"):
+        trained(SimpleReduceStrategy(), Fragile(tmp_path / "file"), **joining, **PROCESSES)
+    assert time.monotonic() - done[-1] < 30

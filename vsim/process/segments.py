@@ -1,0 +1,97 @@
+"""Nodes that come and go: their processes meet anew in every segment, and those that join get the state of a peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from vsim.checkpoint.files import Checkpoint, packed, unpacked
+from vsim.process.collectives import completing
+from vsim.records.history import History
+from vsim.training.config import RunConfig
+from vsim.training.part import Part
+
+# How long a node waits for the others' interpreters to start and to read the shipped data. The parent notices one that
+# dies meanwhile, so that the limit may be generous.
+_START = timedelta(seconds=600)
+
+
+class Left(Exception):
+    """The node of this process does not take part any more."""
+
+
+@dataclass
+class Meeting:
+    """Where the process of a node meets those of others: in one default process group after another.
+
+    Attributes:
+        store: of all processes of the run. backend: of torch.distributed.
+        node: its number.
+        patience: for a collective.
+        call: asks the parent to start the processes of those who join a segment: called with the peer and them, the
+            nodes of the segment, and its first step.
+    """
+
+    store: dist.Store
+    backend: str
+    node: int
+    patience: timedelta
+    call: Callable[[Sequence[int], Sequence[int], int], Any]
+
+    def meet(self, nodes: Sequence[int], what: str) -> None:
+        """Let the default process group be that of `nodes`, in their order; this is one of them."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        store = dist.PrefixStore(what, self.store)
+        store.set(f"started {self.node}", "")
+        with completing(f"meeting the other nodes for {what} on node {self.node}"):
+            # Nodes that start slowly are waited for first, so that `patience` limits collectives alone.
+            store.wait([f"started {node}" for node in nodes], _START + self.patience)
+            rank, size = nodes.index(self.node), len(nodes)
+            dist.init_process_group(self.backend, store=store, rank=rank, world_size=size, timeout=self.patience)
+
+    def passed_on(self, state: Any, copying: Sequence[int], step: int) -> Any:
+        """Return the `state` of a peer, on itself and on those who join at a step, `copying` it: the peer first."""
+        self.meet(copying, f"joining at step {step}")
+        message = [state]
+        with completing(f"passing on the state at step {step} on node {self.node}"):
+            dist.broadcast_object_list(message, 0)
+        return message[0]
+
+
+@dataclass
+class NodePart(Part):
+    """The parts of the one row of a member that the process of a node holds."""
+
+    meeting: Meeting | None = None  # None: there is one process group, of all nodes
+
+    def moved(self, step: int) -> NodePart:
+        """As of `Part`: the peer passes its row on to those who join, and this process meets those who are there then.
+
+        Raises:
+            Left: this node does not take part in the step.
+        """
+        plan, meeting, start = self.plan, self.meeting, self.config.start
+        assert plan is not None and meeting is not None and start is not None
+        nodes, copying = plan.machines(step), (plan.peer(step), *plan.joining(step))
+        if len(copying) > 1 and meeting.node == copying[0]:
+            meeting.call(copying, nodes, step)
+            tree = {"step": start.step, "state": start.state, "history": start.history.as_plain()}
+            meeting.passed_on((*packed(tree), self.minibatch_size), copying, step)
+        if meeting.node not in nodes:
+            raise Left
+        meeting.meet(nodes, f"step {step}")
+        config = replace(self.config, start=replace(start, together=False))
+        return replace(self, config=config, continues=[0]).attended(step)  # type: ignore[return-value]
+
+
+def joined(config: RunConfig, meeting: Meeting, copying: Sequence[int], step: int) -> tuple[RunConfig, int | None]:
+    """Return what a node that joins at a step starts with, and its minibatch size, which come from its peer."""
+    text, contents, minibatch_size = meeting.passed_on(None, copying, step)
+    tree = unpacked(text, contents)
+    start = Checkpoint(tree["step"], History.from_plain(tree["history"]), {}, tree["state"], together=False)
+    return replace(config, start=start, memory_share=None), minibatch_size
