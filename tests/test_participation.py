@@ -347,6 +347,13 @@ def test_local_epochs() -> None:
         trained(FedAvgStrategy(H=4), participation=Sample(3, of=3, epochs=2), **options)
 
 
+def test_steps_in_which_all_clients_have_done_their_epochs_have_no_loss() -> None:
+    # 16 examples are four steps of four; a round has six.
+    _, trainer = trained(FedAvgStrategy(H=6), participation=Sample(3, of=5, epochs=1), num_nodes=3, max_steps=8)
+    resting = [step for step, loss in enumerate(trainer.history["train_loss"].tolist()) if loss != loss]
+    assert resting == [0, 5, 6]
+
+
 @pytest.mark.filterwarnings("ignore:DCTTopK")
 def test_what_rows_would_pass_on_is_refused() -> None:
     with pytest.raises(TypeError, match=r"CompressedAverage\.residual for each node"):

@@ -271,12 +271,12 @@ def _report(run: Run, step: int) -> None:
             if not member.trains or member.done != step:
                 continue
             ledger, losses = member.ledger, member.node_losses
-            known = [loss for loss in losses if loss == loss]  # of asynchronous workers that have taken a step
+            known = [loss for loss in losses if loss == loss]  # of those who have taken a step, maybe none
             row = {
                 "step": step,
                 "examples": member.examples,
                 "tokens": member.tokens or math.nan,
-                "train_loss": sum(known) / len(known),
+                "train_loss": sum(known) / len(known) if known else math.nan,
                 "lr": member.lr,
                 "payload_bytes": ledger.payload_bytes,
                 "wire_bytes": ledger.wire_bytes,

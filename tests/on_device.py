@@ -1,0 +1,143 @@
+"""Runs on a device that is not the CPU have its numbers, and the host hardly ever waits; test_device.py runs this."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pretend import DEVICE, OnDevice, Reads, accelerator
+from test_strategies_common import STEPS, Row, every_row, examples, model, uneven
+
+from vsim import Callback, Compute, Network, Sample, Schedule, Trainer, load_checkpoint
+from vsim.engine.devices import devices_of_nodes
+from vsim.process.node import backend_for
+from vsim.records.history import OF_THE_MACHINE
+from vsim.strategy import (
+    AsyncDiLoCoStrategy,
+    DecoupledDiLoCoStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    ScaffoldStrategy,
+    Strategy,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
+
+
+class Noting(Callback):
+    """Notes how often the host had waited for the device after each step."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_step(self, run: Any) -> None:
+        self.counts.append(Reads.count)
+
+
+def run(strategy: Strategy, device: Any = None, num_nodes: int = 4, module: Any = None, **options: Any) -> Trainer:
+    trainer = Trainer(model() if module is None else module, uneven, examples(40, seed=9), device=device)
+    options = {"max_steps": STEPS, "batch_size": 8, "val_interval": None, "executor": "vmap", **options}
+    trainer.fit(strategy=strategy, num_nodes=num_nodes, progress=False, **options)
+    return trainer
+
+
+def bits(trainer: Trainer) -> tuple[Any, ...]:
+    assert trainer.strategy is not None
+    weights = trainer.strategy.cluster.weights
+    values = weights.values if isinstance(weights, OnDevice) else weights
+    history = trainer.history
+    rows = [history[name].tobytes() for name in history.columns if name not in OF_THE_MACHINE]
+    return values.numpy().tobytes(), rows, history.node_losses.tobytes(), list(trainer.ledger)
+
+
+def diloco() -> Strategy:
+    return DiLoCoStrategy(H=3, lr=1e-2)
+
+
+def on_both(make: Any, **options: Any) -> list[int]:
+    """Return how often each step but the first and last reads from the device; its run has the bits of the CPU's."""
+    here = bits(run(make(), "cpu", **options))
+    noting = Noting()
+    with accelerator():
+        trainer = run(make(), DEVICE, callbacks=[noting], **options)
+        assert trainer.strategy is not None and isinstance(trainer.strategy.cluster.weights, OnDevice)
+    assert bits(trainer) == here
+    return np.diff(noting.counts)[:-1].tolist()  # type: ignore[no-any-return]
+
+
+@every_row
+def test_every_strategy_reads_losses_once_a_step(row: Row) -> None:
+    assert set(on_both(row.make)) == {1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"executor": "loop"}, {"executor": "auto"}, {"deterministic": True}, {"minibatch_size": 4}],
+    ids=str,
+)
+def test_executors(options: dict[str, Any]) -> None:
+    assert set(on_both(diloco, **options)) == {1}
+
+
+def test_validation() -> None:
+    on_both(diloco, val_interval=2, correlation_interval=3)
+
+
+def test_autocast() -> None:
+    with accelerator():
+        trainer = run(diloco(), DEVICE, autocast=True)
+    theirs = run(diloco(), "cpu", autocast=True).history["train_loss"]
+    assert trainer.history["train_loss"] == pytest.approx(theirs, rel=0.05, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "plan", [Schedule({0: [0, 1], 3: [1, 2, 3]}), Sample(4, of=9, rounds=3)], ids=lambda plan: type(plan).__name__
+)
+def test_participation(plan: Any) -> None:
+    assert set(on_both(diloco, participation=plan)) == {1}
+
+
+def test_state_of_clients_is_read_once_a_round() -> None:
+    reads = on_both(lambda: ScaffoldStrategy(H=2, lr=0.1), participation=Sample(4, of=9, rounds=2))
+    assert reads == [1, 1 + 2, 1, 1 + 2]  # of two tensors each client has its own
+
+
+@pytest.mark.parametrize("cls", [AsyncDiLoCoStrategy, DecoupledDiLoCoStrategy])
+def test_asynchronous(cls: Any) -> None:
+    apart = Compute(0.8, speeds=[1, 2, 1, 4], jitter=0.3), Network("1 Mbit/s", "20 ms")
+    on_both(lambda: cls(H=4, lr=1e-2), compute=apart[0], network=apart[1])
+
+
+def test_resume_and_fork(tmp_path: Path) -> None:
+    whole = run(diloco(), "cpu", max_steps=8)
+    with accelerator():
+        run(diloco(), DEVICE, max_steps=5, save_dir=tmp_path)
+        (saved,) = tmp_path.glob("**/*.safetensors")
+        resumed = run(diloco(), DEVICE, max_steps=8, resume=saved)
+    weights, _, losses, events = bits(resumed)  # the columns have the validation at step 5, too
+    assert (weights, losses, events) == (bits(whole)[0], *bits(whole)[2:])
+    with accelerator():
+        forked = run(FedAvgStrategy(H=2), DEVICE, num_nodes=3, max_steps=8, resume=load_checkpoint(saved).fork())
+    theirs = run(FedAvgStrategy(H=2), "cpu", num_nodes=3, max_steps=8, resume=load_checkpoint(saved).fork())
+    assert bits(forked) == bits(theirs)
+
+
+def test_processes_take_a_gpu_each_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert devices_of_nodes(None, None, 2) == gpus and backend_for(gpus, 2) == "nccl"
+    assert devices_of_nodes(None, None, 3) == [torch.device("cpu")]
+    assert backend_for(gpus, 3) == backend_for([torch.device("cpu")], 1) == "gloo"
+
+
+def test_what_is_mixed_is_refused() -> None:
+    with accelerator() as device:
+        there, here = torch.ones(2, device=device), torch.ones(2)
+        with pytest.raises(RuntimeError, match="on the same device"):
+            there + here
+        with pytest.raises(TypeError, match="to numpy"):
+            there.numpy()
+        assert there.sum().item() == 2 and Reads.count == 1
