@@ -72,7 +72,7 @@ def run_node(
         report = _recording(report, history)
     ledger = Ledger(config.population) if history is None else history.ledger
     with isolated(config.seed, device):
-        collectives = ProcessCollectives(ledger, config.deterministic)
+        collectives = ProcessCollectives(ledger, config.deterministic, range(config.population))
         batches = NodeBatches(config, rank, collectives)
         plan = plan_of(config, batches)
         part = NodePart(

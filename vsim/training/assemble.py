@@ -74,7 +74,7 @@ def prepare(
             own.at_setup = own.states
         with naming(config.label if len(configs) > 1 else ""):
             plan = plan_of(config, batches)
-        collectives = StackedCollectives(history.ledger)
+        collectives = StackedCollectives(history.ledger, range(everyone))  # the ledger may be of another run
         part = Part(config, report, history, range(everyone), collectives, batches, own, plan=plan)
         parts.append(part if plan is None else part.attended(config.first_step))
     return assemble(parts, executor_class(configs[0].executor, configs[0].compile), device)
