@@ -264,9 +264,9 @@ federated = pytest.mark.parametrize("strategy", FEDERATED, ids=lambda s: type(s)
 def test_a_cohort_of_all_is_all(strategy: Strategy, deterministic: bool) -> None:
     """Of a model without BatchNorm, whose statistics a round averages, and of SGD, which keeps nothing."""
     model = MLP(6, (5,), 3, seed=0)
-    options: dict[str, Any] = {"num_nodes": 4, "deterministic": deterministic}
+    options: dict[str, Any] = {"num_nodes": 5, "deterministic": deterministic}
     expected, plain = trained(strategy, model, **options)
-    found, cohorts = trained(strategy, model, participation=Sample(4, of=4), **options)
+    found, cohorts = trained(strategy, model, participation=Sample(5, of=5), **options)
     assert torch.equal(found, expected)
     assert np.array_equal(plain.history.node_losses, cohorts.history.node_losses)
 

@@ -167,9 +167,10 @@ class Checkpoint:
 
 
 def _mean(rows: Tensor) -> Tensor:
-    fixed = not (rows.is_floating_point() or rows.is_complex())
-    equal = fixed or torch.equal(rows, rows[:1].expand_as(rows))
-    return rows[0].clone() if equal else reduce_rows(rows, "mean")
+    if not (rows.is_floating_point() or rows.is_complex()):
+        return rows[0].clone()
+    alike = (rows == rows[0]).all(0)  # where the mean is what they are
+    return torch.where(alike, rows[0], reduce_rows(rows, "mean"))
 
 
 # Folders --------------------------------------------------------------------------------------------------------------

@@ -119,9 +119,11 @@ class Cluster:
         return compiled(function) if self.compile else function
 
     def mean_weights(self) -> Tensor:
-        """Return the mean replica, shared (P,), for evaluation: nothing is billed."""
+        """Return the mean replica, shared (P,), for evaluation: nothing is billed. Where all are equal it is exact."""
+        weights, reduce = self.replicas.weights, self.collectives.all_reduce
         with self.collectives.unbilled():
-            return self.collectives.all_reduce(self.replicas.weights, "mean")
+            low, high = reduce(weights, "min"), reduce(weights, "max")
+            return torch.where(low == high, low, reduce(weights, "mean"))
 
     def mean_buffers(self) -> Views:
         """Return name → shared buffer, for evaluation: the mean over nodes where it is floating, else node 0's."""
