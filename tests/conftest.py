@@ -12,6 +12,9 @@ import pytest
 import torch
 from ranks import Ranks
 
+# They make a device for the whole process, so that test_device.py gives them one of their own.
+collect_ignore = ["pretend.py", "on_device.py"]
+
 # How long an example takes is the machine's affair.
 hypothesis.settings.register_profile("vsim", deadline=None)
 hypothesis.settings.load_profile("vsim")

@@ -250,7 +250,9 @@ class Lost(Strategy):
 class Huge(Strategy):
     def step(self) -> None:
         super().step()
-        next(self.model.parameters()).fill_(3e38)
+        weights = next(self.model.parameters())
+        weights.fill_(3e38)
+        weights[-1] = 2.9e38
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
