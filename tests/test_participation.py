@@ -33,6 +33,7 @@ from vsim.strategy import (
     FedOptStrategy,
     FedPerStrategy,
     FedProxStrategy,
+    NoLoCoStrategy,
     OptimSpec,
     ScaffoldStrategy,
     SimpleReduceStrategy,
@@ -241,6 +242,14 @@ def test_a_fork_begins_with_those_who_are_there(plan: Participation, tmp_path: P
     assert first.first == 7
     there = ~np.isnan(forked.history.node_losses[0])
     assert there.sum() == len(first.nodes)
+
+
+def test_modules_hear_of_changes_alone() -> None:
+    """NoLoCo draws its pairs anew when others take part, and otherwise runs as if there were no plan."""
+    expected, plain = trained(NoLoCoStrategy(H=2, lr=1e-2), num_nodes=3)
+    found, other = trained(NoLoCoStrategy(H=2, lr=1e-2), num_nodes=3, participation=Dropout(0.0, rounds=4))
+    assert torch.equal(found, expected)
+    assert list(other.ledger) == list(plain.ledger)
 
 
 # Cohorts --------------------------------------------------------------------------------------------------------------

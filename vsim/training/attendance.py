@@ -56,9 +56,11 @@ def attend(run: Run, step: int) -> None:
             collectives.step, collectives.moment = step, "start"
             if step > 1 and member.clients is None:
                 _join(member, step)
-            for module in member.strategy.communication_modules if step > 1 else ():
+            before, now = (_plan(member).segment(at) for at in (max(1, step - 1), step))
+            others = step > 1 and (member.clients is not None or before.nodes != now.nodes)
+            for module in member.strategy.communication_modules if others else ():
                 module.attend(member.cluster)
-            member.ledger.attend(_plan(member).segment(step))
+            member.ledger.attend(now)
 
 
 def _plan(member: Member) -> Plan:
