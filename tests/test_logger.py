@@ -29,7 +29,7 @@ from torch import nn
 
 import vsim
 from vsim import CSVLogger, TensorBoardLogger, Trainer, WandbLogger
-from vsim.data.joint import tokens_in
+from vsim.data.joint import sizes_of
 from vsim.records.description import describe
 from vsim.records.history import History
 from vsim.records.loggers import Logger, RunLog, check_run_name, folder_name
@@ -301,6 +301,9 @@ def test_rates_and_perplexities_are_numbers_or_unknown(
 
 
 def test_what_counts_as_tokens() -> None:
+    def tokens_in(batch: object) -> int:
+        return sizes_of(batch)[1]
+
     ids = torch.zeros(2, 3, 5, dtype=torch.long)
     assert tokens_in([ids, ids]) == tokens_in({"input_ids": ids, "mask": ids.bool()}) == tokens_in(ids.int()) == 15
     assert tokens_in({"mask": ids.bool(), "input_ids": ids}) == 15

@@ -177,10 +177,11 @@ def _communicated(strategy: Strategy, model: nn.Module, num_nodes: int, max_step
             if strategy.is_per_node:
                 strategy.take_step()
                 continue
-            strategy.begin_step()
-            for optimizer in optimizers:
-                mark_stepped(optimizer)
-            strategy.finish_step()
+            with torch.no_grad():
+                strategy.begin_step()
+                for optimizer in optimizers:
+                    mark_stepped(optimizer)
+                strategy.finish_step()
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"{name} cannot be priced without training: what it sends depends on values, and here tensors have none "

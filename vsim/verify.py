@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import html
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from vsim.arguments import reject_unknown, whole_number
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
+from vsim.engine.threads import using_threads
 from vsim.process import default_threads, under_torchrun
 from vsim.process.comparison import KINDS, RunComparison
 from vsim.process.difference import Difference, only_rounding
@@ -159,7 +158,7 @@ def verify(
             folder = Path(name) / side
             folder.mkdir()
             writers[side] = [StateWriter(folder)]
-        with _cpu_threads(threads):
+        with using_threads(threads):
             sides["simulator"].fit(**options, executor=executor, chunk_size=chunk_size, callbacks=writers["simulator"])
         simulated = sides["simulator"].strategy
         assert simulated is not None
@@ -202,13 +201,3 @@ def verify(
 
 class _Different(Exception):
     """Ends the processes: a difference has been found."""
-
-
-@contextmanager
-def _cpu_threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

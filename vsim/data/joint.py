@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -90,24 +91,21 @@ def _concatenated(distinct: dict[Hashable, Source], keys: Sequence[Hashable], st
         yield tree_map(lambda *parts: torch.cat(parts), *(batches[key] for key in keys))
 
 
-def tokens_in(batch: Any) -> int:
-    """Return the number of token ids per node in a stacked batch, 0 if the batch holds no token ids.
+def sizes_of(batch: Any) -> tuple[int, int]:
+    """Return the examples and the token ids per node in a stacked batch (K, B, …), 0 if it holds no token ids.
 
     Inputs (`batch["input_ids"]`, or the first tensor) are token ids if they are whole numbers of shape (K, B, T); all
     of them count, padding too.
 
-    >>> tokens_in([torch.zeros(4, 8, 64, dtype=torch.long), torch.zeros(4, 8, 64, dtype=torch.long)])
-    512
-    >>> tokens_in([torch.zeros(4, 8, 1, 28, 28), torch.zeros(4, 8, dtype=torch.long)])
-    0
+    >>> sizes_of([torch.zeros(4, 8, 64, dtype=torch.long), torch.zeros(4, 8, 64, dtype=torch.long)])
+    (8, 512)
+    >>> sizes_of([torch.zeros(4, 8, 1, 28, 28), torch.zeros(4, 8, dtype=torch.long)])
+    (8, 0)
     """
+    leaves = tree_leaves(batch)
+    largest = max(leaves, key=Tensor.dim)
     named = isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor)
-    inputs = batch["input_ids"] if named else tree_leaves(batch)[0]
+    inputs = batch["input_ids"] if named else leaves[0]
     whole = not (inputs.is_floating_point() or inputs.is_complex() or inputs.dtype is torch.bool)
-    return inputs[0].numel() if whole and inputs.dim() == 3 else 0
-
-
-def examples_in(batch: Any) -> int:
-    """Return the number of examples per node in a stacked batch (K, B, …)."""
-    leaf = max(tree_leaves(batch), key=Tensor.dim)
-    return leaf.shape[1] if leaf.dim() > 1 else 1
+    tokens = math.prod(inputs.shape[1:]) if whole and inputs.dim() == 3 else 0
+    return largest.shape[1] if largest.dim() > 1 else 1, tokens

@@ -87,12 +87,17 @@ class Executor(ABC):
         self.step += 1
         self._own_state.begin()
         total: Tensor | None = None
-        for piece, share in minibatches(tree_map(rows_apart, batch), minibatch_size):
+        for piece, share in minibatches(self._laid_out(batch), minibatch_size):
             losses = self._backward(piece, share, first=total is None)
             total = losses if total is None else total + losses
         assert total is not None
         self._own_state.check()
         return total
+
+    @staticmethod
+    def _laid_out(batch: Any) -> Any:
+        """Return a stacked batch with its rows where a node's own tensors could begin."""
+        return tree_map(rows_apart, batch)
 
     def _leaf(self, rows: Tensor) -> Tensor:
         """Return a parameter or buffer (R, *shape) for the model: itself, or a copy if it begins at an odd place.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,22 @@ from vsim.private_torch import (
 # 0.94 of the time that it takes in two pieces, a step of 4 ResNets 0.95.
 ACTIVATIONS_AT_ONCE = 40_000_000
 _MOST_GRAPHS = 256  # torch's own limit of what one process compiles
+
+
+class _Operands(NamedTuple):
+    """The weights and gradients of a piece, by name, as a graph takes them.
+
+    Each has a storage of its own: views of one that is written to would become one operand, whose size the compiler
+    takes from the views, without the gap that ends the matrix.
+    """
+
+    weights: Views
+    grads: Views
+
+    @classmethod
+    def of(cls, piece: Piece) -> _Operands:
+        weights = {name: torch.from_dlpack(leaf.detach()) for name, leaf in piece.leaves.items()}
+        return cls(weights, dict(zip(weights, map(torch.from_dlpack, piece.grads), strict=True)))
 
 
 class CompileError(RuntimeError):
@@ -72,14 +88,23 @@ class CompiledExecutor(VmapExecutor):
             losses: Tensor = of_nodes(weights, buffers, batch)
             return losses.sum(), losses
 
-        def grads_and_losses(*parts: Any) -> tuple[Views, Tensor]:
-            grads, (_, losses) = grad_and_value(total, has_aux=True)(*parts)
-            return grads, losses
+        def losses_and_grads(
+            weights: Views, grads: Views, buffers: Views, batch: Any, added: tuple[Tensor, Tensor] | None
+        ) -> Tensor:
+            """Return losses; write their gradients to `grads`, or share · gradients, or add these, as `added` says."""
+            own, (_, losses) = grad_and_value(total, has_aux=True)(weights, buffers, batch)
+            for name, place in grads.items():
+                if added is None:
+                    place.copy_(own[name])
+                else:
+                    share, adds = added
+                    place.copy_(torch.where(adds, place, 0) + own[name] * share)
+            return losses
 
         # One graph of both: between a forward and a backward graph autograd would keep its books, which in a small
-        # model takes longer than the arithmetic. Within a vmap a break of the graph would leave all of it uncompiled,
-        # and silently.
-        self.compiled = torch.compile(grads_and_losses, dynamic=False, fullgraph=True)
+        # model takes longer than the arithmetic. It writes the gradients to where they belong, too: so they are still
+        # in the caches. Within a vmap a break of the graph would leave all of it uncompiled, and silently.
+        self.compiled = torch.compile(losses_and_grads, dynamic=False, fullgraph=True)
 
     @property
     def reason(self) -> str:  # type: ignore[override]
@@ -94,9 +119,19 @@ class CompiledExecutor(VmapExecutor):
                 self._try_uncompiled(batch)
         return losses
 
-    def _cut_for(self, batch: Any) -> None:
+    @staticmethod
+    def _laid_out(batch: Any) -> Any:
+        return tree_map(torch.Tensor.contiguous, batch)
+
+    def _leaf(self, rows: Tensor) -> Tensor:
+        return rows.data  # wherever it begins: the last bits are the compiler's own anyway
+
+    def _cut(self, pieces: list[slice]) -> None:
+        super()._cut(pieces)
+        self._operands = [_Operands.of(piece) for piece in self.pieces]
+
+    def _cut_for(self, batch: Any, shapes: Any) -> None:
         """Choose the pieces for batches of these shapes: the same pieces for the same shapes, also in a resumed run."""
-        shapes = tuple(t.shape for t in tree_leaves(batch))
         if shapes not in self._pieces_of:
             with unwatched():  # a mode that counts the operations of this step must not see this
                 of_node = activation_bytes(self, tree_map(lambda t: t[0], batch))
@@ -108,43 +143,43 @@ class CompiledExecutor(VmapExecutor):
             self._cut(self._pieces_of[shapes])
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        shapes = tuple(t.shape for t in tree_leaves(batch))
         if self.settings.chunk_size is None and self.replicas.weights.device.type == "cpu":
-            self._cut_for(batch)
+            self._cut_for(batch, shapes)
         if is_watched():  # a mode counts operations or memory, which a compiled graph hides
             return super()._backward(batch, share, first)
         losses = []
+        of_grads = share / self.replicas.num_held if self.replicas.shares_grads else share
         try:
-            with drawing_from(self.generators[0]), self._moved_up_to_date(), without_performance_warnings():
+            with drawing_from(self.generators[0]), torch.no_grad():
                 for number, piece in enumerate(self.pieces):
-                    own_batch = tree_map(torch.Tensor.contiguous, self._own_batch(batch, piece))
+                    adds = not first or (self.replicas.shares_grads and number > 0)
                     with self._own_state.of(range(piece.rows.start, piece.rows.stop)):
-                        grads, of_piece = self._grads_and_losses(piece, own_batch)
-                    if self.replicas.shares_grads:
-                        _accumulate(piece.grads, grads, share / self.replicas.num_held, first and number == 0)
-                    else:
-                        _accumulate(piece.grads, grads, share, first)
-                    losses.append(of_piece)
+                        losses.append(self._computed_piece(number, self._own_batch(batch, piece), of_grads, adds))
         except Exception as error:
             if self.compile_seconds is not None and not is_of_compiler(error):
                 raise
             allow_saved_tensors_hooks()
             self._try_uncompiled(batch)
             raise CompileError(f"the model cannot be compiled: {_summary(error)}") from error
-        return torch.cat(losses) * share
+        stacked = losses[0] if len(losses) == 1 else torch.cat(losses)
+        return stacked if share == 1.0 else stacked * share
 
-    @torch.no_grad()
-    def _grads_and_losses(self, piece: Piece, batch: Any) -> tuple[list[Tensor], Tensor]:
-        # Each with a storage of its own: views of one that a model writes to would become one operand, whose size the
-        # compiler takes from the views, without the gap that ends the matrix.
-        weights = {name: torch.from_dlpack(leaf.detach()) for name, leaf in piece.leaves.items()}
-        shapes = tuple(t.shape for t in tree_leaves((weights, batch)))
+    def _computed_piece(self, number: int, batch: Any, share: float, adds: bool) -> Tensor:
+        """Return the losses of a piece; write share · gradients to their places, or add them."""
+        piece, (weights, grads) = self.pieces[number], self._operands[number]
+        whole = share == 1.0 and not adds
+        added = None if whole else (torch.tensor(share, dtype=torch.float64), torch.tensor(adds))
         # Other shapes need other graphs, as many as a sweep has: torch's limit counts all runs of the process. At every
         # other step the limit holds, and stops a model whose Python is different at every call.
-        limit = nullcontext() if shapes in self.known else recompile_limit(_MOST_GRAPHS)
-        with limit:
-            grads, losses = self.compiled(weights, piece.buffers, batch)
-        self.known.add(shapes)
-        return list(grads.values()), losses
+        graph = (len(piece.numbers), whole, *(t.shape for t in tree_leaves(batch)))
+        with ExitStack() as first:
+            if graph not in self.known:
+                first.enter_context(recompile_limit(_MOST_GRAPHS))
+                first.enter_context(without_performance_warnings())
+            losses: Tensor = self.compiled(weights, grads, piece.buffers, batch, added)
+        self.known.add(graph)
+        return losses
 
     def _try_uncompiled(self, batch: Any) -> None:
         """Raise an error that is the model's own, which the compiler's errors say badly, or not at all."""
@@ -156,16 +191,6 @@ class CompiledExecutor(VmapExecutor):
 def _without_gradient_of_padding(module: Any, inputs: tuple[Tensor], outputs: Tensor) -> Tensor:
     """Cut the gradient of padding off, which functorch's rule does in the table of the first node only."""
     return torch.where((inputs[0] == module.padding_idx)[..., None], outputs.detach(), outputs)
-
-
-def _accumulate(sums: list[Tensor], grads: list[Tensor], share: float, first: bool) -> None:
-    """Write or add share · gradients."""
-    if first:
-        torch._foreach_copy_(sums, grads)
-        if share != 1.0:
-            torch._foreach_mul_(sums, share)
-    else:
-        torch._foreach_add_(sums, grads, alpha=share)
 
 
 def _summary(error: Exception) -> str:

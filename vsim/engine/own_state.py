@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
 
@@ -39,16 +39,16 @@ class OwnState:
         self._frozen = {name: (t, version(t)) for name, t in self.replicas.frozen.items()}
         self._of_loss = {n: (b, version(b)) for n, b in self._loss_buffers() if self.replicas.num_held > 1}
 
-    @contextmanager
-    def of(self, nodes: range) -> Iterator[None]:
+    def of(self, nodes: range) -> AbstractContextManager[None]:
         """Within this context the numbers are those of some nodes, for which the model is called at once.
 
         Raises:
             InexactError: they are not the same for these nodes.
         """
-        if not self._may_count:
-            yield
-            return
+        return self._counting(nodes) if self._may_count else nullcontext()
+
+    @contextmanager
+    def _counting(self, nodes: range) -> Iterator[None]:
         objective = self.objective
         now = objective.left if self._in_step and objective.left is not None else objective.read()
         if self._at_first is None:  # not before: a run that resumes has the checkpoint's numbers

@@ -135,7 +135,7 @@ class VmapExecutor(Executor):
         return loop
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
-        shapes = (minibatch_size, *(t.shape for t in tree_leaves(batch)))
+        shapes = (minibatch_size, *(t.shape for t in tree_leaves(batch))) if self.settings.exact else ()
         if not self.settings.exact or shapes in self.proven:
             return super().losses_and_grads(batch, minibatch_size)
         before, not_vmapped = Before(self), self.not_vmapped

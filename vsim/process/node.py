@@ -27,6 +27,7 @@ from vsim.data.batches import check_tensors, digest_of, fetched_by_loader, loade
 from vsim.data.order import Order
 from vsim.engine import Executor
 from vsim.engine.base import check_depends, keep_assigned, write_or_add
+from vsim.engine.threads import using_threads
 from vsim.process.collectives import ProcessCollectives
 from vsim.process.segments import Left, Meeting, NodePart
 from vsim.records.history import History
@@ -312,17 +313,15 @@ def join(config: RunConfig, options: ProcessOptions, report: Reporter) -> Outcom
     device = options.devices[local_rank % len(options.devices)]
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    threads_before = torch.get_num_threads()
     made = not dist.is_initialized()
     if made:
         _init_process_group(backend_for(options.devices, ranks_here), timedelta(seconds=options.timeout_seconds))
     try:
-        torch.set_num_threads(options.threads)
-        outcome = run_node(config, device, report)
+        with using_threads(options.threads):
+            outcome = run_node(config, device, report)
         assert outcome is not None  # all take part in all steps
         return outcome
     finally:
-        torch.set_num_threads(threads_before)
         if made:
             dist.destroy_process_group()
 

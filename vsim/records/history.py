@@ -30,6 +30,7 @@ COLUMNS = (
     *("seconds", "validation_seconds", "memory_bytes", *VALIDATED, *SPREAD),
 )
 # What a column says of the machine, not of the training: it differs from run to run.
+_MOST_NEW_ROWS = 64
 OF_THE_MACHINE = ("seconds", "validation_seconds", "memory_bytes")
 
 
@@ -39,12 +40,12 @@ class History:
     Columns:
         step: completed optimizer steps. examples: examples that all nodes have trained on so far.
         tokens: token ids that they have trained on so far, where batches hold token ids; see
-            `vsim.data.joint.tokens_in`.
+            `vsim.data.joint.sizes_of`.
         train_loss: mean over the nodes of the loss of their batches at this step. lr: the inner learning rate used.
         payload_bytes, wire_bytes: communicated so far, by the node that has most.
         seconds: wall-clock time of training so far. validation_seconds: of validation, which is not in `seconds`.
         memory_bytes: what the training process (that of node 0, with one for each) holds of its device's memory, the
-            resident set on the CPU.
+            resident set on the CPU; read at most every 50 ms.
         local_loss: validation loss of node 0. global_loss: of the global model: the strategy's own (DiLoCo's outer
             weights), or the mean replica. average_loss: of the mean replica.
         node_loss_min, node_loss_max, node_loss_std: over the validation losses of all nodes.
@@ -71,24 +72,45 @@ class History:
         self.executor = ""
         self.executor_reason = ""
         self.minibatch_size: int | None = None
-        self._columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
-        self._node_losses: list[NDArray[np.float64]] = []
+        self._table: dict[str, list[float]] = {name: [] for name in COLUMNS}
+        self._losses: list[NDArray[np.float64]] = []
+        self._new: list[tuple[Mapping[str, float], Sequence[float] | None]] = []  # rows that are not in these yet
 
-    def append(self, row: Mapping[str, float], node_losses: Iterable[float] | None = None) -> None:
-        """Add the row of a step; `node_losses` (K,) are its training losses, absent for step 0."""
-        for name in row:
-            if name not in self._columns:
-                self._columns[name] = [math.nan] * len(self)
-        for name, column in self._columns.items():
-            column.append(float(row.get(name, math.nan)))
+    def append(self, row: Mapping[str, float], node_losses: Sequence[float] | None = None) -> None:
+        """Add the row of a step; `node_losses` (K,) are its training losses, absent for step 0.
+
+        Both are kept as they are until somebody reads, or until they are many: training does not wait for columns.
+        """
+        self._new.append((row, node_losses))
         self.ledger.steps = int(row["step"])
-        if node_losses is not None:
-            self._node_losses.append(np.asarray(node_losses, dtype=np.float64))
+        if len(self._new) >= _MOST_NEW_ROWS:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        new, self._new = self._new, []
+        for row, node_losses in new:
+            for name in row:
+                if name not in self._table:
+                    self._table[name] = [math.nan] * len(self._table["step"])
+            for name, column in self._table.items():
+                column.append(float(row.get(name, math.nan)))
+            if node_losses is not None:
+                self._losses.append(np.asarray(node_losses, dtype=np.float64))
+
+    @property
+    def _columns(self) -> dict[str, list[float]]:
+        self._take_in()
+        return self._table
+
+    @property
+    def _node_losses(self) -> list[NDArray[np.float64]]:
+        self._take_in()
+        return self._losses
 
     def continue_from(self, other: History) -> None:
         """Begin with the rows of another record."""
-        self._columns = {name: list(column) for name, column in other._columns.items()}
-        self._node_losses, self.executor = list(other._node_losses), other.executor
+        self._table = {name: list(column) for name, column in other._columns.items()}
+        self._losses, self.executor = list(other._node_losses), other.executor
         self.ledger.continue_from(other.ledger)
 
     @property
@@ -214,7 +236,7 @@ class History:
             history._columns[name] = [_number(v) for v in plain["columns"].get(name, [None] * rows)]
             if len(history._columns[name]) != rows:
                 raise ValueError(f"column {name!r} has {len(history._columns[name])} values, and 'step' {rows}")
-        history._node_losses = [np.array([_number(v) for v in row]) for row in plain["node_losses"]]
+        history._losses = [np.array([_number(v) for v in row]) for row in plain["node_losses"]]
         if any(len(row) != history.num_nodes for row in history._node_losses):
             raise ValueError(f"node_losses does not have {history.num_nodes} values a step, one a node")
         history.ledger = Ledger.from_plain(plain["ledger"], history.ledger.num_nodes)

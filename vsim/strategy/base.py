@@ -270,13 +270,11 @@ class Strategy(Stateful):
             self.step()
         self.model.write_back()
 
-    @torch.no_grad()
     def begin_step(self) -> None:
         """Take the part of a step before the optimizer; for the training loop, which steps many optimizers together."""
         with communicating_through(self.cluster.collectives):
             self.before_optimizer()
 
-    @torch.no_grad()
     def finish_step(self) -> None:
         """Take the part of a step after the optimizer."""
         with communicating_through(self.cluster.collectives):

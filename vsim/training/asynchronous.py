@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.arguments import retold
 from vsim.cluster.replicas import Replicas, matrix
 from vsim.data.batches import Batches
-from vsim.data.joint import examples_in, one_in_memory, tokens_in
+from vsim.data.joint import one_in_memory, sizes_of
 from vsim.engine import Executor
 from vsim.engine.misfit import explained
 from vsim.engine.python_state import changed, dotted
@@ -82,7 +82,7 @@ class Workers:
             losses = self._of_few(nodes, batch)
         member.check_losses(dict(zip(nodes, losses.tolist(), strict=True)))
         self.strategy.losses[nodes] = losses.to(self.strategy.losses)
-        examples, tokens = examples_in(batch), tokens_in(batch)
+        examples, tokens = sizes_of(batch)
         for node in nodes:
             self.strategy.step_worker(node)
             self.strategy.seen[node] += tokens or examples

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.arguments import naming, retold
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import global_states, same_states
-from vsim.data.joint import examples_in, tokens_in
+from vsim.data.joint import sizes_of
 from vsim.engine.allocator import keeping_freed_memory
-from vsim.engine.memory import held_bytes
 from vsim.engine.misfit import explained
 from vsim.records.report import StepReport
 from vsim.training import saving
@@ -113,7 +112,7 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
     if not members:
         return False
     started = time.perf_counter()
-    device = members[0].cluster.weights.device
+    device = members[0].cluster.replicas.weights.device
     for member in members:
         member.cluster.step = step
         member.keep_resting()
@@ -126,13 +125,11 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
         return False
     batch = None
     try:
-        batch = tree_map(lambda t: t.to(device, non_blocking=True), next(group.batches))
-        first = len(run.members) > 1 and not group.has_stepped
-        before = global_states(device) if first else {}
-        losses = group.losses_and_grads(batch)
-        if first and not same_states(before, global_states(device)):
-            _warn_of_global_draws()
-        group.has_stepped = True
+        batch = next(group.batches)
+        if any(t.device != device for t in tree_leaves(batch)):
+            batch = tree_map(lambda t: t.to(device, non_blocking=True), batch)
+        with group.threads.of(batch):
+            losses = _computed(run, group, batch, device)
     except Exception as error:  # of the model or the data, which all members of the group share
         if batch is None:
             error = retold(error, f"the batches of step {step}: {error}")
@@ -142,17 +139,29 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
             _leave(run, member, error)
         return False
     stops = _keep_losses(run, group, losses, step)
-    _take_own_steps(run, group)
+    with group.threads.of(batch):
+        _take_own_steps(run, group)
     members = [member for member in members if member.trains]
     seconds = time.perf_counter() - started
     num_nodes = sum(member.cluster.num_nodes for member in members)
-    examples, tokens = examples_in(batch), tokens_in(batch)
+    examples, tokens = sizes_of(batch)
     for member in members:
         nodes = member.cluster.num_nodes
         member.seconds += seconds * nodes / num_nodes
         member.examples += examples * nodes
         member.tokens += tokens * nodes
     return stops
+
+
+def _computed(run: Run, group: Group, batch: Any, device: torch.device) -> Tensor:
+    """Return the losses of a group; the gradients are where they belong then."""
+    first = len(run.members) > 1 and not group.has_stepped
+    before = global_states(device) if first else {}
+    losses = group.losses_and_grads(batch)
+    if first and not same_states(before, global_states(device)):
+        _warn_of_global_draws()
+    group.has_stepped = True
+    return losses
 
 
 def _warn_of_global_draws() -> None:
@@ -189,6 +198,7 @@ def _keep_losses(run: Run, group: Group, losses: Tensor, step: int) -> bool:
     return stops
 
 
+@torch.no_grad()
 def _take_own_steps(run: Run, group: Group) -> None:
     """Let every member communicate and step. Members without a `step` of their own share calls of optimizers."""
     stepping = [member for member in group.members if member.trains and member.cluster.step > member.done]
@@ -264,19 +274,18 @@ def _report(run: Run, step: int) -> None:
     if not members:
         return
     found = _measurements(run, members)
-    memory = held_bytes(members[0].cluster.weights.device)
+    memory = run.memory(members[0].cluster.replicas.weights.device)
     for group in run.groups:
         name, reason = group.executor.name, group.executor.reason
         for member in group.members:
             if not member.trains or member.done != step:
                 continue
             ledger, losses = member.ledger, member.node_losses
-            known = [loss for loss in losses if loss == loss]  # of those who have taken a step, maybe none
             row = {
                 "step": step,
                 "examples": member.examples,
                 "tokens": member.tokens or math.nan,
-                "train_loss": sum(known) / len(known) if known else math.nan,
+                "train_loss": _mean_of_known(losses),
                 "lr": member.lr,
                 "payload_bytes": ledger.payload_bytes,
                 "wire_bytes": ledger.wire_bytes,
@@ -294,6 +303,15 @@ def _report(run: Run, step: int) -> None:
                 _tell(run, member, report)
                 if step == member.max_steps:
                     member.check_weights()
+
+
+def _mean_of_known(losses: Sequence[float]) -> float:
+    """Return the mean over those who have taken a step, NaN if nobody has; the others' are NaN."""
+    total = sum(losses)
+    if math.isnan(total):
+        known = [loss for loss in losses if loss == loss]
+        return sum(known) / len(known) if known else total
+    return total / len(losses)
 
 
 def _tell(run: Run, member: Member, report: StepReport) -> None:
@@ -330,8 +348,9 @@ def _measurements(run: Run, members: Sequence[Member], first: bool = False) -> M
         return found
     step = members[0].done
     on_time = first or bool(run.val_interval and step % run.val_interval == 0) or step in run.extra_validations
-    for group in run.groups:
-        own = [m for m in group.members if m in found and m.evaluator and (on_time or step == m.max_steps)]
+    due = {m for m in members if m.evaluator and (on_time or step == m.max_steps)}
+    for group in run.groups if due else ():
+        own = [member for member in group.members if member in due]
         started = time.perf_counter()
         for member in own:
             with _own(run, member), torch.no_grad(), member.strategy.evaluating():

@@ -16,7 +16,9 @@ from vsim.cluster.cluster import Cluster
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import OwnGlobals, global_states
 from vsim.engine import Executor
+from vsim.engine.memory import Held
 from vsim.engine.objective import Objective
+from vsim.engine.threads import Threads
 from vsim.records.history import COLUMNS, SPREAD, VALIDATED, History
 from vsim.records.report import Reporter
 from vsim.strategy.base import Strategy
@@ -201,6 +203,8 @@ class Member:
 
     def check_losses(self, losses: Mapping[int, float]) -> None:
         """Raise a FloatingPointError if losses, node → loss of the step that is taken, are not finite."""
+        if math.isfinite(sum(losses.values())):
+            return
         odd = {node: value for node, value in losses.items() if value - value != 0}
         if odd:
             given, step = ", ".join(f"node {node}: {value}" for node, value in list(odd.items())[:8]), self.cluster.step
@@ -270,6 +274,11 @@ class Group:
         self.matrix.gather_gradients()
         return losses
 
+    @cached_property
+    def threads(self) -> Threads:
+        """Chooses the threads of its steps."""
+        return Threads(self.executor)
+
     @property
     def rows(self) -> list[tuple[Member, slice]]:
         """Every member with its rows."""
@@ -297,6 +306,7 @@ class Run:
         regroups: whether the remaining members are put together anew; see `vsim.training.regroup`.
         watch: called as f(run) when a step is reported for all members.
         stopping: called as f(run) after a step; the members that it returns stop there.
+        memory: the bytes that this process holds of a device.
     """
 
     members: list[Member]
@@ -312,6 +322,7 @@ class Run:
     regroups: bool = True
     watch: Callable[[Run], None] | None = None
     stopping: Callable[[Run], Collection[Member]] | None = None
+    memory: Held = field(default_factory=Held)
 
     @property
     def training(self) -> list[Member]:

@@ -23,6 +23,8 @@ def regroup(run: Run) -> None:
     state cannot be saved, or filled in a strategy that is set up anew, or worker processes that fetch its data.
     """
     remaining = run.unfinished
+    if len(remaining) == sum(len(group.members) for group in run.groups):
+        return
     rows = sum(member.cluster.replicas.num_held for group in run.groups for member in group.members)
     kept = sum(member.cluster.replicas.num_held for member in remaining)
     if not remaining or not run.regroups or rows - kept < _SHARE * rows:

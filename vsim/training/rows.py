@@ -37,13 +37,11 @@ class Rows:
     parts: list[Replicas]
     spread: list[tuple[Replicas, slice]] = field(default_factory=list)
 
-    @torch.no_grad()
     def copy_out(self) -> None:
         """Copy the one row of members with equal nodes to all their rows."""
         for own, rows in self.spread:
             self.whole.weights[rows].copy_(own.weights)
 
-    @torch.no_grad()
     def gather_gradients(self) -> None:
         """Write the mean gradient of members that use only the mean."""
         for own, rows in self.spread:

@@ -1,0 +1,82 @@
+"""Small steps are computed by one thread; the user's own setting is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from vsim import Trainer
+from vsim.strategy import SimpleReduceStrategy
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+class Watched(nn.Module):
+    """A model that notes how many threads compute it, and draws random numbers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, width)
+        self.threads: list[int] = []
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.threads.append(torch.get_num_threads())
+        return nn.functional.dropout(self.layer(batch[0]), 0.5).square().mean()
+
+
+def trained(width: int, **options: Any) -> tuple[list[int], list[int], Tensor]:
+    """Return the threads of the model's calls, those that callbacks saw, and the weights."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(64, 8), torch.zeros(64))
+    seen: list[int] = []
+    model = Watched(width)
+    calls: list[int] = []
+
+    def note(run: Any) -> None:
+        seen.append(torch.get_num_threads())
+        calls.extend(run.model.threads)
+        run.model.threads.clear()
+
+    result = Trainer(model, data).fit(
+        strategy=SimpleReduceStrategy(),
+        num_nodes=2,
+        max_steps=3,
+        batch_size=8,
+        progress=False,
+        callbacks=[note],
+        **options,
+    )
+    return calls, seen, result.layer.weight.detach()
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+def test_a_small_step_has_one_thread_and_users_have_theirs(executor: str) -> None:
+    calls, seen, weights = trained(4, executor=executor)
+    assert set(calls[-2:]) == {1} and set(seen) == {3} and torch.get_num_threads() == 3
+    torch.set_num_threads(1)
+    _, _, alone = trained(4, executor=executor)  # no choice is made: looking at the model's size has no effect
+    assert torch.equal(weights, alone)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_a_large_step_has_all_threads() -> None:
+    calls, _, _ = trained(100_000, executor="vmap")
+    assert set(calls) == {3}
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_deterministic_runs_have_the_threads_that_the_real_ones_have() -> None:
+    calls, _, _ = trained(4, executor="vmap", deterministic=True)
+    assert set(calls) == {3}
