@@ -18,6 +18,7 @@ from matplotlib.colors import to_hex
 
 import vsim
 from vsim import Compute, Event, History, Ledger, Network, timeline
+from vsim.cluster.plan import Segment
 from vsim.data import digits
 from vsim.models import MLP
 from vsim.strategy import DiLoCoStrategy
@@ -179,6 +180,11 @@ def test_who_pushes_over_a_slow_line_does_not_hold_the_server() -> None:
     assert timeline(ledger, Network("8 Mbit/s", server="1 Mbit/s"), 1.0).seconds[-1] == pytest.approx(17)
 
 
+def test_equal_groups_are_held_once() -> None:
+    ledger = record(1000, 2, [(s, s, "weights", "all_reduce", 1e6, [range(500), range(500, 1000)]) for s in (1, 2)])
+    assert ledger[0].groups is ledger[1].groups
+
+
 def test_islands_wait_for_their_own_alone() -> None:
     ledger = record(4, 1, [(1, 1, "weights", "all_reduce", 1e6, [(0, 1), (2, 3)])])
     line = timeline(ledger, 8e6, Compute([1, 2, 3, 4]))
@@ -247,6 +253,14 @@ def test_the_picture_shows_every_second() -> None:
     plt.close("all")
 
 
+def test_the_wait_for_a_deadline_is_not_drawn_as_compute() -> None:
+    ledger = record(2, 2)
+    ledger.attend(Segment(1, 2, (0, 1), (), 5.0, ()))
+    line = timeline(ledger, 8e6, 1.0)
+    assert line.seconds[-1] == 5 and bars(line.plot(steps=(1, 2)))["#999999"] == [(0, 1), (1, 2)] * 2
+    plt.close("all")
+
+
 def test_the_picture_of_many_nodes_and_steps_is_that_of_the_first_event() -> None:
     line = timeline(record(9, 300, [(s, s + 1, "weights", "all_reduce", 1e6, None) for s in (100, 200)]), 8e6, 1.0)
     ax = line.plot()
@@ -269,8 +283,13 @@ def test_the_picture_is_drawn_in_a_column_of_a_paper() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"speeds": np.linspace(1, 2, 10_000)}], ids=["alike", "speeds"])
-def test_ten_thousand_nodes_and_events(options: dict[str, Any]) -> None:
-    ledger = record(10_000, 10_000, [(step, step, "gradients", "all_reduce", 4e6, None) for step in range(1, 10_001)])
+@pytest.mark.parametrize("islands", [False, True], ids=["all", "islands"])
+def test_ten_thousand_nodes_and_events(options: dict[str, Any], islands: bool) -> None:
+    draws: list[Any] = [None]
+    if islands:  # other islands of 100 nodes from step to step, ten times by turns
+        draws = [np.random.default_rng(i).permutation(10_000).reshape(100, 100).tolist() for i in range(10)]
+    events = [(step, step, "gradients", "all_reduce", 4e6, draws[step % len(draws)]) for step in range(1, 10_001)]
+    ledger = record(10_000, 10_000, events)
     began = time.process_time()
     timeline(ledger, Network("1 Gbit/s", "10 ms"), Compute(0.5, **options))
     assert time.process_time() - began <= 2

@@ -95,6 +95,8 @@ class Ledger(Sequence[Event]):
         self.num_nodes = num_nodes
         self.attendance: list[Segment] = []
         self.everyone: Groups = (range(num_nodes),)
+        # Equal ones are one object, held and priced once.
+        self._groups: dict[Groups, Groups] = {self.everyone: self.everyone}
         self.steps = 0
         self.clock: dict[str, Any] | None = None
         self.seconds: list[tuple[float, float]] = []
@@ -108,8 +110,7 @@ class Ledger(Sequence[Event]):
 
     def record(self, event: Event) -> None:
         """Append an event. Only the collectives call this: that is what makes the count complete."""
-        if event.groups == self.everyone:
-            event = event._replace(groups=self.everyone)  # one object, also after a way through a pipe or file
+        event = event._replace(groups=self._groups.setdefault(event.groups, event.groups))
         payload, (wire, total, server) = event.payload_bytes, event._wire()
         of_all = traffic(event.collective, self.num_nodes)
         if event.groups is self.everyone and of_all.is_even:

@@ -58,9 +58,12 @@ class _Groups:
         self._there, self.sizes = there, np.array([len(group) for group in there], dtype=np.int64)
         # What the price of a group depends on; all of them go through a server at the same time.
         shares = network.collective == "server" and collective not in ("send", "push", "pull")
-        self.kinds: list[tuple[Hashable, float]] = [
-            (network.kind(group), self.sizes.sum() / len(group) if shares else 1.0) for group in there
+        places: dict[tuple[Hashable, float], int] = {}
+        which = [
+            places.setdefault((network.kind(group), self.sizes.sum() / len(group) if shares else 1.0), len(places))
+            for group in there
         ]
+        self.kinds, self.which = list(places), np.array(which, dtype=np.int64)  # those that there are; of every group
         self.whole = len(there) == 1 and len(there[0]) == num_nodes  # of all nodes
 
     @cached_property
@@ -122,7 +125,7 @@ class Clock:
             groups = parts[key][1]
             if groups.kinds:
                 planned.append((event, groups))
-                for one in set(groups.kinds):
+                for one in groups.kinds:
                     prices.setdefault((event.collective, one), {})[event.payload_bytes] = 0.0
         for (collective, (kind, crowd)), own in prices.items():
             seconds = self.network.seconds(collective, kind, np.array(list(own)) / self.layers, crowd)
@@ -208,13 +211,14 @@ class Clock:
         """Wait for the deadline of the round that this step is the last of."""
         if self.until and step == self.last:
             assert self.there is not None
+            self._spread()
             self.now[self.there] = np.maximum(self.now[self.there], self.until)
             self.ready = self.now.copy()
 
     def _communicate(self, step: int, moments: Sequence[str]) -> None:
         for moment in moments:
             for event, groups, price in self.events.get((step, moment), ()):
-                ends = self._send(event, groups, np.array(price))
+                ends = self._send(event, groups, np.array(price)[groups.which])
                 if event.due == event.step:
                     self._wait(step, groups, ends)
                 else:
@@ -242,19 +246,17 @@ class Clock:
     def _in_parallel(
         self, event: Any, nodes: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64], price: Floats
     ) -> Floats:
-        free = self.busy[:, nodes].max(0)
+        out, into = self.busy
         pair = event.collective == "send"
+        free = np.maximum(out, into)[nodes]
         if pair:  # out of the first, into the second
-            free = np.where(np.arange(len(nodes)) % 2, self.busy[1, nodes], self.busy[0, nodes])
+            free = np.stack([out[nodes[::2]], into[nodes[1::2]]], 1).flatten()
         first = np.maximum.reduceat(np.maximum(self.ready[nodes], free), starts)
         last = np.maximum.reduceat(self.now[nodes], starts)
         ends: Floats = np.maximum(first + self.layers * price, last + price)
         spread = np.repeat(ends, sizes)
-        if pair:
-            self.busy[0, nodes[::2]] = ends
-            self.busy[1, nodes[1::2]] = ends
-        else:
-            self.busy[:, nodes] = spread
+        out[nodes[::2] if pair else nodes] = ends if pair else spread
+        into[nodes[1::2] if pair else nodes] = ends if pair else spread
         self._show("send", event.step, np.repeat(first, sizes), spread, nodes, event.label)
         return ends
 
