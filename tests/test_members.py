@@ -25,6 +25,7 @@ from torch.utils.data import Dataset
 import vsim
 from vsim.cluster.randomness import isolated
 from vsim.data import digits
+from vsim.engine import Executor
 from vsim.models import MLP
 from vsim.race import race
 from vsim.records.history import COLUMNS, OF_THE_MACHINE, History
@@ -233,6 +234,30 @@ def test_members_of_one_data_order_are_fetched_once() -> None:
     before = data.fetched
     next(run.groups[0].batches)
     assert data.fetched - before == 2 * OPTIONS["batch_size"]
+
+
+def test_equal_models_are_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    evaluate = Executor.evaluate
+
+    def counted(self: Executor, weights: Tensor, *others: Any) -> Any:
+        measured.append(len(weights))
+        return evaluate(self, weights, *others)
+
+    monkeypatch.setattr(Executor, "evaluate", counted)
+    strategies = {"FedAvg": FedAvgStrategy(H=2), "alone": Strategy()}
+    train, val = digits()
+    options = {**OPTIONS, "val_interval": 1, "max_steps": 2}
+    result = vsim.compare(
+        MLP(hidden=(8,), seed=0), train, val, strategies=strategies, num_nodes=3, val_size=8, **options
+    )
+    # At first all are equal; then each node is equal to itself in the other run, as are the means; then one has synced.
+    assert measured == [1, 3 + 1, 1 + 3 + 1]
+    fedavg, apart = (result[name].history for name in strategies)
+    for column in MEASURED:
+        if column.endswith("_bytes"):
+            continue
+        np.testing.assert_array_equal(fedavg[column][:2], apart[column][:2], column)
 
 
 def test_optimizers_with_equal_settings_are_stepped_in_one_call() -> None:
@@ -502,6 +527,7 @@ import sys, warnings
 from pathlib import Path
 import torch, vsim
 from vsim.data import digits
+from vsim.engine import Executor
 from vsim.models import MLP
 from vsim.strategy import DiLoCoStrategy
 warnings.simplefilter("ignore")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ class Evaluator:
         executor: computes the losses.
         batch: the validation examples, one batch (N, …) on the run's device.
         batch_size: examples at a time.
-        rows_at_once: models of several members that are put together for one call; a member's own are never copied.
+        rows_at_once: models that are put together for one call.
     """
 
     def __init__(self, executor: Executor, batch: Any, batch_size: int, rows_at_once: int) -> None:
@@ -84,12 +84,12 @@ class Evaluator:
         return total
 
     def _measure(self, rows: Sequence[_Rows]) -> list[_Measured]:
-        """Measure all rows; members with equal draws share a call, up to `rows_at_once` rows."""
+        """Measure all rows, equal ones once; those with equal draws share a call, up to `rows_at_once` rows."""
+        distinct, places = _distinct(rows)
         calls: list[list[_Rows]] = []
-        for own in rows:
-            room = self.rows_at_once - sum(len(r.weights) for r in calls[-1]) if calls else 0
+        for own in distinct:
             alike = bool(calls) and (not self._draws or calls[-1][0].seed == own.seed)
-            if alike and len(own.weights) <= room:
+            if alike and len(calls[-1]) < self.rows_at_once:
                 calls[-1].append(own)
             else:
                 calls.append([own])
@@ -99,31 +99,30 @@ class Evaluator:
             if drew and not self._draws and len({own.seed for own in together}) > 1:
                 self._draws = True  # every seed has numbers of its own
                 return self._measure(rows)
-            found += measured
-        return found
+            found.append(measured)
+        losses = torch.cat([own.losses for own in found])
+        known = [own.accuracies for own in found if own.accuracies is not None]
+        accuracies = torch.cat(known) if known else None
+        return [_Measured(losses[of], None if accuracies is None else accuracies[of]) for of in places]
 
-    def _measure_together(self, rows: Sequence[_Rows]) -> tuple[list[_Measured], bool]:
+    def _measure_together(self, rows: Sequence[_Rows]) -> tuple[_Measured, bool]:
         """Measure rows in one call per piece of the data; return also whether the model drew random numbers."""
         weights, buffers = rows[0].weights, rows[0].buffers
         if len(rows) > 1:
             weights = torch.cat([own.weights for own in rows])
             buffers = {name: torch.cat([own.buffers[name] for own in rows]) for name in buffers}
-        losses = torch.zeros(len(weights), dtype=torch.float64)
-        accuracies: Tensor | None = torch.zeros_like(losses)
+        doubles = _where_doubles_are(weights.device)
+        totals: list[Tensor] = []  # of losses and, where they are known, of accuracies
         stream = generator(rows[0].seed, EVALUATION, device=weights.device)
         before = stream.get_state()
         for piece in self.pieces:
             share = len(tree_leaves(piece)[0]) / self.num_examples
-            loss, accuracy = self.executor.evaluate(weights, buffers, piece, stream)
-            losses += share * loss.double().cpu()
-            if accuracy is None or accuracies is None:
-                accuracies = None
-            else:
-                accuracies += share * accuracy.double().cpu()
-        sizes = [len(own.weights) for own in rows]
-        own_accuracies = [None] * len(sizes) if accuracies is None else accuracies.split(sizes)
+            outcomes = self.executor.evaluate(weights, buffers, piece, stream)
+            shares = [share * outcome.to(doubles).double() for outcome in outcomes if outcome is not None]
+            totals = [total + own for total, own in zip(totals, shares, strict=False)] if totals else shares
         drew = not torch.equal(stream.get_state(), before)
-        return [_Measured(*pair) for pair in zip(losses.split(sizes), own_accuracies, strict=True)], drew
+        losses, *accuracies = torch.stack(totals).cpu()
+        return _Measured(losses, accuracies[0] if accuracies else None), drew
 
 
 def validate(members: Sequence[Member]) -> dict[Member, dict[str, float]]:
@@ -139,31 +138,51 @@ def validate(members: Sequence[Member]) -> dict[Member, dict[str, float]]:
 
 
 def _of_nodes(member: Member) -> _Rows:
-    """The nodes' own models; equal replicas are measured once."""
+    """The nodes' own models; one where they are one by construction."""
     replicas = member.cluster.replicas
-    own: Mapping[str, Tensor] = {"": replicas.weights, **replicas.buffers}
-    if not all(torch.equal(t, t[:1].expand_as(t)) for t in own.values()):
-        return _Rows(replicas.weights.expand(replicas.num_held, -1), replicas.buffers, member.config.seed)
-    first = replicas.rows(0, 1)
-    return _Rows(first.weights, first.buffers, member.config.seed)
+    if replicas.shares_weights and not replicas.buffers:
+        return _Rows(replicas.weights, {}, member.config.seed)
+    return _Rows(replicas.weights.expand(replicas.num_held, -1), replicas.buffers, member.config.seed)
 
 
 def _of_cluster(member: Member) -> _Rows:
-    """The global model and, where it is another one, the mean replica."""
-    global_weights, mean_weights = member.global_weights, member.cluster.mean_weights()
-    assert global_weights is not None
-    candidates = torch.stack([global_weights, mean_weights])  # (2, P)
-    if torch.equal(global_weights, mean_weights):
-        candidates = candidates[:1]
-    buffers = {n: b.expand(len(candidates), *b.shape) for n, b in member.cluster.mean_buffers().items()}
+    """The global model and the mean replica."""
+    assert member.global_weights is not None
+    candidates = torch.stack([member.global_weights, member.cluster.mean_weights()])  # (2, P)
+    buffers = {n: b.expand(2, *b.shape) for n, b in member.cluster.mean_buffers().items()}
     return _Rows(candidates, buffers, member.config.seed)
+
+
+def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
+    """Return the rows that differ, each by itself, and for all rows of each of `rows` which of them they equal."""
+    distinct: list[_Rows] = []
+    places: list[list[int]] = []
+    known: dict[tuple[int, float], list[int]] = {}  # equal rows have equal sums
+    for own in rows:
+        places.append([])
+        for row, total in enumerate(own.weights.sum(1).tolist()):
+            one = _Rows(own.weights[row : row + 1], {n: b[row : row + 1] for n, b in own.buffers.items()}, own.seed)
+            candidates = known.setdefault((own.seed, total), [])
+            place = next((at for at in candidates if _equal(distinct[at], one)), len(distinct))
+            if place == len(distinct):
+                distinct.append(one)
+                candidates.append(place)
+            places[-1].append(place)
+    return distinct, places
+
+
+def _equal(one: _Rows, other: _Rows) -> bool:
+    """Whether two rows have the same weights and buffers."""
+    return torch.equal(one.weights, other.weights) and all(
+        torch.equal(b, other.buffers[n]) for n, b in one.buffers.items()
+    )
 
 
 def _columns(member: Member, nodes: _Measured, overall: _Measured) -> dict[str, float]:
     collectives, num_held = member.cluster.collectives, member.cluster.replicas.num_held
     with collectives.unbilled():
         local = collectives.all_gather(nodes.losses.expand(num_held))  # (K,)
-    columns = {
+    columns: dict[str, Tensor] = {
         "local_loss": local[0],
         "global_loss": overall.losses[0],
         "average_loss": overall.losses[-1],
