@@ -1,19 +1,14 @@
-"""What a run does: told, and timed."""
+"""What a run does, told."""
 
 from __future__ import annotations
 
-import json
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from vsim import Trainer, bench
-from vsim.bench.measure import in_turn, memory_ratio, run_of
-from vsim.bench.workloads import BATCH_SIZE, model_and_examples
+from vsim import Trainer
 from vsim.cli import main
 from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
@@ -24,7 +19,7 @@ from vsim.engine.allocator import keeping_freed_memory
 from vsim.engine.memory import step_moments
 from vsim.engine.objective import Objective
 from vsim.models import CNN, MLP
-from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, Strategy
+from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
 
 
 def explain(model: nn.Module, **options: Any) -> Explanation:
@@ -99,87 +94,6 @@ def test_doctor_of_a_compiled_run(capsys: pytest.CaptureFixture[str]) -> None:
         main(["doctor", "--data", "digits", "--model", "mlp", "--nodes", "2", "--steps", "5", "--compile", "full"]) == 0
     )
     assert "executor: compiled (compiled in " in capsys.readouterr().out
-
-
-# bench
-
-
-def test_bench_measures_all_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--models", "mlp", "--nodes", "1", "2", "--rounds", "3", "--out", str(tmp_path)]) == 0
-    record = json.loads((tmp_path / "bench.json").read_text())
-    assert [(line["model"], line["num_nodes"]) for line in record["lines"]] == [("mlp", 1), ("mlp", 2)]
-    for line in record["lines"]:
-        assert line["seconds"].keys() == {"separate", "vmap", "trace", "loop", "auto", "exact", "exact, fused"}
-        assert all(seconds > 0 for seconds in line["seconds"].values())
-        assert line["ratios"]["separate"] == 1.0
-        assert 0 < line["floor_seconds"] < line["seconds"]["vmap"]
-        assert line["floor_ratios"].keys() == {"vmap"}
-        assert line["floor_ratios"]["vmap"] > 1  # a median of ratios, not the ratio of the medians
-        assert 1 < line["memory_ratio"] < 1.5
-        assert line["chosen"] in ("vmap", "loop")
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    assert "vmap / floor" in capsys.readouterr().out
-    assert [line["num_nodes"] for line in record["by_strategy"]] == [1, 2]
-    for line in record["by_strategy"]:
-        assert line["seconds"].keys() == {"allreduce", "diloco:H=10", "sparta", "demo"}
-        assert all(seconds > 0 for seconds in line["seconds"].values())
-        assert line["ratios"]["allreduce"] == 1.0
-    assert main(["bench", "--nodes", "0"]) == 2
-    assert "--nodes must be" in capsys.readouterr().err
-    assert main(["bench", "--strategies", "no_such"]) == 2  # before it measures anything
-    assert "no_such" in capsys.readouterr().err
-
-
-def test_all_take_turns_in_an_order_that_changes() -> None:
-    taken: list[str] = []
-    times = in_turn({name: partial(taken.append, name) for name in "abc"}, 20)
-    rounds = ["".join(taken[i : i + 3]) for i in range(0, len(taken), 3)]
-    assert len(rounds) == 21  # the first is a warm-up
-    assert all(sorted(order) == ["a", "b", "c"] for order in rounds) and len(set(rounds)) == 6
-    assert all(len(times[name]) == 20 for name in "abc")
-    assert in_turn({"itself": lambda: 0.25}, 2) == {"itself": [0.25, 0.25]}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
-def test_a_compiled_step_takes_its_turn() -> None:
-    (line,) = bench.bench(["mlp"], [4], compile=True, rounds=3)
-    assert 0 < line.seconds["compiled"] < 1  # what compiling takes is not in it
-    assert line.ratios["compiled"] > 0 and line.floor_ratios["compiled"] > 1
-    header, _, row = bench.table([line]).splitlines()
-    assert "compiled ms" in header and "compiled / floor" in header and f"{line.ratios['compiled']:.2f}" in row
-    assert "compiled" in [text.get_text() for text in bench.figure([line]).legends[0].get_texts()]
-
-
-@pytest.mark.parametrize("name", [n for n in bench.MODELS if n != "gpt-large"])
-def test_a_step_holds_little_more_than_matrices_and_activations(name: str) -> None:
-    model, examples = model_and_examples(bench.MODELS[name], 4)
-    run = run_of(model, examples, 4, Strategy(lr=1e-4), {"executor": "vmap"})
-    batch = [t.unflatten(0, (4, BATCH_SIZE)) for t in examples]
-    run.groups[0].executor.losses_and_grads(batch)
-    assert 1 < memory_ratio(run, batch) < 1.15
-
-
-def test_strategies_are_measured_beside_the_first() -> None:
-    made = {"alone": Strategy, "AllReduce": SimpleReduceStrategy}
-    (line,) = bench.bench_strategies(["mlp"], [4], made, rounds=2)
-    assert line.ratios["alone"] == 1.0 and line.ratios["AllReduce"] > 0
-    # Weights, gradients and AdamW's two moments: four rows a node, or one for all nodes.
-    row = 4 * sum(p.numel() for p in bench.MODELS["mlp"].make().parameters())
-    assert line.held_bytes["alone"] == pytest.approx(4 * 4 * row, rel=0.001)
-    assert line.held_bytes["AllReduce"] == pytest.approx(4 * row, rel=0.001)
-    assert "AllReduce" in bench.strategy_table([line])
-    assert bench.strategy_table([]) != bench.strategy_table([line])
-
-
-def test_every_model_of_the_bench_trains() -> None:
-    for name, workload in bench.MODELS.items():
-        loss = workload.make()(workload.examples(2))
-        assert torch.isfinite(loss), name
-
-
-def test_no_model_is_measured_with_more_nodes_than_it_is_meant_for() -> None:
-    assert bench.bench(["gpt-large"], [64]) == []
 
 
 # Memory

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from vsim.bench.floor import Floor
-from vsim.bench.workloads import BATCH_SIZE, MODELS, NODES, Workload, model_and_examples
+from vsim.bench.jax_step import jax_step, load_jax
+from vsim.bench.peers import bare, check_agreement, separate
+from vsim.bench.workloads import BATCH_SIZE, LR, MODELS, NODES, Workload, model_and_examples
 from vsim.cluster.optim import OptimSpec
 from vsim.doctor import peak_flops
 from vsim.engine import VmapExecutor
@@ -30,7 +30,8 @@ from vsim.training.loop import steps
 from vsim.training.member import Run
 
 _MOST_STEPS_TO_SETTLE = 40  # executor="auto" makes its trials, and steps are traced
-_STEPS_A_TURN = 10  # of a strategy, so that a sync every 10 steps takes part once
+_MOST_STEPS_A_TURN = 10  # strategies take so many whatever they last, so that a sync every 10 steps takes part once
+_TURN_SECONDS = 0.02
 _CANDIDATES: dict[str, dict[str, Any]] = {
     "vmap": {"executor": "vmap"},
     "trace": {"executor": "vmap", "compile": "trace"},
@@ -41,23 +42,22 @@ _CANDIDATES: dict[str, dict[str, Any]] = {
     "compiled": {"executor": "vmap", "compile": True},
 }
 # Without `deterministic` torch's fused kernel is taken anyway.
-_OPTIMIZERS = {"exact, fused": OptimSpec("adamw", lr=1e-4, fused=True)}
-_ADAMW = OptimSpec("adamw", lr=1e-4)
+_OPTIMIZERS = {"exact, fused": OptimSpec("adamw", lr=LR, fused=True)}
+_ADAMW = OptimSpec("adamw", lr=LR)
 
 
 @dataclass
 class Line:
-    """One model and K: seconds a step by candidate, the floor, the share of the machine's peak, and the memory."""
+    """One model and K: seconds a step by candidate, their ratios, the share of the machine's peak, and the memory."""
 
     model: str
     num_nodes: int
-    seconds: dict[str, float] = field(default_factory=dict)
-    ratios: dict[str, float] = field(default_factory=dict)  # to K separate modules, round by round
-    floor_seconds: float = float("nan")
-    floor_ratios: dict[str, float] = field(default_factory=dict)  # to the floor of the vectorized step
-    share_of_peak: float = float("nan")
-    memory_ratio: float = float("nan")  # of the vectorized step's peak, in tensors, to matrices and activations
-    chosen: str = ""
+    steps_a_turn: int
+    seconds: dict[str, float]
+    ratios: dict[str, dict[str, float]]  # base → candidate → ratio, round by round; bases are the peers and the floor
+    share_of_peak: float
+    memory_ratio: float  # of the vectorized step's peak, in tensors, to matrices and activations
+    chosen: str
 
 
 def bench(
@@ -65,21 +65,33 @@ def bench(
     nodes: Sequence[int] = NODES,
     *,
     compile: bool = False,
+    jax: bool = False,
     rounds: int | None = None,
     progress: Callable[[Line], None] | None = None,
 ) -> list[Line]:
     """Time a step of every model at every K that it is meant for. The nodes train alone, as separate modules do.
 
+    A turn takes as many steps, at most ten, as last 20 ms with the fastest candidate: the steps of a small model find
+    in the caches what the step before has left there, as in training.
+
     Args:
         models: names among MODELS. nodes: values of K.
-        compile: a compiled step takes its turns, too; compiling, some ten seconds a line, is not counted.
+        compile: a compiled step and the bare one take their turns, too; compiling, some twenty seconds a line, is not
+            counted.
+        jax: so does JAX, with the models that have a form there.
         rounds: of taking turns; default: by model. progress: gets every line when it is done.
+
+    Raises:
+        ImportError: JAX is asked for and not installed.
+        RuntimeError: a peer computes other losses than K separate modules.
     """
+    if jax:
+        load_jax()
     lines = []
     for name in models:
         workload = MODELS[name]
         for num_nodes in (k for k in nodes if k <= workload.most_nodes):
-            line = _measure(name, workload, num_nodes, compile, rounds)
+            line = _measure(name, workload, num_nodes, compile, jax, rounds)
             lines.append(line)
             if progress is not None:
                 progress(line)
@@ -125,12 +137,12 @@ def bench_strategies(
                     label: run_of(model, examples, num_nodes, make(), {"executor": "vmap"})
                     for label, make in strategies.items()
                 }
-            ten_steps = {label: partial(_steps_of, steps(run)) for label, run in runs.items()}
+            step_of = {label: partial(next, steps(run)) for label, run in runs.items()}
             for label, run in runs.items():
-                _settle(ten_steps[label], run)
-            times = in_turn(ten_steps, turns)
+                _settle(step_of[label], run)
+            times = in_turn(step_of, turns, _MOST_STEPS_A_TURN)
             line = StrategyLine(name, num_nodes)
-            line.seconds = {label: statistics.median(t) / _STEPS_A_TURN for label, t in times.items()}
+            line.seconds = {label: statistics.median(values) for label, values in times.items()}
             line.ratios = _ratios(times, next(iter(times)))
             for label, run in runs.items():
                 member, _ = run.only
@@ -141,35 +153,33 @@ def bench_strategies(
     return lines
 
 
-def _steps_of(run: Iterator[int]) -> None:
-    for _ in range(_STEPS_A_TURN):
-        next(run)
-
-
-def _settle(turn: Callable[[], object], run: Run) -> None:
-    """Take turns until the next ones are going to be computed in the same way."""
+def _settle(step: Callable[[], object], run: Run) -> None:
+    """Take steps until the next ones are going to be computed in the same way."""
     for _ in range(_MOST_STEPS_TO_SETTLE):
-        turn()
+        step()
         member, group = run.only
         if member.done > 1 and group.executor.is_ready:
             return
 
 
-def in_turn(turns: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return label → the seconds of every round, in which each takes its turn. A first round is a warm-up.
+def in_turn(candidates: Mapping[str, Callable[[], object]], rounds: int, steps: int = 1) -> dict[str, list[float]]:
+    """Return label → the seconds a step of every round, in which each takes so many. A first round is a warm-up.
 
-    Every round has an order of its own: what was computed before leaves its traces in the caches. A turn that returns
-    seconds, a float, has timed itself.
+    What another has computed before leaves its traces in the caches: every round has an order of its own, and half as
+    many steps that are not timed begin a turn. A step that returns seconds, a float, has timed itself.
     """
-    times: dict[str, list[float]] = {label: [] for label in turns}
+    times: dict[str, list[float]] = {label: [] for label in candidates}
     orders = random.Random(0)
     for round_number in range(rounds + 1):
-        for label in orders.sample(list(turns), len(turns)):
+        for label in orders.sample(list(candidates), len(candidates)):
+            for _ in range(steps // 2):
+                candidates[label]()
             started = time.perf_counter()
-            own = turns[label]()
-            seconds = own if isinstance(own, float) else time.perf_counter() - started
+            returned = [candidates[label]() for _ in range(steps)]
+            seconds = (time.perf_counter() - started) / steps
+            own = [value for value in returned if isinstance(value, float)]
             if round_number:
-                times[label].append(seconds)
+                times[label].append(statistics.fmean(own) if own else seconds)
     return times
 
 
@@ -179,35 +189,41 @@ def _ratios(times: Mapping[str, list[float]], base: str) -> dict[str, float]:
     return {label: statistics.median(own / theirs for own, theirs in both) for label, both in pairs.items()}
 
 
-def _measure(name: str, workload: Workload, num_nodes: int, compile: bool, rounds: int | None) -> Line:
+def _measure(name: str, workload: Workload, num_nodes: int, compile: bool, jax: bool, rounds: int | None) -> Line:
     model, examples = model_and_examples(workload, num_nodes)
     batch = [t.unflatten(0, (num_nodes, BATCH_SIZE)) for t in examples]
-    rounds = rounds or max(3, round(workload.rounds * min(1, 8 / num_nodes)))
-    turns: dict[str, Callable[[], object]] = {"separate": _separate(model, batch)}
-    runs = {}
-    for label, options in _CANDIDATES.items():
-        if label == "compiled" and not compile:
-            continue
-        strategy = Strategy(optim_spec=_OPTIMIZERS.get(label, _ADAMW))
-        runs[label] = run_of(model, examples, num_nodes, strategy, options)
-        turns[label] = partial(next, steps(runs[label]))
+    peers = {"separate": separate(model, batch)}
+    if compile:
+        peers["bare"] = bare(model, batch)
+    if jax and (in_jax := jax_step(model, batch)) is not None:
+        peers["jax"] = in_jax
+    check_agreement(peers)
+    runs = {
+        label: run_of(model, examples, num_nodes, Strategy(optim_spec=_OPTIMIZERS.get(label, _ADAMW)), options)
+        for label, options in _CANDIDATES.items()
+        if compile or label != "compiled"
+    }
+    candidates: dict[str, Callable[[], object]] = {**peers}
     for label, run in runs.items():
-        _settle(turns[label], run)
-    turns["floor"] = Floor(run_of(model, examples, num_nodes, Strategy(optim_spec=_ADAMW), _CANDIDATES["vmap"]))
-    times = in_turn(turns, rounds)
-    line = Line(name, num_nodes)
-    to_floor = _ratios(times, "floor")
-    line.floor_ratios = {label: to_floor[label] for label in ("vmap", "compiled") if label in to_floor}
-    line.floor_seconds = statistics.median(times.pop("floor"))
-    line.seconds = {label: statistics.median(values) for label, values in times.items()}
-    line.ratios = _ratios(times, "separate")
-    line.chosen = runs["auto"].groups[0].executor.name
+        candidates[label] = partial(next, steps(run))
+        _settle(candidates[label], run)
+    candidates["floor"] = Floor(run_of(model, examples, num_nodes, Strategy(optim_spec=_ADAMW), _CANDIDATES["vmap"]))
+    fastest = min(seconds for label, (seconds,) in in_turn(candidates, 1).items() if label != "floor")
+    steps_a_turn = min(_MOST_STEPS_A_TURN, max(1, round(_TURN_SECONDS / fastest)))
+    times = in_turn(candidates, rounds or max(5, round(workload.rounds * min(1, 8 / num_nodes))), steps_a_turn)
+    seconds = {label: statistics.median(values) for label, values in times.items()}
     with FlopCounterMode(display=False) as counter:  # of the loop: convolutions in groups are counted wrongly
         runs["loop"].groups[0].executor.losses_and_grads(batch)
-    flops = counter.get_total_flops()
-    line.share_of_peak = flops / line.seconds["vmap"] / peak_flops(batch[0].device)
-    line.memory_ratio = memory_ratio(runs["vmap"], batch)
-    return line
+    return Line(
+        name,
+        num_nodes,
+        steps_a_turn,
+        seconds,
+        ratios={base: _ratios(times, base) for base in (*peers, "floor")},
+        share_of_peak=counter.get_total_flops() / seconds["vmap"] / peak_flops(batch[0].device),
+        memory_ratio=memory_ratio(runs["vmap"], batch),
+        chosen=runs["auto"].groups[0].executor.name,
+    )
 
 
 def memory_ratio(run: Run, batch: list[Tensor]) -> float:
@@ -222,22 +238,6 @@ def memory_ratio(run: Run, batch: list[Tensor]) -> float:
     at_once = max(piece.rows.stop - piece.rows.start for piece in executor.pieces)
     activations = at_once * activation_bytes(executor, [t[0] for t in batch])
     return (matrices + max(step_moments(executor, batch))) / (matrices + activations)
-
-
-def _separate(model: nn.Module, batch: list[Tensor]) -> Callable[[], None]:
-    """K modules with an optimizer each, as torch has it by default."""
-    nodes = [copy.deepcopy(model) for _ in batch[0]]
-    optimizers = [torch.optim.AdamW(node.parameters(), lr=1e-4) for node in nodes]
-
-    def step() -> None:
-        for node, optimizer, *own in zip(nodes, optimizers, *batch, strict=True):
-            optimizer.zero_grad()
-            loss = node(own)
-            loss.backward()
-            optimizer.step()
-            loss.item()
-
-    return step
 
 
 def run_of(

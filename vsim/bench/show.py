@@ -6,43 +6,70 @@ import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 from tabulate import tabulate
 
 from vsim.bench.measure import Line, StrategyLine
 from vsim.bench.workloads import MODELS
+from vsim.figures.style import STYLE, styled
 
-_STYLES = {"separate": "k:", "loop": "C1--", "vmap": "C0-", "trace": "C3-", "compiled": "C2-"}
+_STYLES = {
+    "separate": "k:",
+    "loop": "C1--",
+    "vmap": "C0-",
+    "trace": "C3-",
+    "compiled": "C2-",
+    "bare": "C7--",
+    "jax": "C4--",
+}
+_TIMED = ["separate", "loop", "vmap", "trace", "exact", "compiled", "bare", "jax", "floor"]
+_NAMES = {"separate": "K modules", "jax": "JAX"}
+_COMPARED = [(label, "separate") for label in ("vmap", "trace", "exact", "exact, fused", "auto", "compiled")]
+_COMPARED += [("vmap", "floor"), ("compiled", "bare"), ("vmap", "jax"), ("trace", "jax"), ("compiled", "jax")]
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Return the lines as a table: milliseconds a step, ratios to K separate modules, to the floor, and of memory."""
-    compiled = ["compiled"] if any("compiled" in line.seconds for line in lines) else []
-    timed = ["separate", "vmap", "trace", "loop", "exact", *compiled]
-    compared = ["vmap", "trace", "exact", "exact, fused", "auto", *compiled]
-    to_floor = ["vmap", *compiled]
+    """Return the lines as two tables: milliseconds a step, and ratios (`×`: to K separate modules)."""
+    known = {label for line in lines for label in line.seconds}
+    timed = [label for label in _TIMED if label in known]
     rows = [
         [
-            line.model,
-            line.num_nodes,
-            *(f"{1e3 * line.seconds[c]:.3g}" if c in line.seconds else "" for c in timed),
-            *(f"{line.ratios[c]:.2f}" if c in line.ratios else "" for c in compared),
+            *(f"{1e3 * line.seconds[label]:.3g}" if label in line.seconds else "" for label in timed),
             line.chosen,
-            *(f"{line.floor_ratios[c]:.2f}" if c in line.floor_ratios else "" for c in to_floor),
             f"{line.share_of_peak:.0%}",
             f"{line.memory_ratio:.2f}",
         ]
         for line in lines
     ]
-    header = ["model", "K", "K modules ms", *(f"{c} ms" for c in timed[1:]), *(f"{c} ×" for c in compared), "auto is"]
-    header += [*(f"{c} / floor" for c in to_floor), "of peak", "memory"]
-    return tabulate(rows, header, disable_numparse=True, stralign="right")
+    milliseconds = _of_lines(lines, rows, [*(f"{_name(label)} ms" for label in timed), "auto is", "of peak", "memory"])
+    compared = [(label, base) for label, base in _COMPARED if {label, base} <= known]
+    rows = [
+        [f"{line.ratios[base][label]:.2f}" if base in line.ratios else "" for label, base in compared] for line in lines
+    ]
+    header = [f"{label} ×" if base == "separate" else f"{label} / {_name(base)}" for label, base in compared]
+    versions = "; ".join(f"{package} {version}" for package, version in _versions(lines).items())
+    return f"{milliseconds}\n\n{_of_lines(lines, rows, header)}\n\n{versions}; {torch.get_num_threads()} threads"
+
+
+def _of_lines(lines: Sequence[Line], rows: list[list[str]], header: list[str]) -> str:
+    rows = [[line.model, str(line.num_nodes), *row] for line, row in zip(lines, rows, strict=True)]
+    return tabulate(rows, ["model", "K", *header], disable_numparse=True, stralign="right")
+
+
+def _name(label: str) -> str:
+    return _NAMES.get(label, label)
+
+
+def _versions(lines: Sequence[Line]) -> dict[str, str]:
+    timed = ("torch", "jax") if any("jax" in line.seconds for line in lines) else ("torch",)
+    return {package: version(package) for package in timed}
 
 
 def strategy_table(lines: Sequence[StrategyLine]) -> str:
@@ -69,10 +96,10 @@ def strategy_table(lines: Sequence[StrategyLine]) -> str:
 
 
 def figure(lines: Sequence[Line]) -> Figure:
-    """Draw the time of a node's step against K, beside that of a separate module."""
+    """Draw the time of a node's step against K beside its peers, a model beside the other, at most a page wide."""
     models = list(dict.fromkeys(line.model for line in lines))
-    with matplotlib.rc_context({"font.size": 9}):
-        drawing = Figure(figsize=(3.1 * len(models), 3.3), layout="constrained")
+    with matplotlib.rc_context({**STYLE, "axes.titlesize": STYLE["axes.labelsize"]}):
+        drawing = Figure(figsize=(min(3.3 * len(models), 7), 3), layout="constrained")
         for ax, model in zip(drawing.subplots(1, len(models), squeeze=False)[0], models, strict=True):
             own = [line for line in lines if line.model == model]
             nodes = [line.num_nodes for line in own]
@@ -80,22 +107,26 @@ def figure(lines: Sequence[Line]) -> Figure:
                 if any(label not in line.seconds for line in own):
                     continue
                 a_node = [1e3 * line.seconds[label] / line.num_nodes for line in own]
-                name = "separate modules" if label == "separate" else label
-                ax.plot(nodes, a_node, style, marker="o", markersize=3, label=name)
-            floor = [1e3 * line.floor_seconds / line.num_nodes for line in own]
-            ax.fill_between(nodes, floor, color="0.9", label="floor", linewidth=0)
+                ax.plot(nodes, a_node, style, marker="o", markersize=3, linewidth=1.2, label=_name(label))
+            floor = [1e3 * line.seconds["floor"] / line.num_nodes for line in own]
+            lowest = 0.7 * min(floor)
+            ax.fill_between(nodes, floor, lowest, color="0.9", label="floor", linewidth=0)
             ax.set_xscale("log", base=2)
+            ax.set_yscale("log")
             ax.xaxis.set_major_locator(FixedLocator(nodes))
-            ax.xaxis.set_minor_locator(NullLocator())
-            ax.xaxis.set_major_formatter(ScalarFormatter())
-            ax.set(title=MODELS[model].title, xlabel="nodes", ylim=(0, None))
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            for axis in (ax.xaxis, ax.yaxis):
+                axis.set_minor_locator(NullLocator())
+                axis.set_major_formatter("{x:g}")
+            ax.set(title=MODELS[model].title, xlabel="nodes", ylim=(lowest, None))
+            styled(ax)
         drawing.axes[0].set_ylabel("ms a node and step")
         labelled: dict[str, Any] = {}
         for ax in drawing.axes:
             handles, labels = ax.get_legend_handles_labels()
             labelled.update(zip(labels, handles, strict=True))
         drawing.legend(
-            labelled.values(), labelled, loc="outside lower center", ncols=5 if len(models) > 1 else 2, frameon=False
+            labelled.values(), labelled, loc="outside lower center", ncols=8 if len(models) > 1 else 3, frameon=False
         )
     return drawing
 
@@ -104,7 +135,7 @@ def save(lines: Sequence[Line], folder: Path, by_strategy: Sequence[StrategyLine
     """Write bench.json and bench.png, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {
-        "torch": torch.__version__,
+        **_versions(lines),
         "threads": torch.get_num_threads(),
         "machine": platform.platform(),
         "capability": torch.backends.cpu.get_cpu_capability(),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vsim.models import CNN, GPT, MLP
 
 BATCH_SIZE = 16
+LR = 1e-4
 NODES = (1, 4, 16, 64)
 
 

@@ -193,6 +193,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         arguments.models,
         arguments.nodes,
         compile=arguments.compile,
+        jax=arguments.jax,
         rounds=arguments.rounds,
         progress=lambda line: print(f"{line.model}, K = {line.num_nodes}: done", file=sys.stderr),
     )

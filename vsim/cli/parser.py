@@ -214,7 +214,10 @@ def _add_bench(kinds: Any) -> None:
         metavar="NAME",
         help=f"beside the first of these; none to leave them out (default: {' '.join(BENCHED)})",
     )
-    command.add_argument("--compile", action="store_true", help="time a compiled step, too")
+    command.add_argument("--compile", action="store_true", help="time a compiled step and the bare one, too")
+    command.add_argument(
+        "--jax", action="store_true", help='beside JAX, except resnet (needs pip install "vsim[bench]")'
+    )
     command.add_argument("--rounds", type=int, help="turns that every candidate takes (default: by model)")
     command.add_argument("--out", type=Path, default=Path("vsim-out"), metavar="DIR", help="default: vsim-out")
     command.set_defaults(run=commands.run_bench)
