@@ -19,6 +19,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import vsim
 from vsim import LocalTrainer, Trainer
+from vsim.engine import VmapExecutor
+from vsim.engine.compiled import CompiledExecutor
 from vsim.engine.devices import pick_device
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 from vsim.training import evaluate
@@ -352,6 +354,17 @@ def test_the_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     out, err = capsys.readouterr()
     assert out == "" and "DiLoCo × 3" in err and "5/5" in err
     assert f"loss {trainer.history.last('train_loss'):.3f}, 0.00 MB sent" in err
+    assert "compiling" not in err
+
+
+def test_progress_says_what_takes_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(VmapExecutor, "preparing", CompiledExecutor.preparing)
+    monkeypatch.setattr(VmapExecutor, "compile_seconds", None, raising=False)
+    fit(Trainer(small_mlp(), vectors(), vectors()), progress=True)
+    assert "compiling: some 10 to 60 s" in capsys.readouterr().err
+    vsim.compare(small_mlp(), vectors(), strategies={"a": Strategy(), "b": Strategy(lr=0.1)}, num_nodes=2, max_steps=3)
+    assert "compiling: some 10 to 60 s" in capsys.readouterr().err
 
 
 # Where

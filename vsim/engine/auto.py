@@ -102,6 +102,10 @@ class AutoExecutor(Executor):
         return self.settled and self.chosen.is_ready
 
     @property
+    def preparing(self) -> str:  # type: ignore[override]
+        return self.chosen.preparing
+
+    @property
     def reason(self) -> str:  # type: ignore[override]
         return "; ".join(filter(None, (self.why, self.chosen.reason)))
 

@@ -55,12 +55,14 @@ class Executor(ABC):
         name: its name in the history.
         reason: why it was chosen, if there was a choice.
         is_ready: whether the last step took as long as the next ones of its kind will.
+        preparing: what the next step does beside computing, if that takes long: for those who wait.
         step: the number of the run's step that is computed, from 1; a run that resumes sets the completed steps.
     """
 
     name: str
     reason: str = ""
     is_ready: bool = True
+    preparing: str = ""
     step: int = 0
 
     def __init__(

@@ -47,7 +47,8 @@ class Watch:
         self.bar.n = sum(max(0, len(runner.history) - 1) for runner in self.runners)
         losses = [sum(m.node_losses) / len(m.node_losses) for m in run.training if m.node_losses]
         left = sum(not member.trains for member in run.members)
-        best = f"best loss {min(losses):.3f}" if losses else ""
+        preparing = next(filter(None, (group.executor.preparing for group in run.groups)), "")
+        best = f"best loss {min(losses):.3f}" if losses else preparing
         self.bar.set_postfix_str(best + (f", {left} not training" if left else ""), refresh=False)
         self.bar.update(0)
 

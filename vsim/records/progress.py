@@ -79,6 +79,8 @@ class Recorder:
                 dynamic_ncols=True,
                 disable=None,  # not into files and pipes
             )
+        if report.preparing:
+            self.bar.set_postfix_str(report.preparing)
         if "train_loss" in report.row:
             megabytes = report.row["wire_bytes"] / 1e6
             self.bar.set_postfix_str(f"loss {report.row['train_loss']:.3f}, {megabytes:.2f} MB sent", refresh=False)

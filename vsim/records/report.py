@@ -17,7 +17,7 @@ class StepReport:
     """What became known at a step: the row of the history, the nodes' losses (K,), the events of the ledger.
 
     `executor`, `max_steps` and `minibatch_size` (None: the whole batch) are the run's. `segment` says who takes part,
-    if not all nodes do in all steps.
+    if not all nodes do in all steps; `preparing`, what the next step does beside computing, if that takes long.
     """
 
     row: Mapping[str, float]
@@ -28,6 +28,7 @@ class StepReport:
     minibatch_size: int | None = None
     executor_reason: str = ""
     segment: Segment | None = None
+    preparing: str = ""
 
 
 class Log(Protocol):

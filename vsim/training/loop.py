@@ -78,6 +78,8 @@ def _steps(run: Run) -> Iterator[int]:
         member.known_events = len(member.ledger)
     attend(run, first + 1)
     _report_start(run)
+    if run.watch is not None:
+        run.watch(run)
     _tell_ends(run, run.training)
     for step in range(first + 1, run.max_steps + 1):
         if step > first + 1:
@@ -264,7 +266,9 @@ def _report_start(run: Run) -> None:
             row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
             row |= {"validation_seconds": member.validation_seconds, **found[member], **member.strategy.measured()}
             with _own(run, member):
-                report = StepReport(row, None, [], group.executor.name, member.max_steps, member.minibatch_size)
+                executor = group.executor
+                report = StepReport(row, None, [], executor.name, member.max_steps, member.minibatch_size)
+                report.preparing = executor.preparing
                 _tell(run, member, report)
             member.starts = False
 
