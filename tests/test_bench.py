@@ -15,9 +15,10 @@ from vsim import bench
 from vsim.bench import show
 from vsim.bench.jax_step import jax_step
 from vsim.bench.measure import Line, in_turn, memory_ratio, run_of
-from vsim.bench.peers import check_agreement, separate
+from vsim.bench.peers import bare, check_agreement, separate
 from vsim.bench.workloads import BATCH_SIZE, model_and_examples
 from vsim.cli import main
+from vsim.models import GPT
 from vsim.strategy import SimpleReduceStrategy, Strategy
 
 
@@ -95,6 +96,14 @@ def test_what_computes_something_else_is_no_comparison() -> None:
         check_agreement({"separate": separate(model, batch), "still": lambda: losses})
     with pytest.raises(RuntimeError, match="at step 1"):
         check_agreement({"separate": separate(model, batch), "broken": lambda: [losses[0], float("nan")]})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
+def test_the_bare_step_computes_the_same_and_says_nothing() -> None:
+    model = GPT(97, block_size=8, layers=1, width=16, heads=2, seed=0)  # tied weights; attention has no vmapped form
+    batch = list(torch.randint(0, 97, (2, 2, 4, 8), generator=torch.Generator().manual_seed(0)))
+    check_agreement({"separate": separate(model, batch), "bare": bare(model, batch)})
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from vsim.bench.workloads import LR
-from vsim.private_torch import recompile_limit
+from vsim.private_torch import recompile_limit, without_performance_warnings
 
 _MOST_APART = 1e-4  # of losses, in nats; roundings of float32 differ by 1e-6
 Step = Callable[[], list[float]]  # takes a step and returns the loss of every node before it
@@ -48,7 +48,8 @@ def bare(model: nn.Module, batch: Sequence[Tensor]) -> Step:
         return functional_call(model, (own, own_buffers), (own_batch,))
 
     gradients = torch.compile(vmap(grad_and_value(loss)), dynamic=False, fullgraph=True)
-    with torch.no_grad(), recompile_limit(256):  # which counts the lines before this one
+    # The limit counts the lines before this one.
+    with torch.no_grad(), recompile_limit(256), without_performance_warnings():
         gradients(weights, buffers, batch)
 
     @torch.no_grad()
