@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from vsim import Trainer
+from vsim.cluster.optim import OptimSpec
+from vsim.cluster.replicas import matrix
 from vsim.strategy import SimpleReduceStrategy
 
 
@@ -80,3 +82,25 @@ def test_a_large_step_has_all_threads() -> None:
 def test_deterministic_runs_have_the_threads_that_the_real_ones_have() -> None:
     calls, _, _ = trained(4, executor="vmap", deterministic=True)
     assert set(calls) == {3}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_equal_nodes_stay_equal_under_one_fused_call(threads: int, optimizer: str) -> None:
+    """A fused kernel rounds the rest of a chunk, which is no whole vector, in another way: rows are whole vectors."""
+    torch.set_num_threads(threads)
+    num_nodes, columns = 5, 26_123  # more than one thread's chunk, and no multiple of a vector
+    weights, grads = (matrix(num_nodes, columns, torch.float32, torch.device("cpu")) for _ in range(2))
+    stream = torch.Generator().manual_seed(threads)
+    weights[:] = torch.randn(columns, generator=stream)
+    options = {"momentum": 0.9} if optimizer == "sgd" else {}
+    built = OptimSpec(optimizer, lr=1e-3, **options).build_over(weights, grads, deterministic=False)
+    assert built.param_groups[0]["fused"] and len(built.param_groups[0]["params"]) == 1
+    start = weights.clone()
+    for step in range(1000):
+        grads[:] = torch.randn(columns, generator=stream)
+        built.step()
+        assert torch.equal(weights, weights[:1].expand_as(weights)), f"step {step + 1}"
+    assert not torch.equal(weights, start)
