@@ -1,15 +1,22 @@
-"""What a step of `fit` costs beside a bare hand-written vmap loop that does the same training.
+"""What a step of `fit` costs beside a bare hand-written vmap loop that does the same training, and where its time goes.
 
 MLP 64-128-128-10, batch 16 a node, AllReduce, AdamW, history on. The two alternate in one run, so that the ratio
 holds where the machine's speed drifts.
 
-    python tests/benchmarks/bench_fit_step.py
+A step's time is then divided among losses and gradients, the optimizer, and bookkeeping, which is all else: batches,
+communication, ledger, history. Bookkeeping is also timed alone, with losses that are given and an optimizer that does
+nothing: the rest of it is what the caches lose to the arithmetic in between.
+
+    python tests/benchmarks/bench_fit_step.py [--compile]
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -18,7 +25,9 @@ from torch.utils.data import TensorDataset
 
 from vsim import Trainer
 from vsim.models import MLP
-from vsim.strategy import SimpleReduceStrategy
+from vsim.strategy import SimpleReduceStrategy, Strategy
+from vsim.training.loop import steps
+from vsim.training.member import Run
 
 BATCH, STEPS, ROUNDS = 16, 100, 9
 
@@ -57,8 +66,55 @@ def fit_seconds(num_nodes: int, x: torch.Tensor, y: torch.Tensor) -> float:
     return (marks[-1] - marks[0]) / STEPS
 
 
+def run_of(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> Run:
+    options = {"num_nodes": num_nodes, "batch_size": BATCH, "progress": False, "executor": "vmap", "compile": compile}
+    return Trainer(MLP(seed=0), TensorDataset(x, y)).prepare(strategy=Strategy(lr=1e-3), max_steps=100_000, **options)
+
+
+def parts(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> list[float]:
+    """Microseconds of a step: all of it, losses and gradients, optimizer, bookkeeping, and bookkeeping alone."""
+    run = run_of(num_nodes, x, y, compile)
+    member, group = run.only
+    spent = [0.0, 0.0]
+    losses = torch.ones(num_nodes)
+
+    def timed(call: Callable[..., Any], which: int) -> Callable[..., Any]:
+        def wrapped(*given: Any) -> Any:
+            started = time.perf_counter()
+            result = call(*given)
+            spent[which] += time.perf_counter() - started
+            return result
+
+        return wrapped
+
+    group.losses_and_grads = timed(group.losses_and_grads, 0)  # type: ignore[method-assign]
+    member.strategy.optim.step = timed(member.strategy.optim.step, 1)  # type: ignore[method-assign]
+    taking, wholes = steps(run), []
+    divided = []
+    for _ in range(ROUNDS):
+        spent[:] = 0.0, 0.0
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            next(taking)
+        wholes.append((time.perf_counter() - started) / STEPS)
+        divided.append([seconds / STEPS for seconds in spent])
+    group.losses_and_grads = lambda batch: losses  # type: ignore[method-assign]
+    member.strategy.optim.step = lambda: None  # type: ignore[method-assign]
+    alone = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            next(taking)
+        alone.append((time.perf_counter() - started) / STEPS)
+    whole, gradients, optimizer = (statistics.median(v) for v in (wholes, *zip(*divided, strict=True)))
+    return [1e6 * t for t in (whole, gradients, optimizer, whole - gradients - optimizer, statistics.median(alone))]
+
+
 def main() -> None:
-    rows = []
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compile", action="store_true", help="divide a compiled step, too")
+    compiled = [False, True] if parser.parse_args().compile else [False]
+    rows, divided = [], []
     for num_nodes in (4, 16, 64):
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(num_nodes * 320, 64, generator=generator)
@@ -75,8 +131,11 @@ def main() -> None:
                 max(ratios),
             ]
         )
+        divided += [["compiled" if c else "vmap", num_nodes, *parts(num_nodes, x, y, c)] for c in compiled]
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     print(tabulate(rows, ["K", "fit ms/step", "bare ms/step", "ratio (median)", "min", "max"], floatfmt=".2f"))
+    header = ["step", "K", "µs", "losses, gradients", "optimizer", "bookkeeping", "bookkeeping alone"]
+    print("\n" + tabulate(divided, header, floatfmt=".0f"))
 
 
 if __name__ == "__main__":

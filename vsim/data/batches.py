@@ -238,7 +238,8 @@ def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] 
         return lambda positions: inner(chosen[positions])
     if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
         tensors = dataset.tensors
-        return lambda positions: [t[positions] for t in tensors]
+        # Whole rows at a time: indexing by a matrix of positions copies number by number.
+        return lambda positions: [t.index_select(0, positions.flatten()).unflatten(0, positions.shape) for t in tensors]
     return None
 
 

@@ -121,8 +121,7 @@ class Order:
         epoch, skip = divmod(position, int(self.shard_sizes[node]))
         rest = self._own_epoch(node, epoch)[0, skip:]
         while True:
-            while len(rest) < self.batch_size:
-                epoch += 1
-                rest = torch.cat([rest, self._own_epoch(node, epoch)[0]])
-            yield rest[: self.batch_size]
-            rest = rest[self.batch_size :]
+            full = len(rest) // self.batch_size * self.batch_size
+            yield from rest[:full].view(-1, self.batch_size).unbind()
+            epoch += 1
+            rest = torch.cat([rest[full:], self._own_epoch(node, epoch)[0]])
