@@ -56,6 +56,7 @@ class Executor(ABC):
         reason: why it was chosen, if there was a choice.
         is_ready: whether the last step took as long as the next ones of its kind will.
         preparing: what the next step does beside computing, if that takes long: for those who wait.
+        has_given_threads: whether the user has said how many threads compute it.
         step: the number of the run's step that is computed, from 1; a run that resumes sets the completed steps.
     """
 
@@ -63,6 +64,7 @@ class Executor(ABC):
     reason: str = ""
     is_ready: bool = True
     preparing: str = ""
+    has_given_threads: bool = False
     step: int = 0
 
     def __init__(

@@ -174,7 +174,8 @@ class CompiledExecutor(VmapExecutor):
         """Return the losses of a piece; write share · gradients to their places, or add them."""
         piece, (weights, grads) = self.pieces[number], self._operands[number]
         whole = share == 1.0 and not adds
-        added = None if whole else (torch.tensor(share, dtype=torch.float64), torch.tensor(adds))
+        precise = torch.promote_types(self.replicas.grads.dtype, torch.float32)  # some devices know no float64
+        added = None if whole else (torch.tensor(share, dtype=precise), torch.tensor(adds))
         # Other shapes need other graphs, as many as a sweep has: torch's limit counts all runs of the process. At every
         # other step the limit holds, and stops a model whose Python is different at every call.
         graph = (len(piece.numbers), whole, *(t.shape for t in tree_leaves(batch)))

@@ -39,7 +39,8 @@ class Threads:
     """Chooses the threads of an executor's steps, by their shapes alone.
 
     Args:
-        executor: whose choice it is. With `settings.exact` there is none: the last bits may depend on it.
+        executor: whose choice it is. With `settings.exact` there is none, as the last bits may depend on it, and where
+            the threads are given, as to the processes of a run.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -53,7 +54,8 @@ class Threads:
 
     def _is_small(self, batch: Any) -> bool:
         replicas = self.executor.replicas
-        if self.executor.settings.exact or replicas.weights.device.type != "cpu":
+        settled = self.executor.settings.exact or self.executor.has_given_threads
+        if settled or replicas.weights.device.type != "cpu":
             return False
         shapes = tuple(t.shape for t in tree_leaves(batch))
         if shapes not in self._small:

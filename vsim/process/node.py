@@ -110,6 +110,7 @@ class EagerExecutor(Executor):
     """One node as an ordinary module: forward, `loss.backward()`. Its parameters are those of the row."""
 
     name = "eager"
+    has_given_threads = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
