@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, e
 
 
 _recent_epoch = lru_cache(maxsize=8)(epoch_indices)  # which all nodes ask for, if they are at different steps
+
+_AT_ONCE = 64  # batches of which the nodes' own positions are stacked in one call
 
 
 @dataclass(eq=False)
@@ -54,7 +57,7 @@ class Order:
     def __post_init__(self) -> None:
         self.lengths = lengths = list(self.lengths)
         self.shared = len(lengths) == 1
-        self.offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        self.offsets = [0, *accumulate(lengths[:-1])]
         self.even = len(set(lengths)) == 1
         self.nodes: Sequence[int] = range(self.num_nodes)
         self.missed: Sequence[int] = [0] * self.num_nodes
@@ -90,7 +93,7 @@ class Order:
         """Yield the (b,) positions of one node for every step of its own from the 0-based `start_step` on."""
         if self.even:
             return (positions[node] for positions in self._in_epochs(start_step))
-        return self._stream(node, start_step * self.batch_size)
+        return (positions[0] for positions in self.attended([node], [0])._in_streams(start_step))
 
     def _in_epochs(self, step: int) -> Iterator[Tensor]:
         while True:
@@ -101,27 +104,27 @@ class Order:
                 step += 1
 
     def _in_streams(self, step: int) -> Iterator[Tensor]:
-        own = zip(self.nodes, self.missed, strict=True)
-        streams = [self._stream(node, (step - missed) * self.batch_size) for node, missed in own]
+        """Yield (n, B) positions: of every node its epochs end to end, from its own share of `step` on."""
+        size, nodes = self.batch_size, list(self.nodes)
+        skipped = torch.tensor([size * (step - missed) for missed in self.missed])
+        epochs = (skipped // self.shard_sizes[nodes]).tolist()
+        rests = [self._own_epoch(node, epoch) for node, epoch in zip(nodes, epochs, strict=True)]
+        rests = [rest[skip % len(rest) :] for rest, skip in zip(rests, skipped.tolist(), strict=True)]
         while True:
-            yield torch.stack([next(stream) for stream in streams])
+            for row, node in enumerate(nodes):
+                while len(rests[row]) < size:
+                    epochs[row] += 1
+                    rests[row] = torch.cat([rests[row], self._own_epoch(node, epochs[row])])
+            full = min(_AT_ONCE, *(len(rest) // size for rest in rests))
+            yield from torch.stack([rest[: full * size] for rest in rests]).unflatten(1, (full, size)).unbind(1)
+            rests = [rest[full * size :] for rest in rests]
 
     def _epoch(self, epoch: int) -> Tensor:
         if self.shared:
             return _recent_epoch(self.lengths[0], self.num_nodes, self.shuffle, self.seed, epoch)
-        return torch.cat([self._own_epoch(node, epoch) for node in range(self.num_nodes)])
+        return torch.stack([self._own_epoch(node, epoch) for node in range(self.num_nodes)])
 
     def _own_epoch(self, node: int, epoch: int) -> Tensor:
         if self.shared:
-            return self._epoch(epoch)[node : node + 1]
-        return epoch_indices(self.lengths[node], 1, self.shuffle, self.seed, epoch) + self.offsets[node]
-
-    def _stream(self, node: int, position: int) -> Iterator[Tensor]:
-        """Yield (B,) positions of one node: its epochs end to end, from example number `position` on."""
-        epoch, skip = divmod(position, int(self.shard_sizes[node]))
-        rest = self._own_epoch(node, epoch)[0, skip:]
-        while True:
-            full = len(rest) // self.batch_size * self.batch_size
-            yield from rest[:full].view(-1, self.batch_size).unbind()
-            epoch += 1
-            rest = torch.cat([rest[full:], self._own_epoch(node, epoch)[0]])
+            return self._epoch(epoch)[node]
+        return epoch_indices(self.lengths[node], 1, self.shuffle, self.seed, epoch)[0] + self.offsets[node]

@@ -31,7 +31,7 @@ def attend(run: Run, step: int) -> None:
     Raises:
         CheckpointError: a strategy has a state of which it cannot be told whose it is.
     """
-    if all(member.part.plan is None for member in run.members):
+    if not any(_begins(member, step) for member in run.members):
         return
     for group in list(run.groups):
         beginning = [member for member in group.members if _begins(member, step)]
@@ -138,8 +138,7 @@ def _begin_round(member: Member, step: int) -> None:
     collectives.active = nodes
     collectives.step, collectives.moment = step, "start"
     pulled = weights.nbytes - sum(module.personal_bytes for module in strategy.communication_modules)
-    rows = collectives.pull(weights, cluster.weights, label="pull", payload_bytes=pulled)
-    replicas.weights.copy_(rows[: len(replicas.weights)])
+    replicas.weights.copy_(collectives.pull(weights, label="pull", payload_bytes=pulled))
     for name, mean in cluster.mean_buffers().items():
         replicas.buffers[name].copy_(mean)
     forget(strategy.optim)

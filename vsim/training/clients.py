@@ -90,9 +90,9 @@ class Clients(Stateful):
 
     def arrive(self, cluster: Cluster) -> None:
         """Give the rows what belongs to the clients that are here now."""
-        for row, node in enumerate(cluster.replicas.nodes):
-            kept = self.kept.get(cluster.active[node], self._first)
-            for own, (_, _, value) in zip(kept, self._values(), strict=True):
+        values = [value for *_, value in self._values()]
+        for row, node in enumerate(cluster.replicas.nodes if values else ()):
+            for own, value in zip(self.kept.get(cluster.active[node], self._first), values, strict=True):
                 value[row] = own
 
 
