@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from vsim.extras import extra
 
 PROBE = """
 import sys, torch
@@ -16,3 +22,11 @@ print([name for name in ("matplotlib", "pandas", "sklearn", "tqdm") if name in s
 def test_import_prints_nothing_and_loads_nothing_heavy() -> None:
     out = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True, check=True)
     assert out.stdout == "[]\n" and out.stderr == ""
+
+
+def test_the_import_of_an_extra_leaves_pythons_generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "draws_at_import.py").write_text("import random\nnumber = random.getrandbits(24)\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = random.getstate()
+    assert extra("draws_at_import", "a test", "nothing", "none").number >= 0
+    assert random.getstate() == before
