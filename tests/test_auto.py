@@ -97,6 +97,11 @@ def test_what_is_clearly_slower_is_tried_twice_only(monkeypatch: pytest.MonkeyPa
     assert took == [*["vmap"] * 4, *["loop"] * 2, *["vmap"] * 34]
 
 
+def test_small_steps_are_timed_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, took = race(monkeypatch, {"vmap": (0.5, 0.003), "loop": (0.1, 0.004)}, 10_000)
+    assert took == [*["vmap"] * 8, *["loop"] * 6, *["vmap"] * 26]  # the first, then 7 · 3 ms and 5 · 4 ms
+
+
 def test_nothing_is_tried_that_might_cost_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     # 3 % of 30 steps of 10 ms are 9 ms, less than one step.
     engine, took = race(monkeypatch, {"vmap": (0.5, 0.010), "loop": (0.1, 0.001)}, 30)

@@ -24,7 +24,8 @@ from vsim.private_torch import unwatched
 
 # The budget for trying other executors than the best: in seconds, and as a share of the run.
 BUDGET_SECONDS, BUDGET_SHARE = 1.0, 0.03
-_TIMED_STEPS = 3  # of each, after the first and those in which it prepares
+# Timed of each at least, after the first step and those in which it prepares: steps, and seconds, since small steps vary.
+_TIMED_STEPS, _TIMED_SECONDS = 3, 0.02
 # Seconds that compiling is expected to take until one has been measured in this process, and the share of the remaining
 # run that it may take. If the compiled steps turn out to be no faster, that is what is lost.
 _FIRST_GUESS_OF_COMPILING, _COMPILING_SHARE = 60.0, 0.1
@@ -160,8 +161,9 @@ class AutoExecutor(Executor):
         self.spent += max(0.0, seconds - best) if candidate is not self.candidates[0] else 0.0
         # What compiling may cost was decided before it began.
         over = candidate.label != "compiled" and self.spent > self._budget(best)
-        hopeless = bool(candidate.seconds) and candidate.best > 1.2 * best
-        if len(candidate.seconds) < _TIMED_STEPS and not over and not hopeless:
+        timed = sum(candidate.seconds) >= _TIMED_SECONDS
+        known = timed and (len(candidate.seconds) >= _TIMED_STEPS or candidate.best > 1.2 * best)
+        if not (known or over):
             return
         self.on_trial += 1
         if over or self.on_trial == len(self.candidates) or best > self._budget(best):
