@@ -24,7 +24,7 @@ from vsim.private_torch import unwatched
 
 # The budget for trying other executors than the best: in seconds, and as a share of the run.
 BUDGET_SECONDS, BUDGET_SHARE = 1.0, 0.03
-# Timed of each at least, after the first step and those in which it prepares: steps, and seconds, since small steps vary.
+# Timed of each at least, after the first step and those in which it prepares. Small steps vary: hence the seconds.
 _TIMED_STEPS, _TIMED_SECONDS = 3, 0.02
 # Seconds that compiling is expected to take until one has been measured in this process, and the share of the remaining
 # run that it may take. If the compiled steps turn out to be no faster, that is what is lost.
