@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from vsim.arguments import one_of, only_one, real_number, reject_unknown
 from vsim.cluster.muon import StackedMuon, hidden_matrices
-from vsim.cluster.optimizers import JointOptimizers, NodeOptimizers, StackedOptimizer, in_training
+from vsim.cluster.optimizers import JointOptimizers, NodeOptimizers, StackedOptimizer, in_training, without_compiler
 from vsim.cluster.replicas import Replicas, with_gaps
 
 # Every element of the update depends on that element alone, so that one optimizer over the (K, P) matrix is K
@@ -117,8 +117,10 @@ class OptimSpec:
         sample = torch.zeros(2, 2, requires_grad=True)  # which any of torch's takes
         sample.grad = torch.zeros(2, 2)
         of_gpus = {"capturable"} if torch.cuda.is_available() else set()
-        optimizer = self.cls([sample], **{name: v for name, v in self.kwargs.items() if name not in of_gpus})
-        optimizer.step()
+        kwargs = {name: value for name, value in self.kwargs.items() if name not in of_gpus}
+        optimizer = without_compiler(self.cls)([sample], **kwargs)
+        with torch.set_grad_enabled(bool(kwargs.get("differentiable"))):
+            optimizer.step()
         return frozenset(optimizer.state[sample])
 
     @classmethod

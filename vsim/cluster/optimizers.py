@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, ClassVar
@@ -86,6 +87,15 @@ class NodeOptimizers(JointOptimizers):
 
 
 StackedOptimizer = Optimizer | JointOptimizers
+
+
+def without_compiler(cls: type[Optimizer]) -> Callable[..., Optimizer]:
+    """Return a class of the same optimizers to check arguments with; whether gradients are recorded is the caller's.
+
+    torch.optim's own begin by loading torch.compile, 70 MB in a second, to tell it that it shall not trace them.
+    """
+    methods = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "step")}
+    return type(cls.__name__, (cls,), methods)
 
 
 def torch_optimizers(optimizer: StackedOptimizer) -> list[Optimizer]:

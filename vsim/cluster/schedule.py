@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from vsim.arguments import one_of, reject_unknown, true_or_false, whole_number
-from vsim.cluster.optimizers import StackedOptimizer, torch_optimizers
+from vsim.cluster.optimizers import StackedOptimizer, torch_optimizers, without_compiler
 
 SCHEDULES = ("cosine", "lambda_cosine")
 
@@ -110,7 +110,7 @@ class Schedule:
 
     def _check_torchs(self, scheduler: type[LRScheduler]) -> None:
         """Take one step with one of torch's, so that its arguments are checked now."""
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
+        optimizer = without_compiler(torch.optim.SGD)([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
         try:
             own = scheduler(optimizer, **copy.deepcopy(self.kwargs))
             optimizer.step()
