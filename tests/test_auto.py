@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from separate import TASKS, small_mlp, vectors
+from test_trace import captures_draws
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -289,6 +290,7 @@ def test_one_node_at_a_time_is_the_loop(num_nodes: int, chunk_size: int | None) 
 # Traced
 
 
+@captures_draws
 def test_auto_traces_at_once_where_the_run_is_long_enough() -> None:
     plain = fit(small_mlp(0.2), max_steps=1000, executor="vmap", compile=False)
     for compile, count, deterministic in (("auto", 1000, False), ("auto", 999, False), ("trace", 3, True)):

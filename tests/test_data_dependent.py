@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lowering import One, make
+from test_trace import captures_draws
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -219,6 +220,7 @@ def test_a_member_goes_its_own_way() -> None:
         assert np.array_equal(members[name].history.node_losses, trainer.history.node_losses)
 
 
+@captures_draws
 def test_a_trace_holds_an_answer_until_a_check_tells_that_it_has_changed() -> None:
     options: dict[str, Any] = {"num_nodes": 2, "batch_size": 4, "executor": "vmap", "progress": False}
     strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.01)
@@ -237,6 +239,7 @@ def test_a_trace_holds_an_answer_until_a_check_tells_that_it_has_changed() -> No
         trainer.fit(strategy=strategy, max_steps=6, compile="trace", train_loss_hook=change, **options)
 
 
+@captures_draws
 def test_a_step_whose_nodes_differ_is_not_traced() -> None:
     options: dict[str, Any] = {"num_nodes": 4, "max_steps": 4, "batch_size": 4, "progress": False}
     strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.01)

@@ -14,9 +14,8 @@ from torch import nn
 
 from vsim import strategy as strategies
 from vsim.arguments import naming, one_of
-from vsim.cluster import participation
 from vsim.cluster.optim import OPTIMIZERS, OptimSpec
-from vsim.cluster.participation import Participation, Schedule, Stragglers
+from vsim.cluster.participation import Deadline, Dropout, DropSlowest, OverCommit, Participation, Sample, Trace
 from vsim.data import TextDataset, digits, docs_text, mnist, partition, text_file
 from vsim.models import CNN, GPT, MLP
 from vsim.network import Compute
@@ -27,9 +26,7 @@ from vsim.strategy import MERGERS, PRESETS, STRATEGIES, Compressor, IndexSelecto
 LEARNING_RATES = {"gpt": 6e-4, "mlp": 2e-3, "cnn": 2e-3}
 BATCH_SIZES = {"gpt": 8, "mlp": 16, "cnn": 16}
 PARTICIPATION: dict[str, type[Participation]] = {
-    name.lower(): cls
-    for name, cls in vars(participation).items()
-    if isinstance(cls, type) and issubclass(cls, Participation) and cls not in (Participation, Schedule, Stragglers)
+    cls.__name__.lower(): cls for cls in (Dropout, Trace, Deadline, DropSlowest, OverCommit, Sample)
 }
 # What a value may be beside literals and text, with its arguments: topk(0.01), adamw(weight_decay=0.1).
 MADE: dict[str, Callable[..., Any]] = {
