@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import vsim
 from vsim import Trainer
 from vsim.strategy import DiLoCoStrategy
+
+# timm imports torchvision, and so does transformers where it can. That registers forms of two operators of its compiled
+# library, which a build of torch for another device than torchvision's cannot load: there they are declared.
+if torchvision := importlib.util.find_spec("torchvision"):
+    try:
+        torch.ops.load_library(Path(str(torchvision.origin)).with_name("_C.so"))
+    except OSError:
+        OPERATORS = torch.library.Library("torchvision", "DEF")  # declared as long as it lives
+        for operator in ("nms", "qnms"):
+            OPERATORS.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 WORDS, LENGTH = 61, 12
 SIZES = {
@@ -101,9 +115,12 @@ def test_it_goes_to_the_loop_where_some_nodes_have_padding(name: str) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_it_is_that_of_the_processes(name: str, padded: bool) -> None:
+def test_it_is_that_of_the_processes(
+    name: str, padded: bool, ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
     exact = trained(name, padded, deterministic=True)
     assert_close(exact, trained(name, padded, executor="loop"), rtol=0, atol=0)
+    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(2).train)
     strategy = DiLoCoStrategy(inner_optim="sgd", lr=0.1, H=2)
-    report = vsim.verify(FromDict(name), Sentences(padded), strategy, num_nodes=2, max_steps=3, batch_size=4)
+    report = vsim.verify(FromDict(name), Sentences(padded), strategy, 2, max_steps=3, batch_size=4, threads=1)
     assert report.identical, report
