@@ -59,15 +59,17 @@ def not_installed(command: str) -> set[str]:
     return set().union(*map(modules, left_out))
 
 
-class Missing:
-    """Finds none of these modules, as if they were not installed. A None in sys.modules would be found there."""
+class Without:
+    """A finder without these modules, as if they were not installed. A None in sys.modules would be found."""
 
-    def __init__(self, modules: set[str]) -> None:
-        self.modules = modules
+    def __init__(self, finder: Any, modules: set[str]) -> None:
+        self.finder, self.modules = finder, modules
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name.partition(".")[0] in self.modules:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return None if name.partition(".")[0] in self.modules else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.finder, name)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def readme() -> dict[str, Any]:
     first = next(block for block in blocks(README) if block.kind == "sh")
     with pytest.MonkeyPatch.context() as patch:
         missing = not_installed(first.text)
-        patch.setattr(sys, "meta_path", [Missing(missing), *sys.meta_path])
+        patch.setattr(sys, "meta_path", [Without(finder, missing) for finder in sys.meta_path])
         for module in missing:
             patch.delitem(sys.modules, module, raising=False)
         return run_page(README)
