@@ -2,8 +2,8 @@
 
 Each node is a process of `fit(backend="process")` in a network namespace of its own, with a cable to a switch, which
 `tc tbf` limits in both directions. A plain transfer, in which every node sends to the next, gives the bandwidth and
-latency of the links and the bytes that protocols add; the same runs without a limit give the compute seconds, those
-outside of what the ledger counts. Seconds are medians over rounds of H steps. Needs root, and iproute2.
+latency of the links and the bytes that protocols add; the same run without a limit, just before, gives the compute
+seconds, those outside of what the ledger counts. Seconds are medians over rounds of H steps. Needs root, and iproute2.
 
     python tests/benchmarks/bench_network.py [--nodes 2 4] [--megabits 20 50 200]
 """
@@ -47,7 +47,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "SPARTA": lambda: SPARTAStrategy("sgd", p_sparta=0.5, lr=1e-3),
     "DeMo": lambda: DeMoStrategy(compression_topk=512, lr=1e-3),
 }
-ROUNDS = 5  # of H steps, after one to warm up
+ROUNDS = 10  # of H steps, after one to warm up
 TRANSFERS, PINGS = 5, 20
 
 
@@ -107,17 +107,17 @@ def measure(num_nodes: int, rates: Sequence[float]) -> list[Measured]:
                 process.kill()
                 process.wait()
         files = [Path(folder) / f"{rank}.json" for rank in range(num_nodes)]
-        unlimited, *limited = zip(*(json.loads(file.read_text()) for file in files), strict=True)
+        limited = zip(*(json.loads(file.read_text()) for file in files), strict=True)
     return [
-        _measured(num_nodes, megabits, name, unlimited, at_rate)
+        _measured(num_nodes, megabits, name, at_rate)
         for megabits, at_rate in zip(rates, limited, strict=True)
         for name in STRATEGIES
     ]
 
 
-def _measured(num_nodes: int, megabits: float, name: str, unlimited: Any, at_rate: Any) -> Measured:
-    seconds, _, sent = _steps(at_rate, name)
-    own, communicating, _ = _steps(unlimited, name)
+def _measured(num_nodes: int, megabits: float, name: str, at_rate: Any) -> Measured:
+    seconds, _, sent = _steps(at_rate, "runs", name)
+    own, communicating, _ = _steps(at_rate, "unlimited", name)
     compute = _median((own - communicating).amax(0))  # of the node for which the others wait
     plain = {
         key: statistics.fmean(node[key] for node in at_rate) for key in ("seconds", "bytes", "sent", "ping", "small")
@@ -140,9 +140,9 @@ def _measured(num_nodes: int, megabits: float, name: str, unlimited: Any, at_rat
     )
 
 
-def _steps(nodes: Any, name: str) -> tuple[Tensor, ...]:
+def _steps(nodes: Any, runs: str, name: str) -> tuple[Tensor, ...]:
     """Of each node and step, (K, T): seconds, those of it in collectives, and bytes sent."""
-    return torch.tensor([node["runs"][name] for node in nodes], dtype=torch.float64).diff(dim=1).unbind(-1)
+    return torch.tensor([node[runs][name] for node in nodes], dtype=torch.float64).diff(dim=1).unbind(-1)
 
 
 def _median(steps: Tensor) -> float:
@@ -182,12 +182,16 @@ class Rank:
     def sent(self) -> int:
         return int(Path(f"/sys/class/net/{CABLE}/statistics/tx_bytes").read_text())
 
-    def measure(self, megabits: float | None) -> dict[str, Any]:
-        """The plain transfer and all runs on links of this rate."""
+    def limit(self, megabits: float | None) -> None:
         dist.barrier()
         if self.rank == 0:
             shape(self.nodes, megabits)
-        num_bytes = int((megabits or 200) * 1e6 / 16)  # half a second's
+        dist.barrier()
+
+    def measure(self, megabits: float) -> dict[str, Any]:
+        """The plain transfer on links of this rate, and all runs, each without a limit and with."""
+        self.limit(megabits)
+        num_bytes = int(megabits * 1e6 / 16)  # half a second's
         before = self.sent()
         seconds = statistics.median(self.exchange(num_bytes) for _ in range(TRANSFERS))
         dist.barrier()  # until all has arrived
@@ -197,8 +201,13 @@ class Rank:
         for _ in range(PINGS):  # the losses, of which no ledger tells
             dist.all_gather([torch.empty_like(losses) for _ in self.nodes], losses)
         small = (self.sent() - before) / PINGS
-        runs = {name: self.run(make()) for name, make in STRATEGIES.items()}
-        return {"bytes": num_bytes, "sent": sent, "seconds": seconds, "ping": ping, "small": small, "runs": runs}
+        measured = {"bytes": num_bytes, "sent": sent, "seconds": seconds, "ping": ping, "small": small}
+        runs: dict[str, Any] = {"unlimited": {}, "runs": {}}
+        for name, make in STRATEGIES.items():
+            for kind, rate in ("unlimited", None), ("runs", megabits):  # at a time, as the machine's speed drifts
+                self.limit(rate)
+                runs[kind][name] = self.run(make())
+        return {**measured, **runs}
 
     def exchange(self, num_bytes: int) -> float:
         """Send to the next node around the ring, receive from the one before; return the seconds."""
@@ -233,7 +242,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.rank is not None:
         rank = Rank(options.namespaces)
-        measured = [rank.measure(megabits) for megabits in (None, *options.megabits)]
+        measured = [rank.measure(megabits) for megabits in options.megabits]
         (options.rank / f"{rank.rank}.json").write_text(json.dumps(measured))
         return dist.destroy_process_group()
     rows = [
