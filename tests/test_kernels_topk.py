@@ -52,6 +52,21 @@ def test_topk_by_hand():
     assert dict(zip(index[0].tolist(), values[0].tolist(), strict=True)) == {1: -5.0, 3: 3.0}
 
 
+def test_rows_in_any_number_of_dimensions():
+    columns = torch.randn(3, 500, generator=torch.Generator().manual_seed(0))[:, 20:420].unflatten(
+        1, (2, 200)
+    )  # a view
+    values, index = topk_entries(columns, 5)
+    flat_values, flat_index = topk_entries(columns.flatten(0, 1), 5)
+    assert torch.equal(values.flatten(0, 1), flat_values) and torch.equal(index.flatten(0, 1), flat_index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_nothing_is_larger_than_nan_and_then_infinity(dtype):
+    x = torch.tensor([[1.0, float("nan"), 0.0, -float("inf"), 9.0, -2.0]], dtype=dtype)
+    assert [set(topk_entries(x, k)[1][0].tolist()) for k in (1, 2, 3)] == [{1}, {1, 3}, {1, 3, 4}]
+
+
 def test_keeping_everything_keeps_the_order():
     x = torch.tensor([[3.0, -1.0, 0.0]])
     values, index = topk_entries(x, 7)
@@ -107,3 +122,14 @@ def test_the_sum_runs_in_rank_order():
     index = torch.zeros(3, 1, dtype=torch.int64)
     assert scatter_mean(index, torch.tensor([1e8, 1.0, -1e8]).reshape(3, 1), 1).item() == 0
     assert scatter_mean(index, torch.tensor([1e8, -1e8, 3.0]).reshape(3, 1), 1).item() == 1
+
+
+def test_many_nodes_add_up_in_rank_order():
+    generator = torch.Generator().manual_seed(0)
+    index = torch.rand(16, 5000, generator=generator).argsort(1)[:, :3000]
+    values = torch.randn(16, 3000, generator=generator)
+    total, senders = torch.zeros(5000), torch.zeros(5000)
+    for places, numbers in zip(index, values, strict=True):
+        total[places] += numbers
+        senders[places] += 1
+    assert torch.equal(scatter_mean(index, values, 5000), total / senders.clamp(min=1))

@@ -10,6 +10,8 @@ from torch import Tensor
 from .dct import largest_divisor
 from .precision import working_dtype
 
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
 
 def topk_entries(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k entries of largest magnitude in every row, exactly.
@@ -19,11 +21,11 @@ def topk_entries(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     its own. So: the groups' maxima, the k best groups by the same procedure, the k largest of their k · b entries.
 
     Args:
-        x: (M, n), floating.
+        x: (…, n), floating.
         k: entries to keep in a row, at least 1; a k above n keeps all n.
 
     Returns:
-        values (M, min(k, n)) with their sign, and their index (M, min(k, n)), int64, distinct in a row. The
+        values (…, min(k, n)) with their sign, and their index (…, min(k, n)), int64, distinct in a row. The
         order inside a row is unspecified, and so is which of several equal magnitudes is kept at the edge
         (the same on every call).
 
@@ -34,26 +36,28 @@ def topk_entries(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    rows, n = x.shape
+    n = x.shape[-1]
     if k >= n:
-        return x.clone(), torch.arange(n, device=x.device).expand(rows, n).contiguous()
-    index = _largest(x.abs(), k)
-    return x.gather(1, index), index
+        return x.clone(), torch.arange(n, device=x.device).expand(x.shape).contiguous()
+    # Magnitudes have the order of their bits as whole numbers, which are compared faster, without a thought of NaN.
+    bits = x.abs().view(_WHOLE[x.element_size()])
+    index = _largest(bits.reshape(-1, n), k).view(*x.shape[:-1], k)
+    return x.gather(-1, index), index
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
     """The places of the k largest of every row, (M, n) → (M, k)."""
     rows, n = x.shape
-    group = largest_divisor(n, math.isqrt(n // k)) if n > 4 * k else 1  # of a few, one stage is faster
+    group = largest_divisor(n, math.isqrt(n // k)) if n > 8 * k else 1  # of a few, one stage is faster
     if group == 1:
         return x.topk(k, dim=1, sorted=False).indices
     groups = n // group
     # Group j is the entries j, j + groups, …: this way round the maximum runs over whole rows of memory.
     grouped = x.reshape(rows, group, groups)
     best = _largest(grouped.amax(1), k)  # (M, k) groups
-    candidates = grouped.gather(2, best[:, None, :].expand(rows, group, k)).reshape(rows, group * k)
-    place = candidates.topk(k, dim=1, sorted=False).indices  # (M, k) places among the candidates
-    return torch.div(place, k, rounding_mode="floor") * groups + best.gather(1, place % k)
+    starts = torch.arange(0, n, groups, device=x.device)
+    candidates = (starts[:, None] + best[:, None]).flatten(1)  # (M, group · k) places
+    return candidates.gather(1, x.gather(1, candidates).topk(k, dim=1, sorted=False).indices)
 
 
 def scatter_mean(index: Tensor, values: Tensor, n: int) -> Tensor:
@@ -61,9 +65,10 @@ def scatter_mean(index: Tensor, values: Tensor, n: int) -> Tensor:
 
         out[j] = Σ_{k: j ∈ index[k]} value / #{k: j ∈ index[k]}
 
-    An entry sent with value 0 counts as sent. Sums run over the nodes in rank order with one scatter a node, whose
-    indices are distinct: bitwise equal on every run, also where a scatter with collisions adds atomically in any order.
-    The nodes are counted with one scatter, as whole numbers add up in any order.
+    An entry sent with value 0 counts as sent. Sums run over the nodes in rank order, bitwise equal on every run: a CPU
+    scatters into a vector in the order of the indices; elsewhere, where collisions add atomically in any order, one
+    scatter a node has none, as its indices are distinct. The nodes are counted with one scatter, as whole numbers add
+    up in any order.
 
     Args:
         index: *stacked* (K, s) int64, the entries each node sent, distinct in a row.
@@ -76,9 +81,10 @@ def scatter_mean(index: Tensor, values: Tensor, n: int) -> Tensor:
     Source: DeMo [2411.19870], reference code (`batch_decompress`, `scatter_reduce` with "mean").
     """
     total = values.new_zeros(n, dtype=working_dtype(values.dtype))
-    for node_index, node_values in zip(index.unbind(), values.to(total.dtype).unbind(), strict=True):
-        total.scatter_add_(0, node_index, node_values)
     sent = index.flatten()
+    at_once = sent.numel() if sent.device.type == "cpu" else index.shape[1]
+    for places, numbers in zip(sent.split(at_once), values.to(total.dtype).flatten().split(at_once), strict=True):
+        total.scatter_add_(0, places, numbers)
     senders = torch.zeros_like(total).scatter_add_(0, sent, total.new_ones(()).expand_as(sent))
     return total.div_(senders.clamp_(min=1.0)).to(values.dtype)
 

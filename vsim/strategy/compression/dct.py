@@ -32,16 +32,13 @@ class DCTTopK(TileTopK):
     ) -> None:
         super().__init__(topk, chunk, index_bytes, quantizer)
 
-    def arrange(self, rows: Tensor, cluster: Cluster) -> list[Tensor]:
-        """Return the coefficients of all tiles, (R, count, h · w) for each shape of tiles."""
-        tiles = zip(super().arrange(rows, cluster), self.groups, strict=True)
-        return [by_node(cluster, _coefficients, tile.unflatten(2, (group.h, group.w))) for tile, group in tiles]
+    def transformed(self, tiles: Tensor, cluster: Cluster) -> Tensor:
+        return by_node(cluster, _coefficients, tiles)
 
-    def restore(self, arranged: list[Tensor]) -> Tensor:
-        tiles = zip(arranged, self.groups, strict=True)
-        return super().restore([idct_tiles(c.reshape(-1, group.h, group.w)).view_as(c) for c, group in tiles])
+    def inverse(self, tiles: Tensor) -> Tensor:
+        return idct_tiles(tiles.flatten(0, -3)).view_as(tiles)
 
 
 def _coefficients(tiles: Tensor) -> Tensor:
-    """(R, count, h, w) → (R, count, h · w)."""
-    return dct_tiles(tiles.flatten(0, 1)).view(*tiles.shape[:2], -1)
+    """(R, count, h, w) → alike."""
+    return dct_tiles(tiles.flatten(0, 1)).view_as(tiles)

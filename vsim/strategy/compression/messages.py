@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from vsim_kernels import pack_bits, unpack_bits
 
@@ -39,8 +40,10 @@ def gather_entries(
     cluster: Cluster,
     label: str,
     payload_bytes: int,
-) -> tuple[list[Tensor], list[Tensor]]:
+) -> tuple[Tensor, list[Tensor]]:
     """All-gather the places of entries with the message of their values: (R, …) each, and (K, …) in return.
+
+    The places return in one tensor.
 
     Args:
         index: several (R, n), each of places among so many as `sizes` has.
@@ -48,10 +51,9 @@ def gather_entries(
     """
     counts, widths = [places.shape[1] for places in index], [(size - 1).bit_length() for size in sizes]
     packed = index_bytes == "packed"
-    places = [pack_bits(index, widths)] if packed else [*index]
-    gathered = gather_message([*places, *message], cluster, label, payload_bytes)
-    received = unpack_bits(gathered[0], counts, widths) if packed else gathered[: len(places)]
-    return received, gathered[len(places) :]
+    places = pack_bits(index, widths) if packed else torch.cat([*index], dim=1)
+    gathered, *received = gather_message([places, *message], cluster, label, payload_bytes)
+    return torch.cat(unpack_bits(gathered, counts, widths), dim=1) if packed else gathered, received
 
 
 def sparse_bytes(entries: Sequence[tuple[int, int]], index_bytes: str, value_bytes: float) -> int:

@@ -24,16 +24,15 @@ class Tiles:
     def __init__(self, h: int, w: int, parameters: Sequence[Columns]) -> None:
         self.h, self.w, self.size, self.parameters = h, w, h * w, parameters
         self.count = sum(c.stop - c.start for c in parameters) // self.size
+        matrices = [(c, *matrix_shape(c.shape)) for c in parameters]
+        self._cuts = [(slice(c.start, c.stop), (n // h, h, m // w, w)) for c, n, m in matrices]
 
     def views(self, tiles: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield views of every parameter's entries, of equal shape: in `tiles` (…, count, h, w) and `rows` (…, P)."""
         lead, first = rows.shape[:-1], 0
-        for c in self.parameters:
-            n, m = matrix_shape(c.shape)
-            down, across = n // self.h, m // self.w
-            own = tiles[..., first : first + down * across, :, :].view(*lead, down, across, self.h, self.w)
-            matrix = rows[..., c.start : c.stop].view(*lead, down, self.h, across, self.w)
-            yield own, matrix.transpose(-3, -2)
+        for columns, (down, h, across, w) in self._cuts:
+            own = tiles[..., first : first + down * across, :, :].view(*lead, down, across, h, w)
+            yield own, rows[..., columns].view(*lead, down, h, across, w).transpose(-3, -2)
             first += down * across
 
 
@@ -81,7 +80,6 @@ class TileTopK(Compressor):
             if columns.stop > columns.start:
                 shapes.setdefault(tile_shape(columns.shape, self.chunk), []).append(columns)
         self.groups = [Tiles(h, w, parameters) for (h, w), parameters in shapes.items()]
-        self.size = cluster.replicas.num_parameters
         begins = accumulate((group.count * group.size for group in self.groups), initial=0)
         first = [
             torch.arange(begin, begin + group.count * group.size, group.size, device=cluster.weights.device)
@@ -93,43 +91,52 @@ class TileTopK(Compressor):
             self.quantizer.setup(cluster)
         self._warn_of_inflation(cluster.weights.element_size())
 
+    def transformed(self, tiles: Tensor, cluster: Cluster) -> Tensor:
+        """Return stacked tiles (R, count, h, w) in the basis whose largest entries are sent."""
+        return tiles
+
+    def inverse(self, tiles: Tensor) -> Tensor:
+        """Return the tiles (…, h, w) that are so in that basis."""
+        return tiles
+
     def arrange(self, rows: Tensor, cluster: Cluster) -> list[Tensor]:
-        """Return the entries of all tiles, (R, count, h · w) for each shape of tiles."""
+        """Return the entries of all tiles in a row (R, P), shape by shape."""
         arranged = []
         for group in self.groups:
             tiles = rows.new_empty(len(rows), group.count, group.h, group.w)
             for own, matrix in group.views(tiles, rows):
                 own.copy_(matrix)
-            arranged.append(tiles.flatten(2))
-        return arranged
+            arranged.append(self.transformed(tiles, cluster).flatten(1))
+        return [torch.cat(arranged, dim=1)]
 
     def restore(self, arranged: list[Tensor]) -> Tensor:
-        rows = arranged[0].new_empty(*arranged[0].shape[:-2], self.size)  # (…, P)
-        for group, tiles in zip(self.groups, arranged, strict=True):
-            for own, matrix in group.views(tiles.unflatten(-1, (group.h, group.w)), rows):
-                matrix.copy_(own)
+        rows = torch.empty_like(arranged[0])  # (…, P)
+        for group, own in zip(self.groups, self._by_group(arranged[0]), strict=True):
+            tiles = self.inverse(own.unflatten(-1, (group.count, group.h, group.w)))
+            for entries, matrix in group.views(tiles, rows):
+                matrix.copy_(entries)
         return rows
 
     def exchange(self, arranged: list[Tensor], cluster: Cluster, label: str) -> list[Tensor]:
+        (tiles,) = arranged
         index, values = [], []
-        for tiles in arranged:
-            value, place = cluster.kernel(topk_entries)(tiles.flatten(0, 1), self.topk)  # (R · count, k)
-            index.append(place.view(len(tiles), -1))  # (R, count · k)
-            values.append(value.view(len(tiles), -1))
+        for group, own in zip(self.groups, self._by_group(tiles), strict=True):
+            value, place = cluster.kernel(topk_entries)(own.unflatten(1, (group.count, -1)), self.topk)
+            index.append(place.flatten(1))  # (R, count · k)
+            values.append(value.flatten(1))
         sent = torch.cat(values, dim=1)  # (R, V)
         message = [sent] if self.quantizer is None else self.quantizer.encoded(sent, cluster)
         sizes = [group.size for group in self.groups]
         payload_bytes = self._payload_bytes(sent.shape[1], sent.element_size())
         all_index, message = gather_entries(index, sizes, message, self.index_bytes, cluster, label, payload_bytes)
         received = message[0] if self.quantizer is None else self.quantizer.decoded(message, sent, cluster)  # (K, V)
-        nodes, counts = cluster.replicas.nodes, [i.shape[1] for i in index]
-        left = (sent - received[nodes.start : nodes.stop]).split(counts, dim=1)
-        for tiles, own, rest in zip(arranged, index, left, strict=True):
-            shape = (*tiles.shape[:2], -1)  # (R, count, k)
-            tiles.scatter_(2, own.view(shape), rest.view(shape))
-        mean = scatter_mean(torch.cat(all_index, dim=1) + self.first, received, self.size)  # (P,), tile by tile
-        averages = mean.split([group.count * group.size for group in self.groups])
-        return [mean.view(tiles.shape[1:]) for mean, tiles in zip(averages, arranged, strict=True)]
+        all_index = all_index + self.first  # places in a row
+        nodes = slice(cluster.replicas.nodes.start, cluster.replicas.nodes.stop)
+        tiles.scatter_(1, all_index[nodes], sent - received[nodes])
+        return [scatter_mean(all_index, received, tiles.shape[1])]
+
+    def _by_group(self, tiles: Tensor) -> Sequence[Tensor]:
+        return tiles.split([group.count * group.size for group in self.groups], dim=-1)
 
     def _payload_bytes(self, num_values: int, value_bytes: int) -> int:
         if self.quantizer is None:

@@ -34,7 +34,7 @@ class TopK(Compressor):
         values, index = cluster.kernel(topk_entries)(rows, count)  # (R, k)
         rows.scatter_(1, index, 0.0)
         payload_bytes = sparse_bytes([(count, size)], self.index_bytes, rows.element_size())
-        (all_index,), (all_values,) = gather_entries(
+        all_index, (all_values,) = gather_entries(
             [index], [size], [values], self.index_bytes, cluster, label, payload_bytes
         )  # (K, k)
         average = rows.new_zeros(size)
