@@ -216,9 +216,9 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="run has taken no step yet: train it first"):
         timeline(vsim.Trainer(MLP(hidden=(4,)), digits()[0]), 1e6, 1.0)
     with pytest.raises(TypeError, match="compute is missing"):
-        history.time(1e6, None)  # type: ignore[arg-type]
+        history.time("1 Mbit/s")
     with pytest.raises(TypeError, match="network is missing"):
-        history.time(None, 1.0)  # type: ignore[arg-type]
+        history.time(compute=1.0)
     with pytest.raises(ValueError, match="the network has 3 nodes, and the run 2"):
         history.time(Network.between(np.ones((3, 3))), 1.0)
     with pytest.raises(ValueError, match="compute has 3 nodes, and the run 2"):

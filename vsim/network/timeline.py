@@ -75,7 +75,9 @@ class Timeline:
         )
 
 
-def timeline(run: Any, network: Network | str | float, compute: Compute | float | str) -> Timeline:
+def timeline(
+    run: Any, network: Network | str | float | None = None, compute: Compute | float | str | None = None
+) -> Timeline:
     """Return when a run would have done its steps.
 
         a step     every node computes, and sends what the strategy hands in: at the end, or layer by layer as the

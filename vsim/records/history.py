@@ -183,7 +183,9 @@ class History:
         reached = np.flatnonzero(losses <= loss)
         return tuple(float(own[reached[0]]) if len(reached) else math.nan for own in values)
 
-    def time(self, network: Network | str | float, compute: Compute | float | str) -> Timeline:
+    def time(
+        self, network: Network | str | float | None = None, compute: Compute | float | str | None = None
+    ) -> Timeline:
         """Return when this run would have done its steps on a network; see `vsim.timeline`."""
         return timeline(self, network, compute)
 
