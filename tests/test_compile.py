@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from test_executor import batch_of, make
 from torch import Tensor
 from vsim_kernels import COMPILING_PAYS, compiled, scatter_mean
 
+import vsim.models
 from vsim import Trainer
 from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
@@ -126,12 +129,22 @@ def test_autocast_is_that_of_a_step_that_is_not_compiled(task: Task) -> None:
     assert (ours - exact).norm() < 2 * (theirs - exact).norm()  # as much as in eager
 
 
+class Changing(MLP):
+    factor = 1.0
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().forward(batch) * self.factor * FACTOR
+
+
+FACTOR = 1.0
+
+
 @pytest.mark.slow
-def test_a_sweep_compiles_as_many_shapes_as_it_has() -> None:
+def test_batches_may_have_more_shapes_than_torch_compiles_by_itself() -> None:
     limit = torch._dynamo.config.recompile_limit
-    for num_nodes in range(2, 4 + limit):
-        losses = make(CompiledExecutor, small_mlp(0.0), num_nodes).losses_and_grads(batch_of(TASKS[0], num_nodes, 2))
-        assert len(losses) == num_nodes
+    executor = make(CompiledExecutor, small_mlp(0.0))
+    for examples in range(1, 2 + limit):
+        assert len(executor.losses_and_grads(batch_of(TASKS[0], size=examples))) == 3
     assert torch._dynamo.config.recompile_limit == limit
 
 
@@ -152,6 +165,24 @@ def test_a_model_that_is_another_at_every_step_is_not_compiled_for_ever() -> Non
 
     with pytest.raises(CompileError, match="RecompileLimit"):
         train()
+    following = make(CompiledExecutor, Changing(12, (8,), 5))  # what that one has compiled does not count for it
+    before = following.losses_and_grads(batch).clone()
+    following.objective.model.factor = 3.0
+    torch.testing.assert_close(following.losses_and_grads(batch), 3 * before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["the model", "its class", "a global", "another module"])
+def test_what_a_user_changes_between_steps_is_seen(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, batch = make(CompiledExecutor, Changing(12, (8,), 5)), batch_of(TASKS[0])
+    before = executor.losses_and_grads(batch).clone()
+    if where == "another module":
+        cross_entropy = vsim.models._cross_entropy
+        monkeypatch.setattr(vsim.models, "_cross_entropy", lambda *args: 3 * cross_entropy(*args))
+    else:
+        changed = {"the model": executor.objective.model, "its class": Changing, "a global": sys.modules[__name__]}
+        monkeypatch.setattr(changed[where], "FACTOR" if where == "a global" else "factor", 3.0)
+    torch.testing.assert_close(executor.losses_and_grads(batch), 3 * before)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ Apart from these vsim names only public functions of torch, and two that all its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -58,6 +58,18 @@ def without_performance_warnings() -> Iterator[None]:
 def recompile_limit(graphs: int) -> AbstractContextManager[Any]:
     """Let torch.compile compile so many graphs within a block. An argument of torch.compile would replace it."""
     return torch._dynamo.config.patch(recompile_limit=graphs)
+
+
+def without_guards_on_torch(guards: Sequence[Any]) -> list[bool]:
+    """Say which guards of a compiled graph are worth a look at every step: those on what a user may change.
+
+    The others, on the Python of torch's own transforms, are half of a small model's, and take twice as long as these.
+    Their names are torch's own; torch.compiler.skip_guard_on_globals_unsafe leaves out the user's globals, too.
+    """
+    return [not any(name in guard.name for name in _TRANSFORMS) for guard in guards]
+
+
+_TRANSFORMS = ("_dot__functorch", "_dot__dynamo", "_pytree", "__import_contextlib", "__builtins_dict__")
 
 
 def is_of_compiler(error: Exception) -> bool:

@@ -26,7 +26,8 @@ def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, e
     return padded.view(length, num_nodes).T  # node k takes every K-th, from k on
 
 
-_recent_epoch = lru_cache(maxsize=8)(epoch_indices)  # which all nodes ask for, if they are at different steps
+# All nodes that share a dataset ask for the same epochs, and so do those whose own ones are of one length.
+_recent_epoch = lru_cache(maxsize=8)(epoch_indices)
 
 _AT_ONCE = 64  # batches of which the nodes' own positions are stacked in one call
 
@@ -106,6 +107,7 @@ class Order:
     def _in_streams(self, step: int) -> Iterator[Tensor]:
         """Yield (n, B) positions: of every node its epochs end to end, from its own share of `step` on."""
         size, nodes = self.batch_size, list(self.nodes)
+        starts = torch.tensor([0 if self.shared else self.offsets[node] for node in nodes])[:, None, None]
         skipped = torch.tensor([size * (step - missed) for missed in self.missed])
         epochs = (skipped // self.shard_sizes[nodes]).tolist()
         rests = [self._own_epoch(node, epoch) for node, epoch in zip(nodes, epochs, strict=True)]
@@ -116,15 +118,18 @@ class Order:
                     epochs[row] += 1
                     rests[row] = torch.cat([rests[row], self._own_epoch(node, epochs[row])])
             full = min(_AT_ONCE, *(len(rest) // size for rest in rests))
-            yield from torch.stack([rest[: full * size] for rest in rests]).unflatten(1, (full, size)).unbind(1)
+            positions = torch.stack([rest[: full * size] for rest in rests]).unflatten(1, (full, size))
+            yield from (positions + starts).unbind(1)
             rests = [rest[full * size :] for rest in rests]
 
     def _epoch(self, epoch: int) -> Tensor:
         if self.shared:
             return _recent_epoch(self.lengths[0], self.num_nodes, self.shuffle, self.seed, epoch)
-        return torch.stack([self._own_epoch(node, epoch) for node in range(self.num_nodes)])
+        return torch.stack([self._own_epoch(node, epoch) + self.offsets[node] for node in range(self.num_nodes)])
 
     def _own_epoch(self, node: int, epoch: int) -> Tensor:
+        """Return one node's positions (L,) in its own dataset, or in the shared one."""
         if self.shared:
             return self._epoch(epoch)[node]
-        return epoch_indices(self.lengths[node], 1, self.shuffle, self.seed, epoch)[0] + self.offsets[node]
+        # Nodes with equally many examples see theirs in the same order, as each its own DistributedSampler's.
+        return _recent_epoch(self.lengths[node], 1, self.shuffle, self.seed, epoch)[0]

@@ -23,6 +23,7 @@ from vsim.private_torch import (
     is_watched,
     recompile_limit,
     unwatched,
+    without_guards_on_torch,
     without_performance_warnings,
 )
 
@@ -105,7 +106,10 @@ class CompiledExecutor(VmapExecutor):
         # One graph of both: between a forward and a backward graph autograd would keep its books, which in a small
         # model takes longer than the arithmetic. It writes the gradients to where they belong, too: so they are still
         # in the caches. Within a vmap a break of the graph would leave all of it uncompiled, and silently.
-        self.compiled = torch.compile(losses_and_grads, dynamic=False, fullgraph=True)
+        # The code is a copy: of one and the same torch would count what it compiles over all runs of the process.
+        losses_and_grads.__code__ = losses_and_grads.__code__.replace()
+        options: Any = {"guard_filter_fn": without_guards_on_torch}
+        self.compiled = torch.compile(losses_and_grads, dynamic=False, fullgraph=True, options=options)
 
     @property
     def reason(self) -> str:  # type: ignore[override]
@@ -176,8 +180,8 @@ class CompiledExecutor(VmapExecutor):
         whole = share == 1.0 and not adds
         precise = torch.promote_types(self.replicas.grads.dtype, torch.float32)  # some devices know no float64
         added = None if whole else (torch.tensor(share, dtype=precise), torch.tensor(adds))
-        # Other shapes need other graphs, as many as a sweep has: torch's limit counts all runs of the process. At every
-        # other step the limit holds, and stops a model whose Python is different at every call.
+        # Other shapes need other graphs, as many as a dataset has. At every other step torch's limit holds, and stops a
+        # model whose Python is different at every call.
         graph = (len(piece.numbers), whole, *(t.shape for t in tree_leaves(batch)))
         with ExitStack() as first:
             if graph not in self.known:
