@@ -13,6 +13,7 @@ import torch
 from documents import ROOT, blocks, run_page
 from torch import Tensor
 
+import vsim.strategy
 from vsim import Trainer
 from vsim.data import digits
 from vsim.models import MLP
@@ -121,6 +122,11 @@ def test_readme_blocks_run(readme: dict[str, Any]) -> None:
 def test_readme_pictures_exist() -> None:
     pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
     assert pictures and all((README.parent / picture).is_file() for picture in pictures)
+
+
+def test_the_table_has_every_strategy() -> None:
+    own = {name for name in vsim.strategy.__all__ if name.endswith("Strategy")} - {"Strategy", "AsynchronousStrategy"}
+    assert own - set(re.findall(r"`(\w+)", README.read_text(encoding="utf-8"))) == set()
 
 
 def test_int8_gradients(readme: dict[str, Any]) -> None:
