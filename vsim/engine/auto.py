@@ -56,9 +56,9 @@ class AutoExecutor(Executor):
 
     Runs with the same seed are bitwise equal, however the trial ends: there is a trial only where all candidates are
     bitwise equal (see `vsim.engine.lowering`; with deterministic=True for every model). For other models the choice is
-    by
-    rule: vmap, whose fast forms of convolutions, reductions and the like differ from the loop in the last bits, or the
-    loop where the convolutions are so large that they have no faster form, or where vmap would take one node at a time.
+    by rule: vmap, whose fast forms of convolutions, reductions and the like differ from the loop in the last bits, or
+    the loop where the convolutions are so large that they have no faster form, or where vmap would take one node at a
+    time.
 
     Every step of a trial counts as training. A trial that is expected to cost more than BUDGET_SECONDS, or more than
     BUDGET_SHARE of the run, is not begun, and one that does is broken off. The choice is remembered in this process for

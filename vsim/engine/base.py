@@ -239,7 +239,7 @@ def cloned(batch: Any) -> Any:
 
 def minibatches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
     """Yield (piece, its share of the batch) of a stacked batch (K, B, …), each of at most `size` examples a node."""
-    num_examples = next((t.shape[1] for t in tree_leaves(batch) if t.dim() > 1), None)
+    num_examples = None if size is None else next((t.shape[1] for t in tree_leaves(batch) if t.dim() > 1), None)
     if size is None or num_examples is None or size >= num_examples:
         yield batch, 1.0
         return

@@ -164,7 +164,8 @@ class CompiledExecutor(VmapExecutor):
                 for number, piece in enumerate(self.pieces):
                     adds = not first or (self.replicas.shares_grads and number > 0)
                     with self._own_state.of(range(piece.rows.start, piece.rows.stop)):
-                        losses.append(self._computed_piece(number, self._own_batch(batch, piece), of_grads, adds))
+                        own = self._own_batch(batch, piece)
+                        losses.append(self._computed_piece(number, own, shapes, of_grads, adds))
         except Exception as error:
             if self.compile_seconds is not None and not is_of_compiler(error):
                 raise
@@ -174,7 +175,7 @@ class CompiledExecutor(VmapExecutor):
         stacked = losses[0] if len(losses) == 1 else torch.cat(losses)
         return stacked if share == 1.0 else stacked * share
 
-    def _computed_piece(self, number: int, batch: Any, share: float, adds: bool) -> Tensor:
+    def _computed_piece(self, number: int, batch: Any, shapes: Any, share: float, adds: bool) -> Tensor:
         """Return the losses of a piece; write share · gradients to their places, or add them."""
         piece, (weights, grads) = self.pieces[number], self._operands[number]
         whole = share == 1.0 and not adds
@@ -182,7 +183,7 @@ class CompiledExecutor(VmapExecutor):
         added = None if whole else (torch.tensor(share, dtype=precise), torch.tensor(adds))
         # Other shapes need other graphs, as many as a dataset has. At every other step torch's limit holds, and stops a
         # model whose Python is different at every call.
-        graph = (len(piece.numbers), whole, *(t.shape for t in tree_leaves(batch)))
+        graph = (len(piece.numbers), whole, shapes)
         with ExitStack() as first:
             if graph not in self.known:
                 first.enter_context(recompile_limit(_MOST_GRAPHS))

@@ -125,23 +125,20 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
             group.workers.take_step()
         member.seconds += time.perf_counter() - started
         return False
-    batch = None
     try:
         batch = next(group.batches)
         if any(t.device != device for t in tree_leaves(batch)):
             batch = tree_map(lambda t: t.to(device, non_blocking=True), batch)
-        with group.threads.of(batch):
-            losses = _computed(run, group, batch, device)
-    except Exception as error:  # of the model or the data, which all members of the group share
-        if batch is None:
-            error = retold(error, f"the batches of step {step}: {error}")
-        else:
-            error = explained(error, group.executor.objective, batch, 1, f"at step {step}")
-        for member in members:
-            _leave(run, member, error)
+    except Exception as error:
+        _all_leave(run, members, retold(error, f"the batches of step {step}: {error}"))
         return False
-    stops = _keep_losses(run, group, losses, step)
     with group.threads.of(batch):
+        try:
+            losses = _computed(run, group, batch, device)
+        except Exception as error:  # of the model or the data, which all members of the group share
+            _all_leave(run, members, explained(error, group.executor.objective, batch, 1, f"at step {step}"))
+            return False
+        stops = _keep_losses(run, group, losses, step)
         _take_own_steps(run, group)
     members = [member for member in members if member.trains]
     seconds = time.perf_counter() - started
@@ -257,6 +254,11 @@ def _leave(run: Run, member: Member, error: Exception) -> None:
                 value.zero_()
 
 
+def _all_leave(run: Run, members: Sequence[Member], error: Exception) -> None:
+    for member in members:
+        _leave(run, member, error)
+
+
 def _report_start(run: Run) -> None:
     starting = [member for member in run.training if member.starts]
     found = _measurements(run, starting, first=True)
@@ -366,8 +368,7 @@ def _measurements(run: Run, members: Sequence[Member], first: bool = False) -> M
                     evaluating.enter_context(member.strategy.evaluating())
                 found.update(validate(own))
         except Exception as error:  # of the model or the data: nobody's own
-            for member in own:
-                _leave(run, member, error)
+            _all_leave(run, own, error)
         seconds, num_nodes = time.perf_counter() - started, sum(member.cluster.num_nodes for member in own)
         for member in own:
             member.global_weights = None
