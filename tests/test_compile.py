@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from vsim import Trainer
 from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.data import digits
-from vsim.engine import CompiledExecutor, CompileError, Executor, LoopExecutor, Settings, VmapExecutor
+from vsim.engine import CompiledExecutor, Executor, LoopExecutor, Settings, VmapExecutor
 from vsim.engine.memory import activation_bytes
 from vsim.engine.objective import Objective
 from vsim.models import MLP
@@ -149,22 +150,22 @@ def test_batches_may_have_more_shapes_than_torch_compiles_by_itself() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_is_another_at_every_step_is_not_compiled_for_ever() -> None:
-    class Restless(MLP):
-        calls = 0
+def test_a_model_that_is_another_at_every_step_is_not_compiled_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(hook: Any) -> Trainer:
+        trainer = Trainer(Changing(hidden=(8,), seed=0), digits()[0])
+        options: Any = {"max_steps": 12, "num_nodes": 3, "compile": True, "progress": False}
+        trainer.fit(strategy=Strategy(inner_optim=SGD), train_loss_hook=hook, **options)
+        return trainer
 
-        def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            self.calls += 1
-            return super().forward(batch) * self.calls
+    def change(step: int, loss: float) -> None:
+        monkeypatch.setattr(Changing, "factor", 1 + step / 10)
 
-    executor, batch = make(CompiledExecutor, Restless(12, (8,), 5)), batch_of(TASKS[0])
-
-    def train() -> None:
-        for _ in range(1 + torch._dynamo.config.recompile_limit):
-            executor.losses_and_grads(batch)
-
-    with pytest.raises(CompileError, match="RecompileLimit"):
-        train()
+    with pytest.warns(UserWarning, match=r"with 'vmap': .*another 9 times .*no longer held: .*factor.* == 1\.8"):
+        restless = train(change)
+    assert restless.history.executor == "vmap" and len(restless.history) == 13
+    change(0, 0.0)
+    assert train(None).history.executor == "compiled"
+    batch = batch_of(TASKS[0])
     following = make(CompiledExecutor, Changing(12, (8,), 5))  # what that one has compiled does not count for it
     before = following.losses_and_grads(batch).clone()
     following.objective.model.factor = 3.0
@@ -172,11 +173,13 @@ def test_a_model_that_is_another_at_every_step_is_not_compiled_for_ever() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["the model", "its class", "a global", "another module"])
+@pytest.mark.parametrize("where", ["the model", "its class", "a global", "another module", "hooks"])
 def test_what_a_user_changes_between_steps_is_seen(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     executor, batch = make(CompiledExecutor, Changing(12, (8,), 5)), batch_of(TASKS[0])
     before = executor.losses_and_grads(batch).clone()
-    if where == "another module":
+    if where == "hooks":
+        executor.objective.model.register_forward_hook(lambda model, inputs, loss: 3 * loss)
+    elif where == "another module":
         cross_entropy = vsim.models._cross_entropy
         monkeypatch.setattr(vsim.models, "_cross_entropy", lambda *args: 3 * cross_entropy(*args))
     else:

@@ -60,6 +60,19 @@ def recompile_limit(graphs: int) -> AbstractContextManager[Any]:
     return torch._dynamo.config.patch(recompile_limit=graphs)
 
 
+def what_changed(error: RuntimeError) -> str | None:
+    """Return which guard failed, if torch.compile would have compiled anew. A class of the error would replace it."""
+    if "fail_on_recompile" not in str(error):
+        return None
+    guards = [line.partition(": ")[2] for line in str(error).splitlines() if line.strip().startswith("- ")]
+    return next((guard.partition("  #")[0].strip() for guard in guards), "known")
+
+
+def guarding_hooks() -> AbstractContextManager[Any]:
+    """Let what is compiled in a block be compiled anew when modules get hooks. An argument would replace it, too."""
+    return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+
+
 def without_guards_on_torch(guards: Sequence[Any]) -> list[bool]:
     """Say which guards of a compiled graph are worth a look at every step: those on what a user may change.
 

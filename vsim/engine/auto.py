@@ -288,7 +288,11 @@ class AutoExecutor(Executor):
             self.chosen.step = self.step - 1
         known = (id(self.chosen), work, tuple(t.shape for t in tree_leaves(arguments) if isinstance(t, Tensor)))
         if known in self.proven:
-            return getattr(self.chosen, work)(*arguments)
+            try:
+                return getattr(self.chosen, work)(*arguments)
+            except CompileError as error:  # before anything was computed: the model changes too often
+                self._give_up(error)
+                return self._attempt(work, *arguments)
         with unwatched():  # a mode that counts the operations of a step must not see this
             # Of the weights in the very first step only: later there is the optimizer's state beside them.
             first = self.is_first and work == "losses_and_grads"

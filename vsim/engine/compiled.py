@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,12 @@ from vsim.engine.memory import activation_bytes
 from vsim.engine.vmap import Piece, VmapExecutor, even_pieces
 from vsim.private_torch import (
     allow_saved_tensors_hooks,
+    guarding_hooks,
     is_of_compiler,
     is_watched,
     recompile_limit,
     unwatched,
+    what_changed,
     without_guards_on_torch,
     without_performance_warnings,
 )
@@ -33,6 +35,7 @@ from vsim.private_torch import (
 ACTIVATIONS_AT_ONCE = 40_000_000
 _COMPILING = "compiling: some 10 to 60 s the first time, seconds where torch's cache on disk has it"
 _MOST_GRAPHS = 256  # torch's own limit of what one process compiles
+_MOST_CHANGES = 8  # after which a model is taken to be another at every step
 
 
 class _Operands(NamedTuple):
@@ -65,8 +68,9 @@ class CompiledExecutor(VmapExecutor):
     Attributes:
         compile_seconds: the duration of the first step; None before it.
 
-    Raises, at the first step:
-        CompileError: the model breaks the graph (the operation and its line are named), or there is no compiler.
+    Raises:
+        CompileError: at the first step: the model breaks the graph (the operation and its line are named), or there is
+            no compiler; later: the model's Python is another at every step.
     """
 
     name = "compiled"
@@ -75,6 +79,7 @@ class CompiledExecutor(VmapExecutor):
         super().__init__(*args, **kwargs)
         self.compile_seconds: float | None = None
         self.known: set[Any] = set()  # shapes for which there is a graph
+        self.changes = 0  # of the model's Python, for which it was compiled anew
         self._pieces_of: dict[Any, list[slice]] = {}  # by the shapes of a batch
         of_weights = None if self.replicas.shares_grads else 0
         for module in self.objective.model.modules():
@@ -106,8 +111,6 @@ class CompiledExecutor(VmapExecutor):
         # One graph of both: between a forward and a backward graph autograd would keep its books, which in a small
         # model takes longer than the arithmetic. It writes the gradients to where they belong, too: so they are still
         # in the caches. Within a vmap a break of the graph would leave all of it uncompiled, and silently.
-        # The code is a copy: of one and the same torch would count what it compiles over all runs of the process.
-        losses_and_grads.__code__ = losses_and_grads.__code__.replace()
         options: Any = {"guard_filter_fn": without_guards_on_torch}
         self.compiled = torch.compile(losses_and_grads, dynamic=False, fullgraph=True, options=options)
 
@@ -181,14 +184,24 @@ class CompiledExecutor(VmapExecutor):
         whole = share == 1.0 and not adds
         precise = torch.promote_types(self.replicas.grads.dtype, torch.float32)  # some devices know no float64
         added = None if whole else (torch.tensor(share, dtype=precise), torch.tensor(adds))
-        # Other shapes need other graphs, as many as a dataset has. At every other step torch's limit holds, and stops a
-        # model whose Python is different at every call.
+        call = partial(self.compiled, weights, grads, piece.buffers, batch, added)
         graph = (len(piece.numbers), whole, shapes)
-        with ExitStack() as first:
-            if graph not in self.known:
-                first.enter_context(recompile_limit(_MOST_GRAPHS))
-                first.enter_context(without_performance_warnings())
-            losses: Tensor = self.compiled(weights, grads, piece.buffers, batch, added)
+        if graph in self.known:
+            try:
+                with torch.compiler.set_stance("fail_on_recompile"):
+                    return call()
+            except RuntimeError as error:
+                if (change := what_changed(error)) is None:
+                    raise
+                self.changes += 1
+                if self.changes > _MOST_CHANGES:
+                    raise CompileError(
+                        f"the model cannot be compiled: it has been another {self.changes} times since the first step, "
+                        f"and every time it takes seconds; what no longer held: {change}"
+                    ) from error
+        # Other shapes and models need other graphs; torch's own limit would count those of all runs of the process.
+        with recompile_limit(_MOST_GRAPHS), guarding_hooks(), without_performance_warnings():
+            losses: Tensor = call()
         self.known.add(graph)
         return losses
 
