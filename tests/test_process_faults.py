@@ -463,3 +463,23 @@ def test_a_script_from_standard_input_catches_its_own_exception() -> None:
     assert last in ("caught mine of node 0", "caught mine of node 1")
     assert ended.stdout.count("started") == 1
     assert ended.stderr == ""
+
+
+@pytest.mark.slow
+def test_nothing_keeps_a_process_group_that_was_destroyed() -> None:
+    code = """
+        import gc, weakref
+        import torch, torch.distributed as dist
+        import vsim.process.node
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group = weakref.ref(dist.group.WORLD)
+        weight = torch.nn.Parameter(torch.ones(3))
+        weight.grad = torch.ones(3)
+        torch.optim.AdamW([weight]).step()
+        dist.destroy_process_group()
+        gc.collect()
+        print("gone" if group() is None else "kept")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stdout == "gone\n"

@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Its functions' defaults are the process group that there is when they are imported, as optimizers do in their first
+# step. Gloo's threads would then outlive the group, and a process that ends while one of them frees a tensor aborts.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map
