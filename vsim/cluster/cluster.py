@@ -123,7 +123,7 @@ class Cluster:
         weights, reduce = self.replicas.weights, self.collectives.all_reduce
         with self.collectives.unbilled():
             low, high = reduce(weights, "min"), reduce(weights, "max")
-            return torch.where(low == high, low, reduce(weights, "mean"))
+            return low if torch.equal(low, high) else torch.where(low == high, low, reduce(weights, "mean"))
 
     def mean_buffers(self) -> Views:
         """Return name → shared buffer, for evaluation: the mean over nodes where it is floating, else node 0's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -105,11 +106,7 @@ class Plan:
     def _number_of(self, step: int) -> int:
         while self._known[-1].last < step:
             self._known.append(next(self._coming))
-        low, high = 0, len(self._known) - 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._known[middle].last >= step else (middle + 1, high)
-        return low
+        return bisect_left(self._known, step, key=lambda segment: segment.last)
 
     def _count_to(self, number: int) -> None:
         if number < self._number:

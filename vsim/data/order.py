@@ -106,20 +106,25 @@ class Order:
 
     def _in_streams(self, step: int) -> Iterator[Tensor]:
         """Yield (n, B) positions: of every node its epochs end to end, from its own share of `step` on."""
-        size, nodes = self.batch_size, list(self.nodes)
-        starts = torch.tensor([0 if self.shared else self.offsets[node] for node in nodes])[:, None, None]
-        skipped = torch.tensor([size * (step - missed) for missed in self.missed])
-        epochs = (skipped // self.shard_sizes[nodes]).tolist()
-        rests = [self._own_epoch(node, epoch) for node, epoch in zip(nodes, epochs, strict=True)]
-        rests = [rest[skip % len(rest) :] for rest, skip in zip(rests, skipped.tolist(), strict=True)]
+        size = self.batch_size
+        starts = torch.tensor([0 if self.shared else self.offsets[node] for node in self.nodes])[:, None, None]
+        # Nodes whose own datasets are of one length see them in the same order: those that are as far share a stream.
+        skips = [size * (step - missed) for missed in self.missed]
+        keys = [(node if self.shared else self.lengths[node], s) for node, s in zip(self.nodes, skips, strict=True)]
+        streams = dict(zip(keys, self.nodes, strict=True))  # a node of each
+        places = {key: place for place, key in enumerate(streams)}
+        stream_of = torch.tensor([places[key] for key in keys])
+        begun = [(node, *divmod(skip, int(self.shard_sizes[node]))) for (_, skip), node in streams.items()]
+        epochs = [epoch for _, epoch, _ in begun]
+        rests = [self._own_epoch(node, epoch)[skip:] for node, epoch, skip in begun]
         while True:
-            for row, node in enumerate(nodes):
-                while len(rests[row]) < size:
-                    epochs[row] += 1
-                    rests[row] = torch.cat([rests[row], self._own_epoch(node, epochs[row])])
+            for place, (node, _, _) in enumerate(begun):
+                while len(rests[place]) < size:
+                    epochs[place] += 1
+                    rests[place] = torch.cat([rests[place], self._own_epoch(node, epochs[place])])
             full = min(_AT_ONCE, *(len(rest) // size for rest in rests))
             positions = torch.stack([rest[: full * size] for rest in rests]).unflatten(1, (full, size))
-            yield from (positions + starts).unbind(1)
+            yield from (positions[stream_of] + starts).unbind(1)
             rests = [rest[full * size :] for rest in rests]
 
     def _epoch(self, epoch: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from vsim.arguments import naming
 from vsim.cluster.optimizers import forget, torch_optimizers
 from vsim.cluster.plan import Plan
-from vsim.cluster.randomness import NODE, derive_seed
+from vsim.cluster.randomness import NODE, derive_seeds
 from vsim.cluster.stacked import StackedCollectives
 from vsim.data.joint import joint_batches
 from vsim.training.assemble import source
@@ -121,11 +121,11 @@ def _bytes_of_a_node(member: Member) -> int:
 
 def _seed(member: Member, nodes: Iterable[int], step: int) -> None:
     """Let nodes draw from a stream that is new each time that they begin to take part."""
-    times = _plan(member).times(step)
-    for row, node in enumerate(member.cluster.active[i] for i in member.cluster.replicas.nodes):
-        if node in nodes:
-            again = [int(times[node])] if times[node] else []
-            member.streams[row].manual_seed(derive_seed(member.config.seed, NODE, node, *again))
+    times, begin, active = _plan(member).times(step), set(nodes), member.cluster.active
+    rows = {row: active[i] for row, i in enumerate(member.cluster.replicas.nodes) if active[i] in begin}
+    keys = [(NODE, node, *([int(times[node])] if times[node] else [])) for node in rows.values()]
+    for row, own in zip(rows, derive_seeds(member.config.seed, keys), strict=True):
+        member.streams[row].manual_seed(own)
 
 
 @torch.no_grad()
