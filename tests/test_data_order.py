@@ -408,3 +408,20 @@ def test_a_plain_loader_agrees_with_unshuffled_epochs() -> None:
     ours = taken(Batches([data], 1, 3, False, 0).from_step(), 3)
     theirs = list(DataLoader(data, 3, generator=torch.Generator()))
     assert all(equal(a, [t[None] for t in b]) for a, b in zip(ours, theirs, strict=True))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    missed=st.lists(st.integers(0, 5), min_size=6, max_size=6),
+    batch_size=st.integers(1, 5),
+    reverse=st.booleans(),
+)
+def test_nodes_that_attend_see_what_each_would_see_alone(
+    lengths: list[int], missed: list[int], batch_size: int, reverse: bool
+) -> None:
+    order = Order(lengths, max(4, len(lengths)) if len(lengths) == 1 else len(lengths), batch_size, True, 3)
+    nodes = list(range(order.num_nodes))[:: -1 if reverse else 1][:5]
+    together = taken(order.attended(nodes, missed[: len(nodes)]).batches(5), 9)
+    alone = [order.attended([node], [m]).batches(5) for node, m in zip(nodes, missed, strict=False)]
+    for batch, *rows in zip(together, *(taken(own, 9) for own in alone), strict=True):
+        assert torch.equal(batch, torch.cat(rows))
