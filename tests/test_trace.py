@@ -24,9 +24,8 @@ from vsim.engine.objective import Objective
 from vsim.models import GPT
 from vsim.strategy import DeMoStrategy, DiLoCoStrategy, SimpleReduceStrategy
 
-captures_draws = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="make_fx takes generators from torch 2.13 on"
-)
+DRAWS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+captures_draws = pytest.mark.skipif(not DRAWS, reason="make_fx takes generators from torch 2.13 on")
 
 SEEN: list[int] = []  # what a model does beside computing
 SCALE = 1.0
@@ -319,6 +318,14 @@ def test_what_cannot_be_traced_is_refused(make: Callable[[], nn.Module], options
     for executor in ("vmap", "auto"):
         with pytest.raises(TraceError, match=f"the model cannot be traced: .*{message}.*compile=False"):
             trained(make(), executor=executor, **options)
+
+
+@pytest.mark.skipif(DRAWS, reason="make_fx takes generators here")
+def test_draws_that_are_refused_are_said_to_need_a_newer_torch() -> None:
+    with pytest.raises(
+        TraceError, match=r"Generator.*as make_fx takes generators from torch 2\.13 on; with compile=False"
+    ):
+        trained(small_mlp(0.2))
 
 
 @pytest.mark.parametrize(("make", "options", "message"), REFUSED)

@@ -136,7 +136,9 @@ class TraceExecutor(VmapExecutor):
             self._captures = False
             before.restore()
             computed = super()._backward(batch, share, first)  # raises the error if it is the model's own
-            self._refuse(str(error).strip().split("\n")[0], error)
+            why = str(error).strip().split("\n")[0]
+            newer = ", as make_fx takes generators from torch 2.13 on" if "torch._C.Generator" in why else ""
+            self._refuse(why + newer, error)
             return computed
         self._captures = False
         self._seconds += time.perf_counter() - started
