@@ -411,6 +411,12 @@ def test_losses_of_clients() -> None:
         assert np.allclose(own[list(segment.nodes)], of_nodes)
     _, failing = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=3, participation=Schedule({0: [0, 2], 5: [1, 2]}))
     assert np.isnan(failing.history.client_losses).tolist() == [[False, True, False], [True, False, False]]
+    own: dict[str, Any] = {
+        "compute": Compute(1.0, speeds=[1, 0.1, 1]),
+        "participation": Sample(3, of=3, stragglers=Deadline(9)),
+    }
+    _, everyone = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=3, **own)
+    assert np.isnan(everyone.history.client_losses).tolist() == 4 * [[False, True, False]]
 
 
 # Time -----------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +46,8 @@ class Watch:
             self.bar = tqdm(total=0, unit="step", desc=self.title, dynamic_ncols=True, disable=None)
         self.bar.total = run.max_steps * len(self.runners)
         self.bar.n = sum(max(0, len(runner.history) - 1) for runner in self.runners)
-        losses = [sum(m.node_losses) / len(m.node_losses) for m in run.training if m.node_losses]
+        known = [m.row.get("train_loss", math.nan) for m in run.training]
+        losses = [loss for loss in known if loss == loss]
         left = sum(not member.trains for member in run.members)
         preparing = next(filter(None, (group.executor.preparing for group in run.groups)), "")
         best = f"best loss {min(losses):.3f}" if losses else preparing
