@@ -362,6 +362,11 @@ class Nameless:
     [
         (Stream(), TypeError, "train_dataset must be a dataset with __getitem__ and __len__.*got Stream"),
         (Nameless(), TypeError, "got Nameless"),
+        (
+            [pairs(3)] * 2,
+            TypeError,
+            "train_dataset is a list of 2 datasets; for one a node give a function, such as lambda",
+        ),
         (3, TypeError, "got int"),
         (lambda rank, num_nodes, train: None, TypeError, r"train_dataset\(0, 2, True\) must be .* got NoneType"),
         (pairs(0), ValueError, "train_dataset is empty"),

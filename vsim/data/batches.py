@@ -352,6 +352,11 @@ def resolve(dataset: Any, num_nodes: int, ranks: range, train: bool, what: str) 
 
 
 def _checked(dataset: Any, what: str) -> Dataset[Any]:
+    if isinstance(dataset, list | tuple) and dataset and isinstance(dataset[0], Dataset):
+        raise TypeError(
+            f"{what} is a {type(dataset).__name__} of {len(dataset)} datasets; for one a node give a function, such as "
+            "lambda rank, num_nodes, train_dataset: datasets[rank]"
+        )
     if isinstance(dataset, (type, IterableDataset)) or not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     ):
