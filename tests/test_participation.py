@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from separate import small_mlp, vectors
 from test_strategies_common import TABLE
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
@@ -24,6 +25,7 @@ from vsim.cluster.plan import Round
 from vsim.models import MLP
 from vsim.records.history import OF_THE_MACHINE
 from vsim.strategy import (
+    AveragingCommunicator,
     CommunicateOptimizeStrategy,
     DeMoStrategy,
     DiLoCoCommunicator,
@@ -33,6 +35,7 @@ from vsim.strategy import (
     FedOptStrategy,
     FedPerStrategy,
     FedProxStrategy,
+    GradientAverage,
     NoLoCoStrategy,
     OptimSpec,
     ScaffoldStrategy,
@@ -250,6 +253,21 @@ def test_modules_hear_of_changes_alone() -> None:
     found, other = trained(NoLoCoStrategy(H=2, lr=1e-2), num_nodes=3, participation=Dropout(0.0, rounds=4))
     assert torch.equal(found, expected)
     assert list(other.ledger) == list(plain.ledger)
+
+
+EVERY = {name: entry for name, entry in vsim.strategy.STRATEGIES.items() if not entry[0].is_asynchronous}
+
+
+@pytest.mark.filterwarnings("ignore:.*because its tiles are small")
+@pytest.mark.parametrize("name", EVERY)
+def test_as_many_other_nodes_as_the_model_has_tensors(name: str) -> None:
+    """A shape alone does not say whether a tensor has a row for each node."""
+    cls, names = EVERY[name]
+    options: dict[str, Any] = {"num_nodes": 5, "max_steps": 6, "data": vectors(29)}
+    strategy = cls(**{"H": 2} if "H" in names else {})
+    _, trainer = trained(strategy, small_mlp(), participation=Schedule({0: range(4), 3: range(1, 5)}), **options)
+    joined = [(event.step, event.groups) for event in trainer.ledger if event.label == "join"]
+    assert joined == [(4, ((1, 4),))] and np.isfinite(trainer.history["train_loss"][1:]).all()
 
 
 # Cohorts --------------------------------------------------------------------------------------------------------------
@@ -473,14 +491,45 @@ def test_over_commitment_takes_the_first_to_arrive() -> None:
         FedAvgStrategy(H=2, lr=1e-2), participation=Sample(4, of=12, stragglers=OverCommit(1.5)), **options
     )
     _, all_waited_for = trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=4, participation=Sample(4, of=12))
-    seconds = options["compute"].totals(12)
+    seconds = options["compute"].seconds(12)
     for segment in trainer.ledger.attendance:
-        own = seconds(segment.first, segment.last)
+        own = seconds(segment.first, segment.last).sum(0)
         assert (len(segment.nodes), len(segment.late)) == (4, 2)
         assert own[list(segment.nodes)].max() <= own[list(segment.late)].min()
     network = vsim.Network(float("inf"))
     times = [vsim.timeline(one, network, options["compute"]).seconds[-1] for one in (trainer, all_waited_for)]
     assert times[0] < 0.9 * times[1]
+
+
+def sized(*sizes: int) -> Any:
+    return lambda rank, num_nodes, train: Subset(dataset(rank, num_nodes, train), range(sizes[rank]))
+
+
+def test_clients_arrive_when_they_have_done_their_epochs() -> None:
+    compute, sample = Compute(1.0), Sample(3, of=3, epochs=1, stragglers=Deadline(2.5))
+    options: dict[str, Any] = {"num_nodes": 3, "max_steps": 8, "data": sized(4, 16, 8)}  # 1, 4 and 2 steps
+    _, trainer = trained(FedAvgStrategy(H=4, lr=1e-2), participation=sample, compute=compute, **options)
+    assert [(s.nodes, s.late, s.steps) for s in trainer.ledger.attendance] == 2 * [((0, 2), (1,), (1, 2))]
+    assert vsim.timeline(trainer, vsim.Network(float("inf")), compute).seconds[[4, 8]].tolist() == [2.5, 5.0]
+
+
+def test_shares_are_of_decimal_numbers() -> None:
+    given = Round(10, 7, 1, Compute(1.0).seconds(100), np.full(100, 30.0))
+    drawn = Sample(10, of=100, stragglers=OverCommit(1.1)).plan(given).segment(1)
+    assert (len(drawn.nodes), len(drawn.late)) == (10, 1)  # 1.1 · 10 is 11.000000000000002
+    assert DropSlowest(0.29).count(np.ones(100), 100)[0] == 71  # 0.29 · 100 is 28.999999999999996
+    assert Sample(10, of=100, epochs=1.1, rounds=40).plan(given).segment(1).steps == (33,) * 10
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [SimpleReduceStrategy(), Strategy([GradientAverage(), AveragingCommunicator(every=3)])],
+    ids=["alone", "modules"],
+)
+def test_clients_that_rest_have_no_gradients_to_communicate(strategy: Strategy) -> None:
+    sample = Sample(3, of=3, epochs=1, rounds=3)
+    with pytest.raises(TypeError, match=r"communicates gradients, and .* have none at step 2; give no epochs="):
+        trained(strategy, participation=sample, num_nodes=3, data=sized(4, 12, 8))
 
 
 def test_stragglers_need_compute() -> None:

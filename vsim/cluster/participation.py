@@ -56,6 +56,11 @@ def _period(rounds: int | None, given: Round, what: str) -> int:
     return period
 
 
+def _exact(product: Any) -> Any:
+    """Return a product of decimal numbers without its last bits, by which 1.1 · 10 is more than 11."""
+    return np.round(product, 9)
+
+
 class Dropout(Participation):
     """Every node is missing from a round with probability p, drawn anew each round; one at least is there.
 
@@ -199,11 +204,15 @@ class Stragglers(Participation):
             raise TypeError(
                 f"{type(self).__name__} needs compute seconds: fit(…, compute=Compute(seconds_per_step, …))"
             )
-        seconds = given.seconds(drawn.first, drawn.last)[list(drawn.nodes)]
-        order = np.argsort(seconds, kind="stable")
-        count, until = self.count(seconds[order], wanted)
-        here, late = (tuple(sorted(drawn.nodes[i] for i in part)) for part in (order[:count], order[count:]))
-        return drawn._replace(nodes=here, late=late, seconds=until)
+        seconds = given.seconds(drawn.first, drawn.last)[:, list(drawn.nodes)]  # (T, n)
+        computes = np.arange(len(seconds))[:, None] < (np.array(drawn.steps) if drawn.steps else len(seconds))
+        arrivals = np.where(computes, seconds, 0).sum(0)
+        order = np.argsort(arrivals, kind="stable")
+        count, until = self.count(arrivals[order], wanted)
+        here, late = np.sort(order[:count]), np.sort(order[count:])
+        nodes, absent = (tuple(drawn.nodes[i] for i in part) for part in (here, late))
+        steps = tuple(drawn.steps[i] for i in here) if drawn.steps else ()
+        return drawn._replace(nodes=nodes, late=absent, seconds=until, steps=steps)
 
 
 class Deadline(Stragglers):
@@ -232,7 +241,7 @@ class DropSlowest(Stragglers):
         self.share = real_number("share", share, above=0, below=1)
 
     def count(self, arrivals: NDArray[np.float64], wanted: int) -> tuple[int, float]:
-        return len(arrivals) - int(self.share * len(arrivals)), 0.0
+        return len(arrivals) - int(_exact(self.share * len(arrivals))), 0.0
 
 
 class OverCommit(Stragglers):
@@ -309,18 +318,15 @@ class Sample(Participation):
         return Plan(self._segments(given, period), self.of, renews=True, store=self.store)
 
     def _segments(self, given: Round, period: int) -> Iterator[Segment]:
-        drawn = self.n if self.stragglers is None else min(self.of, math.ceil(self.stragglers.factor * self.n))
+        drawn = self.n if self.stragglers is None else min(self.of, math.ceil(_exact(self.stragglers.factor * self.n)))
         for number in range(sys.maxsize):
             stream = generator(given.seed, PARTICIPATION, number)
             clients = tuple(sorted(torch.randperm(self.of, generator=stream)[:drawn].tolist()))
-            segment = Segment(number * period + 1, (number + 1) * period, clients)
-            if self.stragglers is not None:
-                segment = self.stragglers.segment(segment, self.n, given)
-            if self.epochs is not None:
-                segment = segment._replace(steps=tuple(self._local_steps(given)[list(segment.nodes)].tolist()))
-            yield segment
+            steps = () if self.epochs is None else tuple(self._local_steps(given)[list(clients)].tolist())
+            segment = Segment(number * period + 1, (number + 1) * period, clients, steps=steps)
+            yield segment if self.stragglers is None else self.stragglers.segment(segment, self.n, given)
 
     def _local_steps(self, given: Round) -> NDArray[np.int64]:
         assert self.epochs is not None
         assert given.epochs is not None
-        return np.ceil(self.epochs * given.epochs).astype(np.int64)
+        return np.ceil(_exact(self.epochs * given.epochs)).astype(np.int64)

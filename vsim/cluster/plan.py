@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Seconds = Callable[[int, int], NDArray[np.float64]]  # of the steps first … last (from 1): compute seconds of every node
+Seconds = Callable[[int, int], NDArray[np.float64]]  # first, last step (from 1) → (T, N) compute seconds of every node
 Nodes = tuple[int, ...]
 
 

@@ -108,19 +108,19 @@ class Compute:
             raise ValueError(f"compute has {self.num_nodes} nodes, and the run {num_nodes}")
         return ComputedSteps(self, num_nodes)
 
-    def totals(self, num_nodes: int) -> Callable[[int, int], NDArray[np.float64]]:
-        """Return a function of steps first … last, from 1, for the seconds (K,) that every node computes in them."""
+    def seconds(self, num_nodes: int) -> Callable[[int, int], NDArray[np.float64]]:
+        """Return a function of steps first … last, from 1, for the seconds (T, K) that every node computes in them."""
         done, steps = 0, self.steps(num_nodes)
 
-        def seconds(first: int, last: int) -> NDArray[np.float64]:
+        def between(first: int, last: int) -> NDArray[np.float64]:
             nonlocal done, steps
             if first <= done:
                 done, steps = 0, self.steps(num_nodes)
             steps.next(first - 1 - done)
             done = last
-            return np.broadcast_to(steps.next(last - first + 1).sum(0), (num_nodes,))
+            return np.broadcast_to(steps.next(last - first + 1), (last - first + 1, num_nodes))
 
-        return seconds
+        return between
 
     def __repr__(self) -> str:
         low, high = self.node_seconds.min(), self.node_seconds.max()

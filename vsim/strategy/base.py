@@ -292,7 +292,13 @@ class Strategy(Stateful):
         """Communicate the gradients, then clip them; per-node code clips where it steps its optimizer."""
         self.model.write_back()
         for module in self.communication_modules:
+            known = len(self.cluster.collectives.ledger)
             module.communicate_gradients(self.cluster)
+            if len(self.cluster.collectives.ledger) > known and self.cluster.resting_nodes:
+                raise TypeError(
+                    f"{type(self).__name__}: {type(module).__name__} communicates gradients, and with Sample(epochs=…) "
+                    f"clients that have done their epochs have none at step {self.cluster.step}; give no epochs="
+                )
         if not self.is_per_node:
             self.clip()
 

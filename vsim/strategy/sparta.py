@@ -60,6 +60,7 @@ class SparseCommunicator(CommunicationModule):
         TypeError: two arguments contradict each other.
     """
 
+    derived = ("tensor_stops",)
     pending: list[tuple[Tensor, Pending]]  # shared columns (m,) and their means (m,), the oldest first
 
     def __init__(

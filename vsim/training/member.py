@@ -128,8 +128,8 @@ class Member:
 
     def keep_resting(self) -> None:
         """Keep the rows of those that rest in the step that begins."""
-        rows, replicas = self.cluster.resting, self.cluster.replicas
-        self._kept = (rows, replicas.weights[rows], [b[rows] for b in replicas.buffers.values()]) if rows else None
+        rows, buffers = self.cluster.resting, self.cluster.replicas.buffers
+        self._kept = (rows, self.cluster.weights[rows], [b[rows] for b in buffers.values()]) if rows else None
 
     @torch.no_grad()
     def put_back_resting(self) -> None:
@@ -143,7 +143,7 @@ class Member:
 
     @property
     def losses_of_all(self) -> list[float]:
-        """The losses of its nodes (K,) in the last step, NaN where a node did not take part; or of K of more clients."""
+        """The losses of its nodes (K,) in the last step, NaN where one did not take part; or of a cohort."""
         config, losses = self.config, self.node_losses
         if self.part.plan is None or config.population > config.num_nodes:
             return [*losses, *[math.nan] * (config.num_nodes - len(losses))]
