@@ -413,6 +413,27 @@ def test_losses_of_clients() -> None:
     assert np.isnan(failing.history.client_losses).tolist() == [[False, True, False], [True, False, False]]
 
 
+def test_losses_of_a_cohort_of_all_of_which_one_is_late() -> None:
+    rule, compute = Sample(3, of=3, stragglers=DropSlowest(0.4)), Compute([1.0, 5.0, 1.0])
+    _, cohorts = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=3, participation=rule, compute=compute)
+    assert np.isnan(cohorts.history.client_losses).tolist() == [[False, True, False]] * 4
+
+
+@pytest.mark.parametrize("plan", [Dropout(0.4, rounds=3), Sample(3, of=5)], ids=repr)
+@pytest.mark.parametrize("forked_at", [6, 7])
+def test_the_record_of_a_fork(plan: Participation, forked_at: int, tmp_path: Path) -> None:
+    """It begins with the segment that the fork's first step is in, whole or not."""
+    trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=3, max_steps=forked_at, save_dir=tmp_path)
+    start = vsim.load_checkpoint(tmp_path).fork()
+    _, forked = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=3, participation=plan, resume=start)
+    segments = forked.ledger.attendance
+    assert [segment.first for segment in segments] == [7, 10]
+    for own, segment in zip(forked.history.client_losses, segments, strict=True):
+        assert np.flatnonzero(~np.isnan(own)).tolist() == list(segment.nodes)
+    first = [event for event in forked.ledger if event.step == forked_at + 1 and event.moment == "start"]
+    assert [event.label for event in first] == (["pull"] if isinstance(plan, Sample) else [])
+
+
 # Time -----------------------------------------------------------------------------------------------------------------
 
 

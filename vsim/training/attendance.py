@@ -37,7 +37,7 @@ def attend(run: Run, step: int) -> None:
         beginning = [member for member in group.members if _begins(member, step)]
         for member in beginning:
             with naming(member.config.label if len(run.members) > 1 else ""):
-                if member.clients is not None and step > 1:
+                if member.clients is not None and not member.starts:
                     member.clients.leave(member.cluster)
         if any(_changes(member, step) for member in beginning):
             groups = _changed(run, group, step)
@@ -56,10 +56,10 @@ def attend(run: Run, step: int) -> None:
         if _begins(member, step):
             collectives = member.cluster.collectives
             collectives.step, collectives.moment = step, "start"
-            if step > 1 and member.clients is None:
+            if not member.starts and member.clients is None:
                 _join(member, step)
             before, now = (_plan(member).segment(at) for at in (max(1, step - 1), step))
-            others = step > 1 and (member.clients is not None or before.nodes != now.nodes)
+            others = not member.starts and (member.clients is not None or before.nodes != now.nodes)
             for module in member.strategy.communication_modules if others else ():
                 module.attend(member.cluster)
             member.ledger.attend(now)
@@ -71,9 +71,9 @@ def _plan(member: Member) -> Plan:
 
 
 def _begins(member: Member, step: int) -> bool:
-    """Whether a segment of the member's plan begins with `step`."""
+    """Whether a segment of the member's plan begins with `step`, or, in the midst of one, a fork."""
     there = member.trains and member.part.plan is not None and member.done == step - 1 < member.max_steps
-    return there and _plan(member).segment(step).first == step
+    return there and (member.starts or _plan(member).segment(step).first == step)
 
 
 def _changes(member: Member, step: int) -> bool:

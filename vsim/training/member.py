@@ -143,9 +143,9 @@ class Member:
 
     @property
     def losses_of_all(self) -> list[float]:
-        """The losses of its nodes (K,) in the last step, NaN where a node did not take part."""
+        """The losses of its nodes (K,) in the last step, NaN where one did not take part; a cohort's in its order."""
         config, losses = self.config, self.node_losses
-        if self.clients is not None or self.part.plan is None:
+        if self.part.plan is None or config.num_nodes < config.population:
             return [*losses, *[math.nan] * (config.num_nodes - len(losses))]
         own = dict(zip(self.cluster.active, losses, strict=True))
         return [own.get(node, math.nan) for node in range(config.num_nodes)]
