@@ -434,6 +434,19 @@ def test_the_record_of_a_fork(plan: Participation, forked_at: int, tmp_path: Pat
     assert [event.label for event in first] == (["pull"] if isinstance(plan, Sample) else [])
 
 
+def test_buffers_are_of_the_whole_cohort_before() -> None:
+    """BatchNorm's statistics of a cohort are averaged before the next one, of another size, takes its rows."""
+    compute, rule = Compute([1.0, 1.0, 1.0, 9.0, 9.0, 1.0]), Sample(3, of=6, stragglers=Deadline(3.0))
+    still, options = FedAvgStrategy(optim_spec="sgd", lr=1e-30), {"participation": rule, "compute": compute}
+    found, trainer = trained(still, num_nodes=3, batch_size=16, **options)
+    assert len({len(segment.nodes) for segment in trainer.ledger.attendance}) > 1
+    first, expected = Noisy().layers[0], torch.zeros(8)
+    for segment in trainer.ledger.attendance:
+        of_clients = [first(dataset(client, 6, True).tensors[0]).mean(0).detach() for client in segment.nodes]
+        expected = 0.9 * expected + 0.1 * torch.stack(of_clients).mean(0)
+    torch.testing.assert_close(found[72:80], expected.double())
+
+
 # Time -----------------------------------------------------------------------------------------------------------------
 
 
