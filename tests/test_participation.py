@@ -447,6 +447,19 @@ def test_buffers_are_of_the_whole_cohort_before() -> None:
     torch.testing.assert_close(found[72:80], expected.double())
 
 
+def test_clients_who_were_never_drawn_are_those_of_the_fork(tmp_path: Path) -> None:
+    """Their personal layers are the fork's, also when it resumes or its cohorts change in size."""
+    trained(FedAvgStrategy(H=3, optim_spec="sgd", lr=1.0), max_steps=6, num_nodes=2, save_dir=tmp_path / "start")
+    personal, rule = FedPerStrategy(H=2, optim_spec="sgd", lr=0.1), Sample(2, of=7)
+
+    def forked(**options: Any) -> Tensor:
+        start = vsim.load_checkpoint(tmp_path / "start").fork()
+        return trained(personal, num_nodes=2, participation=rule, **{"resume": start, **options})[0]
+
+    forked(max_steps=8, save_dir=tmp_path / "own")
+    assert torch.equal(forked(resume=True, save_dir=tmp_path / "own"), forked())
+
+
 # Time -----------------------------------------------------------------------------------------------------------------
 
 
