@@ -524,6 +524,20 @@ def test_over_commitment_takes_the_first_to_arrive() -> None:
     assert times[0] < 0.9 * times[1]
 
 
+def test_clients_with_few_examples_arrive_early() -> None:
+    """One epoch of 4, 8 and 16 examples is 1, 2 and 4 steps: 2, 6 and 4 s."""
+
+    def data(rank: int, num_nodes: int, train: bool) -> Subset[Any]:
+        return Subset(dataset(rank, num_nodes, train), range((4, 8, 16)[rank]))
+
+    compute = Compute([2.0, 3.0, 1.0])
+    rule = Sample(3, of=3, epochs=1, stragglers=Deadline(5.0))
+    _, trainer = trained(FedAvgStrategy(H=4), num_nodes=3, data=data, participation=rule, compute=compute)
+    assert {(*segment.nodes, *segment.steps) for segment in trainer.ledger.attendance} == {(0, 2, 1, 4)}
+    timeline = vsim.timeline(trainer, vsim.Network(float("inf")), compute)
+    assert timeline.seconds[4::4].tolist() == [5.0, 10.0, 15.0]
+
+
 def test_stragglers_need_compute() -> None:
     with pytest.raises(TypeError, match="goes by compute seconds"):
         trained(FedAvgStrategy(H=2), num_nodes=2, participation=Deadline(3.0))

@@ -169,8 +169,8 @@ def _events(file: Any) -> Iterator[tuple[int, int, str]]:
 class Stragglers(Participation):
     """A rule for nodes that are slow: whose work of a round counts. The others' is lost, and they begin the next anew.
 
-    It needs `fit(compute=…)`: a node arrives when it has computed the round's steps. As `participation` of all nodes a
-    round is from one sync of the strategy to the next; as `Sample(stragglers=…)` it is that of the cohort.
+    It needs `fit(compute=…)`: a node arrives when it has computed the round's steps, or its epochs. As `participation`
+    of all nodes a round is from one sync of the strategy to the next; as `Sample(stragglers=…)` it is the cohort's.
     """
 
     needs_compute = True
@@ -193,13 +193,13 @@ class Stragglers(Participation):
         for first in range(1, sys.maxsize, given.period):
             yield self.segment(Segment(first, first + given.period - 1, everyone), given.num_nodes, given)
 
-    def segment(self, drawn: Segment, wanted: int, given: Round) -> Segment:
-        """Return a segment with those of its nodes whose work counts."""
+    def segment(self, drawn: Segment, wanted: int, given: Round, local: NDArray[np.int64] | None = None) -> Segment:
+        """Return a segment with those of its nodes whose work counts; `local` (N,): the steps that each has to do."""
         if given.seconds is None:
             raise TypeError(
                 f"{type(self).__name__} needs compute seconds: fit(…, compute=Compute(seconds_per_step, …))"
             )
-        seconds = given.seconds(drawn.first, drawn.last)[list(drawn.nodes)]
+        seconds = given.seconds(drawn.first, drawn.last, local)[list(drawn.nodes)]
         order = np.argsort(seconds, kind="stable")
         count, until = self.count(seconds[order], wanted)
         here, late = (tuple(sorted(drawn.nodes[i] for i in part)) for part in (order[:count], order[count:]))
@@ -309,15 +309,16 @@ class Sample(Participation):
         return Plan(self._segments(given, period), self.of, renews=True, store=self.store)
 
     def _segments(self, given: Round, period: int) -> Iterator[Segment]:
+        local = None if self.epochs is None else self._local_steps(given)  # (N,)
         drawn = self.n if self.stragglers is None else min(self.of, math.ceil(self.stragglers.factor * self.n))
         for number in range(sys.maxsize):
             stream = generator(given.seed, PARTICIPATION, number)
             clients = tuple(sorted(torch.randperm(self.of, generator=stream)[:drawn].tolist()))
             segment = Segment(number * period + 1, (number + 1) * period, clients)
             if self.stragglers is not None:
-                segment = self.stragglers.segment(segment, self.n, given)
-            if self.epochs is not None:
-                segment = segment._replace(steps=tuple(self._local_steps(given)[list(segment.nodes)].tolist()))
+                segment = self.stragglers.segment(segment, self.n, given, local)
+            if local is not None:
+                segment = segment._replace(steps=tuple(local[list(segment.nodes)].tolist()))
             yield segment
 
     def _local_steps(self, given: Round) -> NDArray[np.int64]:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Seconds = Callable[[int, int], NDArray[np.float64]]  # of the steps first … last (from 1): compute seconds of every node
+# Of the steps first … last (from 1), of which each node may have its own number: compute seconds of every node.
+Seconds = Callable[[int, int, NDArray[np.int64] | None], NDArray[np.float64]]
 Nodes = tuple[int, ...]
 
 
