@@ -346,6 +346,7 @@ def test_local_epochs() -> None:
         moved.append(own.state_dict())
         there = ~np.isnan(trainer.history.node_losses[:, node])
         assert there.tolist() == [step < own_steps for step in range(8)]
+    assert trainer.history["examples"].tolist() == [0, 12, 24, 32, 40, 44, 48, 52, 56]
     means = [torch.stack([m[name].double() for m in moved]).mean(0) for name in moved[0] if "num_batches" not in name]
     names = [name for name, t in model.state_dict().items() for _ in range(t.numel())]
     known = torch.tensor(["num_batches" not in name for name in names])
