@@ -402,6 +402,18 @@ def test_what_belongs_to_clients_stays_with_them(tmp_path: Path, on_disk: bool) 
     assert not on_disk or (tmp_path / "clients" / "0.bin").stat().st_size == 6 * 2 * 4
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_a_comparison_keeps_the_clients_of_its_runs_apart(tmp_path: Path, together: bool) -> None:
+    strategies = {"slow": ScaffoldStrategy(H=2, lr=0.1), "fast": ScaffoldStrategy(H=2, lr=0.3)}
+    options: dict[str, Any] = {**OPTIONS, "num_nodes": 2, "together": together}
+    stored, kept = (
+        vsim.compare(Noisy(), dataset, strategies=strategies, participation=Sample(2, of=6, store=store), **options)
+        for store in (tmp_path, None)
+    )
+    for name in strategies:
+        assert np.array_equal(stored[name].history.node_losses, kept[name].history.node_losses)
+
+
 def test_losses_of_clients() -> None:
     _, cohorts = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=2, participation=Sample(2, of=5))
     losses, rounds = cohorts.history.client_losses, cohorts.ledger.attendance

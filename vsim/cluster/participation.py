@@ -266,7 +266,8 @@ class Sample(Participation):
         epochs: each client goes through its own data so many times a round, rounded up to full batches, and rests until
             the round ends; the round must be long enough for the client that has most. None: all steps of the round.
         stragglers: `Deadline`, `DropSlowest` or `OverCommit`; None: all are waited for.
-        store: a folder in which what belongs to clients is kept, a file a tensor; None: it is kept in memory.
+        store: a folder in which what belongs to clients is kept, a file a tensor (of a comparison, a folder for each of
+            its runs); None: it is kept in memory.
     """
 
     @known_keywords
