@@ -182,7 +182,7 @@ def run_members(
     logs = logger is not None or run_name is not None or wandb_project is not None
     folder = run_name or date_and_time()
     models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}
-    runners = []
+    runners: list[Runner] = []
     for seed in seeds:
         trainer = Trainer(models[seed], train_dataset, val_dataset, loss_fn=loss_fn, device=device)
         for name, entry in entries.items():
