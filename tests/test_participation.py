@@ -33,6 +33,7 @@ from vsim.strategy import (
     FedOptStrategy,
     FedPerStrategy,
     FedProxStrategy,
+    GradientAverage,
     NoLoCoStrategy,
     OptimSpec,
     ScaffoldStrategy,
@@ -362,6 +363,12 @@ def test_steps_in_which_all_clients_have_done_their_epochs_have_no_loss() -> Non
     _, trainer = trained(FedAvgStrategy(H=6), participation=Sample(3, of=5, epochs=1), num_nodes=3, max_steps=8)
     resting = [step for step, loss in enumerate(trainer.history["train_loss"].tolist()) if loss != loss]
     assert resting == [0, 5, 6]
+
+
+@pytest.mark.parametrize("strategy", [SimpleReduceStrategy(), CommunicateOptimizeStrategy([GradientAverage()])])
+def test_who_rests_has_no_part_in_gradients(strategy: Strategy) -> None:
+    with pytest.raises(TypeError, match="averages gradients"):
+        trained(strategy, participation=Sample(3, of=3, epochs=1, rounds=4), num_nodes=3)
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK")

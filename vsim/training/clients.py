@@ -15,6 +15,7 @@ from vsim.cluster.cluster import Cluster
 from vsim.cluster.optimizers import JointOptimizers
 from vsim.cluster.state import Stateful, of_clients, placements_of
 from vsim.strategy.base import Strategy
+from vsim.strategy.reduce import GradientAverage
 
 
 class Clients(Stateful):
@@ -33,10 +34,13 @@ class Clients(Stateful):
     derived = ("_owners", "_first", "_files")
 
     def __init__(self, strategy: Strategy, cluster: Cluster, store: Path | None = None) -> None:
-        if strategy.is_per_node and cluster.plan is not None and cluster.plan.segment(1).steps:
+        modules = strategy.communication_modules
+        averages = strategy.shares_weights or any(isinstance(module, GradientAverage) for module in modules)
+        if (strategy.is_per_node or averages) and cluster.plan is not None and cluster.plan.segment(1).steps:
+            does = "averages gradients" if averages else "defines step(), in which it communicates and steps"
             raise TypeError(
-                f"{type(strategy).__name__} defines step(), in which it communicates and steps its optimizer; with "
-                "Sample(epochs=…) clients that have done their epochs rest between the two"
+                f"{type(strategy).__name__} {does}; with Sample(epochs=…) clients that have done their epochs rest and "
+                "have no part in either"
             )
         self._owners = list(_owners(strategy))
         odd = [
