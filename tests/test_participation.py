@@ -558,6 +558,17 @@ def test_clients_with_few_examples_arrive_early() -> None:
     assert timeline.seconds[4::4].tolist() == [5.0, 10.0, 15.0]
 
 
+def test_products_are_rounded_as_they_are_meant() -> None:
+    """1.1 · 50 is 55.000000000000007 to a computer, 0.29 · 100 is 28.999999999999996, and 3 · 0.1 above 0.3."""
+    seconds = Compute(0.1).totals(100)
+    given = Round(100, 0, 3, seconds)
+    assert next(DropSlowest(0.29)._segments(given)).nodes == tuple(range(71))
+    assert next(Deadline(0.3)._segments(given)).late == ()
+    given = Round(50, 0, 60, seconds, np.full(100, 50.0))
+    segment = Sample(50, of=100, epochs=1.1, stragglers=OverCommit(1.1)).plan(given).segment(1)
+    assert (len(segment.nodes), len(segment.late), set(segment.steps)) == (50, 5, {55})
+
+
 def test_stragglers_need_compute() -> None:
     with pytest.raises(TypeError, match="goes by compute seconds"):
         trained(FedAvgStrategy(H=2), num_nodes=2, participation=Deadline(3.0))

@@ -22,6 +22,8 @@ from vsim.arguments import known_keywords, one_of, real_number, whole_number
 from vsim.cluster.plan import Plan, Round, Segment
 from vsim.cluster.randomness import PARTICIPATION, generator
 
+_ROUNDING = 1 + 1e-12  # what is a whole number, or on time, but for the rounding of its computation, is
+
 
 class Participation(ABC):
     """Who takes part in which steps of a run: `fit(participation=…)`."""
@@ -217,7 +219,7 @@ class Deadline(Stragglers):
         self.seconds = real_number("seconds", seconds, above=0)
 
     def count(self, arrivals: NDArray[np.float64], wanted: int) -> tuple[int, float]:
-        there = max(1, int((arrivals <= self.seconds).sum()))
+        there = max(1, int((arrivals <= self.seconds * _ROUNDING).sum()))
         return there, self.seconds if there < len(arrivals) else 0.0
 
 
@@ -232,7 +234,7 @@ class DropSlowest(Stragglers):
         self.share = real_number("share", share, above=0, below=1)
 
     def count(self, arrivals: NDArray[np.float64], wanted: int) -> tuple[int, float]:
-        return len(arrivals) - int(self.share * len(arrivals)), 0.0
+        return len(arrivals) - int(self.share * len(arrivals) * _ROUNDING), 0.0
 
 
 class OverCommit(Stragglers):
@@ -311,7 +313,8 @@ class Sample(Participation):
 
     def _segments(self, given: Round, period: int) -> Iterator[Segment]:
         local = None if self.epochs is None else self._local_steps(given)  # (N,)
-        drawn = self.n if self.stragglers is None else min(self.of, math.ceil(self.stragglers.factor * self.n))
+        factor = 1.0 if self.stragglers is None else self.stragglers.factor
+        drawn = min(self.of, math.ceil(factor * self.n / _ROUNDING))
         for number in range(sys.maxsize):
             stream = generator(given.seed, PARTICIPATION, number)
             clients = tuple(sorted(torch.randperm(self.of, generator=stream)[:drawn].tolist()))
@@ -325,4 +328,4 @@ class Sample(Participation):
     def _local_steps(self, given: Round) -> NDArray[np.int64]:
         assert self.epochs is not None
         assert given.epochs is not None
-        return np.ceil(self.epochs * given.epochs).astype(np.int64)
+        return np.ceil(self.epochs * given.epochs / _ROUNDING).astype(np.int64)
