@@ -233,6 +233,15 @@ def test_members_are_their_own_fits(plan: Participation) -> None:
             assert list(run.history.ledger) == list(own.ledger)
 
 
+def test_optimizers_that_began_anew_at_different_steps_are_put_together_apart() -> None:
+    strategies = {f"H={H}": FedOptStrategy(H=H, lr=1e-2) for H in (2, 3)}  # AdamW, which counts its steps
+    options: dict[str, Any] = {"num_nodes": 3, "participation": Schedule({5: [0, 1]}), "deterministic": True, **OPTIONS}
+    comparison = vsim.compare(Noisy(), dataset, strategies=strategies, **options)
+    for name, strategy in strategies.items():
+        _, own = trained(strategy, **options)
+        assert np.array_equal(comparison[name].history.node_losses, own.history.node_losses, equal_nan=True)
+
+
 @pytest.mark.parametrize("plan", [Dropout(0.4, rounds=3), Sample(3, of=5)], ids=repr)
 def test_a_fork_begins_with_those_who_are_there(plan: Participation, tmp_path: Path) -> None:
     trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=3, max_steps=6, save_dir=tmp_path)
