@@ -100,6 +100,7 @@ def test_chance_is_counted_where_clients_are_drawn() -> None:
     # Four are drawn for two, and the two fastest count: of these it was not by chance that they came first.
     late = Sample(2, of=7, stragglers=OverCommit(2.0))
     assert spent(2, late, compute=Compute(1.0, speeds=[1.0] * 7)) == epsilon({4 / 7: 3}, 2.0, 1e-3)
+    assert spent(2, Sample(2, of=7, rounds=6)) == epsilon({1.0: 3}, 2.0, 1e-3)  # twice of the same clients
     assert spent(3, Schedule({0: [0, 1]})) == epsilon({1.0: 3}, 2.0, 1e-3)
 
 

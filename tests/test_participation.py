@@ -25,7 +25,6 @@ from vsim.cluster.plan import Round
 from vsim.models import MLP
 from vsim.records.history import OF_THE_MACHINE
 from vsim.strategy import (
-    AveragingCommunicator,
     CommunicateOptimizeStrategy,
     DeMoStrategy,
     DiLoCoCommunicator,
@@ -235,6 +234,15 @@ def test_members_are_their_own_fits(plan: Participation) -> None:
             assert list(run.history.ledger) == list(own.ledger)
 
 
+def test_optimizers_that_began_anew_at_different_steps_are_put_together_apart() -> None:
+    strategies = {f"H={H}": FedOptStrategy(H=H, lr=1e-2) for H in (2, 3)}  # AdamW, which counts its steps
+    options: dict[str, Any] = {"num_nodes": 3, "participation": Schedule({5: [0, 1]}), "deterministic": True, **OPTIONS}
+    comparison = vsim.compare(Noisy(), dataset, strategies=strategies, **options)
+    for name, strategy in strategies.items():
+        _, own = trained(strategy, **options)
+        assert np.array_equal(comparison[name].history.node_losses, own.history.node_losses, equal_nan=True)
+
+
 @pytest.mark.parametrize("plan", [Dropout(0.4, rounds=3), Sample(3, of=5)], ids=repr)
 def test_a_fork_begins_with_those_who_are_there(plan: Participation, tmp_path: Path) -> None:
     trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=3, max_steps=6, save_dir=tmp_path)
@@ -364,6 +372,7 @@ def test_local_epochs() -> None:
         moved.append(own.state_dict())
         there = ~np.isnan(trainer.history.node_losses[:, node])
         assert there.tolist() == [step < own_steps for step in range(8)]
+    assert trainer.history["examples"].tolist() == [0, 12, 24, 32, 40, 44, 48, 52, 56]
     means = [torch.stack([m[name].double() for m in moved]).mean(0) for name in moved[0] if "num_batches" not in name]
     names = [name for name, t in model.state_dict().items() for _ in range(t.numel())]
     known = torch.tensor(["num_batches" not in name for name in names])
@@ -379,6 +388,15 @@ def test_steps_in_which_all_clients_have_done_their_epochs_have_no_loss() -> Non
     _, trainer = trained(FedAvgStrategy(H=6), participation=Sample(3, of=5, epochs=1), num_nodes=3, max_steps=8)
     resting = [step for step, loss in enumerate(trainer.history["train_loss"].tolist()) if loss != loss]
     assert resting == [0, 5, 6]
+
+
+@pytest.mark.parametrize("strategy", [SimpleReduceStrategy(), CommunicateOptimizeStrategy([GradientAverage()])])
+def test_who_rests_has_no_part_in_gradients(strategy: Strategy) -> None:
+    def data(rank: int, num_nodes: int, train: bool) -> Subset[Any]:
+        return Subset(dataset(rank, num_nodes, train), range((4, 12, 8)[rank]))
+
+    with pytest.raises(TypeError, match=r"communicates gradients, and .* have none at step 2; give no epochs="):
+        trained(strategy, participation=Sample(3, of=3, epochs=1, rounds=3), num_nodes=3, data=data)
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK")
@@ -419,6 +437,18 @@ def test_what_belongs_to_clients_stays_with_them(tmp_path: Path, on_disk: bool) 
     assert not on_disk or (tmp_path / "clients" / "0.bin").stat().st_size == 6 * 2 * 4
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_a_comparison_keeps_the_clients_of_its_runs_apart(tmp_path: Path, together: bool) -> None:
+    strategies = {"slow": ScaffoldStrategy(H=2, lr=0.1), "fast": ScaffoldStrategy(H=2, lr=0.3)}
+    options: dict[str, Any] = {**OPTIONS, "num_nodes": 2, "together": together}
+    stored, kept = (
+        vsim.compare(Noisy(), dataset, strategies=strategies, participation=Sample(2, of=6, store=store), **options)
+        for store in (tmp_path, None)
+    )
+    for name in strategies:
+        assert np.array_equal(stored[name].history.node_losses, kept[name].history.node_losses)
+
+
 def test_losses_of_clients() -> None:
     _, cohorts = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=2, participation=Sample(2, of=5))
     losses, rounds = cohorts.history.client_losses, cohorts.ledger.attendance
@@ -429,12 +459,53 @@ def test_losses_of_clients() -> None:
         assert np.allclose(own[list(segment.nodes)], of_nodes)
     _, failing = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=3, participation=Schedule({0: [0, 2], 5: [1, 2]}))
     assert np.isnan(failing.history.client_losses).tolist() == [[False, True, False], [True, False, False]]
-    own: dict[str, Any] = {
-        "compute": Compute(1.0, speeds=[1, 0.1, 1]),
-        "participation": Sample(3, of=3, stragglers=Deadline(9)),
-    }
-    _, everyone = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=3, **own)
-    assert np.isnan(everyone.history.client_losses).tolist() == 4 * [[False, True, False]]
+
+
+def test_losses_of_a_cohort_of_all_of_which_one_is_late() -> None:
+    rule, compute = Sample(3, of=3, stragglers=DropSlowest(0.4)), Compute([1.0, 5.0, 1.0])
+    _, cohorts = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=3, participation=rule, compute=compute)
+    assert np.isnan(cohorts.history.client_losses).tolist() == [[False, True, False]] * 4
+
+
+@pytest.mark.parametrize("plan", [Dropout(0.4, rounds=3), Sample(3, of=5)], ids=repr)
+@pytest.mark.parametrize("forked_at", [6, 7])
+def test_the_record_of_a_fork(plan: Participation, forked_at: int, tmp_path: Path) -> None:
+    """It begins with the segment that the fork's first step is in, whole or not."""
+    trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=3, max_steps=forked_at, save_dir=tmp_path)
+    start = vsim.load_checkpoint(tmp_path).fork()
+    _, forked = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=3, participation=plan, resume=start)
+    segments = forked.ledger.attendance
+    assert [segment.first for segment in segments] == [7, 10]
+    for own, segment in zip(forked.history.client_losses, segments, strict=True):
+        assert np.flatnonzero(~np.isnan(own)).tolist() == list(segment.nodes)
+    first = [event for event in forked.ledger if event.step == forked_at + 1 and event.moment == "start"]
+    assert [event.label for event in first] == (["pull"] if isinstance(plan, Sample) else [])
+
+
+def test_buffers_are_of_the_whole_cohort_before() -> None:
+    """BatchNorm's statistics of a cohort are averaged before the next one, of another size, takes its rows."""
+    compute, rule = Compute([1.0, 1.0, 1.0, 9.0, 9.0, 1.0]), Sample(3, of=6, stragglers=Deadline(3.0))
+    still, options = FedAvgStrategy(optim_spec="sgd", lr=1e-30), {"participation": rule, "compute": compute}
+    found, trainer = trained(still, num_nodes=3, batch_size=16, **options)
+    assert len({len(segment.nodes) for segment in trainer.ledger.attendance}) > 1
+    first, expected = Noisy().layers[0], torch.zeros(8)
+    for segment in trainer.ledger.attendance:
+        of_clients = [first(dataset(client, 6, True).tensors[0]).mean(0).detach() for client in segment.nodes]
+        expected = 0.9 * expected + 0.1 * torch.stack(of_clients).mean(0)
+    torch.testing.assert_close(found[72:80], expected.double())
+
+
+def test_clients_who_were_never_drawn_are_those_of_the_fork(tmp_path: Path) -> None:
+    """Their personal layers are the fork's, also when it resumes or its cohorts change in size."""
+    trained(FedAvgStrategy(H=3, optim_spec="sgd", lr=1.0), max_steps=6, num_nodes=2, save_dir=tmp_path / "start")
+    personal, rule = FedPerStrategy(H=2, optim_spec="sgd", lr=0.1), Sample(2, of=7)
+
+    def forked(**options: Any) -> Tensor:
+        start = vsim.load_checkpoint(tmp_path / "start").fork()
+        return trained(personal, num_nodes=2, participation=rule, **{"resume": start, **options})[0]
+
+    forked(max_steps=8, save_dir=tmp_path / "own")
+    assert torch.equal(forked(resume=True, save_dir=tmp_path / "own"), forked())
 
 
 # Time -----------------------------------------------------------------------------------------------------------------
@@ -491,9 +562,9 @@ def test_over_commitment_takes_the_first_to_arrive() -> None:
         FedAvgStrategy(H=2, lr=1e-2), participation=Sample(4, of=12, stragglers=OverCommit(1.5)), **options
     )
     _, all_waited_for = trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=4, participation=Sample(4, of=12))
-    seconds = options["compute"].seconds(12)
+    seconds = options["compute"].totals(12)
     for segment in trainer.ledger.attendance:
-        own = seconds(segment.first, segment.last).sum(0)
+        own = seconds(segment.first, segment.last)
         assert (len(segment.nodes), len(segment.late)) == (4, 2)
         assert own[list(segment.nodes)].max() <= own[list(segment.late)].min()
     network = vsim.Network(float("inf"))
@@ -501,35 +572,29 @@ def test_over_commitment_takes_the_first_to_arrive() -> None:
     assert times[0] < 0.9 * times[1]
 
 
-def sized(*sizes: int) -> Any:
-    return lambda rank, num_nodes, train: Subset(dataset(rank, num_nodes, train), range(sizes[rank]))
+def test_clients_with_few_examples_arrive_early() -> None:
+    """One epoch of 4, 8 and 16 examples is 1, 2 and 4 steps: 2, 6 and 4 s."""
+
+    def data(rank: int, num_nodes: int, train: bool) -> Subset[Any]:
+        return Subset(dataset(rank, num_nodes, train), range((4, 8, 16)[rank]))
+
+    compute = Compute([2.0, 3.0, 1.0])
+    rule = Sample(3, of=3, epochs=1, stragglers=Deadline(5.0))
+    _, trainer = trained(FedAvgStrategy(H=4), num_nodes=3, data=data, participation=rule, compute=compute)
+    assert {(*segment.nodes, *segment.steps) for segment in trainer.ledger.attendance} == {(0, 2, 1, 4)}
+    timeline = vsim.timeline(trainer, vsim.Network(float("inf")), compute)
+    assert timeline.seconds[4::4].tolist() == [5.0, 10.0, 15.0]
 
 
-def test_clients_arrive_when_they_have_done_their_epochs() -> None:
-    compute, sample = Compute(1.0), Sample(3, of=3, epochs=1, stragglers=Deadline(2.5))
-    options: dict[str, Any] = {"num_nodes": 3, "max_steps": 8, "data": sized(4, 16, 8)}  # 1, 4 and 2 steps
-    _, trainer = trained(FedAvgStrategy(H=4, lr=1e-2), participation=sample, compute=compute, **options)
-    assert [(s.nodes, s.late, s.steps) for s in trainer.ledger.attendance] == 2 * [((0, 2), (1,), (1, 2))]
-    assert vsim.timeline(trainer, vsim.Network(float("inf")), compute).seconds[[4, 8]].tolist() == [2.5, 5.0]
-
-
-def test_shares_are_of_decimal_numbers() -> None:
-    given = Round(10, 7, 1, Compute(1.0).seconds(100), np.full(100, 30.0))
-    drawn = Sample(10, of=100, stragglers=OverCommit(1.1)).plan(given).segment(1)
-    assert (len(drawn.nodes), len(drawn.late)) == (10, 1)  # 1.1 · 10 is 11.000000000000002
-    assert DropSlowest(0.29).count(np.ones(100), 100)[0] == 71  # 0.29 · 100 is 28.999999999999996
-    assert Sample(10, of=100, epochs=1.1, rounds=40).plan(given).segment(1).steps == (33,) * 10
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [SimpleReduceStrategy(), Strategy([GradientAverage(), AveragingCommunicator(every=3)])],
-    ids=["alone", "modules"],
-)
-def test_clients_that_rest_have_no_gradients_to_communicate(strategy: Strategy) -> None:
-    sample = Sample(3, of=3, epochs=1, rounds=3)
-    with pytest.raises(TypeError, match=r"communicates gradients, and .* have none at step 2; give no epochs="):
-        trained(strategy, participation=sample, num_nodes=3, data=sized(4, 12, 8))
+def test_products_are_rounded_as_they_are_meant() -> None:
+    """1.1 · 50 is 55.000000000000007 to a computer, 0.29 · 100 is 28.999999999999996, and 3 · 0.1 above 0.3."""
+    seconds = Compute(0.1).totals(100)
+    given = Round(100, 0, 3, seconds)
+    assert next(DropSlowest(0.29)._segments(given)).nodes == tuple(range(71))
+    assert next(Deadline(0.3)._segments(given)).late == ()
+    given = Round(50, 0, 60, seconds, np.full(100, 50.0))
+    segment = Sample(50, of=100, epochs=1.1, stragglers=OverCommit(1.1)).plan(given).segment(1)
+    assert (len(segment.nodes), len(segment.late), set(segment.steps)) == (50, 5, {55})
 
 
 def test_stragglers_need_compute() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vsim.arguments import naming, true_or_false, whole_number
-from vsim.cluster.participation import Participation
+from vsim.cluster.participation import Participation, Sample
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
 from vsim.grid import merged
@@ -182,7 +182,7 @@ def run_members(
     logs = logger is not None or run_name is not None or wandb_project is not None
     folder = run_name or date_and_time()
     models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}
-    runners = []
+    runners: list[Runner] = []
     for seed in seeds:
         trainer = Trainer(models[seed], train_dataset, val_dataset, loss_fn=loss_fn, device=device)
         for name, entry in entries.items():
@@ -202,6 +202,10 @@ def run_members(
             if save_dir is not None:
                 saving = saving_in(save_dir, folder_name(label), checkpoint_interval)
                 config = replace(config, saving=saving)
+            if isinstance(participation, Sample) and participation.store is not None:
+                apart = copy.copy(participation)
+                apart.store = participation.store / str(len(runners))
+                config = replace(config, participation=apart)
             # What callbacks hold is copied, but not what all runs share.
             shared = {id(one): one for one in (models[seed], train_dataset, val_dataset, loss_fn)}
             config = replace(config, callbacks=copy.deepcopy(config.callbacks, shared))

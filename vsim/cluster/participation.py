@@ -22,6 +22,8 @@ from vsim.arguments import known_keywords, one_of, real_number, whole_number
 from vsim.cluster.plan import Plan, Round, Segment
 from vsim.cluster.randomness import PARTICIPATION, generator
 
+_ROUNDING = 1 + 1e-12  # what is a whole number, or on time, but for the rounding of its computation, is
+
 
 class Participation(ABC):
     """Who takes part in which steps of a run: `fit(participation=…)`."""
@@ -54,11 +56,6 @@ def _period(rounds: int | None, given: Round, what: str) -> int:
             "the next"
         )
     return period
-
-
-def _exact(product: Any) -> Any:
-    """Return a product of decimal numbers without its last bits, by which 1.1 · 10 is more than 11."""
-    return np.round(product, 9)
 
 
 class Dropout(Participation):
@@ -174,8 +171,8 @@ def _events(file: Any) -> Iterator[tuple[int, int, str]]:
 class Stragglers(Participation):
     """A rule for nodes that are slow: whose work of a round counts. The others' is lost, and they begin the next anew.
 
-    It needs `fit(compute=…)`: a node arrives when it has computed the round's steps. As `participation` of all nodes a
-    round is from one sync of the strategy to the next; as `Sample(stragglers=…)` it is that of the cohort.
+    It needs `fit(compute=…)`: a node arrives when it has computed the round's steps, or its epochs. As `participation`
+    of all nodes a round is from one sync of the strategy to the next; as `Sample(stragglers=…)` it is the cohort's.
     """
 
     needs_compute = True
@@ -198,21 +195,17 @@ class Stragglers(Participation):
         for first in range(1, sys.maxsize, given.period):
             yield self.segment(Segment(first, first + given.period - 1, everyone), given.num_nodes, given)
 
-    def segment(self, drawn: Segment, wanted: int, given: Round) -> Segment:
-        """Return a segment with those of its nodes whose work counts."""
+    def segment(self, drawn: Segment, wanted: int, given: Round, local: NDArray[np.int64] | None = None) -> Segment:
+        """Return a segment with those of its nodes whose work counts; `local` (N,): the steps that each has to do."""
         if given.seconds is None:
             raise TypeError(
                 f"{type(self).__name__} needs compute seconds: fit(…, compute=Compute(seconds_per_step, …))"
             )
-        seconds = given.seconds(drawn.first, drawn.last)[:, list(drawn.nodes)]  # (T, n)
-        computes = np.arange(len(seconds))[:, None] < (np.array(drawn.steps) if drawn.steps else len(seconds))
-        arrivals = np.where(computes, seconds, 0).sum(0)
-        order = np.argsort(arrivals, kind="stable")
-        count, until = self.count(arrivals[order], wanted)
-        here, late = np.sort(order[:count]), np.sort(order[count:])
-        nodes, absent = (tuple(drawn.nodes[i] for i in part) for part in (here, late))
-        steps = tuple(drawn.steps[i] for i in here) if drawn.steps else ()
-        return drawn._replace(nodes=nodes, late=absent, seconds=until, steps=steps)
+        seconds = given.seconds(drawn.first, drawn.last, local)[list(drawn.nodes)]
+        order = np.argsort(seconds, kind="stable")
+        count, until = self.count(seconds[order], wanted)
+        here, late = (tuple(sorted(drawn.nodes[i] for i in part)) for part in (order[:count], order[count:]))
+        return drawn._replace(nodes=here, late=late, seconds=until)
 
 
 class Deadline(Stragglers):
@@ -226,7 +219,7 @@ class Deadline(Stragglers):
         self.seconds = real_number("seconds", seconds, above=0)
 
     def count(self, arrivals: NDArray[np.float64], wanted: int) -> tuple[int, float]:
-        there = max(1, int((arrivals <= self.seconds).sum()))
+        there = max(1, int((arrivals <= self.seconds * _ROUNDING).sum()))
         return there, self.seconds if there < len(arrivals) else 0.0
 
 
@@ -241,7 +234,7 @@ class DropSlowest(Stragglers):
         self.share = real_number("share", share, above=0, below=1)
 
     def count(self, arrivals: NDArray[np.float64], wanted: int) -> tuple[int, float]:
-        return len(arrivals) - int(_exact(self.share * len(arrivals))), 0.0
+        return len(arrivals) - int(self.share * len(arrivals) * _ROUNDING), 0.0
 
 
 class OverCommit(Stragglers):
@@ -275,7 +268,8 @@ class Sample(Participation):
         epochs: each client goes through its own data so many times a round, rounded up to full batches, and rests until
             the round ends; the round must be long enough for the client that has most. None: all steps of the round.
         stragglers: `Deadline`, `DropSlowest` or `OverCommit`; None: all are waited for.
-        store: a folder in which what belongs to clients is kept, a file a tensor; None: it is kept in memory.
+        store: a folder in which what belongs to clients is kept, a file a tensor (of a comparison, a folder for each of
+            its runs); None: it is kept in memory.
     """
 
     @known_keywords
@@ -318,15 +312,20 @@ class Sample(Participation):
         return Plan(self._segments(given, period), self.of, renews=True, store=self.store)
 
     def _segments(self, given: Round, period: int) -> Iterator[Segment]:
-        drawn = self.n if self.stragglers is None else min(self.of, math.ceil(_exact(self.stragglers.factor * self.n)))
+        local = None if self.epochs is None else self._local_steps(given)  # (N,)
+        factor = 1.0 if self.stragglers is None else self.stragglers.factor
+        drawn = min(self.of, math.ceil(factor * self.n / _ROUNDING))
         for number in range(sys.maxsize):
             stream = generator(given.seed, PARTICIPATION, number)
             clients = tuple(sorted(torch.randperm(self.of, generator=stream)[:drawn].tolist()))
-            steps = () if self.epochs is None else tuple(self._local_steps(given)[list(clients)].tolist())
-            segment = Segment(number * period + 1, (number + 1) * period, clients, steps=steps)
-            yield segment if self.stragglers is None else self.stragglers.segment(segment, self.n, given)
+            segment = Segment(number * period + 1, (number + 1) * period, clients)
+            if self.stragglers is not None:
+                segment = self.stragglers.segment(segment, self.n, given, local)
+            if local is not None:
+                segment = segment._replace(steps=tuple(local[list(segment.nodes)].tolist()))
+            yield segment
 
     def _local_steps(self, given: Round) -> NDArray[np.int64]:
         assert self.epochs is not None
         assert given.epochs is not None
-        return np.ceil(_exact(self.epochs * given.epochs)).astype(np.int64)
+        return np.ceil(self.epochs * given.epochs / _ROUNDING).astype(np.int64)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Seconds = Callable[[int, int], NDArray[np.float64]]  # first, last step (from 1) → (T, N) compute seconds of every node
+# Of the steps first … last (from 1), of which each node may have its own number: compute seconds of every node.
+Seconds = Callable[[int, int, NDArray[np.int64] | None], NDArray[np.float64]]
 Nodes = tuple[int, ...]
 
 

@@ -108,19 +108,25 @@ class Compute:
             raise ValueError(f"compute has {self.num_nodes} nodes, and the run {num_nodes}")
         return ComputedSteps(self, num_nodes)
 
-    def seconds(self, num_nodes: int) -> Callable[[int, int], NDArray[np.float64]]:
-        """Return a function of steps first … last, from 1, for the seconds (T, K) that every node computes in them."""
+    def totals(self, num_nodes: int) -> Callable[..., NDArray[np.float64]]:
+        """Return a function of steps first … last, from 1, for the seconds (K,) that every node computes in them.
+
+        With a third argument (K,) a node computes in so many of them, the first ones.
+        """
         done, steps = 0, self.steps(num_nodes)
 
-        def between(first: int, last: int) -> NDArray[np.float64]:
+        def seconds(first: int, last: int, local: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
             nonlocal done, steps
             if first <= done:
                 done, steps = 0, self.steps(num_nodes)
             steps.next(first - 1 - done)
             done = last
-            return np.broadcast_to(steps.next(last - first + 1), (last - first + 1, num_nodes))
+            own = steps.next(last - first + 1)
+            if local is not None:
+                own = own * (np.arange(len(own))[:, None] < local)
+            return np.broadcast_to(own.sum(0), (num_nodes,))
 
-        return between
+        return seconds
 
     def __repr__(self) -> str:
         low, high = self.node_seconds.min(), self.node_seconds.max()

@@ -130,9 +130,10 @@ class History:
         A segment is a round of clients, or the steps between two changes of who takes part. NaN where one did not.
         """
         losses, attendance = self.node_losses, self.ledger.attendance
+        start = self.ledger.steps - len(losses)  # a fork's record begins with it
         found = np.full((len(attendance), self.ledger.num_nodes), math.nan)
         for own, segment in zip(found, attendance, strict=True):
-            rows = losses[segment.first - 1 : segment.last]
+            rows = losses[max(0, segment.first - 1 - start) : segment.last - start]
             there = ~np.isnan(rows)
             sums, counts = np.where(there, rows, 0).sum(0), there.sum(0)
             means = np.divide(sums, counts, out=np.full(len(sums), math.nan), where=counts > 0)

@@ -46,7 +46,7 @@ class PrivateAverage(AveragingCommunicator):
             return
         self.outer_weights.add_(self._noise(cluster))
         cluster.weights.copy_(self.outer_weights)
-        share = _share(cluster)
+        share = _share(cluster, self.every)
         self.rounds[share] = self.rounds.get(share, 0) + 1
 
     def _noise(self, cluster: Cluster) -> Tensor:
@@ -64,11 +64,13 @@ class PrivateAverage(AveragingCommunicator):
         return {"epsilon": epsilon(self.rounds, self.noise_multiplier, self.delta)}
 
 
-def _share(cluster: Cluster) -> float:
+def _share(cluster: Cluster, every: int) -> float:
     """Return the probability with which a client was drawn for this round: 1 where it is not left to chance."""
     if cluster.plan is None or not cluster.plan.renews:
         return 1.0
     segment = cluster.plan.segment(cluster.step)
+    if segment.last - segment.first + 1 > every:  # the same cohort once more, not one drawn anew
+        return 1.0
     return (len(segment.nodes) + len(segment.late)) / cluster.population  # who comes late does so for a reason
 
 
@@ -128,7 +130,8 @@ class DPFedAvgStrategy(Strategy):
     Deviations from the paper: n is that of the round, not its expectation. ε is that of rounds which every client joins
     by chance, with probability q (Poisson sampling), and by Rényi differential privacy, where the paper takes the
     moments accountant. With participation=Sample(n, of=N) q is n/N, as is common for cohorts of a fixed size (clients
-    that are drawn and come too late count, too); without it q is 1, and nothing is gained by chance.
+    that are drawn and come too late count, too); without it, or where rounds= keeps a cohort for several averagings, q
+    is 1, and nothing is gained by chance.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ def plan_of(config: RunConfig, batches: BatchSource | None) -> Plan | None:
     """
     if config.participation is None:
         return None
-    seconds = None if config.compute is None else config.compute.seconds(config.population)
+    seconds = None if config.compute is None else config.compute.totals(config.population)
     sizes = torch.zeros(config.population) if batches is None else batches.shard_sizes
     epochs = sizes.numpy() / config.batch_size
     return config.participation.plan(Round(config.num_nodes, config.seed, config.strategy.period, seconds, epochs))

@@ -37,8 +37,8 @@ def attend(run: Run, step: int) -> None:
         beginning = [member for member in group.members if _begins(member, step)]
         for member in beginning:
             with naming(member.config.label if len(run.members) > 1 else ""):
-                if member.clients is not None and step > 1:
-                    member.clients.leave(member.cluster)
+                if member.clients is not None:
+                    _end_round(member)
         if any(_changes(member, step) for member in beginning):
             groups = _changed(run, group, step)
             place = run.groups.index(group)
@@ -56,10 +56,10 @@ def attend(run: Run, step: int) -> None:
         if _begins(member, step):
             collectives = member.cluster.collectives
             collectives.step, collectives.moment = step, "start"
-            if step > 1 and member.clients is None:
+            if not member.starts and member.clients is None:
                 _join(member, step)
             before, now = (_plan(member).segment(at) for at in (max(1, step - 1), step))
-            others = step > 1 and (member.clients is not None or before.nodes != now.nodes)
+            others = not member.starts and (member.clients is not None or before.nodes != now.nodes)
             for module in member.strategy.communication_modules if others else ():
                 module.attend(member.cluster)
             member.ledger.attend(now)
@@ -71,9 +71,9 @@ def _plan(member: Member) -> Plan:
 
 
 def _begins(member: Member, step: int) -> bool:
-    """Whether a segment of the member's plan begins with `step`."""
+    """Whether a segment of the member's plan begins with `step`, or, in the midst of one, a fork."""
     there = member.trains and member.part.plan is not None and member.done == step - 1 < member.max_steps
-    return there and _plan(member).segment(step).first == step
+    return there and (member.starts or _plan(member).segment(step).first == step)
 
 
 def _changes(member: Member, step: int) -> bool:
@@ -129,18 +129,29 @@ def _seed(member: Member, nodes: Iterable[int], step: int) -> None:
 
 
 @torch.no_grad()
+def _end_round(member: Member) -> None:
+    """Keep what belongs to the clients that have been here, and give all rows the global weights and buffers."""
+    assert member.clients is not None
+    if not member.starts:
+        member.clients.leave(member.cluster)
+    replicas, strategy = member.cluster.replicas, member.strategy
+    with strategy.evaluating():
+        weights = strategy.global_weights().clone()
+    replicas.weights.copy_(weights)
+    for name, mean in member.cluster.mean_buffers().items():
+        replicas.buffers[name].copy_(mean)
+
+
+@torch.no_grad()
 def _begin_round(member: Member, step: int) -> None:
     """Let the rows be those of the clients of the round that begins with `step`."""
     cluster, strategy, plan = member.cluster, member.strategy, _plan(member)
     collectives, replicas, nodes = cluster.collectives, cluster.replicas, plan.segment(step).nodes
-    with strategy.evaluating():
-        weights = strategy.global_weights().clone()
+    weights = replicas.weights[0].clone()
     collectives.active = nodes
     collectives.step, collectives.moment = step, "start"
     pulled = weights.nbytes - sum(module.personal_bytes for module in strategy.communication_modules)
     replicas.weights.copy_(collectives.pull(weights, label="pull", payload_bytes=pulled))
-    for name, mean in cluster.mean_buffers().items():
-        replicas.buffers[name].copy_(mean)
     forget(strategy.optim)
     assert member.clients is not None
     member.clients.arrive(cluster)

@@ -68,13 +68,15 @@ class Clients(Stateful):
                 yield owner, name, getattr(owner, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clients that have been drawn, and their rows stacked in that order."""
-        return {"drawn": [*self.kept], "kept": [torch.stack(rows) for rows in zip(*self.kept.values(), strict=True)]}
+        """Return the clients that have been drawn, their rows stacked in that order, and those of the others."""
+        kept = [torch.stack(rows) for rows in zip(*self.kept.values(), strict=True)]
+        return {"drawn": [*self.kept], "kept": kept, "first": self._first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
         rows = zip(*(kept.cpu().clone() for kept in state["kept"]), strict=True)
         self.kept = {client: self._stored(client, own) for client, own in zip(state["drawn"], rows, strict=False)}
+        self._first = state.get("first", self._first)  # of a fork that resumes, other ones than the model's
 
     def leave(self, cluster: Cluster) -> None:
         """Keep the rows of the clients that are here."""

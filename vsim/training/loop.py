@@ -147,6 +147,7 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
     for member in members:
         nodes = member.cluster.num_nodes
         member.seconds += seconds * nodes / num_nodes
+        nodes -= len(member.cluster.resting_nodes)
         member.examples += examples * nodes
         member.tokens += tokens * nodes
     return stops

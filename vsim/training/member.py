@@ -143,9 +143,9 @@ class Member:
 
     @property
     def losses_of_all(self) -> list[float]:
-        """The losses of its nodes (K,) in the last step, NaN where one did not take part; or of a cohort."""
+        """The losses of its nodes (K,) in the last step, NaN where one did not take part; a cohort's in its order."""
         config, losses = self.config, self.node_losses
-        if self.part.plan is None or config.population > config.num_nodes:
+        if self.part.plan is None or config.num_nodes < config.population:
             return [*losses, *[math.nan] * (config.num_nodes - len(losses))]
         own = dict(zip(self.cluster.active, losses, strict=True))
         return [own.get(node, math.nan) for node in range(config.num_nodes)]

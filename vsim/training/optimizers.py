@@ -67,11 +67,11 @@ class _Together:
             mark_stepped(part)
 
     def agree(self) -> bool:
-        """Whether all parts have the same options now, which a schedule or a hook may have changed in one; and all a
-        state or none, which one may have forgotten.
+        """Whether all parts have the same options now, which a schedule or a hook may have changed in one; and a state
+        of as many steps, or none, which one may have forgotten.
         """
         parts = zip(self.parts, self.parameters, strict=True)
-        first, *others = ({**one.param_groups[0], "params": None, "state": not one.state.get(p)} for one, p in parts)
+        first, *others = ({**one.param_groups[0], "params": None, "state": _of_all_rows(one, p)} for one, p in parts)
         return all(other == first for other in others)
 
     def step(self) -> None:
@@ -159,6 +159,12 @@ def _is_plain(strategy: Strategy) -> bool:
 def _parameter(optimizer: Optimizer) -> Tensor:
     parameter: Tensor = optimizer.param_groups[0]["params"][0]
     return parameter
+
+
+def _of_all_rows(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Return the state of an optimizer; None for what has a row for each of its nodes."""
+    state = optimizer.state.get(parameter) or {}
+    return {key: None if _is_stacked(value, len(parameter)) else value for key, value in state.items()}
 
 
 def _is_stacked(value: Any, rows: int) -> bool:
