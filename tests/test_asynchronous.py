@@ -242,6 +242,17 @@ def test_messages_queue_on_the_servers_line() -> None:
     assert time.compute_seconds.tolist() == [3.5, 3] and time.stalls.tolist() == [3.5, 3]
 
 
+def test_a_slow_workers_line_does_not_hold_the_servers() -> None:
+    # Worker 1 sends twice, 10 s each, 10 ms of them on the server's line, for which worker 2's 10 ms have to wait once.
+    slow = [[8e3 if 1 not in (i, j) else 8.0 for j in range(3)] for i in range(3)]
+    for to_server in (True, False):
+        clock = VirtualClock(3, Network.between(slow), Compute(1))
+        for node in (1, 1, 2):
+            clock.send(node, 10.0, to_server)
+        came = [(clock.next()[1], clock.now) for _ in range(3)]
+        assert came == [(2, 0.02), (1, 10.0), (1, 20.0)]
+
+
 def test_the_clock_orders_what_happens_at_once_by_kind_and_node() -> None:
     clock = VirtualClock(2, Network(math.inf), Compute(1))
     clock.step(1)
