@@ -253,6 +253,20 @@ def test_a_slow_workers_line_does_not_hold_the_servers() -> None:
         assert came == [(2, 0.02), (1, 10.0), (1, 20.0)]
 
 
+@pytest.mark.parametrize("speeds", [[1, 1, 1, 10], [1, 2, 3, 4]])
+def test_the_unit_of_time_is_without_effect(speeds: list[float]) -> None:
+    def order(unit: float) -> list[tuple[int, int]]:
+        clock, done = VirtualClock(4, Network(math.inf), Compute(unit, speeds=speeds)), []
+        for node in range(4):
+            clock.step(node)
+        for _ in range(500):
+            done.append(clock.next()[:2])
+            clock.step(done[-1][1])
+        return done
+
+    assert all(order(unit) == order(60) for unit in (0.1, 0.8, 1, 7))  # 60 divides without rounding
+
+
 def test_the_clock_orders_what_happens_at_once_by_kind_and_node() -> None:
     clock = VirtualClock(2, Network(math.inf), Compute(1))
     clock.step(1)

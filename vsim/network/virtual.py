@@ -14,6 +14,8 @@ from vsim.network.links import Network
 # the server has waited so long, a message reaches its worker.
 STEP, ARRIVAL, TIMER, RETURN = range(4)
 _BLOCK = 256  # steps whose seconds are drawn at once
+# Moments that agree to so many digits are one: three steps of 0.1 s end with one of 0.3 s, not 6e-17 s after it.
+_DIGITS = 10
 
 
 class VirtualClock:
@@ -31,7 +33,7 @@ class VirtualClock:
         self.network, self.compute = network, compute
         self.now, self.taken, self.number = 0.0, 0, 0
         self.steps = [0] * num_nodes
-        self._coming: list[tuple[float, int, int, int]] = []  # a heap: when, what, node, number
+        self._coming: list[tuple[float, int, int, int, float]] = []  # a heap: when, in digits; what, node, number; when
         self._ends, self._begun = [0.0] * num_nodes, 0.0  # of the step that is computed; seconds of all that began
         self._busy = [0.0, 0.0]  # until when the server's line is, in and out
         # On the lines of the nodes, in and out: number and bytes; the first is on its way.
@@ -65,7 +67,8 @@ class VirtualClock:
 
     def next(self) -> tuple[int, int, int]:
         """Go on to what happens next: what, the node, and the number of the message or timer."""
-        self.now, what, node, number = heapq.heappop(self._coming)
+        _, what, node, number, when = heapq.heappop(self._coming)
+        self.now = max(self.now, when)
         if what == STEP:
             self.steps[node] += 1
             self.taken += 1
@@ -121,4 +124,4 @@ class VirtualClock:
         return self.number
 
     def _plan(self, when: float, what: int, node: int, number: int = 0) -> None:
-        heapq.heappush(self._coming, (when, what, node, number))
+        heapq.heappush(self._coming, (float(f"{when:.{_DIGITS}g}"), what, node, number, when))
