@@ -529,6 +529,17 @@ class PerNode(AsyncDiLoCoStrategy):
         super().step()
 
 
+class Returning(AsynchronousStrategy):
+    """Its server lets `ready` go on, whoever comes."""
+
+    def __init__(self, ready: Any) -> None:
+        self.ready = ready
+        super().__init__(H=1)
+
+    def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
+        return self.ready  # type: ignore[no-any-return]
+
+
 class Broken(TensorDataset):
     def __getitem__(self, index: int) -> Any:
         raise OSError("the disk is gone")
@@ -566,6 +577,15 @@ class Broken(TensorDataset):
             "of node 1 at step 1: .* the disk is",
         ),
         (lambda: AsyncDiLoCoStrategy(), {"compute": "fast"}, ValueError, "seconds_per_step"),
+        (lambda: Returning([]), {}, RuntimeError, "all workers wait, and nothing is on its way"),
+        (lambda: Returning(None), {}, ValueError, r"workers that wait, \[\d\], each once; Returning's returned None"),
+        (lambda: Returning(range(4)), {}, ValueError, r"returned range\(0, 4\)"),
+        (
+            lambda: Returning([3, 3]),
+            {"num_nodes": 1, "compute": 1.0},
+            ValueError,
+            r"that wait, \[0\], each once; .* \[3, 3\]",
+        ),
     ],
 )
 def test_what_is_refused(

@@ -67,6 +67,8 @@ class VirtualClock:
 
     def next(self) -> tuple[int, int, int]:
         """Go on to what happens next: what, the node, and the number of the message or timer."""
+        if not self._coming:
+            raise RuntimeError("all workers wait, and nothing is on its way: receive must return some that go on")
         _, what, node, number, when = heapq.heappop(self._coming)
         self.now = max(self.now, when)
         if what == STEP:
