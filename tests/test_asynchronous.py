@@ -242,6 +242,31 @@ def test_messages_queue_on_the_servers_line() -> None:
     assert time.compute_seconds.tolist() == [3.5, 3] and time.stalls.tolist() == [3.5, 3]
 
 
+def test_a_slow_workers_line_does_not_hold_the_servers() -> None:
+    # Worker 1 sends twice, 10 s each, 10 ms of them on the server's line, for which worker 2's 10 ms have to wait once.
+    slow = [[8e3 if 1 not in (i, j) else 8.0 for j in range(3)] for i in range(3)]
+    for to_server in (True, False):
+        clock = VirtualClock(3, Network.between(slow), Compute(1))
+        for node in (1, 1, 2):
+            clock.send(node, 10.0, to_server)
+        came = [(clock.next()[1], clock.now) for _ in range(3)]
+        assert came == [(2, 0.02), (1, 10.0), (1, 20.0)]
+
+
+@pytest.mark.parametrize("speeds", [[1, 1, 1, 10], [1, 2, 3, 4]])
+def test_the_unit_of_time_is_without_effect(speeds: list[float]) -> None:
+    def order(unit: float) -> list[tuple[int, int]]:
+        clock, done = VirtualClock(4, Network(math.inf), Compute(unit, speeds=speeds)), []
+        for node in range(4):
+            clock.step(node)
+        for _ in range(500):
+            done.append(clock.next()[:2])
+            clock.step(done[-1][1])
+        return done
+
+    assert all(order(unit) == order(60) for unit in (0.1, 0.8, 1, 7))  # 60 divides without rounding
+
+
 def test_the_clock_orders_what_happens_at_once_by_kind_and_node() -> None:
     clock = VirtualClock(2, Network(math.inf), Compute(1))
     clock.step(1)
@@ -504,6 +529,17 @@ class PerNode(AsyncDiLoCoStrategy):
         super().step()
 
 
+class Returning(AsynchronousStrategy):
+    """Its server lets `ready` go on, whoever comes."""
+
+    def __init__(self, ready: Any) -> None:
+        self.ready = ready
+        super().__init__(H=1)
+
+    def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
+        return self.ready  # type: ignore[no-any-return]
+
+
 class Broken(TensorDataset):
     def __getitem__(self, index: int) -> Any:
         raise OSError("the disk is gone")
@@ -541,6 +577,15 @@ class Broken(TensorDataset):
             "of node 1 at step 1: .* the disk is",
         ),
         (lambda: AsyncDiLoCoStrategy(), {"compute": "fast"}, ValueError, "seconds_per_step"),
+        (lambda: Returning([]), {}, RuntimeError, "all workers wait, and nothing is on its way"),
+        (lambda: Returning(None), {}, ValueError, r"workers that wait, \[\d\], each once; Returning's returned None"),
+        (lambda: Returning(range(4)), {}, ValueError, r"returned range\(0, 4\)"),
+        (
+            lambda: Returning([3, 3]),
+            {"num_nodes": 1, "compute": 1.0},
+            ValueError,
+            r"that wait, \[0\], each once; .* \[3, 3\]",
+        ),
     ],
 )
 def test_what_is_refused(

@@ -14,13 +14,16 @@ from vsim.network.links import Network
 # the server has waited so long, a message reaches its worker.
 STEP, ARRIVAL, TIMER, RETURN = range(4)
 _BLOCK = 256  # steps whose seconds are drawn at once
+# Moments that agree to so many digits are one: three steps of 0.1 s end with one of 0.3 s, not 6e-17 s after it.
+_DIGITS = 10
 
 
 class VirtualClock:
     """K workers and a server, in virtual time.
 
-    Messages cost what pushes and pulls of one node do on the network; those of one line queue in order, as those of
-    the server's do. What is done at the same moment is in the order of its kind, and of the nodes.
+    Messages cost what pushes and pulls of one node do on the network. Those of one line queue in order; the server's
+    line takes a message when its turn has come on its node's line, so that those of a slow line hold up no others.
+    What is done at the same moment is in the order of its kind, and of the nodes.
 
     Attributes:
         now: seconds. steps: (K,) local steps that every worker has done; taken: their sum.
@@ -30,9 +33,11 @@ class VirtualClock:
         self.network, self.compute = network, compute
         self.now, self.taken, self.number = 0.0, 0, 0
         self.steps = [0] * num_nodes
-        self._coming: list[tuple[float, int, int, int]] = []  # a heap: when, what, node, number
+        self._coming: list[tuple[float, int, int, int, float]] = []  # a heap: when, in digits; what, node, number; when
         self._ends, self._begun = [0.0] * num_nodes, 0.0  # of the step that is computed; seconds of all that began
-        self._busy = [[0.0] * (num_nodes + 1) for _ in range(2)]  # until when lines are, in and out; last the server's
+        self._busy = [0.0, 0.0]  # until when the server's line is, in and out
+        # On the lines of the nodes, in and out: number and bytes; the first is on its way.
+        self._queues: list[list[list[tuple[int, float]]]] = [[[] for _ in range(num_nodes)] for _ in range(2)]
         self._drawn = np.empty((0, num_nodes))
         self._computed = compute.steps(num_nodes)
 
@@ -62,10 +67,18 @@ class VirtualClock:
 
     def next(self) -> tuple[int, int, int]:
         """Go on to what happens next: what, the node, and the number of the message or timer."""
-        self.now, what, node, number = heapq.heappop(self._coming)
+        if not self._coming:
+            raise RuntimeError("all workers wait, and nothing is on its way: receive must return some that go on")
+        _, what, node, number, when = heapq.heappop(self._coming)
+        self.now = max(self.now, when)
         if what == STEP:
             self.steps[node] += 1
             self.taken += 1
+        elif what != TIMER:
+            queue = self._queues[what == RETURN][node]
+            del queue[0]
+            if queue:
+                self._begin(node, what)
         return what, node, number
 
     def step(self, node: int) -> None:
@@ -85,13 +98,21 @@ class VirtualClock:
         return float(own[node % len(own)])
 
     def send(self, node: int, payload_bytes: float, to_server: bool) -> int:
-        """Put a message on the lines; return its number."""
-        way, price = self._busy[not to_server], self.message_seconds(node, payload_bytes, to_server)
+        """Put a message on its node's line; return its number."""
+        queue, self.number = self._queues[not to_server][node], self.number + 1
+        queue.append((self.number, payload_bytes))
+        if len(queue) == 1:
+            self._begin(node, ARRIVAL if to_server else RETURN)
+        return queue[-1][0]
+
+    def _begin(self, node: int, what: int) -> None:
+        """Let the first message in the queue of a line go, through the server's line."""
+        way, to_server = int(what == RETURN), what == ARRIVAL
+        number, payload_bytes = self._queues[way][node][0]
         held = float(self.network.server_seconds(to_server, payload_bytes))
-        begins = max(self.now, way[node])
-        way[node] = max(begins + price, way[-1] + held)
-        way[-1] = max(begins, way[-1]) + held
-        return self._plan(way[node], ARRIVAL if to_server else RETURN, node)
+        end = max(self.now + self.message_seconds(node, payload_bytes, to_server), self._busy[way] + held)
+        self._busy[way] = max(self.now, self._busy[way]) + held
+        self._plan(end, what, node, number)
 
     def message_seconds(self, node: int, payload_bytes: float, to_server: bool) -> float:
         """Return how long a message takes where no other is on its way."""
@@ -100,9 +121,9 @@ class VirtualClock:
 
     def wait(self, seconds: float) -> int:
         """Set a timer; return its number."""
-        return self._plan(self.now + seconds, TIMER, 0)
-
-    def _plan(self, when: float, what: int, node: int) -> int:
         self.number += 1
-        heapq.heappush(self._coming, (when, what, node, self.number))
+        self._plan(self.now + seconds, TIMER, 0, self.number)
         return self.number
+
+    def _plan(self, when: float, what: int, node: int, number: int = 0) -> None:
+        heapq.heappush(self._coming, (float(f"{when:.{_DIGITS}g}"), what, node, number, when))

@@ -57,6 +57,7 @@ class AsynchronousStrategy(Strategy):
     messages: dict[int, tuple[Tensor, Any]]  # on their way, by number: a shared row, and what is known with it
     version: int  # how often φ has been stepped
     versions: list[int]  # likewise when each worker took it
+    waiting: list[int]  # workers that have come to the server and may not go on yet
     owed: list[int]  # local steps that each worker has done in virtual time, and that are not computed yet
     until: list[int]  # the local step with which each worker's phase ends
     seen: list[int]  # examples of each worker, or tokens where batches hold token ids
@@ -75,7 +76,7 @@ class AsynchronousStrategy(Strategy):
         super().setup(cluster)
         cluster.collectives.ledger.clock = self.clock.facts
         nodes = range(cluster.num_nodes)
-        self.keep_shared(outer_weights=cluster.weights[0].clone(), outer_optims=[], messages={}, version=0)
+        self.keep_shared(outer_weights=cluster.weights[0].clone(), outer_optims=[], messages={}, version=0, waiting=[])
         self.keep_stacked(
             taken=cluster.weights.clone(),
             losses=torch.full((len(nodes),), torch.nan, dtype=torch.float64),
@@ -165,7 +166,16 @@ class AsynchronousStrategy(Strategy):
 
     def arrived(self, node: int, message: tuple[Tensor, Any]) -> None:
         """Take a worker's message at the server."""
-        for one in self.receive(node, message[0], self.version - self.versions[node]):
+        self.waiting.append(node)
+        ready = self.receive(node, message[0], self.version - self.versions[node])
+        # Who does not wait trains on with what it has: two phases of one worker would go on at once.
+        if not isinstance(ready, Sequence) or len({*ready}) < len(ready) or not {*self.waiting}.issuperset(ready):
+            raise ValueError(
+                f"receive must return a list of some of the workers that wait, {sorted(self.waiting)}, each once; "
+                f"{type(self).__name__}'s returned {ready!r}"
+            )
+        self.waiting = [one for one in self.waiting if one not in ready]
+        for one in ready:
             self.pull(one, self.outer_weights, facts=self.version)
 
     def returned(self, node: int, message: tuple[Tensor, Any]) -> None:
