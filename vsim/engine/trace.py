@@ -137,7 +137,7 @@ class TraceExecutor(VmapExecutor):
             before.restore()
             computed = super()._backward(batch, share, first)  # raises the error if it is the model's own
             why = str(error).strip().split("\n")[0]
-            newer = ", as make_fx takes generators from torch 2.13 on" if "torch._C.Generator" in why else ""
+            newer = ", as make_fx takes generators from torch 2.13 on" if ".Generator'" in why else ""
             self._refuse(why + newer, error)
             return computed
         self._captures = False
