@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import random
 import re
@@ -24,6 +25,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, StepLR
 from torch.utils.data import Subset
 
+import vsim
 from vsim import Trainer
 from vsim.records.history import COLUMNS, OF_THE_MACHINE
 from vsim.strategy import (
@@ -430,6 +432,66 @@ def test_every_configuration_trains_or_says_what_is_wrong(configuration: Configu
 @given(configurations())
 def test_many_more_configurations(configuration: Configuration) -> None:
     check(configuration)
+
+
+@st.composite
+def attendances(draw: Callable[..., Any]) -> Configuration:
+    """A configuration in which some nodes, or clients of a population, take part at a time, each with its own data."""
+    c = draw(configurations().filter(lambda c: type(c.options["num_nodes"]) is int and c.options["num_nodes"] > 0))
+    nodes = c.options["num_nodes"]
+    everyone = draw(st.integers(nodes, 7))
+    rule = draw(st.sampled_from([None, vsim.Deadline(6.0), vsim.DropSlowest(0.4), vsim.OverCommit(1.5)]))
+    kind = draw(st.sampled_from(["sample", "sample", "dropout", "schedule", "stragglers"]))
+    if kind == "sample":
+        epochs, rounds = draw(st.sampled_from([None, 0.5, 1, 2])), draw(st.sampled_from([None, None, 2, 4, 12]))
+        plan: Any = vsim.Sample(nodes, of=everyone, rounds=rounds, epochs=epochs, stragglers=rule)
+    elif kind == "dropout":
+        plan = vsim.Dropout(draw(st.sampled_from([0.2, 0.5, 0.9])))
+    elif kind == "schedule":
+        there = st.lists(st.integers(0, nodes - 1), min_size=1, unique=True)
+        plan = vsim.Schedule(draw(st.dictionaries(st.integers(0, 8), there, max_size=4)))
+    else:
+        plan = rule if rule is not None else vsim.Deadline(2.0)
+    everyone = everyone if kind == "sample" else nodes
+    own = {"participation": plan, "max_steps": draw(st.integers(2, 10))}
+    if kind == "stragglers" or (kind == "sample" and rule is not None):
+        own["compute"] = vsim.Compute(
+            draw(st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=everyone, max_size=everyone))
+        )
+    if c.options.get("executor", "vmap") != "loop" and draw(st.integers(0, 3)) == 3:
+        own["compile"] = "trace"
+    lengths = draw(st.lists(st.integers(1, 9), min_size=everyone, max_size=everyone))
+    data = {small_cnn: images, small_gpt: tokens}.get(c.model, vectors)
+    options = {name: value for name, value in c.options.items() if name != "num_epochs"} | own
+    cut = draw(st.integers(1, own["max_steps"] - 1))
+    made = lambda: lambda rank, k, train: data(lengths[rank], seed=rank)  # noqa: E731
+    return dataclasses.replace(c, data=made, options=options, cut=cut, lengths=lengths)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, **STABLE)
+@given(attendances())
+def test_who_takes_part_is_the_same_in_a_run_that_was_cut_in_two_and_node_by_node(c: Configuration) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        cut = Outcome(copy.deepcopy(c), Path(folder))
+    if cut.error is not None:
+        return
+    whole = dataclasses.replace(c, cut=None, options={**c.options})
+    whole.options.pop("checkpoint_interval", None)
+    with tempfile.TemporaryDirectory() as folder:
+        ours = Outcome(copy.deepcopy(whole), Path(folder)).trainer
+    assert_same(ours, cut.trainer, [step for step in range(len(ours.history)) if step != c.cut])
+    assert ours.ledger.attendance == cut.trainer.ledger.attendance
+    np.testing.assert_array_equal(ours.history.client_losses, cut.trainer.history.client_losses)
+    if c.options.get("autocast"):
+        return
+    exact = {name: value for name, value in whole.options.items() if name not in ("compile", "chunk_size")}
+    found = []
+    for executor in ("vmap", "loop"):
+        one = dataclasses.replace(whole, options={**exact, "deterministic": True, "executor": executor})
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(Outcome(copy.deepcopy(one), Path(folder)).trainer)
+    assert_same(*found)
 
 
 def test_both_outcomes_are_common() -> None:

@@ -96,6 +96,8 @@ class Schedule(Participation):
             raise TypeError(f"a Schedule takes a dict of step → nodes, got {changes!r}")
         found = {}
         for step, nodes in changes.items():
+            if not isinstance(nodes, Iterable):
+                raise TypeError(f"Schedule, step {step}: nodes must be a list of nodes, got {nodes!r}")
             own = [whole_number(f"Schedule, step {step}: a node", node, at_least=0) for node in nodes]
             if not own or len(set(own)) < len(own):
                 raise ValueError(f"Schedule, step {step}: nodes must be at least one, each once; got {own}")
@@ -157,9 +159,14 @@ def _events(file: Any) -> Iterator[tuple[int, int, str]]:
             if missing:
                 raise ValueError(f"{file} must have the columns step, node, event; it lacks {sorted(missing)}")
             rows = [(row["step"], row["node"], row["event"]) for row in table]
-    else:
+    elif isinstance(file, Iterable):
         rows = list(file)
-    for step, node, event in rows:
+    else:
+        raise TypeError(f"a Trace takes a file or rows of (step, node, event), got {file!r}")
+    for row in rows:
+        if not isinstance(row, Iterable) or len(own := tuple(row)) != 3:
+            raise ValueError(f"Trace: a row must be (step, node, event), got {row!r}")
+        step, node, event = own
         at, which = (int(n) if isinstance(n, str) and n.strip().isdecimal() else n for n in (step, node))
         one_of("Trace: event", event, ("join", "leave", "fail"))
         yield whole_number("Trace: a step", at, at_least=0), whole_number("Trace: a node", which, at_least=0), event
@@ -288,6 +295,8 @@ class Sample(Participation):
             raise ValueError(f"a cohort of {n} cannot be drawn from a population of {of}")
         self.rounds = None if rounds is None else whole_number("rounds", rounds)
         self.epochs = None if epochs is None else real_number("epochs", epochs, above=0)
+        if not isinstance(store, str | Path | None):
+            raise TypeError(f"store must be the path of a folder, got {store!r}")
         if not isinstance(stragglers, Stragglers | None):
             raise TypeError(f"stragglers must be Deadline, DropSlowest or OverCommit, got {stragglers!r}")
         self.stragglers = stragglers
@@ -328,4 +337,4 @@ class Sample(Participation):
     def _local_steps(self, given: Round) -> NDArray[np.int64]:
         assert self.epochs is not None
         assert given.epochs is not None
-        return np.ceil(self.epochs * given.epochs / _ROUNDING).astype(np.int64)
+        return np.minimum(np.ceil(self.epochs * given.epochs / _ROUNDING), 2.0**62).astype(np.int64)
