@@ -309,6 +309,14 @@ def test_the_grace_of_a_syncer() -> None:
         assert ran(trainer).outer_weights.item() == expected
 
 
+def test_a_grace_that_nobody_needs_takes_no_time() -> None:
+    # Learners send at 2 s and 2.4 s; from the first on the syncer would wait until 2.75 s, but both have come.
+    strategy = DecoupledDiLoCoStrategy(H=2, fragments=1, delay=1, grace=0.75, optim_spec=PLAIN)
+    options: dict[str, Any] = {"model": Constant(), "data": directions([1.0], [1.0]), "max_steps": 2}
+    trainer = run(strategy, 2, compute=Compute([1, 1.2]), network=None, **options)
+    assert len(trainer.ledger) == 4 and trainer.history.last("clock_seconds") == 2.4
+
+
 # One worker at a time -------------------------------------------------------------------------------------------------
 
 

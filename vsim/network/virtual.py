@@ -125,5 +125,10 @@ class VirtualClock:
         self._plan(self.now + seconds, TIMER, 0, self.number)
         return self.number
 
+    def cancel(self, number: int) -> None:
+        """Take a timer back: when it would have been over nothing happens, and no step lasts until then."""
+        self._coming = [one for one in self._coming if one[3] != number]
+        heapq.heapify(self._coming)
+
     def _plan(self, when: float, what: int, node: int, number: int = 0) -> None:
         heapq.heappush(self._coming, (float(f"{when:.{_DIGITS}g}"), what, node, number, when))

@@ -140,8 +140,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
                 self.timers[self.clock.wait(slack)] = i
 
     def waited(self, number: int) -> None:
-        if number in self.timers:  # else the round has ended before, or ends before
-            self._merge(self.timers[number])
+        self._merge(self.timers[number])
 
     def _merge(self, i: int) -> None:
         """Step a fragment with what has come, in the order of the nodes, and answer."""
@@ -159,7 +158,9 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
             self.pull(node, part.of(self.outer_weights), "outer weights", i)
 
     def _forget_timers(self, i: int) -> None:
-        self.timers = {number: other for number, other in self.timers.items() if other != i}
+        for number in [number for number, other in self.timers.items() if other == i]:
+            del self.timers[number]
+            self.clock.cancel(number)
 
     def returned(self, node: int, message: tuple[Tensor, Any]) -> None:
         answer, i = message
