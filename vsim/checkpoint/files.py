@@ -30,7 +30,7 @@ from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
 from vsim.records.history import History
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(eq=False)

@@ -76,7 +76,7 @@ class Clients(Stateful):
         """Put back what `state_dict` returned."""
         rows = zip(*(kept.cpu().clone() for kept in state["kept"]), strict=True)
         self.kept = {client: self._stored(client, own) for client, own in zip(state["drawn"], rows, strict=False)}
-        self._first = state.get("first", self._first)  # of a fork that resumes, other ones than the model's
+        self._first = state["first"]  # of a fork that resumes, other ones than the model's
 
     def leave(self, cluster: Cluster) -> None:
         """Keep the rows of the clients that are here."""
