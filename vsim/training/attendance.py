@@ -148,7 +148,7 @@ def _begin_round(member: Member, step: int) -> None:
     cluster, strategy, plan = member.cluster, member.strategy, _plan(member)
     collectives, replicas, nodes = cluster.collectives, cluster.replicas, plan.segment(step).nodes
     weights = replicas.weights[0].clone()
-    collectives.active = nodes
+    collectives.active = nodes if len(nodes) < cluster.population else range(len(nodes))  # as the ledger has everyone
     collectives.step, collectives.moment = step, "start"
     pulled = weights.nbytes - sum(module.personal_bytes for module in strategy.communication_modules)
     replicas.weights.copy_(collectives.pull(weights, label="pull", payload_bytes=pulled))
