@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vsim.arguments import naming, true_or_false, whole_number
-from vsim.cluster.participation import Participation, Sample
+from vsim.cluster.participation import Participation
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
 from vsim.grid import merged
@@ -202,10 +202,8 @@ def run_members(
             if save_dir is not None:
                 saving = saving_in(save_dir, folder_name(label), checkpoint_interval)
                 config = replace(config, saving=saving)
-            if isinstance(participation, Sample) and participation.store is not None:
-                apart = copy.copy(participation)
-                apart.store = participation.store / str(len(runners))
-                config = replace(config, participation=apart)
+            if participation is not None:
+                config = replace(config, participation=participation.of_run(len(runners)))
             # What callbacks hold is copied, but not what all runs share.
             shared = {id(one): one for one in (models[seed], train_dataset, val_dataset, loss_fn)}
             config = replace(config, callbacks=copy.deepcopy(config.callbacks, shared))

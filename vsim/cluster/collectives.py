@@ -106,13 +106,16 @@ class Collectives(ABC):
 
     def __init__(self, ledger: Ledger, nodes: range, active: Sequence[int] | None = None) -> None:
         self.ledger, self.nodes = ledger, nodes
-        everyone = range(ledger.num_nodes)
-        self.active = everyone if active is None or list(active) == list(everyone) else active
-        self.num_nodes = len(self.active)
+        self.attend(range(ledger.num_nodes) if active is None else active)
         self.step, self.moment = 0, "weights"
         self.label = ""
         self._billed = True
         self._delay = 0
+
+    def attend(self, active: Sequence[int]) -> None:
+        """Let these take part from now on, as the ledger numbers them."""
+        self.num_nodes, everyone = len(active), range(self.ledger.num_nodes)
+        self.active = everyone if len(active) == len(everyone) and list(active) == list(everyone) else active
 
     @_awaited
     def all_reduce(

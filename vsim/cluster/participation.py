@@ -6,6 +6,7 @@ seed: a `Plan` is a sequence of `Segment`s, in each of which the same nodes take
 
 from __future__ import annotations
 
+import copy
 import csv
 import math
 import sys
@@ -33,6 +34,10 @@ class Participation(ABC):
     def population(self, num_nodes: int) -> int:
         """Return how many nodes, or clients, there are to take part in a run of K nodes."""
         return num_nodes
+
+    def of_run(self, number: int) -> Participation:
+        """Return that of one of several runs, which keeps what it keeps apart from the others'."""
+        return self
 
     @abstractmethod
     def plan(self, given: Round) -> Plan:
@@ -308,6 +313,11 @@ class Sample(Participation):
 
     def population(self, num_nodes: int) -> int:
         return self.of
+
+    def of_run(self, number: int) -> Sample:
+        own = copy.copy(self)
+        own.store = None if self.store is None else self.store / str(number)
+        return own
 
     def plan(self, given: Round) -> Plan:
         if given.num_nodes != self.n:

@@ -147,11 +147,10 @@ def _begin_round(member: Member, step: int) -> None:
     """Let the rows be those of the clients of the round that begins with `step`."""
     cluster, strategy, plan = member.cluster, member.strategy, _plan(member)
     collectives, replicas, nodes = cluster.collectives, cluster.replicas, plan.segment(step).nodes
-    weights = replicas.weights[0].clone()
-    collectives.active = nodes if len(nodes) < cluster.population else range(len(nodes))  # as the ledger has everyone
+    collectives.attend(nodes)
     collectives.step, collectives.moment = step, "start"
-    pulled = weights.nbytes - sum(module.personal_bytes for module in strategy.communication_modules)
-    replicas.weights.copy_(collectives.pull(weights, label="pull", payload_bytes=pulled))
+    pulled = replicas.weights[0].nbytes - sum(module.personal_bytes for module in strategy.communication_modules)
+    collectives.pull(replicas.weights[0], label="pull", payload_bytes=pulled)  # only bills: the rows have them already
     forget(strategy.optim)
     assert member.clients is not None
     member.clients.arrive(cluster)
