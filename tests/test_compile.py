@@ -10,7 +10,8 @@ import pytest
 import torch
 from separate import TASKS, Task, small_cnn, small_gpt, small_mlp
 from test_executor import batch_of, make
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from vsim_kernels import COMPILING_PAYS, compiled, scatter_mean
 
 import vsim.models
@@ -121,13 +122,50 @@ def test_autocast_is_that_of_a_step_that_is_not_compiled(task: Task) -> None:
         make(kind, model, autocast=autocast)
         for kind, autocast in ((CompiledExecutor, True), (LoopExecutor, True), (LoopExecutor, False))
     )
-    gradients = []
+    losses, gradients = [], []
     for executor in (compiled, eager, full):
-        executor.losses_and_grads(batch_of(task))
+        losses.append(executor.losses_and_grads(batch_of(task)))
         gradients.append(executor.replicas.grads)
+    of_compiled, of_eager, of_full = losses
+    assert (of_compiled - of_eager).norm() < max(2 * (of_full - of_eager).norm(), 1e-3)  # in bfloat16 by 0.01
     ours, theirs, exact = gradients
     assert ours.dtype == torch.float32 and not torch.allclose(ours, exact, rtol=1e-4)  # rounded it is
     assert (ours - exact).norm() < 2 * (theirs - exact).norm()  # as much as in eager
+
+
+class Cast(nn.Module):
+    """Operations of every kind that autocast knows and functorch takes apart; `dtypes` gets those of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.spread = nn.Linear(12, 32)
+            self.norms = nn.ModuleList([nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.LayerNorm(8), nn.RMSNorm(8)])
+            self.convolutions = nn.ModuleList([nn.Conv1d(4, 4, 3, padding=1), nn.ConvTranspose1d(4, 4, 3, padding=1)])
+            self.rest = nn.ModuleList([nn.PReLU(4), nn.Linear(32, 5)])
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        hidden = self.spread(x).unflatten(1, (4, 8))
+        for layer in (*self.norms, *self.convolutions, self.rest[0]):
+            hidden = layer(hidden)
+            self.dtypes.append(hidden.dtype)
+        out = torch.addmm(self.rest[1].bias, hidden.flatten(1), self.rest[1].weight.T)
+        losses = F.cross_entropy(out, y), F.smooth_l1_loss(out, out.detach().roll(1)), F.nll_loss(out, y)
+        self.dtypes.extend(value.dtype for value in (out, *losses))
+        return torch.stack(losses).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of RMSNorm, in the loop as well
+def test_autocast_casts_what_functorch_takes_apart() -> None:
+    executors = [make(kind, Cast(), autocast=True) for kind in (CompiledExecutor, LoopExecutor)]
+    torch.testing.assert_close(*(e.losses_and_grads(batch_of(TASKS[0])) for e in executors), rtol=2e-3, atol=0)
+    for executor in executors:
+        model = executor.objective.model
+        assert isinstance(model, Cast) and model.dtypes[:11] == [torch.bfloat16] * 8 + [torch.float32] * 3
 
 
 class Changing(MLP):

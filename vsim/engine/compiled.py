@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from vsim_kernels.alignment import rows_apart
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Views
 from vsim.engine.base import Before
+from vsim.engine.casting import Casting
 from vsim.engine.memory import activation_bytes
 from vsim.engine.vmap import Piece, VmapExecutor, even_pieces
 from vsim.private_torch import (
@@ -87,7 +89,7 @@ class CompiledExecutor(VmapExecutor):
                 module.register_forward_hook(_without_gradient_of_padding)
 
         def loss_of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
-            with self._precision():
+            with self._precision(), Casting() if self.settings.autocast else nullcontext():
                 return self._outcome(own, buffers, batch, False)[0]
 
         def total(weights: Views, buffers: Views, batch: Any) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,9 @@ With `exact=True` every operation is bitwise equal to eager PyTorch on one node.
 batched (their kernels compute every matrix alike), exactly rounded arithmetic and mere moves of data are left to
 functorch, and all other operations are called once for each node. An operation that cannot be called so is refused by
 name.
+
+Under autocast the other operations are called once for each node as well. Autocast casts the operands of an operation
+as it is called: of a convolution, of a loss. functorch takes these apart first, and their parts are cast otherwise.
 """
 
 from __future__ import annotations
@@ -57,8 +60,8 @@ class Lowering(Nodes, TorchFunctionMode):
                 return self.read(func, args, kwargs)
             if name in _WHOLE or (name.removesuffix("_") in _DRAWS and self.streams is not None):
                 return self._note(func, "node by node", self.alone(func, args, kwargs))
-            if (self.exact or self.watch) and self._may_differ(func, args, kwargs):
-                if self.exact:
+            if (self.exact or self.watch or self.are_cast) and self._may_differ(func, args, kwargs):
+                if self.exact or (self.are_cast and not self.why_not_alone(func, args, kwargs)):
                     return self._note(func, "node by node", self.alone(func, args, kwargs))
                 self.differing.add(name)
             return self._note(func, "functorch", func(*args, **kwargs))
@@ -69,8 +72,11 @@ class Lowering(Nodes, TorchFunctionMode):
     def _may_differ(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether functorch's form of the operation may differ from the operation on one node in the last bits."""
         name = name_of(func)
-        if name == "__get__" or not any(isinstance(t, Tensor) for t in tree_leaves((args, kwargs))):
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if name == "__get__" or not tensors:
             return False
+        if any(t.is_complex() for t in tensors):  # a product, a magnitude: several operations each
+            return True
         if name in _EXACT_ARITHMETIC or name.removesuffix("_") in _EXACT_ARITHMETIC:
             return self._sums_in_backward([*args, *kwargs.values()])
         if name in _MOVES_DATA:

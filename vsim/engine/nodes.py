@@ -51,14 +51,20 @@ class Nodes:
 
     @property
     def node(self) -> Tensor | None:
-        """Any tensor that is batched over the nodes. The vmapped function sets it when it starts."""
+        """Any tensor on their device that is batched over the nodes. The vmapped function sets it when it starts."""
         return self._node
 
     @node.setter
     def node(self, node: Tensor) -> None:
-        self._node = node
+        self._device_type = node.device.type
         self._level = batch_level(node)
         self.num_nodes = len(unwrapped(node))
+        self._node = node
+
+    @property
+    def are_cast(self) -> bool:
+        """Whether autocast is on."""
+        return torch.is_autocast_enabled(self._device_type)
 
     def of(self, t: Any) -> Tensor | None:
         """Return the stacked tensor (K, …) behind one that is batched over the nodes alone, else None."""
@@ -118,12 +124,18 @@ class Nodes:
         Raises:
             InexactError: it writes into its arguments, or works on tensors of another transform in the model.
         """
+        if why_not := self.why_not_alone(func, args, kwargs):
+            raise self._refusal(func, why_not)
+        return self._each(func, args, kwargs, self.draw())
+
+    def why_not_alone(self, func: Any, args: Any, kwargs: Any) -> str:
+        """Return why `func` cannot be called once for each node; empty if it can."""
         if kwargs.get("out") is not None or kwargs.get("inplace") or _writes(func):
-            raise self._refusal(func, "writes into a tensor")
+            return "writes into a tensor"
         leaves = tree_leaves((args, kwargs))
         if any(isinstance(t, Tensor) and is_wrapped(t) and self.of(t) is None for t in leaves):
-            raise self._refusal(func, "is inside another functorch transform")
-        return self._each(func, args, kwargs, self.draw())
+            return "is inside another functorch transform"
+        return ""
 
     def _each(self, func: Any, args: Any, kwargs: Any, streams: Sequence[torch.Generator] | None) -> Any:
         known: dict[int, Stacked] = {}  # F.multi_head_attention_forward asks whether query, key and value are one

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vsim.engine import batched, products
+from vsim.engine.casting import cast
 from vsim.engine.nodes import Nodes, name_of
 from vsim.private_torch import (
     add_batch_dim,
@@ -32,9 +33,9 @@ from vsim.private_torch import (
 Rule = Callable[..., Any]
 
 
-def _plain_dtype(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether the tensors are of one dtype and autocast is not going to change it."""
-    if torch.is_autocast_enabled(first.device.type):
+def _one_dtype(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether the tensors are of one dtype, which autocast leaves as it is where the operation is none of products."""
+    if torch.is_autocast_enabled(first.device.type) and first.dtype != torch.float32:
         return False
     return all(t is None or t.dtype == first.dtype for t in others)
 
@@ -48,13 +49,8 @@ def _linear(nodes: Nodes, input: Tensor, weight: Tensor, bias: Tensor | None = N
     all_stacked = nodes.spread_all(input, weight, bias)
     if all_stacked is None:
         return NotImplemented
-    x, w, b = all_stacked
-    place_of_w = place_of_b = None
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
-    else:
-        place_of_w, place_of_b = (nodes.places.pop(id(t), None) for t in (w, b))
+    x, w, b = map(cast, all_stacked)
+    place_of_w, place_of_b = (nodes.places.pop(id(t), None) for t in (w, b))  # of what was cast, none
     with outside_of_vmap():
         nodes.note_product("linear")
         return nodes.batch(products.linear(x, w, b, place_of_w, place_of_b, nodes.exact))
@@ -65,11 +61,13 @@ def _matmul(nodes: Nodes, input: Tensor, other: Tensor | None = None, mat2: Tens
     if other is None or input.dim() < 2 or other.dim() < 2 or (other.dim() > 2 and input.dim() != other.dim()):
         return NotImplemented
     both = nodes.spread_all(input, other)
-    if both is None or not _plain_dtype(input, other):
+    if both is None:
+        return NotImplemented
+    a, b = map(cast, both)
+    if a.dtype != b.dtype:
         return NotImplemented
     with outside_of_vmap():
         nodes.note_product("matmul")
-        a, b = both
         return nodes.batch(products.matmul(a, b, nodes.exact))
 
 
@@ -218,7 +216,7 @@ def _layer_norm(
     eps: float = 1e-5,
 ) -> Any:
     stacked = nodes.spread_all(input, weight, bias)
-    if stacked is None or not _plain_dtype(input, weight, bias):
+    if stacked is None or not _one_dtype(input, weight, bias):
         return NotImplemented
     x, w, b = stacked
     with outside_of_vmap():
@@ -226,7 +224,7 @@ def _layer_norm(
 
 
 def _group_norm(nodes: Nodes, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    x = None if nodes.exact else nodes.of(input)
+    x = None if nodes.exact or torch.is_autocast_enabled(input.device.type) else nodes.of(input)
     if x is None or x.is_contiguous():
         return NotImplemented
     nodes.way = "functorch"  # which fails where there is something between the nodes
@@ -249,10 +247,10 @@ def _cross_entropy(
     if unusual or reduction != "mean" or input.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return NotImplemented
     stacked = nodes.spread_all(input, target)
-    if stacked is None or not _plain_dtype(input):
+    if stacked is None:
         return NotImplemented
+    logits, targets = cast(stacked[0], torch.float32), stacked[1]
     with outside_of_vmap():
-        logits, targets = stacked
         return nodes.batch(batched.cross_entropy(logits, targets, ignore_index))
 
 
@@ -274,8 +272,10 @@ def _convolution_rule(dims: int) -> Rule:
         if not nodes.exact and not is_wrapped(weight):
             return NotImplemented  # shared weights: to functorch the nodes are more of the batch
         stacked = nodes.spread_all(input, weight, bias)
-        one_dtype = _plain_dtype(input, weight, bias)
-        if stacked is None or isinstance(padding, str) or input.dim() != dims + 2 or not one_dtype:
+        if stacked is None or isinstance(padding, str) or input.dim() != dims + 2:
+            return NotImplemented
+        stacked = [cast(t) for t in stacked]
+        if len({t.dtype for t in stacked if t is not None}) > 1:
             return NotImplemented
         geometry = (listed(stride), listed(padding), listed(dilation), False, [0] * dims, groups)
         if nodes.exact or not _is_better_as_groups(input, weight, geometry):
@@ -316,8 +316,7 @@ def _batch_norm(
     mean, var = (None if t is None else nodes.of(t) for t in (running_mean, running_var))
     are_shared = (mean is None) != (running_mean is None) or (var is None) != (running_var is None)
     stacked = nodes.spread_all(input, weight, bias)
-    tensors = (input, running_mean, running_var, weight, bias)
-    if are_shared or stacked is None or not _plain_dtype(*tensors) or input.device.type != "cpu":
+    if are_shared or stacked is None or input.device.type != "cpu":
         return NotImplemented
     if training:
         verify_batch_size(input.size())

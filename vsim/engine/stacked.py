@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from vsim_kernels.alignment import ALIGNMENT, are_apart, empty_rows_like, rows_apart
 
 from vsim.cluster.randomness import drawing_from
+from vsim.private_torch import version
 
 
 class VmapError(RuntimeError):
@@ -40,7 +41,7 @@ def node_by_node(
 ) -> Any:
     """Call `function` once for each node with its slice of every `Stacked` argument; stack the tensors it returns.
 
-    Differentiable, and exact for any function without side effects: it *is* the eager operation on one node.
+    Differentiable, and exact: it *is* the eager operation on one node. What it writes into a slice is kept.
 
     Args:
         args, kwargs: the arguments; a tensor that differs between the nodes is wrapped in `Stacked`. The same object
@@ -51,13 +52,18 @@ def node_by_node(
         NodesDifferError: what it returns is no tensor, and not the same on all nodes.
     """
     leaves, spec = tree_flatten((args, kwargs))
-    slices = {id(leaf): _Slices.apply(leaf.tensor) for leaf in leaves if isinstance(leaf, Stacked)}
+    stacked = {id(leaf): leaf.tensor for leaf in leaves if isinstance(leaf, Stacked)}
+    slices = {key: _Slices.apply(tensor) for key, tensor in stacked.items()}
+    at_first = {key: version(own[0]) for key, own in slices.items()}
     outcomes = []
     for node in range(num_nodes):
         own = [slices[id(leaf)][node] if isinstance(leaf, Stacked) else leaf for leaf in leaves]
         own_args, own_kwargs = tree_unflatten(own, spec)
         with nullcontext() if streams is None else drawing_from(streams[node]):
             outcomes.append(function(*own_args, **own_kwargs))
+    for key, own in slices.items():
+        if version(own[0]) != at_first[key]:
+            _keep_written(stacked[key], own)
 
     def joined(*parts: Any) -> Any:
         if isinstance(parts[0], Tensor):
@@ -92,6 +98,13 @@ class _GradientApart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return rows_apart(grad)
+
+
+@torch.no_grad()
+def _keep_written(stacked: Tensor, slices: Sequence[Tensor]) -> None:
+    """Copy back what a function has written into slices that are copies: running statistics, say."""
+    if slices[0].data_ptr() != stacked.data_ptr():
+        stacked.copy_(torch.stack(list(slices)))
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:

@@ -114,7 +114,7 @@ class VmapExecutor(Executor):
                 for name, w in part.views(part.weights).items()
             }
             grads = part.views(part.grads[0] if r.shares_grads else part.grads)
-            numbers = torch.arange(rows.stop - rows.start)
+            numbers = torch.arange(rows.stop - rows.start, device=r.weights.device)
             self.pieces.append(Piece(rows, leaves, list(grads.values()), part.buffers, numbers))
 
     @staticmethod
@@ -265,7 +265,7 @@ class VmapExecutor(Executor):
         state = stream.get_state()
         for rows in even_pieces(len(weights), self.at_once):
             own_buffers = {name: b[rows].clone() for name, b in buffers.items()}
-            numbers = torch.arange(rows.stop - rows.start)
+            numbers = torch.arange(rows.stop - rows.start, device=weights.device)
             parts = (self.replicas.views(weights[rows]), own_buffers, cloned(batch))
             stream.set_state(state)
             try:
