@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vsim import Trainer
 from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
-from vsim.engine import Settings, StaleTraceError, TraceError, TraceExecutor, VmapError, trace
+from vsim.engine import Settings, StaleTraceError, TraceError, TraceExecutor, VmapError, VmapExecutor, trace
 from vsim.engine.objective import Objective
 from vsim.models import GPT
 from vsim.strategy import DeMoStrategy, DiLoCoStrategy, SimpleReduceStrategy
@@ -120,6 +120,25 @@ class OwnTensor(Scaled):
         return self.factor * x
 
 
+class Recurrent(Scaled):
+    """An operation that keeps what its backward pass takes only where gradients are on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(3, 5, batch_first=True)
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.recurrent(batch[0].view(-1, 4, 3))[0][:, -1], batch[1])
+
+
+def test_operations_are_called_with_gradients_on_as_when_captured() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Recurrent()
+    del model.layer
+    assert_same(*(trained(model, compile=c) for c in ("trace", False)))
+
+
 @pytest.mark.parametrize("make", [InPlace, Decaying, Running])
 def test_what_a_step_writes_is_written(make: Callable[[], nn.Module]) -> None:
     assert_same(*(trained(make(), compile=c) for c in ("trace", False)))
@@ -145,10 +164,13 @@ def test_a_run_that_resumes_is_bitwise_equal(tmp_path: Path) -> None:
 # Steps by hand
 
 
-def engine_of(model: nn.Module, num_nodes: int = 3, **settings: Any) -> TraceExecutor:
+def parts_of(model: nn.Module, num_nodes: int = 3) -> tuple[Any, ...]:
     replicas = Replicas.of(model, num_nodes, torch.device("cpu"))
-    streams = [generator(0, NODE, k) for k in range(num_nodes)]
-    return TraceExecutor(replicas, Objective(replicas.module), streams, Settings(**settings))
+    return replicas, Objective(replicas.module), [generator(0, NODE, k) for k in range(num_nodes)]
+
+
+def engine_of(model: nn.Module, num_nodes: int = 3, **settings: Any) -> TraceExecutor:
+    return TraceExecutor(*parts_of(model, num_nodes), Settings(**settings))
 
 
 def stacked_batch(seed: int, num_nodes: int = 3, size: int = 4) -> list[Tensor]:
@@ -172,6 +194,26 @@ def test_the_models_python_runs_once_and_at_comparisons() -> None:
         ran += [step] * len(SEEN)
         ready += [] if engine.is_ready else [step]
     assert ran == ready == [1, 2, 102, 202, 250]
+
+
+@pytest.mark.parametrize("compile", ["trace", "auto"])
+def test_operations_that_cannot_be_called_again_are_no_trace(compile: str) -> None:
+    engine, plain = engine_of(Scaled(), compile=compile), VmapExecutor(*parts_of(Scaled()))
+    for seed in range(3):
+        if seed == 1:
+            (found,) = engine._traces.values()
+            found.call = fail
+        if seed == 1 and compile == "trace":
+            with pytest.raises(TraceError, match="cannot be traced: its operations cannot be called again: never"):
+                engine.losses_and_grads(stacked_batch(seed))
+            return
+        losses = [e.losses_and_grads(stacked_batch(seed)) for e in (engine, plain)]
+        assert torch.equal(*losses) and torch.equal(engine.replicas.grads, plain.replicas.grads)
+    assert engine.name == "vmap" and engine.reason.endswith("called again: never")
+
+
+def fail(*leaves: Tensor) -> Tensor:
+    raise RuntimeError("never\nmore")
 
 
 @captures_draws

@@ -150,8 +150,16 @@ class TraceExecutor(VmapExecutor):
         self.is_ready = False
         leaves, _ = tree_flatten(batch)
         before = _BeforePiece(self, leaves, first)
-        with self._moved_up_to_date():
-            called = trace.call(*leaves)
+        try:
+            with self._moved_up_to_date():
+                called = trace.call(*leaves)
+        except Exception as error:
+            before.restore()
+            losses = super()._backward(batch, share, first)  # raises the error if it is the model's own
+            if trace.compared_at:
+                raise
+            self._refuse(f"its operations cannot be called again: {str(error).strip().partition(chr(10))[0]}", error)
+            return losses
         traced = self._left(called, clone=True)
         before.restore()
         losses = super()._backward(batch, share, first)
@@ -211,13 +219,20 @@ def _operations(step: Callable[..., Tensor], leaves: list[Tensor]) -> Callable[.
     """Call `step`, and return the function that calls its operations again."""
     module = make_fx(step)(*leaves)
     _shorten(module)
-    return torch.no_grad()(module.forward)
+    # As at the capture: some operations, an LSTM's, leave out under no_grad what their backward pass takes.
+    return torch.enable_grad()(module.forward)
 
 
 @torch.no_grad()
 def _shorten(module: GraphModule) -> None:
-    """Drop operations that a repeated step does not need: views of lasting tensors, such as weights, are made once."""
+    """Drop operations that a repeated step does not need: views of lasting tensors, such as weights, are made once.
+
+    None of these tensors requires a gradient: the backward pass is among the operations.
+    """
     graph, names = module.graph, itertools.count()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        delattr(module, name)
+        module.register_buffer(name, tensor.detach())
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])
