@@ -49,7 +49,7 @@ class Matrices(nn.Module):
 
 
 def gradients(replicas: Replicas, step: int) -> Tensor:
-    return torch.randn(replicas.grads.shape, generator=torch.Generator().manual_seed(step))
+    return torch.randn(replicas.grads.shape, generator=torch.Generator().manual_seed(step)).to(replicas.grads)
 
 
 def separately(replicas: Replicas, spec: OptimSpec, steps: int) -> Tensor:
@@ -102,6 +102,17 @@ def test_one_optimizer_over_the_matrix_is_one_for_each_node(spec: OptimSpec, mod
     fast = stacked(Replicas.of(model(), 3, CPU), spec, 5, deterministic=False)
     torch.testing.assert_close(fast, expected, rtol=1e-5, atol=1e-6)
     assert not torch.equal(expected, start.weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad"])
+def test_weights_of_less_precision_are_stepped_by_no_fused_kernel(name: str, dtype: torch.dtype) -> None:
+    # It rounds once a step and not after each operation; torch's SGD is far off.
+    model, spec = small_mlp().to(dtype), OptimSpec(name, lr=0.1)
+    expected = separately(Replicas.of(model, 3, CPU), spec, steps=5)
+    ours = stacked(Replicas.of(model, 3, CPU), spec, 5, deterministic=False)
+    unit = torch.finfo(dtype).eps  # by which the last entries of a tensor, that fill no vector, may be rounded otherwise
+    torch.testing.assert_close(ours, expected, rtol=4 * unit, atol=unit, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))

@@ -35,8 +35,10 @@ ELEMENTWISE = frozenset(
         torch.optim.ASGD,
     }
 )
-# One pass over memory instead of one for each operation; the last bits differ from those of separate operations.
+# One pass over memory instead of one for each operation; the last bits differ from those of separate operations. Of less
+# precise weights far more than those do: separate operations round after each, and torch's fused SGD of bfloat16 is wrong.
 _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
+_PRECISE = (torch.float32, torch.float64)
 _CHOICE_OF_KERNEL = {"fused", "foreach", "differentiable", "capturable"}
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -231,7 +233,7 @@ class OptimSpec:
             raise ValueError(f"{self} tells parameters by name, which an outer optimizer does not; leave out rest=")
         kwargs = dict(self.kwargs)
         picks = not (deterministic or _CHOICE_OF_KERNEL & kwargs.keys() or weights[0].is_meta)
-        if picks and self.cls in _FUSED:
+        if picks and self.cls in _FUSED and weights[0].dtype in _PRECISE:
             kwargs["fused"] = True
         return in_training(self.cls([_with_grad(w, g) for w, g in zip(weights, grads, strict=True)], **kwargs))
 
