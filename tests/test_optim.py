@@ -111,7 +111,7 @@ def test_weights_of_less_precision_are_stepped_by_no_fused_kernel(name: str, dty
     model, spec = small_mlp().to(dtype), OptimSpec(name, lr=0.1)
     expected = separately(Replicas.of(model, 3, CPU), spec, steps=5)
     ours = stacked(Replicas.of(model, 3, CPU), spec, 5, deterministic=False)
-    unit = torch.finfo(dtype).eps  # by which the last entries of a tensor, that fill no vector, may be rounded otherwise
+    unit = torch.finfo(dtype).eps  # by which the last entries of a tensor, which fill no vector, may differ
     torch.testing.assert_close(ours, expected, rtol=4 * unit, atol=unit, equal_nan=True)
 
 
@@ -383,6 +383,22 @@ def test_schedulers_of_torch(cls: type[LRScheduler], kwargs: dict[str, Any]) -> 
         scheduler.step()
     spec = OptimSpec("sgd", lr=0.2, momentum=0.9)
     assert rates(SimpleReduceStrategy(inner_optim=spec, lr_scheduler=cls, lr_scheduler_kwargs=kwargs)) == expected
+
+
+@pytest.mark.parametrize("spec", [{"cls": "adafactor"}, {"cls": "adafactor", "only": "layers.0.weight", "rest": "sgd"}])
+def test_a_rate_that_is_a_tensor_belongs_to_one_optimizer(spec: dict[str, Any]) -> None:
+    # A schedule changes it in place: each of several optimizers would have changed that of all.
+    def trained(lr: Any) -> Tensor:
+        strategy = FedAvgStrategy(
+            H=2, optim_spec=OptimSpec(lr=lr, **spec), lr_scheduler=ExponentialLR, lr_scheduler_kwargs={"gamma": 0.5}
+        )
+        trainer = Trainer(small_mlp(), vectors())
+        trainer.fit(strategy=strategy, num_nodes=3, max_steps=5, batch_size=4, progress=False)
+        assert trainer.history["lr"].tolist()[1:] == [0.5 * 0.5**step for step in range(5)]
+        assert trainer.strategy is not None
+        return trainer.strategy.cluster.weights
+
+    torch.testing.assert_close(trained(torch.tensor(0.5)), trained(0.5))
 
 
 def schedule(scheduler: Any = None, kwargs: Any = None, w: Any = None, c: Any = None, t: Any = None) -> Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,8 +36,8 @@ ELEMENTWISE = frozenset(
         torch.optim.ASGD,
     }
 )
-# One pass over memory instead of one for each operation; the last bits differ from those of separate operations. Of less
-# precise weights far more than those do: separate operations round after each, and torch's fused SGD of bfloat16 is wrong.
+# One pass over memory instead of one for each operation; the last bits differ from those of separate operations. Less
+# precise weights differ by more: separate operations round after each, and torch's fused SGD of bfloat16 is wrong.
 _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
 _PRECISE = (torch.float32, torch.float64)
 _CHOICE_OF_KERNEL = {"fused", "foreach", "differentiable", "capturable"}
@@ -205,11 +206,11 @@ class OptimSpec:
         # A fused kernel goes over memory from a tensor's first element on, whatever lies between its rows.
         as_one = self.cls in ELEMENTWISE and not self.kwargs.get("fused")
         if as_one or not all(getattr(p, "is_stacked", False) for p in tensors):
-            return self.cls(tensors, **self.kwargs)
+            return self.cls(tensors, **copy.deepcopy(self.kwargs))
         if issubclass(self.cls, torch.optim.Muon):
             tensors = [_as_matrix(p) for p in tensors]
         if self.cls is torch.optim.Muon and not deterministic:
-            return StackedMuon(tensors, **self.kwargs)
+            return StackedMuon(tensors, **copy.deepcopy(self.kwargs))
         return NodeOptimizers(self.cls, tensors, self.kwargs)
 
     def build_over(self, weights: Tensor, grads: Tensor, deterministic: bool) -> Optimizer:
@@ -231,7 +232,7 @@ class OptimSpec:
         """
         if self.rest is not None:
             raise ValueError(f"{self} tells parameters by name, which an outer optimizer does not; leave out rest=")
-        kwargs = dict(self.kwargs)
+        kwargs = copy.deepcopy(self.kwargs)
         picks = not (deterministic or _CHOICE_OF_KERNEL & kwargs.keys() or weights[0].is_meta)
         if picks and self.cls in _FUSED and weights[0].dtype in _PRECISE:
             kwargs["fused"] = True

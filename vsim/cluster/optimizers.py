@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,7 +77,8 @@ class NodeOptimizers(JointOptimizers):
     def __init__(self, cls: type[Optimizer], stacked: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         self.stacked = stacked
         self._rows = [[p[row].detach() for p in stacked] for row in range(len(stacked[0]))]
-        super().__init__([in_training(cls(rows, **options)) for rows in self._rows])
+        # Options of its own: a learning rate that is a tensor is changed in place by every optimizer's schedule.
+        super().__init__([in_training(cls(rows, **copy.deepcopy(dict(options)))) for rows in self._rows])
 
     def step(self) -> None:
         """Step every node's optimizer with that node's row of the gradients as they are now."""
