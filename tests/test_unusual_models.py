@@ -119,6 +119,35 @@ class Hooked(Classifier):
         return self.second(hidden)
 
 
+class HookedModule(Classifier):
+    """The gradient is made larger by a hook on a module."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.second.register_full_backward_hook(lambda module, inputs, outputs: (3 * inputs[0],))
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class HookedBefore(HookedModule):
+    """The same, and by a hook that comes before the module's own backward pass."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.second.register_full_backward_pre_hook(lambda module, outputs: (3 * outputs[0],))
+
+
+class HookedOperation(Classifier):
+    """The same by a hook on an operation."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if hidden.grad_fn is not None:
+            hidden.grad_fn.register_prehook(lambda grads: (3 * grads[0],))
+        return self.second(hidden)
+
+
 class Differentiating(Classifier):
     """What a gradient penalty is made of."""
 
@@ -192,7 +221,8 @@ class Normalizing(Classifier):
         return self.second(self.first(x).tanh())
 
 
-NOT_VECTORIZED = [Checkpointed, CheckpointedReentrantly, MaxNorm, Clipped, Hooked, Differentiating]
+HOOKED = [HookedModule, HookedBefore, HookedOperation]
+NOT_VECTORIZED = [Checkpointed, CheckpointedReentrantly, MaxNorm, Clipped, Hooked, *HOOKED, Differentiating]
 UNUSUAL = [
     *NOT_VECTORIZED,
     ClippedWithoutGrad,

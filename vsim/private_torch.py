@@ -6,7 +6,7 @@ Apart from these vsim names only public functions of torch, and two that all its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -106,6 +106,12 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether a leaf has hooks, which its copies would not have. A public look at them would replace it."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether modules have hooks on the gradients at their ends. A public look at them would replace it."""
+    of_all = nn.modules.module._global_backward_hooks, nn.modules.module._global_backward_pre_hooks
+    return any(of_all) or any(m._backward_hooks or m._backward_pre_hooks for m in modules)
 
 
 def version(tensor: Tensor) -> int:

@@ -207,6 +207,13 @@ def _hook(nodes: Nodes, tensor: Tensor, hook: Any) -> Any:
     raise NotImplementedError("a hook on a tensor would never be called")
 
 
+def _grad_fn(nodes: Nodes, tensor: Tensor) -> Any:
+    of_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")
+    if of_torch or not nodes.needs_grad(tensor):
+        return NotImplemented
+    raise NotImplementedError("grad_fn is none of one node's, and a hook on it would never be called")
+
+
 def _layer_norm(
     nodes: Nodes,
     input: Tensor,
@@ -352,6 +359,7 @@ RULES: dict[Any, Rule] = {
     F.embedding: _embedding,
     torch.embedding: _torch_embedding,
     torch.Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__: _grad_fn,  # type: ignore[union-attr]
     torch.Tensor.register_hook: _hook,
     torch.Tensor.register_post_accumulate_grad_hook: _hook,
     F.layer_norm: _layer_norm,

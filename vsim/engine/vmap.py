@@ -22,7 +22,7 @@ from vsim.engine.loop import LoopExecutor
 from vsim.engine.lowering import Lowering
 from vsim.engine.nodes import InexactError
 from vsim.engine.stacked import NodesDifferError, VmapError
-from vsim.private_torch import version, without_performance_warnings
+from vsim.private_torch import has_backward_hooks, version, without_performance_warnings
 
 # A vmapped call takes as many nodes at once as have this many weights together. Larger pieces gain nothing (their
 # arithmetic is already in large kernels) and their temporaries fall out of the caches.
@@ -95,6 +95,7 @@ class VmapExecutor(Executor):
         self._why_not_vmapped = ""
         self._has_worked = False
         self.pieces: list[Piece] = []
+        self._submodules = list(self.objective.modules())
         self._cut(even_pieces(self.replicas.num_held, self.at_once))
 
     def _cut(self, pieces: list[slice]) -> None:
@@ -242,7 +243,13 @@ class VmapExecutor(Executor):
         return batch if len(self.pieces) == 1 else tree_map(lambda t: t[piece.rows], batch)
 
     def _losses(self, piece: Piece, batch: Any, lowering: Lowering) -> Tensor:
-        """Return the losses of the nodes of a piece, with their graph."""
+        """Return the losses of the nodes of a piece, with their graph.
+
+        Raises:
+            VmapError: modules have hooks on gradients, which autograd would not find: it works outside of the vmap.
+        """
+        if has_backward_hooks(self._submodules):
+            raise VmapError(_explain_vmap_failure(ValueError("a module's hook on gradients would never be called")))
 
         def loss_of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
             return self._outcome(own, buffers, batch, False)[0]
