@@ -249,6 +249,12 @@ OPERATIONS: dict[str, One] = {
     "divergence": One(lambda x, m: F.kl_div(x.log_softmax(1), m.table[: len(x)].softmax(1), reduction="batchmean")),
     "cosine embedding": One(lambda x, m: F.cosine_embedding_loss(x, m.table[: len(x)], x[:, 0].detach().sign())),
     "mse and huber": One(lambda x, m: F.mse_loss(x, x.detach() + 1) + F.huber_loss(x, x.detach() * 2)),
+    "complex products": One(lambda x, m: waves(x, m.table)),
+    "a value for some entries": One(lambda x, m: x + torch.zeros(6).index_fill(0, torch.tensor([0, 2]), m.scale)),
+    "a row in the place of another": One(lambda x, m: x.select_scatter(m.table[0], 0, 1)),
+    "pooling by chance": One(
+        lambda x, m: F.fractional_max_pool2d(x.view(-1, 1, 8, 8), 2, 5, return_indices=True)[0], width=64
+    ),
     "noise": One(lambda x, m: x + torch.randn_like(x) + torch.rand(6)),
     "feature dropout": One(lambda x, m: F.dropout2d(images(x), 0.5), width=64),
     "alpha dropout": One(lambda x, m: F.alpha_dropout(x, 0.5, training=True)),
@@ -276,10 +282,23 @@ OPERATIONS: dict[str, One] = {
 }
 
 
+def waves(x: Tensor, table: Tensor) -> Tensor:
+    """Products of complex numbers in three spellings, as a Fourier operator has them."""
+    weights = torch.complex(table[:4, :4], table[:4, 2:])
+    return torch.fft.irfft(F.linear(torch.fft.rfft(x) @ weights, weights) + torch.mm(torch.fft.rfft(x), weights), n=6)
+
+
 def attend(x: Tensor, **options: Any) -> Tensor:
     """Attention of (B, 24) as (B, 2 heads, 2 positions, 2) queries, keys and values."""
     q, k, v = x.view(-1, 3, 2, 2, 2).unbind(1)
     return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
+    in_chunks = nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions(batch_chunk_size=2)
+    OPERATIONS["cross entropy of a product"] = One(
+        lambda x, m: F.linear_cross_entropy(x, m.table, x.argmax(1), options=in_chunks)
+    )
 
 
 def written(x: Tensor) -> Tensor:

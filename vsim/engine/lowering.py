@@ -129,9 +129,13 @@ _MOVES_DATA = _names(
 _READS = _names(
     "__bool__ __int__ __float__ __complex__ __index__ __format__ __contains__ item tolist is_nonzero equal allclose"
 )
-# Run for every node as a whole: functorch has no rule for them, or they draw out of sight.
+# Run for every node as a whole: functorch has no rule for them, or a wrong one (it fills by the last node's value, and
+# sums a gradient over what it has expanded), they draw out of sight, or compute no gradient of what is a wrapper.
 _WHOLE = _names(
-    "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell multi_head_attention_forward"
+    """
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell multi_head_attention_forward
+    index_fill index_fill_ select_scatter linear_cross_entropy
+    """
 )
 # These draw, as `vsim.engine.rules` has no form for.
 _DRAWS = _names(
@@ -139,5 +143,7 @@ _DRAWS = _names(
     rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial poisson binomial dropout
     native_dropout feature_dropout alpha_dropout feature_alpha_dropout rrelu gumbel_softmax _standard_gamma
     _sample_dirichlet fractional_max_pool2d fractional_max_pool3d
+    _fractional_max_pool2d fractional_max_pool2d_with_indices
+    _fractional_max_pool3d fractional_max_pool3d_with_indices
     """
 )

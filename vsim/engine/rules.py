@@ -34,8 +34,8 @@ Rule = Callable[..., Any]
 
 
 def _one_dtype(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether the tensors are of one dtype, which autocast leaves as it is where the operation is none of products."""
-    if torch.is_autocast_enabled(first.device.type) and first.dtype != torch.float32:
+    """Whether the tensors are of one real dtype, which autocast keeps where the operation is none of products."""
+    if first.is_complex() or (torch.is_autocast_enabled(first.device.type) and first.dtype != torch.float32):
         return False
     return all(t is None or t.dtype == first.dtype for t in others)
 
@@ -47,7 +47,7 @@ def _linear(nodes: Nodes, input: Tensor, weight: Tensor, bias: Tensor | None = N
             nodes.differing.add("linear")  # one large product
             return nodes.batch(F.linear(x, weight, bias))
     all_stacked = nodes.spread_all(input, weight, bias)
-    if all_stacked is None:
+    if all_stacked is None or input.is_complex():
         return NotImplemented
     x, w, b = map(cast, all_stacked)
     place_of_w, place_of_b = (nodes.places.pop(id(t), None) for t in (w, b))  # of what was cast, none
@@ -64,7 +64,7 @@ def _matmul(nodes: Nodes, input: Tensor, other: Tensor | None = None, mat2: Tens
     if both is None:
         return NotImplemented
     a, b = map(cast, both)
-    if a.dtype != b.dtype:
+    if a.dtype != b.dtype or a.is_complex():  # whose gradients are of conjugates
         return NotImplemented
     with outside_of_vmap():
         nodes.note_product("matmul")
