@@ -19,7 +19,7 @@ from vsim import Trainer
 from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.data import digits
-from vsim.engine import CompiledExecutor, Executor, LoopExecutor, Settings, VmapExecutor
+from vsim.engine import CompiledExecutor, CompileError, Executor, LoopExecutor, Settings, VmapExecutor
 from vsim.engine.memory import activation_bytes
 from vsim.engine.objective import Objective
 from vsim.models import MLP
@@ -166,6 +166,22 @@ def test_autocast_casts_what_functorch_takes_apart() -> None:
     for executor in executors:
         model = executor.objective.model
         assert isinstance(model, Cast) and model.dtypes[:11] == [torch.bfloat16] * 8 + [torch.float32] * 3
+
+
+@pytest.mark.slow
+def test_a_graph_that_is_wrong_is_not_used() -> None:
+    class Scattered(nn.Module):
+        """An operation for whose gradient functorch has a wrong rule."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(-1, 1, 12))
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            return batch[0].select_scatter(self.weight.mean().expand(len(batch[0])), 1, 2).square().mean()
+
+    with pytest.raises(CompileError, match="first step the gradient of weight differs from that of eager PyTorch, by"):
+        make(CompiledExecutor, Scattered()).losses_and_grads(batch_of(TASKS[0]))
 
 
 class Changing(MLP):

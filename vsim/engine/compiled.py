@@ -15,8 +15,9 @@ from vsim_kernels.alignment import rows_apart
 
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Views
-from vsim.engine.base import Before
+from vsim.engine.base import Before, cloned
 from vsim.engine.casting import Casting
+from vsim.engine.loop import LoopExecutor
 from vsim.engine.memory import activation_bytes
 from vsim.engine.vmap import Piece, VmapExecutor, even_pieces
 from vsim.private_torch import (
@@ -36,6 +37,9 @@ from vsim.private_torch import (
 # 0.94 of the time that it takes in two pieces, a step of 4 ResNets 0.95.
 ACTIVATIONS_AT_ONCE = 40_000_000
 _COMPILING = "compiling: some 10 to 60 s the first time, seconds where torch's cache on disk has it"
+# Of the norm of a parameter's gradients, or of that share of all gradients' norm, in the first step. Where functorch's
+# rule is wrong they are off by about as much as they are.
+_MOST_ROUNDING, _MOST_ROUNDING_OF_BFLOAT16, _LEAST_SHARE = 0.1, 0.5, 0.05
 _MOST_GRAPHS = 256  # torch's own limit of what one process compiles
 _MOST_CHANGES = 8  # after which a model is taken to be another at every step
 
@@ -70,9 +74,11 @@ class CompiledExecutor(VmapExecutor):
     Attributes:
         compile_seconds: the duration of the first step; None before it.
 
+    The gradients of the first step are compared with the loop's, unless the model draws.
+
     Raises:
-        CompileError: at the first step: the model breaks the graph (the operation and its line are named), or there is
-            no compiler; later: the model's Python is another at every step.
+        CompileError: at the first step: the model breaks the graph (the operation and its line are named), the graph is
+            wrong, or there is no compiler; later: the model's Python is another at every step.
     """
 
     name = "compiled"
@@ -125,13 +131,43 @@ class CompiledExecutor(VmapExecutor):
         return _COMPILING if self.compile_seconds is None else ""
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
+        if self.compile_seconds is not None:
+            return super().losses_and_grads(batch, minibatch_size)
+        expected = self._gradients_of_loop(batch, minibatch_size)
         started = time.perf_counter()
         losses = super().losses_and_grads(batch, minibatch_size)
-        if self.compile_seconds is None:
-            self.compile_seconds = time.perf_counter() - started
-            if not self.replicas.grads.any():  # as of a loss that does not depend on the weights
-                self._try_uncompiled(batch)
+        self.compile_seconds = time.perf_counter() - started
+        if expected is not None:
+            self._compare(expected)
         return losses
+
+    def _gradients_of_loop(self, batch: Any, minibatch_size: int | None) -> Tensor | None:
+        """Return the gradients as the loop computes them; None if the model draws, as the graph draws other numbers."""
+        before = Before(self)
+        loop = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
+        with unwatched():
+            loop.losses_and_grads(cloned(batch), minibatch_size)
+        gradients = self.replicas.grads.clone()
+        draws = any(not torch.equal(stream.get_state(), state) for stream, state in before.streams)
+        before.restore()
+        return None if draws else gradients
+
+    def _compare(self, gradients: Tensor) -> None:
+        """Compare the gradients of a step with those of the loop.
+
+        Raises:
+            CompileError: they differ by more than rounding explains, as where functorch has a wrong rule.
+        """
+        is_precise = gradients.dtype in (torch.float32, torch.float64) and not self.settings.autocast
+        most, least = _MOST_ROUNDING if is_precise else _MOST_ROUNDING_OF_BFLOAT16, _LEAST_SHARE * gradients.norm()
+        ours = self.replicas.views(self.replicas.grads)
+        for name, theirs in self.replicas.views(gradients).items():
+            error = (ours[name] - theirs).norm()
+            if error > most * max(theirs.norm(), least):
+                raise CompileError(
+                    f"the model cannot be compiled: in the first step the gradient of {name} differs from that of "
+                    f"eager PyTorch, by {float(error):.2g} where its norm is {float(theirs.norm()):.2g}"
+                )
 
     @staticmethod
     def _laid_out(batch: Any) -> Any:
