@@ -454,6 +454,41 @@ def test_what_no_node_could_have_of_its_own_is_refused(
         trained(make(), executor=executor)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Decaying, {"executor": "loop"}),
+        (Padded, {"executor": "loop"}),
+        (Decaying, {"executor": "vmap", "chunk_size": 2}),
+    ],
+)
+def test_a_row_that_all_nodes_share_is_changed_by_none(kind: type[Classifier], options: dict[str, Any]) -> None:
+    trainer, strategy = Trainer(kind(12), vectors()), SimpleReduceStrategy(optim_spec=SGD)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "executor='auto' continues with 'loop'", UserWarning)
+        with pytest.raises(ValueError, match=r"changes its weights in forward.*share one row.*deterministic=True"):
+            trainer.fit(strategy=strategy, **OPTIONS, **options)
+    trainer.fit(strategy=strategy, deterministic=True, **OPTIONS)
+    expected = train_separately(
+        kind(12),
+        vectors(),
+        AverageGradients(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9),
+        **{name: value for name, value in OPTIONS.items() if name != "progress"},
+    )
+    assert trainer.strategy is not None
+    assert torch.equal(trainer.strategy.cluster.weights, expected.weights)
+    both = {"one row": strategy, "rows": FedAvgStrategy(optim_spec=SGD)}
+    if kind is Padded:
+        with pytest.raises(ValueError, match="changes its weights in forward, on each node in another way"):
+            vsim.compare(kind(12), vectors(), strategies=both, **OPTIONS)
+        return
+    comparison = vsim.compare(kind(12), vectors(), strategies=both, **OPTIONS)  # where each has a copy of the row
+    ended = dict(comparison["one row"].model.named_parameters())
+    for name, weight in trainer.strategy.cluster.replicas.views(expected.weights).items():
+        torch.testing.assert_close(ended[name], weight.mean(0), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedReentrantly, MaxNorm, Counting])
 def test_processes_have_the_same_bits(kind: type[Classifier]) -> None:

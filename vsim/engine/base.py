@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -132,6 +132,27 @@ class Executor(ABC):
         torch._foreach_copy_(places, copies)
 
     @torch.no_grad()
+    def _bits_of_row(self, weights: Iterable[Tensor], before: Tensor | None) -> Tensor | None:
+        """Return a number for the bits of the row of weights that nodes share, after one or several were computed.
+
+        Args:
+            weights: those that the model was given.
+            before: this number after the nodes before; None: there were none.
+
+        Raises:
+            ValueError: these have changed the row again. What all nodes do alike, such as clamping, does no harm.
+        """
+        if not self.replicas.shares_weights or self.replicas.weights.is_meta:
+            return None
+        bits = torch.stack([bits_of(w).sum() for w in weights]).sum()
+        if before is not None and not torch.equal(bits, before):
+            raise ValueError(
+                "the model changes its weights in forward, and with this strategy all nodes share one row of them, "
+                "which each would change again: with deterministic=True every node has a row of its own"
+            )
+        return bits
+
+    @torch.no_grad()
     def evaluate(
         self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
     ) -> tuple[Tensor, Tensor | None]:
@@ -206,6 +227,11 @@ class Executor(ABC):
             return nullcontext()
         # No cache: casts of one node's weights must not be kept for the next node.
         return torch.autocast(self.replicas.weights.device.type, torch.bfloat16, cache_enabled=False)
+
+
+def bits_of(t: Tensor) -> Tensor:
+    """Return a floating-point tensor's bits as whole numbers: equal where it is, NaNs included."""
+    return t.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 class Places:

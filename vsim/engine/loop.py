@@ -42,7 +42,7 @@ class LoopExecutor(Executor):
 
     def compute(self, numbers: Iterable[int], batch: Any, share: float, first: bool) -> Tensor:
         """Do the same for the nodes of these numbers alone, with their parts of a stacked batch (K, B, …) of all."""
-        losses = []
+        losses, row = [], None
         with self._moved_up_to_date():
             for number in numbers:
                 node = self.nodes[number]
@@ -57,6 +57,7 @@ class LoopExecutor(Executor):
                     gradients = _gradients(loss, node.leaves, own_share)
                 write_or_add(node.grads, gradients, first and (number == 0 or not self.replicas.shares_grads))
                 _keep_assigned(node)
+                row = self._bits_of_row(node.homes, row)
                 losses.append(loss.detach())
         return torch.stack(losses) * share if share != 1.0 else torch.stack(losses)
 

@@ -193,7 +193,7 @@ class VmapExecutor(Executor):
             return self._computed(batch, share, first)
 
     def _computed(self, batch: Any, share: float, first: bool) -> Tensor:
-        losses = []
+        losses, row = [], None
         for number, piece in enumerate(self.pieces):
             lowering, own_batch = self.lowering(number, first=first and share == 1.0), self._own_batch(batch, piece)
             before = _BeforeCall(lowering, piece, tree_leaves(own_batch))
@@ -207,6 +207,7 @@ class VmapExecutor(Executor):
             self._has_worked = True
             self._note(lowering)
             self._write_gradients(stacked, piece, batch, share, first, number)
+            row = self._bits_of_row(piece.leaves.values(), row) if len(self.pieces) > 1 else None
             losses.append(stacked.detach() * share if share != 1.0 else stacked.detach())
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from vsim.cluster.replicas import Replicas, matrix
+from vsim.engine.base import bits_of
 from vsim.training.part import Part
 
 # Models of at most so many weights are computed with a row per node also where the nodes are equal: a call of its own
@@ -43,8 +44,19 @@ class Rows:
             self.whole.weights[rows].copy_(own.weights)
 
     def gather_gradients(self) -> None:
-        """Write the mean gradient of members that use only the mean."""
+        """Write the mean gradient of members that use only the mean, and the row of weights, if forward changed it.
+
+        Raises:
+            ValueError: it changed the copies of the row in different ways.
+        """
         for own, rows in self.spread:
+            copies = self.whole.weights[rows]
+            own.weights.copy_(copies[:1])
+            if not torch.equal(bits_of(own.weights).expand_as(copies), bits_of(copies)):
+                raise ValueError(
+                    "the model changes its weights in forward, on each node in another way, and with this strategy all "
+                    "nodes share one row of them: with deterministic=True every node has a row of its own"
+                )
             if own.shares_grads:
                 torch.mean(self.whole.grads[rows], 0, keepdim=True, out=own.grads)
 
