@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import random
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from separate import Scaled, vectors
+from separate import Communication, Scaled, train_separately, vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -100,6 +101,38 @@ class InList(Model):
         return len(self.seen)
 
 
+class InTuple(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats = ("calls", (0, None))
+
+    def number(self) -> int:
+        self.stats = ("calls", (self.stats[1][0] + 1, None))
+        return self.stats[1][0]
+
+
+class OfNumpy(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = np.int64(0)
+
+    def number(self) -> float:
+        self.calls = self.calls + 1
+        return float(self.calls)
+
+
+class FromNone(Model):
+    """There is no number until the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: int | None = None
+
+    def number(self) -> int:
+        self.calls = 1 if self.calls is None else self.calls + 1
+        return self.calls
+
+
 class OfClass(Model):
     calls: ClassVar[int] = 0
 
@@ -144,7 +177,21 @@ def closed() -> nn.Module:
 
 
 KINDS: list[Callable[[], nn.Module]] = [
-    *(Attribute, InDict, InCounter, InDataclass, InList, OfClass, Global, GlobalTable, Default, closed)
+    *(
+        Attribute,
+        InDict,
+        InCounter,
+        InDataclass,
+        InList,
+        InTuple,
+        OfNumpy,
+        FromNone,
+        OfClass,
+        Global,
+        GlobalTable,
+        Default,
+        closed,
+    )
 ]
 
 
@@ -168,6 +215,50 @@ def test_every_node_counts_for_itself(kind: Callable[[], nn.Module], options: di
     reference = trained(Buffer(), executor="loop")
     ours = trained(kind(), **options)
     np.testing.assert_allclose(ours.history.node_losses, reference.history.node_losses, rtol=1e-6)
+
+
+class Turning(Model):
+    """After two calls everything is as it was at first."""
+
+    turn: str | None = None
+
+    def number(self) -> int:
+        self.turn = "back" if self.turn is None else None
+        return 1 if self.turn is None else 2
+
+
+class Drawing(Model):
+    """A random generator of one's own, which every process has a copy of."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def number(self) -> Any:
+        if isinstance(self.stream, torch.Generator):
+            return 1 + torch.rand((), generator=self.stream) + torch.empty(()).uniform_(generator=self.stream)
+        return self.stream.uniform(1, 2)
+
+
+OWN: list[Callable[[], nn.Module]] = [
+    Turning,
+    lambda: Drawing(random.Random(3)),
+    lambda: Drawing(np.random.default_rng(3)),
+    lambda: Drawing(np.random.Generator(np.random.MT19937(3))),
+    lambda: Drawing(np.random.RandomState(3)),
+    lambda: Drawing(torch.Generator().manual_seed(3)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:executor='auto' continues with 'loop'")
+@pytest.mark.parametrize("executor", ["loop", "auto"])
+@pytest.mark.parametrize("make", OWN)
+def test_every_node_turns_and_draws_for_itself(make: Callable[[], nn.Module], executor: str) -> None:
+    counts = {name: OPTIONS[name] for name in ("num_nodes", "max_steps", "batch_size")}
+    expected = train_separately(
+        make(), vectors(), Communication(), lambda parameters: torch.optim.SGD(parameters, lr=0.5), **counts
+    )
+    np.testing.assert_allclose(trained(make(), executor=executor).history.node_losses, expected.losses, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,6 +333,20 @@ def test_nodes_that_count_differently_are_not_computed_at_once() -> None:
 
 
 # The search
+
+
+def test_what_is_none_at_times_and_a_tensor_at_others_is_left_alone() -> None:
+    model = Model()
+    model.found = None
+    before = python_state.read(model)
+    model.found = found = torch.ones(2)  # type: ignore[assignment]
+    now = python_state.read(model)
+    assert python_state.changed(before, now) == []
+    python_state.write(before, model)
+    assert model.found is found
+    model.found = None
+    python_state.write(now, model)
+    assert model.found is None
 
 
 def test_read_write_and_changed() -> None:

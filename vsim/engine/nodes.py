@@ -122,10 +122,11 @@ class Nodes:
         """Call `func` once for each node, whose generator it draws from.
 
         Raises:
-            InexactError: it writes into its arguments, or works on tensors of another transform in the model.
+            InexactError: it writes into its arguments, works on tensors of another transform in the model, or draws
+                from a generator of the model's own, of which every node has one.
         """
         if why_not := self.why_not_alone(func, args, kwargs):
-            raise self._refusal(func, why_not)
+            raise self.refusal(func, why_not)
         return self._each(func, args, kwargs, self.draw())
 
     def why_not_alone(self, func: Any, args: Any, kwargs: Any) -> str:
@@ -133,6 +134,8 @@ class Nodes:
         if kwargs.get("out") is not None or kwargs.get("inplace") or _writes(func):
             return "writes into a tensor"
         leaves = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            return "draws from the model's own generator"
         if any(isinstance(t, Tensor) and is_wrapped(t) and self.of(t) is None for t in leaves):
             return "is inside another functorch transform"
         return ""
@@ -149,7 +152,8 @@ class Nodes:
             outcome = node_by_node(func, self.num_nodes, marked[0], marked[1], streams)
         return tree_map(lambda t: self.batch(t.tensor) if isinstance(t, Stacked) else t, outcome)
 
-    def _refusal(self, func: Any, why: str) -> Exception:
+    def refusal(self, func: Any, why: str) -> Exception:
+        """Return the error of an operation that has no form for all nodes."""
         if not self.exact:
             return NotImplementedError(f"{name_of(func)} {why} and has no form for all nodes at once")
         return InexactError(

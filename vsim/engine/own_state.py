@@ -29,6 +29,7 @@ class OwnState:
         self.replicas, self.objective = replicas, objective
         self.begin()
         self._may_count = True
+        self._counts = False
         self._in_step = False
         self._at_first: State | None = None
         self._made: dict[str, tuple[int, int]] | None = None  # buffers that forward has made, after the first step
@@ -74,6 +75,7 @@ class OwnState:
             objective.write(now)
             raise
         objective.left = objective.read()
+        self._counts = self._counts or bool(changed(own, objective.left))
         objective.numbers.update(dict.fromkeys(nodes, objective.left))
 
     @contextmanager
@@ -94,7 +96,7 @@ class OwnState:
                 nodes and steps. The first two steps tell; a constant buffer, such as a mask, does no harm.
         """
         self._in_step = False
-        self._may_count = self._may_count and any(n != self._at_first for n in self.objective.numbers.values())
+        self._may_count = self._counts
         for name, (tensor, at_first) in self._frozen.items():
             if version(tensor) != at_first:
                 raise ValueError(

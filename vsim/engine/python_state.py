@@ -1,5 +1,7 @@
 """Numbers that a user's Python keeps: in attributes, in dicts, lists and objects that they hold, and in globals.
 
+With them go texts, None, which often stands for a number that is to come, tuples of all these, and random generators.
+
 They are found from the modules of a model and from a loss: through what their attributes hold, in their classes, and
 through the variables that the code of these classes names. Code of libraries is not looked at.
 """
@@ -7,6 +9,8 @@ through the variables that the code of these classes names. Code of libraries is
 from __future__ import annotations
 
 import functools
+import pickle
+import random
 import sys
 import sysconfig
 from collections import deque
@@ -21,9 +25,10 @@ from torch import Tensor, nn
 
 State = dict[str, Any]  # path of a holder → its numbers: name → number, or a list of numbers
 
-_NUMBERS = (int, float, bool)
+_NUMBERS = frozenset([int, float, bool, complex, str, type(None)])
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _OPAQUE = (Tensor, nn.Module, type, np.ndarray, str, bytes, torch.Generator, torch.optim.Optimizer)
-_PLAIN = frozenset([*_NUMBERS, str, type(None), Tensor, torch.Size, torch.device, torch.dtype])
+_PLAIN = frozenset([*_NUMBERS, Tensor, torch.Size, torch.device, torch.dtype])
 _MOST = 1000  # entries of a container that is looked into; larger ones are data, such as a vocabulary
 _MOST_HOLDERS = 10_000
 _MACHINERY = ("torch", "numpy", "builtins", "logging", "threading", "multiprocessing", "_io", "io")
@@ -32,7 +37,7 @@ _COMMON = frozenset(vars(nn.Module()))
 
 
 class Holder(NamedTuple):
-    """What holds numbers: the dict of an object, a dict, a list, a class, or a variable of a closure.
+    """What holds numbers: the dict of an object, a dict, a list, a class, a variable of a closure, or a generator.
 
     Attributes:
         names: those that are looked at; None: all.
@@ -46,11 +51,13 @@ class Holder(NamedTuple):
         """Return its numbers; empty if there are none."""
         of = self.of
         if isinstance(of, list | deque):
-            return list(of) if all(type(v) in _NUMBERS for v in of) else []
+            return list(of) if all(map(_is_number, of)) else []
+        if isinstance(of, _GENERATORS):
+            return {"state": _state_of(of)}
         items = vars(of) if isinstance(of, type) else {"": _content(of)} if isinstance(of, CellType) else of
         if self.names is not None:
             items = {name: items[name] for name in self.names if name in items}
-        return {k: v for k, v in items.items() if type(v) in _NUMBERS and k not in _COMMON}
+        return {k: v for k, v in items.items() if _is_number(v) and k not in _COMMON}
 
     def write(self, numbers: Any) -> None:
         """Let its numbers be these."""
@@ -61,8 +68,13 @@ class Holder(NamedTuple):
             of.clear()
             of.extend(numbers)
             return
+        if isinstance(of, _GENERATORS):
+            _set_state(of, numbers["state"]) if numbers else None
+            return
         for name in {**now, **dict(numbers)}:
-            if isinstance(of, CellType):
+            if now.get(name) is None and numbers.get(name) is None:
+                pass  # what is None at one time may be a tensor at another, which is no number
+            elif isinstance(of, CellType):
                 of.cell_contents = numbers[name]
             elif isinstance(of, type):
                 setattr(of, name, numbers[name]) if name in numbers else delattr(of, name)
@@ -152,6 +164,9 @@ class _Search:
                 yield from self.of_value(value, f"{path}.{name}")
 
     def of_value(self, value: Any, path: str) -> Iterator[Holder]:
+        if isinstance(value, _GENERATORS) and value is not torch.default_generator:
+            yield Holder(path, value)
+            return
         if isinstance(value, _OPAQUE):
             return
         if isinstance(value, dict | list | deque):
@@ -199,10 +214,36 @@ class _Search:
                 yield from self.of_value(value, f"{function.__module__}.{name}")
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             path, value = f"{function.__qualname__}.{name}", _content(cell)
-            if type(value) in _NUMBERS:
+            if _is_number(value):
                 yield Holder(path, cell)
             yield from self.of_value(value, path)
         yield from self.of_value(function.__defaults__ or (), f"{function.__qualname__}.defaults")
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is tuple:
+        return len(value) <= _MOST and all(map(_is_number, value))
+    return type(value) in _NUMBERS or isinstance(value, np.generic)
+
+
+def _state_of(generator: Any) -> bytes:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else _bits(generator).state)
+
+
+def _set_state(generator: Any, state: bytes) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    else:
+        _bits(generator).state = pickle.loads(state)
+
+
+def _bits(generator: Any) -> Any:
+    """Return what numpy's generators, the newer and the older one, keep their state in."""
+    return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
 @functools.cache

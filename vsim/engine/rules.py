@@ -129,6 +129,8 @@ def _filling_rule(function: Rule) -> Rule:
     """Return the rule of an operation that fills a tensor with random numbers in place."""
 
     def rule(nodes: Nodes, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.pop("generator", None) is not None:
+            raise nodes.refusal(function, "draws from the model's own generator")
         streams, stacked = nodes.draw(), nodes.of(input)
         if streams is None or stacked is None:
             return NotImplemented  # one tensor for all nodes, of which functorch says that it cannot be filled
