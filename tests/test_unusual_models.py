@@ -436,7 +436,32 @@ class Widening(Classifier):
         return self.second(hidden)
 
 
+class Listed(Classifier):
+    """A weight is kept in a list as well."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.weights = [self.first.weight]
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.second(F.linear(x, self.weights[0]))
+
+
+class Penalized(nn.Module):
+    """The loss names the model that is given to the trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+        self.whole = [lambda: self.layer.weight]  # a function, which no copy of the model makes its own
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.layer(batch[0]), batch[1]) + self.whole[0]().square().sum()
+
+
 REFUSED = [
+    (lambda: Listed(16), r"the loss depends on first\.weight not by the module that has it.*no node's own"),
+    (Penalized, r"the loss depends on layer\.weight not by the module that has it"),
     (lambda: Teacher(16), r"changes teacher\.weight in forward.*requires no gradient.*make it a buffer"),
     (lambda: Widening(torch.zeros(16).long()), r"seen, which is torch\.int64 \[16\], anew as torch\.float32 \[16\]"),
     (lambda: Widening(torch.tensor(0.0)), r"seen, which is torch\.float32 \[\], anew as torch\.float32 \[16\]"),
@@ -448,7 +473,7 @@ REFUSED = [
 @pytest.mark.parametrize("executor", ["auto", "loop"])
 @pytest.mark.parametrize(("make", "message"), REFUSED)
 def test_what_no_node_could_have_of_its_own_is_refused(
-    make: Callable[[], Classifier], message: str, executor: str
+    make: Callable[[], nn.Module], message: str, executor: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         trained(make(), executor=executor)

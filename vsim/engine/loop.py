@@ -53,6 +53,7 @@ class LoopExecutor(Executor):
                 with self._own_state.of(range(number, number + 1)), streams, tensors:
                     with self._precision():
                         loss, _ = self.objective(own_batch, False)
+                    self._own_state.check_reached(loss)
                     own_share = share / len(self.nodes) if self.replicas.shares_grads else share
                     gradients = _gradients(loss, node.leaves, own_share)
                 write_or_add(node.grads, gradients, first and (number == 0 or not self.replicas.shares_grads))

@@ -23,6 +23,7 @@ class Objective(nn.Module):
     `loss_fn` compares outputs (B, C, …) with whole-number targets (B, …): then it is that of argmax over C.
 
     Attributes:
+        originals: the user's own models, of which this one is a copy.
         numbers: node → the numbers that its Python keeps (see `vsim.engine.python_state`), for models that count.
         left: those that the last call has left; None: there was none.
     """
@@ -33,6 +34,7 @@ class Objective(nn.Module):
             raise ValueError("loss_fn has trainable parameters: make them part of the model, or freeze them")
         self.model = model
         self.loss_fn = loss_fn
+        self.originals: tuple[nn.Module, ...] = ()
         self.numbers: dict[int, State] = {}  # of every node that has called it
         self.left: State | None = None
 

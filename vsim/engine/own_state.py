@@ -32,8 +32,11 @@ class OwnState:
         self._counts = False
         self._in_step = False
         self._at_first: State | None = None
+        self._strangers = {
+            id(p): name for model in (objective.model, *objective.originals) for name, p in model.named_parameters()
+        }
         self._made: dict[str, tuple[int, int]] | None = None  # buffers that forward has made, after the first step
-        self._may_make = True
+        self._may_make = self._may_reach = True
 
     def begin(self) -> None:
         """Look at the state before a step: between steps it may be changed."""
@@ -88,6 +91,27 @@ class OwnState:
             if before is not None:
                 self.objective.write(before)
 
+    def check_reached(self, losses: Tensor) -> None:
+        """Raise a ValueError if losses depend on parameters of the model that are no node's; the first step tells.
+
+        A node's own tensors take the places of its parameters: whoever holds a parameter in a list, say, has that of
+        before, and so has a loss function that names the model which was given to the trainer.
+        """
+        nodes = [losses.grad_fn] if self._may_reach else []
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            name = self._strangers.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                raise ValueError(
+                    f"the loss depends on {name} not by the module that has it but by another way, such as a list, a "
+                    "closure or a global variable, where it is no node's own and never trained: take it from its "
+                    "module, in forward"
+                )
+            found = {following for following, _ in getattr(node, "next_functions", ()) if following is not None}
+            nodes += found - seen
+            seen |= found
+
     def check(self) -> None:
         """Check the state of the model after a step.
 
@@ -95,7 +119,7 @@ class OwnState:
             ValueError: a frozen parameter has changed; or forward has created a buffer that is not the same for all
                 nodes and steps. The first two steps tell; a constant buffer, such as a mask, does no harm.
         """
-        self._in_step = False
+        self._in_step = self._may_reach = False
         self._may_count = self._counts
         for name, (tensor, at_first) in self._frozen.items():
             if version(tensor) != at_first:

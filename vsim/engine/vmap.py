@@ -230,6 +230,7 @@ class VmapExecutor(Executor):
         self, losses: Tensor, piece: Piece, batch: Any, share: float, first: bool, number: int
     ) -> None:
         leaves = list(piece.leaves.values())
+        self._own_state.check_reached(losses)
         check_depends(losses)
         try:
             if self.replicas.shares_grads:

@@ -158,6 +158,7 @@ def _assemble_group(
     whole = rows.whole
     whole.module.train()
     objective = Objective(whole.module, copy.deepcopy(config.loss_fn)).to(device)
+    objective.originals = tuple(part.config.model for part in parts)
     settings = Settings(config.autocast, config.deterministic, config.chunk_size, config.compile, steps)
     members = []
     for part, replicas in zip(parts, rows.parts, strict=True):
