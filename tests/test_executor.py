@@ -31,6 +31,7 @@ from vsim.engine import (
 from vsim.engine.base import minibatches
 from vsim.engine.objective import Objective
 from vsim.strategy import SimpleReduceStrategy, Strategy
+from vsim.training.evaluate import Evaluator
 
 CPU = torch.device("cpu")
 COMPILED = pytest.param(
@@ -99,6 +100,17 @@ def test_pieces_of_a_batch() -> None:
     for size in (None, 5, 9):
         assert list(minibatches(batch, size)) == [(batch, 1.0)]
     assert [share for _, share in minibatches([torch.ones(2)], 1)] == [1.0]
+
+
+def test_a_batch_that_has_something_else_in_front_of_its_examples_is_not_cut() -> None:
+    batch = {"x": torch.ones(2, 4, 6, 3), "y": torch.ones(2, 6), "weight": torch.ones(2)}  # time, examples, features
+    assert list(minibatches(batch, None)) == [(batch, 1.0)]
+    with pytest.raises(ValueError, match=r"batch\['x'\]: 4, batch\['y'\]: 6; put the examples first"):
+        list(minibatches(batch, 3))
+    engine = make(LoopExecutor, small_mlp())
+    Evaluator(engine, {"x": torch.ones(4, 6, 3), "y": torch.ones(6)}, 4, 1)
+    with pytest.raises(ValueError, match="put the examples first"):
+        Evaluator(engine, {"x": torch.ones(4, 6, 3), "y": torch.ones(6)}, 3, 1)
 
 
 class Partly(nn.Module):

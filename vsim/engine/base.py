@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from vsim_kernels.alignment import aligned, empty_rows, is_aligned, rows_apart
 
 from vsim.cluster.randomness import default_generator, drawing_from
@@ -264,15 +264,33 @@ def cloned(batch: Any) -> Any:
 
 
 def minibatches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
-    """Yield (piece, its share of the batch) of a stacked batch (K, B, …), each of at most `size` examples a node."""
+    """Yield (piece, its share of the batch) of a stacked batch (K, B, …), each of at most `size` examples a node.
+
+    Raises:
+        ValueError: it is to be cut, and does not hold the same number of examples everywhere.
+    """
     num_examples = None if size is None else next((t.shape[1] for t in tree_leaves(batch) if t.dim() > 1), None)
     if size is None or num_examples is None or size >= num_examples:
         yield batch, 1.0
         return
+    check_examples(batch, 1)
     for start in range(0, num_examples, size):
         stop = min(start + size, num_examples)
         piece = tree_map(lambda t, a=start, b=stop: t[:, a:b] if t.dim() > 1 else t, batch)
         yield piece, (stop - start) / num_examples
+
+
+def check_examples(batch: Any, dim: int) -> None:
+    """Raise a ValueError for a batch that cannot be cut, as its tensors differ in the length of their dimension `dim`.
+
+    Such as of class weights, or of sequences with the time in front: a part of these is no part of the examples.
+    """
+    lengths = {keystr(path): t.shape[dim] for path, t in tree_flatten_with_path(batch)[0] if t.dim() > dim}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            "a batch is cut into smaller ones along the first dimension of all its tensors, which differs here: "
+            f"{', '.join(f'batch{path}: {length}' for path, length in lengths.items())}; put the examples first"
+        )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.cluster.randomness import EVALUATION, generator
 from vsim.cluster.replicas import Views
 from vsim.engine import Executor
+from vsim.engine.base import check_examples
 from vsim.engine.misfit import explained
 from vsim.training.config import Metric
 from vsim.training.member import Member
@@ -50,6 +51,8 @@ class Evaluator:
         self.executor, self.batch = executor, batch
         self.rows_at_once = rows_at_once
         self.num_examples = len(tree_leaves(batch)[0])
+        if self.num_examples > batch_size:
+            check_examples(batch, 0)
         self.pieces = [
             tree_map(lambda t, a=start: t[a : a + batch_size], batch)
             for start in range(0, self.num_examples, batch_size)
