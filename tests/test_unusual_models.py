@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vsim
 from vsim import Trainer
-from vsim.engine.vmap import VmapError
+from vsim.engine import CompileError, VmapError
 from vsim.strategy import FedAvgStrategy, OptimSpec, SimpleReduceStrategy
 
 STEPS, H = 8, 3
@@ -311,6 +311,28 @@ def test_padding_has_no_gradient_where_it_is_compiled() -> None:
     rows = [trainer.strategy.cluster.weights for trainer in trainers]  # type: ignore[union-attr]
     torch.testing.assert_close(*rows)
     assert trainers[0].history.executor == "compiled"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
+@pytest.mark.parametrize("kind", [Hooked, Padded])
+def test_what_is_compiled_wrongly_is_not(kind: type[Classifier]) -> None:
+    """A hook is not in the graph, and functorch knows padding of the first node only, where no module says of it."""
+
+    class Words(Padded):
+        def outputs(self, x: Tensor) -> Tensor:
+            indices = (4 * x.abs()).long() % 9
+            return self.second(self.first(F.embedding(indices, self.words.weight, padding_idx=0).mean(1)))
+
+    model = Words(12) if kind is Padded else kind(12)
+    with pytest.warns(UserWarning, match="executor='auto' continues with '(loop|vmap)'"):
+        ours = trained(model, compile=True)
+    assert ours.history.executor == ("vmap" if kind is Padded else "loop")
+    rows = [trainer.strategy.cluster.weights for trainer in (ours, trained(model, executor="loop"))]  # type: ignore[union-attr]
+    torch.testing.assert_close(*rows)
+    message = "gradient of (words|first).weight differs from that of eager PyTorch"
+    with pytest.raises(CompileError, match=message):
+        trained(model, executor="vmap", compile=True)
 
 
 @pytest.mark.slow
