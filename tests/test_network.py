@@ -89,7 +89,7 @@ def test_bad_values(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Network([1e9]), "bandwidth must be a number"),
+        (lambda: Network([[1, 2], [3, 4]]), "bandwidth must be a number, .* Network.between takes a matrix"),
         (lambda: Network(np.array([1e9, 1e9])), "bandwidth must be a number"),
         (lambda: Network.between(3), r"bandwidth must be a \(K, K\) matrix, from every node to every other, got 3"),  # type: ignore[arg-type]
         (lambda: Network.between([1, 2]), r"\(K, K\) matrix, from every node to every other, got \[1, 2\]"),

@@ -50,7 +50,10 @@ class Network:
     ) -> None:
         self.collective = one_of("collective", collective, ALGORITHMS)
         # Nodes are at places, and a link's figures are those from place to place; on the diagonal: inside of a place.
-        self._bits = np.array([[bits_per_second("bandwidth", bandwidth)]])
+        try:
+            self._bits = np.array([[bits_per_second("bandwidth", bandwidth)]])
+        except TypeError as error:
+            raise TypeError(f"{error}; where links differ, Network.between takes a matrix") from None
         self._latency = np.array([[_latency("latency", latency)]])
         self._place: NDArray[np.int64] | None = None  # of every node; None: all at one
         self._server = None if server is None else bits_per_second("server", server)
