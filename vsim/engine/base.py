@@ -18,7 +18,7 @@ from vsim.cluster.randomness import default_generator, drawing_from
 from vsim.cluster.replicas import Replicas, Views
 from vsim.engine.objective import Objective
 from vsim.engine.own_state import OwnState
-from vsim.private_torch import tensor_tables
+from vsim.private_torch import storage_key, tensor_tables
 
 
 @dataclass(frozen=True)
@@ -132,25 +132,29 @@ class Executor(ABC):
         torch._foreach_copy_(places, copies)
 
     @torch.no_grad()
-    def _bits_of_row(self, weights: Iterable[Tensor], before: Tensor | None) -> Tensor | None:
-        """Return a number for the bits of the row of weights that nodes share, after one or several were computed.
+    def _bits_of_row(self, weights: Iterable[Tensor]) -> Tensor | None:
+        """Return a number for the bits of the row of weights that nodes share; None if they share none.
 
         Args:
-            weights: those that the model was given.
-            before: this number after the nodes before; None: there were none.
-
-        Raises:
-            ValueError: these have changed the row again. What all nodes do alike, such as clamping, does no harm.
+            weights: those that the model is given: views of the row, or copies.
         """
         if not self.replicas.shares_weights or self.replicas.weights.is_meta:
             return None
-        bits = torch.stack([bits_of(w).sum() for w in weights]).sum()
-        if before is not None and not torch.equal(bits, before):
+        moved = [w for w in weights if storage_key(w) != storage_key(self.replicas.weights)]
+        return torch.stack([bits_of(w).sum() for w in (self.replicas.weights, *moved)])
+
+    def _check_row(self, weights: Iterable[Tensor], after_first: Tensor | None) -> None:
+        """Check that no node has changed the row of weights that nodes share after the first one has.
+
+        Raises:
+            ValueError: one has. What all nodes do alike, such as clamping, does no harm.
+        """
+        after_last = self._bits_of_row(weights)
+        if after_first is not None and after_last is not None and not torch.equal(after_first, after_last):
             raise ValueError(
                 "the model changes its weights in forward, and with this strategy all nodes share one row of them, "
                 "which each would change again: with deterministic=True every node has a row of its own"
             )
-        return bits
 
     @torch.no_grad()
     def evaluate(

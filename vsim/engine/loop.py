@@ -58,8 +58,11 @@ class LoopExecutor(Executor):
                     gradients = _gradients(loss, node.leaves, own_share)
                 write_or_add(node.grads, gradients, first and (number == 0 or not self.replicas.shares_grads))
                 _keep_assigned(node)
-                row = self._bits_of_row(node.homes, row)
                 losses.append(loss.detach())
+                if len(losses) == 1:
+                    row = self._bits_of_row(node.homes)
+            if len(losses) > 1:
+                self._check_row(node.homes, row)
         return torch.stack(losses) * share if share != 1.0 else torch.stack(losses)
 
 

@@ -207,8 +207,11 @@ class VmapExecutor(Executor):
             self._has_worked = True
             self._note(lowering)
             self._write_gradients(stacked, piece, batch, share, first, number)
-            row = self._bits_of_row(piece.leaves.values(), row) if len(self.pieces) > 1 else None
+            if len(self.pieces) > 1 and not losses:
+                row = self._bits_of_row(piece.leaves.values())
             losses.append(stacked.detach() * share if share != 1.0 else stacked.detach())
+        if len(self.pieces) > 1:
+            self._check_row(self.pieces[0].leaves.values(), row)
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def _by_loop(self, piece: Piece, batch: Any, share: float, first: bool, error: VmapError) -> Tensor:
