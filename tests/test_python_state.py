@@ -7,6 +7,7 @@ import random
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -259,6 +260,17 @@ def test_every_node_turns_and_draws_for_itself(make: Callable[[], nn.Module], ex
         make(), vectors(), Communication(), lambda parameters: torch.optim.SGD(parameters, lr=0.5), **counts
     )
     np.testing.assert_allclose(trained(make(), executor=executor).history.node_losses, expected.losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [Attribute, InTuple, OfNumpy, FromNone, *OWN])
+def test_attributes_of_modules_go_on_in_a_run_that_resumes(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    options = {**OPTIONS, "strategy": Strategy(optim_spec="sgd", lr=0.5), "executor": "loop"}
+    whole = Trainer(make(), vectors())
+    whole.fit(**{**options, "val_interval": None})
+    for steps in (4, OPTIONS["max_steps"]):
+        resumed = Trainer(make(), vectors())
+        resumed.fit(**{**options, "val_interval": None, "max_steps": steps}, save_dir=tmp_path, resume=steps > 4)
+    np.testing.assert_array_equal(resumed.history.node_losses, whole.history.node_losses)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -242,8 +242,12 @@ def own_attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
         (path, name): value
         for path, own in module.named_modules()
         for name, value in attributes_of(own).items()
-        if isinstance(value, (*_PLAIN, Tensor, torch.Generator))
+        if isinstance(value, (*_PLAIN, Tensor, np.generic, *GENERATORS)) or _is_of_plain(value)
     }
+
+
+def _is_of_plain(value: Any) -> bool:
+    return type(value) is tuple and all(isinstance(v, _PLAIN) or _is_of_plain(v) for v in value)
 
 
 def set_own_attributes(module: nn.Module, state: Mapping[tuple[str, str], Any]) -> None:
