@@ -30,7 +30,7 @@ from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
 from vsim.records.history import History
 
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(eq=False)

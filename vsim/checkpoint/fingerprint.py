@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vsim.checkpoint.snapshot import FIXED, GENERATORS, attributes_of
+from vsim.checkpoint.snapshot import FIXED, attributes_of
+from vsim.cluster.randomness import GENERATORS
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import described
 from vsim.strategy.base import Strategy

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vsim.checkpoint.snapshot import CONTAINERS, FIXED, GENERATORS, MADE, Node, fill, part_of, parts_of
+from vsim.checkpoint.snapshot import CONTAINERS, FIXED, MADE, Node, fill, part_of, parts_of
 from vsim.cluster.collectives import Pending
+from vsim.cluster.randomness import GENERATORS
 from vsim.cluster.state import CheckpointError, described, name_of, placements_of
 
 _ABSENT: Any = object()

@@ -17,9 +17,8 @@ from __future__ import annotations
 import collections
 import io
 import json
-import random
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -30,19 +29,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vsim.cluster.collectives import Pending
+from vsim.cluster.randomness import GENERATORS
 from vsim.cluster.state import CheckpointError, described, name_of
 
 Node = Any  # of a tree; its dicts have texts for keys, as JSON's do
 _PLAIN = (type(None), bool, int, float, str)
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 FIXED = (*_FUNCTIONS, torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, PurePath, range, slice)
-# Of random generators: how their state is read, and put back.
-GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
-    np.random.Generator: (lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
-    np.random.RandomState: (lambda g: g.get_state(legacy=False), np.random.RandomState.set_state),
-    random.Random: (random.Random.getstate, random.Random.setstate),
-}
 CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 # What a run that resumes can make anew; other objects must be there.
 MADE: dict[str, Any] = {
@@ -82,7 +75,8 @@ class Snapshot:
             return {"kind": "fixed", "is": self._fix(path, described(value))}
         if id(value) in self._seen:
             return {"kind": "seen", "path": self._seen[id(value)][0]}
-        self._seen[id(value)] = path, value
+        if not isinstance(value, tuple | np.generic):  # nobody changes them, so that equal ones do as well
+            self._seen[id(value)] = path, value
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if isinstance(value, np.ndarray | np.generic):

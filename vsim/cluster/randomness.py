@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import zip_longest
@@ -23,6 +23,13 @@ from vsim.private_torch import default_mps_generator
 # The first element of every stream's key: who draws from it.
 NODE, SHARED, GLOBAL, EVALUATION, LOADER, PARTICIPATION = range(6)
 _CPU = torch.device("cpu")
+# Random generators: how their state is read, and put back.
+GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    np.random.Generator: (lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
+    np.random.RandomState: (lambda g: g.get_state(legacy=False), np.random.RandomState.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+}
 
 
 def derive_seed(seed: int, *key: int) -> int:

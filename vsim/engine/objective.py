@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vsim.engine import python_state
-from vsim.engine.python_state import State
+from vsim.engine.python_state import Change, State, at, changed, with_changes, with_each
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -26,6 +27,7 @@ class Objective(nn.Module):
         originals: the user's own models, of which this one is a copy.
         numbers: node → the numbers that its Python keeps (see `vsim.engine.python_state`), for models that count.
         left: those that the last call has left; None: there was none.
+        at_setup: those that there were before the first.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
@@ -37,6 +39,8 @@ class Objective(nn.Module):
         self.originals: tuple[nn.Module, ...] = ()
         self.numbers: dict[int, State] = {}  # of every node that has called it
         self.left: State | None = None
+        self.at_setup = self.read()
+        self._restored: set[tuple[str, Any]] = set()  # places of numbers
 
     def read(self) -> State:
         """Return the numbers that its Python keeps now."""
@@ -45,6 +49,23 @@ class Objective(nn.Module):
     def write(self, numbers: State) -> None:
         """Let the numbers be these."""
         python_state.write(numbers, self.model, self.loss_fn)
+
+    def changes(self, nodes: Iterable[int]) -> list[list[Change]]:
+        """Return what has changed since the setup, or since that of a run that this one resumes, for each node."""
+        now, found = self.read(), []
+        for node in nodes:
+            own = now if self.left is None else with_changes(self.numbers.get(node, now), self.left, now)
+            places = dict.fromkeys([*changed(self.at_setup, own), *self._restored])
+            found.append([copy.deepcopy(at(own, place)) for place in places])
+        return found
+
+    def put_back(self, nodes: Iterable[int], changes: Iterable[Sequence[Change]]) -> None:
+        """Let nodes have the numbers of which `changes` was returned."""
+        for node, own in zip(nodes, changes, strict=True):
+            self.numbers[node] = with_each(self.at_setup, own)
+            self._restored |= {(path, name) for path, name, *_ in own}
+            self.write(self.numbers[node])
+        self.left = self.read()
 
     def forward(self, batch: Any, with_accuracy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return (loss, accuracy): scalars; accuracy is None unless asked for and known."""

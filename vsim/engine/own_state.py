@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor, nn
 
 from vsim.cluster.replicas import Replicas
-from vsim.engine.nodes import InexactError
 from vsim.engine.objective import Objective
 from vsim.engine.python_state import State, changed, dotted, with_changes
+from vsim.engine.stacked import NodesDifferError
 from vsim.private_torch import is_wrapped, version
 
 
@@ -47,7 +47,7 @@ class OwnState:
         """Within this context the numbers are those of some nodes, for which the model is called at once.
 
         Raises:
-            InexactError: they are not the same for these nodes.
+            NodesDifferError: they are not the same for these nodes.
         """
         return self._counting(nodes) if self._may_count else nullcontext()
 
@@ -65,7 +65,7 @@ class OwnState:
         for node in nodes[1:]:
             other = objective.numbers.get(node, self._at_first)
             if other is not own and (differing := changed(own, other)):
-                raise InexactError(
+                raise NodesDifferError(
                     f"{dotted(differing)} differs between nodes {nodes[0]} and {node}, and the model's Python runs "
                     "once for both; with executor='loop' it runs for each"
                 )

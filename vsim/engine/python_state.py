@@ -9,12 +9,10 @@ through the variables that the code of these classes names. Code of libraries is
 from __future__ import annotations
 
 import functools
-import pickle
-import random
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -23,10 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-State = dict[str, Any]  # path of a holder → its numbers: name → number, or a list of numbers
+from vsim.cluster.randomness import GENERATORS
 
+State = dict[str, Any]  # path of a holder → its numbers: name → number, or a list of numbers
+Change = list[Any]  # path, name (None: of a whole list), and what is there, if anything
+
+_GENERATORS = tuple(GENERATORS)
 _NUMBERS = frozenset([int, float, bool, complex, str, type(None)])
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _OPAQUE = (Tensor, nn.Module, type, np.ndarray, str, bytes, torch.Generator, torch.optim.Optimizer)
 _PLAIN = frozenset([*_NUMBERS, Tensor, torch.Size, torch.device, torch.dtype])
 _MOST = 1000  # entries of a container that is looked into; larger ones are data, such as a vocabulary
@@ -113,14 +114,28 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str
 
 def with_changes(state: State, before: State, now: State) -> State:
     """Return a copy of a state in which all numbers that differ between two others are as in the latter."""
+    return with_each(state, [at(now, place) for place in changed(before, now)])
+
+
+def at(state: State, place: tuple[str, Any]) -> Change:
+    """Return what is at a place that `changed` returned."""
+    path, name = place
+    own = state.get(path, {})
+    if name is None:
+        return [path, None, own]
+    return [path, name, own[name]] if name in own else [path, name]
+
+
+def with_each(state: State, changes: Iterable[Change]) -> State:
+    """Return a copy of a state with changes that `at` returned."""
     found = dict(state)
-    for path, name in changed(before, now):
+    for path, name, *value in changes:
         if name is None:
-            found[path] = now.get(path, {})
+            (found[path],) = value
         else:
-            own = {k: v for k, v in found.get(path, {}).items() if k != name}
-            found[path] = {**own, name: now[path][name]} if name in now.get(path, {}) else own
-    return {path: own for path, own in found.items() if own}
+            found[path] = {k: v for k, v in found.get(path, {}).items() if k != name}
+            found[path].update((name, v) for v in value)
+    return {path: own for path, own in found.items() if own or isinstance(own, list)}
 
 
 def dotted(places: list[tuple[str, str | None]]) -> str:
@@ -226,24 +241,29 @@ def _is_number(value: Any) -> bool:
     return type(value) in _NUMBERS or isinstance(value, np.generic)
 
 
-def _state_of(generator: Any) -> bytes:
+def _state_of(generator: Any) -> Any:
+    """Return the state of a random generator: numbers, texts, and tuples and dicts of them."""
     if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else _bits(generator).state)
+        return generator.get_state().numpy().tobytes().hex()
+    read, _ = _access(generator)
+    return _without_arrays(read(generator))
 
 
-def _set_state(generator: Any, state: bytes) -> None:
+def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    elif isinstance(generator, random.Random):
-        generator.setstate(pickle.loads(state))
-    else:
-        _bits(generator).state = pickle.loads(state)
+        state = torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+    _, write = _access(generator)
+    write(generator, state)
 
 
-def _bits(generator: Any) -> Any:
-    """Return what numpy's generators, the newer and the older one, keep their state in."""
-    return getattr(generator, "bit_generator", None) or generator._bit_generator
+def _access(generator: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+    return next(access for kind, access in GENERATORS.items() if isinstance(generator, kind))
+
+
+def _without_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_arrays(part) for key, part in value.items()}
+    return tuple(value.tolist()) if isinstance(value, np.ndarray) else value
 
 
 @functools.cache

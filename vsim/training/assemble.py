@@ -160,10 +160,11 @@ def _assemble_group(
     objective = Objective(whole.module, copy.deepcopy(config.loss_fn)).to(device)
     objective.originals = tuple(part.config.model for part in parts)
     settings = Settings(config.autocast, config.deterministic, config.chunk_size, config.compile, steps)
-    members = []
+    members: list[Member] = []
     for part, replicas in zip(parts, rows.parts, strict=True):
+        first = members[-1].rows.stop if members else 0
         with part.here(), naming(part.config.label if len(parts) > 1 else ""):
-            members.append(_member(part, replicas, objective, interrupt))
+            members.append(_member(part, range(first, first + len(part.nodes)), replicas, objective, interrupt))
     streams = [stream for member in members for stream in member.streams]
     engine = executor(whole, objective, streams, settings)
     examples = _validation_examples(parts, device)
@@ -198,7 +199,7 @@ def _assemble_group(
     return Group(members, rows, engine, batches, minibatch_size, optimizers, workers), members
 
 
-def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Interrupt) -> Member:
+def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, interrupt: Interrupt) -> Member:
     config = part.config
     if config.start is not None and config.start.forks:
         begin_fork(config.start, replicas)
@@ -226,6 +227,7 @@ def _member(part: Part, replicas: Replicas, objective: Objective, interrupt: Int
     device = replicas.weights.device
     return Member(
         part,
+        rows,
         cluster,
         strategy,
         [generator(config.seed, NODE, part.collectives.active[node], device=device) for node in part.nodes],

@@ -35,7 +35,7 @@ class Member:
 
     Attributes:
         part: its configuration, and the parts that its backend provided.
-        cluster: its nodes, rows of the group's matrix. strategy: the run's own copy.
+        rows: those of the group's matrix that are its nodes. cluster: its nodes. strategy: the run's own copy.
         streams: a random generator per node, for randomness in the model.
         objective: model and loss, shared with its group.
         max_steps: steps to train; fewer than its configuration says once it was stopped.
@@ -55,6 +55,7 @@ class Member:
     """
 
     part: Part
+    rows: range
     cluster: Cluster
     strategy: Strategy
     streams: list[torch.Generator]

@@ -53,7 +53,8 @@ def _roots(run: Member) -> dict[str, tuple[Any, str | None]]:
         "strategy": (strategy, None),
         **({} if run.clients is None else {"clients": (run.clients, "shared")}),
         **{f"callback {name}": (one, "shared") for name, one in savable(run.config.callbacks).items()},
-        "model": (own_attributes(replicas.module), "shared"),
+        "model": ({k: t for k, t in own_attributes(replicas.module).items() if isinstance(t, Tensor)}, "shared"),
+        "python": (run.objective.changes(run.rows), "stacked"),
     }
 
 
@@ -192,10 +193,13 @@ def resume(run: Member, checkpoint: Checkpoint) -> None:
 def _put_back(run: Member, checkpoint: Checkpoint) -> None:
     try:
         restorer, state = _restorer(run, checkpoint), checkpoint.state
-        for name, (live, placement) in _roots(run).items():
-            if name in state or not name.startswith("callback "):  # which may be given only now
-                restored = restorer.restore(state[name], live, name, placement)
-        set_own_attributes(run.cluster.replicas.module, restored)  # of the last, the model
+        restored = {
+            name: restorer.restore(state[name], live, name, placement)
+            for name, (live, placement) in _roots(run).items()
+            if name in state or not name.startswith("callback ")  # which may be given only now
+        }
+        set_own_attributes(run.cluster.replicas.module, restored["model"])
+        run.objective.put_back(run.rows, restored["python"])
         if not restorer.moves:
             set_global_states(restorer.restore(state["process"], {}, "process"), run.cluster.weights.device)
     except CheckpointError:
