@@ -522,16 +522,6 @@ def test_members_of_a_comparison_are_their_own_runs(tmp_path: Path, leaves: bool
     assert alone_on_clock["a"].history.last("clock_seconds") > 0
 
 
-class Counting(Constant):
-    """Its Python counts its calls."""
-
-    calls = 0
-
-    def forward(self, batch: Any) -> Tensor:
-        self.calls += 1
-        return super().forward(batch) / self.calls
-
-
 class PerNode(AsyncDiLoCoStrategy):
     def step(self) -> None:
         super().step()
@@ -570,12 +560,6 @@ class Broken(TensorDataset):
             {},
             FloatingPointError,
             "non-finite loss at step",
-        ),
-        (
-            lambda: AsyncDiLoCoStrategy(),
-            {"model": Counting(64)},
-            ValueError,
-            r"the model counts in Python \(.*calls\), and",
         ),
         (lambda: AsyncDiLoCoStrategy(), {"model": nn.Linear(3, 3)}, TypeError, "raised this at step 1, given batch"),
         (

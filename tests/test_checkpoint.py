@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -490,7 +491,7 @@ def test_a_fork_with_another_number_of_nodes_starts_from_the_mean(at_seven: Chec
 
 
 def test_a_fork_goes_on_in_its_own_order_of_the_data(at_seven: Checkpoint) -> None:
-    orders: list[Tensor] = []
+    orders: SimpleQueue[Tensor] = SimpleQueue()  # of all nodes; a list would be each node's own
 
     class Keeping(nn.Module):
         def __init__(self) -> None:
@@ -499,14 +500,15 @@ def test_a_fork_goes_on_in_its_own_order_of_the_data(at_seven: Checkpoint) -> No
 
         def forward(self, batch: list[Tensor]) -> Tensor:
             if self.training:
-                orders.append(batch[0].clone())
+                orders.put(batch[0].clone())
             return self.inner(batch)
 
     trainer = Trainer(Keeping(), images())
     fit(Strategy(), trainer, num_nodes=5, batch_size=2, minibatch_size=None, max_steps=2, seed=3, executor="loop")
     forked = captured(trainer._last).fork()  # type: ignore[arg-type]
     forked.step = 7
-    orders.clear()
+    while not orders.empty():
+        orders.get()
     fit(
         Strategy(),
         trainer,
@@ -520,7 +522,7 @@ def test_a_fork_goes_on_in_its_own_order_of_the_data(at_seven: Checkpoint) -> No
     )
     # 8 examples a node in batches of 2 are 4 steps an epoch: 0-based step 7 is the last of epoch 1.
     expected = images().tensors[0][epoch_indices(29, 4, True, 3, 1)[:, 6:8]]
-    assert torch.equal(torch.stack(orders), expected)
+    assert torch.equal(torch.stack([orders.get() for _ in range(orders.qsize())]), expected)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import vsim
 from vsim import Trainer
 from vsim.engine import auto, python_state
-from vsim.strategy import Strategy
+from vsim.strategy import AsyncDiLoCoStrategy, Strategy
 
 CALLS = 0
 TABLE: dict[str, int] = {}
@@ -207,7 +207,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(model: nn.Module, **options: Any) -> Trainer:
     trainer = Trainer(model, vectors(), vectors(7))
-    trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.5), **{**OPTIONS, **options})
+    trainer.fit(**{"strategy": Strategy(optim_spec="sgd", lr=0.5), **OPTIONS, **options})
     return trainer
 
 
@@ -429,14 +429,28 @@ def test_nodes_that_have_come_to_count_differently_are_computed_one_by_one() -> 
     assert [own["model"]["calls"] for own in numbers.values()] == [2, 2, 6]
 
 
+@pytest.mark.parametrize("kind", [Attribute, InDict, Global, lambda: OfItsData("dict")])
+def test_asynchronous_workers_count_for_themselves(kind: Callable[[], nn.Module]) -> None:
+    options: dict[str, Any] = {
+        "strategy": AsyncDiLoCoStrategy(H=2, optim_spec="sgd", lr=0.1),
+        "network": vsim.Network(1e9, 1e-3),
+        "compute": vsim.Compute([1.0, 2.0, 3.0]),
+        "max_steps": 9,
+    }
+    ours = trained(kind(), **options)
+    theirs = OfItsData("buffer") if isinstance(ours.model, OfItsData) else Buffer()
+    expected = trained(theirs, executor="loop", **options)
+    np.testing.assert_allclose(ours.history.node_losses, expected.history.node_losses, rtol=1e-5)
+
+
 # The search
 
 
-def test_what_is_none_at_times_and_a_tensor_at_others_is_left_alone() -> None:
+def test_what_is_none_at_times_and_an_object_at_others_is_left_alone() -> None:
     model = Model()
     model.found = None
     before = python_state.read(model)
-    model.found = found = torch.ones(2)  # type: ignore[assignment]
+    model.found = found = object()  # type: ignore[assignment]
     now = python_state.read(model)
     assert python_state.changed(before, now) == []
     python_state.write(before, model)

@@ -323,7 +323,8 @@ class Before:
         default = default_generator(replicas.weights.device)
         self.streams = [(g, g.get_state()) for g in [*executor.generators, default, *streams]]
         self.objective = executor.objective
-        self.numbers = self.objective.read(), dict(self.objective.numbers), self.objective.left
+        objective = self.objective
+        self.numbers = objective.read(), dict(objective.numbers), objective.others, objective.left
         changed = [*([replicas.weights] if weights else []), *replicas.buffers.values()]
         self.tensors = [(t, t.clone()) for t in changed]
 
@@ -333,7 +334,7 @@ class Before:
             stream.set_state(state)
         for tensor, value in self.tensors:
             tensor.copy_(value)
-        now, of_nodes, self.objective.left = self.numbers
+        now, of_nodes, self.objective.others, self.objective.left = self.numbers
         self.objective.write(now)
         self.objective.numbers.clear()
         self.objective.numbers.update(of_nodes)

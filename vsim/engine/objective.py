@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vsim.engine import python_state
+from vsim.engine.kept import as_kept, content
 from vsim.engine.python_state import Change, State, at, changed, with_changes, with_each
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -25,9 +26,10 @@ class Objective(nn.Module):
 
     Attributes:
         originals: the user's own models, of which this one is a copy.
-        numbers: node → the numbers that its Python keeps (see `vsim.engine.python_state`), for models that count.
-        left: those that the last call has left; None: there was none.
-        at_setup: those that there were before the first.
+        at_setup: the numbers that its Python kept at first (see `vsim.engine.python_state`).
+        numbers: node → its own, for models that count. others: those of nodes that have not called it yet.
+        left: those that the last call has left.
+        callers: the nodes whose rows are computed; None: row k is node k.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
@@ -37,9 +39,9 @@ class Objective(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self.originals: tuple[nn.Module, ...] = ()
-        self.numbers: dict[int, State] = {}  # of every node that has called it
-        self.left: State | None = None
-        self.at_setup = self.read()
+        self.at_setup = self.others = self.left = self.read()
+        self.numbers: dict[int, State] = {}
+        self.callers: Sequence[int] | None = None
         self._restored: set[tuple[str, Any]] = set()  # places of numbers
 
     def read(self) -> State:
@@ -50,19 +52,48 @@ class Objective(nn.Module):
         """Let the numbers be these."""
         python_state.write(numbers, self.model, self.loss_fn)
 
+    def follow(self, now: State) -> None:
+        """Let a change since the last call, as by a callback, be one for all nodes."""
+        if now == self.left:
+            return
+        for node, own in self.numbers.items():
+            self.numbers[node] = with_changes(own, self.left, now)
+        self.others, self.left = with_changes(self.others, self.left, now), now
+
+    def states(self, nodes: Sequence[int]) -> list[State | None]:
+        """Return the numbers of each node; None for all where they are the same."""
+        found = [self.numbers.get(node, self.others) for node in nodes]
+        if all(own is found[0] or own == found[0] for own in found):
+            return [None] * len(found)
+        self.follow(self.read())
+        return [self.numbers.get(node, self.others) for node in nodes]
+
+    @contextmanager
+    def having(self, numbers: State | None) -> Iterator[None]:
+        """Let the numbers be these within a block; None: as they are."""
+        before = None if numbers is None else self.read()
+        if numbers is not None:
+            self.write(numbers)
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.write(before)
+
     def changes(self, nodes: Iterable[int]) -> list[list[Change]]:
         """Return what has changed since the setup, or since that of a run that this one resumes, for each node."""
-        now, found = self.read(), []
+        self.follow(self.read())
+        found = []
         for node in nodes:
-            own = now if self.left is None else with_changes(self.numbers.get(node, now), self.left, now)
+            own = self.numbers.get(node, self.others)
             places = dict.fromkeys([*changed(self.at_setup, own), *self._restored])
-            found.append([copy.deepcopy(at(own, place)) for place in places])
+            found.append([content(at(own, place), copies=True) for place in places])
         return found
 
     def put_back(self, nodes: Iterable[int], changes: Iterable[Sequence[Change]]) -> None:
         """Let nodes have the numbers of which `changes` was returned."""
         for node, own in zip(nodes, changes, strict=True):
-            self.numbers[node] = with_each(self.at_setup, own)
+            self.numbers[node] = with_each(self.at_setup, as_kept(own))
             self._restored |= {(path, name) for path, name, *_ in own}
             self.write(self.numbers[node])
         self.left = self.read()

@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor, nn
 
 from vsim.cluster.replicas import Replicas
+from vsim.engine.kept import apart, changed_in_place, joined
 from vsim.engine.objective import Objective
-from vsim.engine.python_state import State, changed, dotted, with_changes
+from vsim.engine.python_state import at, changed, dotted
 from vsim.engine.stacked import NodesDifferError
 from vsim.private_torch import is_wrapped, version
 
@@ -31,7 +32,6 @@ class OwnState:
         self._may_count = True
         self._counts = False
         self._in_step = False
-        self._at_first: State | None = None
         self._strangers = {
             id(p): name for model in (objective.model, *objective.originals) for name, p in model.named_parameters()
         }
@@ -43,32 +43,29 @@ class OwnState:
         self._frozen = {name: (t, version(t)) for name, t in self.replicas.frozen.items()}
         self._of_loss = {n: (b, version(b)) for n, b in self._loss_buffers() if self.replicas.num_held > 1}
 
-    def of(self, nodes: range) -> AbstractContextManager[None]:
-        """Within this context the numbers are those of some nodes, for which the model is called at once.
+    def of(self, rows: range) -> AbstractContextManager[None]:
+        """Within this context the numbers are those of the nodes of some rows, for which the model is called at once.
 
         Raises:
             NodesDifferError: they are not the same for these nodes.
         """
-        return self._counting(nodes) if self._may_count else nullcontext()
+        return self._counting(rows) if self._may_count else nullcontext()
 
     @contextmanager
-    def _counting(self, nodes: range) -> Iterator[None]:
+    def _counting(self, rows: range) -> Iterator[None]:
         objective = self.objective
-        now = objective.left if self._in_step and objective.left is not None else objective.read()
-        if self._at_first is None:  # not before: a run that resumes has the checkpoint's numbers
-            self._at_first = now
-        if objective.left is not None and now != objective.left:
-            for node, own in objective.numbers.items():
-                objective.numbers[node] = with_changes(own, objective.left, now)
-            self._at_first = with_changes(self._at_first, objective.left, now)
-        own = objective.numbers.get(nodes[0], self._at_first)
-        for node in nodes[1:]:
-            other = objective.numbers.get(node, self._at_first)
-            if other is not own and (differing := changed(own, other)):
-                raise NodesDifferError(
-                    f"{dotted(differing)} differs between nodes {nodes[0]} and {node}, and the model's Python runs "
-                    "once for both; with executor='loop' it runs for each"
-                )
+        nodes = rows if objective.callers is None else [objective.callers[row] for row in rows]
+        now = objective.left if self._in_step else objective.read()
+        objective.follow(now)
+        states = [objective.numbers.get(node, objective.others) for node in nodes]
+        try:
+            own = joined(states)
+        except ValueError as error:
+            node, other = next((n, s) for n, s in zip(nodes, states, strict=True) if changed(states[0], s))
+            raise NodesDifferError(
+                f"{dotted(changed(states[0], other))} differs between nodes {nodes[0]} and {node}, and the model's "
+                "Python runs once for both; with executor='loop' it runs for each"
+            ) from error
         if own != now:
             objective.write(own)
         self._in_step = True  # nobody changes anything between nodes
@@ -77,9 +74,18 @@ class OwnState:
         except BaseException:  # such as of a vmapped call, in whose place the loop computes the nodes
             objective.write(now)
             raise
-        objective.left = objective.read()
-        self._counts = self._counts or bool(changed(own, objective.left))
-        objective.numbers.update(dict.fromkeys(nodes, objective.left))
+        left = objective.read()
+        places = changed(own, left)
+        if written := [place for place in places if changed_in_place(at(own, place), at(left, place))]:
+            raise ValueError(
+                f"the model changes {dotted(written)} in place, a tensor that its nodes may share: make it a buffer "
+                "(register_buffer), of which every node has its own, or assign a new tensor"
+            )
+        self._counts = self._counts or bool(places)
+        objective.numbers.update(zip(nodes, apart(left, len(nodes)), strict=True))
+        objective.left = objective.numbers[nodes[-1]]
+        if objective.left is not left:
+            objective.write(objective.left)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Numbers that a user's Python keeps: in attributes, in dicts, lists and objects that they hold, and in globals.
 
-With them go texts, None, which often stands for a number that is to come, tuples of all these, and random generators.
+With them go texts, None, which often stands for a number that is to come, tensors that are no parameters or buffers,
+tuples of all these, and random generators.
 
 They are found from the modules of a model and from a loss: through what their attributes hold, in their classes, and
 through the variables that the code of these classes names. Code of libraries is not looked at.
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from vsim.cluster.randomness import GENERATORS
+from vsim.engine.kept import as_kept, content, is_kept
 
 State = dict[str, Any]  # path of a holder → its numbers: name → number, or a list of numbers
 Change = list[Any]  # path, name (None: of a whole list), and what is there, if anything
@@ -52,13 +54,13 @@ class Holder(NamedTuple):
         """Return its numbers; empty if there are none."""
         of = self.of
         if isinstance(of, list | deque):
-            return list(of) if all(map(_is_number, of)) else []
+            return as_kept(list(of)) if all(map(_is_number, of)) else []
         if isinstance(of, _GENERATORS):
             return {"state": _state_of(of)}
         items = vars(of) if isinstance(of, type) else {"": _content(of)} if isinstance(of, CellType) else of
         if self.names is not None:
             items = {name: items[name] for name in self.names if name in items}
-        return {k: v for k, v in items.items() if _is_number(v) and k not in _COMMON}
+        return {k: as_kept(v) for k, v in items.items() if _is_number(v) and k not in _COMMON}
 
     def write(self, numbers: Any) -> None:
         """Let its numbers be these."""
@@ -67,20 +69,21 @@ class Holder(NamedTuple):
             return
         if isinstance(of, list | deque):
             of.clear()
-            of.extend(numbers)
+            of.extend(content(numbers))
             return
         if isinstance(of, _GENERATORS):
             _set_state(of, numbers["state"]) if numbers else None
             return
         for name in {**now, **dict(numbers)}:
-            if now.get(name) is None and numbers.get(name) is None:
-                pass  # what is None at one time may be a tensor at another, which is no number
+            own = content(numbers.get(name))
+            if now.get(name) is None and own is None:
+                pass  # what is None at one time may be an object at another, which is no number
             elif isinstance(of, CellType):
-                of.cell_contents = numbers[name]
+                of.cell_contents = own
             elif isinstance(of, type):
-                setattr(of, name, numbers[name]) if name in numbers else delattr(of, name)
+                setattr(of, name, own) if name in numbers else delattr(of, name)
             elif name in numbers:
-                of[name] = numbers[name]
+                of[name] = own
             else:
                 del of[name]
 
@@ -238,7 +241,7 @@ class _Search:
 def _is_number(value: Any) -> bool:
     if type(value) is tuple:
         return len(value) <= _MOST and all(map(_is_number, value))
-    return type(value) in _NUMBERS or isinstance(value, np.generic)
+    return type(value) in _NUMBERS or isinstance(value, np.generic) or is_kept(value)
 
 
 def _state_of(generator: Any) -> Any:

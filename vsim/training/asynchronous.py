@@ -23,7 +23,6 @@ from vsim.data.batches import Batches
 from vsim.data.joint import one_in_memory, sizes_of
 from vsim.engine import Executor
 from vsim.engine.misfit import explained
-from vsim.engine.python_state import changed, dotted
 from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.training.member import Member
 
@@ -44,7 +43,6 @@ class Workers:
         self.member, self.strategy, self.engine, self.minibatch_size = member, strategy, engine, minibatch_size
         self._make = make
         self._fewer: dict[int, Executor] = {}  # by number of rows
-        self._known: set[Executor] = set()  # those that have computed
         self._here = nullcontext if one_in_memory(batches) is not None else member.part.here
         skipped = member.done - strategy.clock.taken // member.cluster.num_nodes  # of a run that another forked from
         self._feeds = [batches.of_node(node, skipped + own) for node, own in enumerate(strategy.clock.steps)]
@@ -91,18 +89,11 @@ class Workers:
 
     def _losses_and_grads(self, executor: Executor, batch: Any) -> Tensor:
         objective = executor.objective
-        before = objective.read() if executor not in self._known else None
         try:
             with torch.enable_grad():  # which a strategy does without
                 losses = executor.losses_and_grads(batch, self.minibatch_size)
         except Exception as error:
             raise explained(error, objective, batch, 1, f"at step {self.member.cluster.step}")  # noqa: B904
-        if before is not None and (counted := changed(before, objective.read())):
-            raise ValueError(
-                f"the model counts in Python ({dotted(counted)}), and asynchronous workers are at different counts: "
-                "make the number a buffer (register_buffer), of which every worker has its own"
-            )
-        self._known.add(executor)
         return losses
 
     def _of_few(self, nodes: list[int], batch: Any) -> Tensor:
@@ -120,7 +111,11 @@ class Workers:
         few.weights.copy_(whole.weights[nodes])
         for name, buffer in few.buffers.items():
             buffer.copy_(whole.buffers[name][nodes])
-        losses = self._losses_and_grads(executor, batch)
+        executor.objective.callers = nodes
+        try:
+            losses = self._losses_and_grads(executor, batch)
+        finally:
+            executor.objective.callers = None
         whole.grads[nodes] = few.grads
         for name, buffer in few.buffers.items():
             whole.buffers[name][nodes] = buffer

@@ -15,6 +15,7 @@ from vsim.cluster.replicas import Views
 from vsim.engine import Executor
 from vsim.engine.base import check_examples
 from vsim.engine.misfit import explained
+from vsim.engine.python_state import State
 from vsim.training.config import Metric
 from vsim.training.member import Member
 
@@ -23,11 +24,14 @@ _COLUMNS_AT_ONCE = 2**18
 
 
 class _Rows(NamedTuple):
-    """Models to be measured: stacked weights (R, P), stacked buffers, and the seed of what they draw."""
+    """Models to be measured: stacked weights (R, P), stacked buffers, the seed of what they draw, and of each what its
+    Python keeps, where that differs between nodes.
+    """
 
     weights: Tensor
     buffers: Views
     seed: int
+    states: Sequence[State | None]
 
 
 class _Measured(NamedTuple):
@@ -79,7 +83,8 @@ class Evaluator:
         buffers = {n: b[0] for n, b in rows.buffers.items()}
         total = 0.0
         for piece in self.pieces:
-            outcome = self.executor.apply(metric, rows.weights[0], buffers, piece, stream)
+            with self.executor.objective.having(rows.states[0]):
+                outcome = self.executor.apply(metric, rows.weights[0], buffers, piece, stream)
             try:
                 total += len(tree_leaves(piece)[0]) / self.num_examples * float(outcome)
             except (TypeError, ValueError, RuntimeError) as error:
@@ -92,7 +97,7 @@ class Evaluator:
         calls: list[list[_Rows]] = []
         for own in distinct:
             alike = bool(calls) and (not self._draws or calls[-1][0].seed == own.seed)
-            if alike and len(calls[-1]) < self.rows_at_once:
+            if alike and calls[-1][0].states[0] is own.states[0] and len(calls[-1]) < self.rows_at_once:
                 calls[-1].append(own)
             else:
                 calls.append([own])
@@ -120,7 +125,8 @@ class Evaluator:
         before = stream.get_state()
         for piece in self.pieces:
             share = len(tree_leaves(piece)[0]) / self.num_examples
-            outcomes = self.executor.evaluate(weights, buffers, piece, stream)
+            with self.executor.objective.having(rows[0].states[0]):
+                outcomes = self.executor.evaluate(weights, buffers, piece, stream)
             shares = [share * outcome.to(doubles).double() for outcome in outcomes if outcome is not None]
             totals = [total + own for total, own in zip(totals, shares, strict=False)] if totals else shares
         drew = not torch.equal(stream.get_state(), before)
@@ -142,18 +148,18 @@ def validate(members: Sequence[Member]) -> dict[Member, dict[str, float]]:
 
 def _of_nodes(member: Member) -> _Rows:
     """The nodes' own models; one where they are one by construction."""
-    replicas = member.cluster.replicas
-    if replicas.shares_weights and not replicas.buffers:
-        return _Rows(replicas.weights, {}, member.config.seed)
-    return _Rows(replicas.weights.expand(replicas.num_held, -1), replicas.buffers, member.config.seed)
+    replicas, states = member.cluster.replicas, member.objective.states(member.rows)
+    if replicas.shares_weights and not replicas.buffers and states[0] is None:
+        return _Rows(replicas.weights, {}, member.config.seed, states[:1])
+    return _Rows(replicas.weights.expand(replicas.num_held, -1), replicas.buffers, member.config.seed, states)
 
 
 def _of_cluster(member: Member) -> _Rows:
-    """The global model and the mean replica."""
+    """The global model and the mean replica, whose Python is that of the first node."""
     assert member.global_weights is not None
     candidates = torch.stack([member.global_weights, member.cluster.mean_weights()])  # (2, P)
     buffers = {n: b.expand(2, *b.shape) for n, b in member.cluster.mean_buffers().items()}
-    return _Rows(candidates, buffers, member.config.seed)
+    return _Rows(candidates, buffers, member.config.seed, 2 * member.objective.states(member.rows)[:1])
 
 
 def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
@@ -164,7 +170,8 @@ def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
     for own in rows:
         places.append([])
         for row, total in enumerate(own.weights.sum(1).tolist()):
-            one = _Rows(own.weights[row : row + 1], {n: b[row : row + 1] for n, b in own.buffers.items()}, own.seed)
+            of = slice(row, row + 1)
+            one = _Rows(own.weights[of], {n: b[of] for n, b in own.buffers.items()}, own.seed, own.states[of])
             candidates = known.setdefault((own.seed, total), [])
             place = next((at for at in candidates if _equal(distinct[at], one)), len(distinct))
             if place == len(distinct):
@@ -175,10 +182,9 @@ def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
 
 
 def _equal(one: _Rows, other: _Rows) -> bool:
-    """Whether two rows have the same weights and buffers."""
-    return torch.equal(one.weights, other.weights) and all(
-        torch.equal(b, other.buffers[n]) for n, b in one.buffers.items()
-    )
+    """Whether two rows have the same weights, buffers, and state of their Python."""
+    tensors = [(one.weights, other.weights), *((b, other.buffers[n]) for n, b in one.buffers.items())]
+    return one.states[0] is other.states[0] and all(torch.equal(a, b) for a, b in tensors)
 
 
 def _columns(member: Member, nodes: _Measured, overall: _Measured) -> dict[str, float]:

@@ -18,7 +18,7 @@ from vsim.checkpoint.files import Checkpoint, packed, unpacked
 from vsim.checkpoint.fingerprint import HORIZON, differences, steady
 from vsim.checkpoint.folder import checkpoint_path, prune
 from vsim.checkpoint.restore import Restorer
-from vsim.checkpoint.snapshot import Snapshot, merged, own_attributes, set_own_attributes
+from vsim.checkpoint.snapshot import Snapshot, merged
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.optimizers import StackedOptimizer, parts_of, torch_optimizers
 from vsim.cluster.randomness import set_global_states
@@ -53,7 +53,6 @@ def _roots(run: Member) -> dict[str, tuple[Any, str | None]]:
         "strategy": (strategy, None),
         **({} if run.clients is None else {"clients": (run.clients, "shared")}),
         **{f"callback {name}": (one, "shared") for name, one in savable(run.config.callbacks).items()},
-        "model": ({k: t for k, t in own_attributes(replicas.module).items() if isinstance(t, Tensor)}, "shared"),
         "python": (run.objective.changes(run.rows), "stacked"),
     }
 
@@ -198,7 +197,6 @@ def _put_back(run: Member, checkpoint: Checkpoint) -> None:
             for name, (live, placement) in _roots(run).items()
             if name in state or not name.startswith("callback ")  # which may be given only now
         }
-        set_own_attributes(run.cluster.replicas.module, restored["model"])
         run.objective.put_back(run.rows, restored["python"])
         if not restorer.moves:
             set_global_states(restorer.restore(state["process"], {}, "process"), run.cluster.weights.device)

@@ -1,0 +1,126 @@
+"""Tensors that a model's Python keeps from one call to the next, beside its parameters and buffers: each node's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vsim.engine.stacked import NodesDifferError
+from vsim.private_torch import batch_dim, is_wrapped, unwrapped, version
+
+
+class Kept:
+    """A tensor in a state of `vsim.engine.python_state`: equal to itself, until somebody writes to it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        counts = not (isinstance(tensor, Apart) or is_wrapped(tensor) or tensor.is_inference())
+        self.version = version(tensor) if counts else 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kept) and (self.tensor is other.tensor) and self.version == other.version
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:  # another process counts its own writes
+        return Kept, (self.tensor,)
+
+
+class Apart(Tensor):
+    """Stands for tensors that differ between the nodes of a vmapped call, and cannot be computed with.
+
+    Attributes:
+        of_nodes: the tensor of each.
+    """
+
+    of_nodes: list[Kept]
+
+    @classmethod
+    def of(cls, of_nodes: list[Kept]) -> Apart:
+        """Return one for these."""
+        own = torch.empty(0).as_subclass(cls)
+        own.of_nodes = of_nodes
+        return own
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NodesDifferError(
+            "a tensor that the model keeps from an earlier call differs between nodes; a buffer (register_buffer) may "
+            "differ, and be computed with for all at once"
+        )
+
+
+def is_kept(value: Any) -> bool:
+    """Whether a value is a tensor that a model may keep: no parameter."""
+    return type(value) in (Tensor, Apart)
+
+
+def as_kept(value: Any) -> Any:
+    """Return a value with a `Kept` for every tensor in it."""
+    return _mapped(lambda part: Kept(part) if is_kept(part) else part, value)
+
+
+def content(value: Any, copies: bool = False) -> Any:
+    """Return a value with the tensor of every `Kept` in it, or a copy of that."""
+    return each_kept(lambda kept: kept.tensor.detach().clone() if copies else kept.tensor, value)
+
+
+def each_kept(function: Callable[[Kept], Any], value: Any) -> Any:
+    """Return a value with function(kept) for every `Kept` in its dicts, lists and tuples."""
+    return _mapped(lambda part: function(part) if isinstance(part, Kept) else part, value)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped(function, part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(function, part) for part in value)
+    return function(value)
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """Return one value for several nodes: theirs, but for tensors that differ, for which an `Apart` stands.
+
+    Raises:
+        ValueError: something else differs.
+    """
+    first = values[0]
+    if all(value is first or value == first for value in values):
+        return first
+    kinds = {type(value) for value in values}
+    if kinds == {Kept}:
+        return Kept(Apart.of(list(values)))
+    if kinds == {dict} and all(value.keys() == first.keys() for value in values):
+        return {key: joined([value[key] for value in values]) for key in first}
+    if kinds in ({list}, {tuple}) and all(len(value) == len(first) for value in values):
+        return type(first)(joined(parts) for parts in zip(*values, strict=True))
+    raise ValueError("they differ")
+
+
+def apart(value: Any, num_nodes: int) -> list[Any]:
+    """Return each node's own of a value that a vmapped call has left: the value itself if it has none."""
+    found: list[Tensor] = []
+    each_kept(lambda kept: found.append(kept.tensor), value)
+    if not any(isinstance(tensor, Apart) or is_wrapped(tensor) for tensor in found):
+        return num_nodes * [value]
+
+    def of_node(i: int, kept: Kept) -> Kept:
+        tensor = kept.tensor
+        if isinstance(tensor, Apart):
+            return tensor.of_nodes[i]
+        return Kept(unwrapped(tensor).movedim(batch_dim(tensor), 0)[i]) if is_wrapped(tensor) else kept
+
+    return [each_kept(partial(of_node, i), value) for i in range(num_nodes)]
+
+
+def changed_in_place(before: Any, now: Any) -> bool:
+    """Whether a tensor in one value is the same in another, but was written to in between."""
+    versions: dict[int, int] = {}
+    found: list[bool] = []
+    each_kept(lambda kept: versions.setdefault(id(kept.tensor), kept.version), before)
+    each_kept(lambda kept: found.append(versions.get(id(kept.tensor), kept.version) != kept.version), now)
+    return any(found)
