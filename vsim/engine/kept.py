@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -101,26 +101,45 @@ def joined(values: Sequence[Any]) -> Any:
     raise ValueError("they differ")
 
 
-def apart(value: Any, num_nodes: int) -> list[Any]:
-    """Return each node's own of a value that a vmapped call has left: the value itself if it has none."""
-    found: list[Tensor] = []
-    each_kept(lambda kept: found.append(kept.tensor), value)
-    if not any(isinstance(tensor, Apart) or is_wrapped(tensor) for tensor in found):
-        return num_nodes * [value]
+def apart(state: dict[str, Any], num_nodes: int, paths: Iterable[str] | None = None) -> list[dict[str, Any]]:
+    """Return each node's own of a state that a vmapped call has left: the state itself if all have the same.
 
-    def of_node(i: int, kept: Kept) -> Kept:
+    Args:
+        paths: where tensors may be that are not the same for all; None: anywhere.
+    """
+    of_nodes: dict[int, list[Kept]] = {}  # by id of what stands for them
+
+    def note(kept: Kept) -> None:
         tensor = kept.tensor
         if isinstance(tensor, Apart):
-            return tensor.of_nodes[i]
-        return Kept(unwrapped(tensor).movedim(batch_dim(tensor), 0)[i]) if is_wrapped(tensor) else kept
+            of_nodes[id(kept)] = tensor.of_nodes
+        elif is_wrapped(tensor):
+            of_nodes[id(kept)] = [*map(Kept, unwrapped(tensor).unbind(batch_dim(tensor)))]
 
-    return [each_kept(partial(of_node, i), value) for i in range(num_nodes)]
+    parts = {}
+    for path in state if paths is None else paths:
+        known = len(of_nodes)
+        each_kept(note, state[path])
+        if len(of_nodes) > known:
+            parts[path] = state[path]
+    if not parts:
+        return num_nodes * [state]
+
+    def of_node(i: int, kept: Kept) -> Kept:
+        return of_nodes[id(kept)][i] if id(kept) in of_nodes else kept
+
+    return [{**state, **each_kept(partial(of_node, i), parts)} for i in range(num_nodes)]
 
 
-def changed_in_place(before: Any, now: Any) -> bool:
-    """Whether a tensor in one value is the same in another, but was written to in between."""
+def written_to(before: Sequence[Any], now: Sequence[Any]) -> list[int]:
+    """Return which of several values have a tensor that was there before, and was written to in between."""
     versions: dict[int, int] = {}
     found: list[bool] = []
-    each_kept(lambda kept: versions.setdefault(id(kept.tensor), kept.version), before)
-    each_kept(lambda kept: found.append(versions.get(id(kept.tensor), kept.version) != kept.version), now)
-    return any(found)
+    each_kept(lambda kept: versions.setdefault(id(kept.tensor), kept.version), list(before))
+
+    def is_written(value: Any) -> bool:
+        found.clear()
+        each_kept(lambda kept: found.append(versions.get(id(kept.tensor), kept.version) != kept.version), value)
+        return any(found)
+
+    return [i for i, value in enumerate(now) if is_written(value)]

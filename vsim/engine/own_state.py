@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 
 from vsim.cluster.replicas import Replicas
-from vsim.engine.kept import apart, changed_in_place, joined
+from vsim.engine.kept import Kept, apart, joined, written_to
 from vsim.engine.objective import Objective
-from vsim.engine.python_state import at, changed, dotted
+from vsim.engine.python_state import Holder, State, at, attributes, changed, dotted
 from vsim.engine.stacked import NodesDifferError
 from vsim.private_torch import is_wrapped, version
 
@@ -19,7 +20,9 @@ class OwnState:
     """Gives every node numbers of its own, and refuses state that the nodes would share silently.
 
     The numbers of `vsim.engine.python_state` are for models that count in Python. The first step shows whether a model
-    does; if it does not, they are left alone from then on. A change between two calls, as by a callback, is for all.
+    does; if it does not, they are left alone from then on. If all that it changes are tensors in attributes of its
+    modules, such as a part of the loss, only these are looked at. A change between two calls, as by a callback, is for
+    all nodes.
 
     Args:
         replicas: the nodes. objective: whose modules these are; it holds the numbers of all nodes, so that several
@@ -29,8 +32,9 @@ class OwnState:
     def __init__(self, replicas: Replicas, objective: Objective) -> None:
         self.replicas, self.objective = replicas, objective
         self.begin()
-        self._may_count = True
-        self._counts = False
+        self._may_count = self._first = True
+        self._places: set[tuple[str, Any]] = set()  # of what it has changed
+        self._attributes: list[Holder] | None = None  # what has them, if they are all tensors
         self._in_step = False
         self._strangers = {
             id(p): name for model in (objective.model, *objective.originals) for name, p in model.named_parameters()
@@ -55,7 +59,7 @@ class OwnState:
     def _counting(self, rows: range) -> Iterator[None]:
         objective = self.objective
         nodes = rows if objective.callers is None else [objective.callers[row] for row in rows]
-        now = objective.left if self._in_step else objective.read()
+        now = objective.left if self._in_step else self._read()
         objective.follow(now)
         states = [objective.numbers.get(node, objective.others) for node in nodes]
         try:
@@ -67,25 +71,54 @@ class OwnState:
                 "Python runs once for both; with executor='loop' it runs for each"
             ) from error
         if own != now:
-            objective.write(own)
+            self._write(own)
         self._in_step = True  # nobody changes anything between nodes
         try:
             yield
         except BaseException:  # such as of a vmapped call, in whose place the loop computes the nodes
-            objective.write(now)
+            self._write(now)
             raise
-        left = objective.read()
+        left = self._read()
         places = changed(own, left)
-        if written := [place for place in places if changed_in_place(at(own, place), at(left, place))]:
+        written = written_to([at(own, place) for place in places], [at(left, place) for place in places])
+        if written:
+            names = dotted([places[i] for i in written])
             raise ValueError(
-                f"the model changes {dotted(written)} in place, a tensor that its nodes may share: make it a buffer "
+                f"the model changes {names} in place, a tensor that nodes may share: make it a buffer "
                 "(register_buffer), of which every node has its own, or assign a new tensor"
             )
-        self._counts = self._counts or bool(places)
-        objective.numbers.update(zip(nodes, apart(left, len(nodes)), strict=True))
+        self._places.update(places)
+        paths = None if self._attributes is None else [holder.path for holder in self._attributes]
+        objective.numbers.update(zip(nodes, apart(left, len(nodes), paths), strict=True))
         objective.left = objective.numbers[nodes[-1]]
         if objective.left is not left:
-            objective.write(objective.left)
+            self._write(objective.left)
+
+    def _read(self) -> State:
+        left = self.objective.left
+        if self._attributes is None:
+            return self.objective.read()
+        return {**left, **{h.path: {**left.get(h.path, {}), **h.read()} for h in self._attributes}}
+
+    def _write(self, state: State) -> None:
+        if self._attributes is None:
+            self.objective.write(state)
+        for holder in self._attributes or ():
+            own = state.get(holder.path, {})
+            holder.write({name: own[name] for name in holder.names or () if name in own})
+
+    def _look_at_tensors_alone(self) -> None:
+        """If all that has changed are tensors in attributes, look at nothing else from now on."""
+        numbers = self.objective.numbers
+        found = [at(own, place)[2:] for own in numbers.values() for place in self._places]
+        if not all(isinstance(value, Kept) or value is None for values in found for value in values):
+            return
+        self._attributes = attributes(self._places, self.objective.model)
+        if self._attributes is None:
+            return
+        base = self.objective.left  # all else is one for all nodes, and soon compared
+        for node, own in numbers.items():
+            numbers[node] = {**base, **{h.path: own.get(h.path, {}) for h in self._attributes}}
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
@@ -126,7 +159,9 @@ class OwnState:
                 nodes and steps. The first two steps tell; a constant buffer, such as a mask, does no harm.
         """
         self._in_step = self._may_reach = False
-        self._may_count = self._counts
+        if self._may_count and self._first:
+            self._look_at_tensors_alone()
+        self._may_count, self._first = bool(self._places), False
         for name, (tensor, at_first) in self._frozen.items():
             if version(tensor) != at_first:
                 raise ValueError(

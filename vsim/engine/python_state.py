@@ -106,7 +106,7 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str
     found: list[tuple[str, str | None]] = []
     for path in {**before, **now}:
         one, other = before.get(path, {}), now.get(path, {})
-        if one == other:
+        if one is other or one == other:
             continue
         if isinstance(one, list) or isinstance(other, list):
             found.append((path, None))
@@ -118,6 +118,17 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str
 def with_changes(state: State, before: State, now: State) -> State:
     """Return a copy of a state in which all numbers that differ between two others are as in the latter."""
     return with_each(state, [at(now, place) for place in changed(before, now)])
+
+
+def attributes(places: Iterable[tuple[str, Any]], model: nn.Module) -> list[Holder] | None:
+    """Return what holds the attributes of a model's modules at these places; None if a place is another."""
+    own = {f"model.{path}".rstrip("."): vars(module) for path, module in model.named_modules()}
+    names: dict[str, set[str]] = {}
+    for path, name in places:
+        names.setdefault(path, set()).add(name)
+    if not names.keys() <= own.keys():
+        return None
+    return [Holder(path, own[path], frozenset(of)) for path, of in names.items()]
 
 
 def at(state: State, place: tuple[str, Any]) -> Change:
