@@ -19,6 +19,7 @@ from vsim.engine.base import Before, cloned
 from vsim.engine.casting import Casting
 from vsim.engine.loop import LoopExecutor
 from vsim.engine.memory import activation_bytes
+from vsim.engine.pair import gradient_off
 from vsim.engine.vmap import Piece, VmapExecutor, even_pieces
 from vsim.private_torch import (
     allow_saved_tensors_hooks,
@@ -37,9 +38,6 @@ from vsim.private_torch import (
 # 0.94 of the time that it takes in two pieces, a step of 4 ResNets 0.95.
 ACTIVATIONS_AT_ONCE = 40_000_000
 _COMPILING = "compiling: some 10 to 60 s the first time, seconds where torch's cache on disk has it"
-# Of the norm of a parameter's gradients, or of that share of all gradients' norm, in the first step. Where functorch's
-# rule is wrong they are off by about as much as they are.
-_MOST_ROUNDING, _MOST_ROUNDING_OF_BFLOAT16, _LEAST_SHARE = 0.1, 0.5, 0.05
 _MOST_GRAPHS = 256  # torch's own limit of what one process compiles
 _MOST_CHANGES = 8  # after which a model is taken to be another at every step
 
@@ -158,16 +156,8 @@ class CompiledExecutor(VmapExecutor):
         Raises:
             CompileError: they differ by more than rounding explains, as where functorch has a wrong rule.
         """
-        is_precise = gradients.dtype in (torch.float32, torch.float64) and not self.settings.autocast
-        most, least = _MOST_ROUNDING if is_precise else _MOST_ROUNDING_OF_BFLOAT16, _LEAST_SHARE * gradients.norm()
-        ours = self.replicas.views(self.replicas.grads)
-        for name, theirs in self.replicas.views(gradients).items():
-            error = (ours[name] - theirs).norm()
-            if error > most * max(theirs.norm(), least):
-                raise CompileError(
-                    f"the model cannot be compiled: in the first step the gradient of {name} differs from that of "
-                    f"eager PyTorch, by {float(error):.2g} where its norm is {float(theirs.norm()):.2g}"
-                )
+        if odd := gradient_off(self.replicas.grads, gradients, self.replicas, self.settings):
+            raise CompileError(f"the model cannot be compiled: in the first step {odd}")
 
     @staticmethod
     def _laid_out(batch: Any) -> Any:

@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Replicas, Views
-from vsim.engine.base import Before, Executor, Settings, check_depends, cloned, write_gradients
+from vsim.engine.base import Before, Executor, Settings, check_depends, cloned, minibatches, write_gradients
 from vsim.engine.loop import LoopExecutor
 from vsim.engine.lowering import Lowering
 from vsim.engine.nodes import InexactError
+from vsim.engine.pair import check_pair
 from vsim.engine.stacked import NodesDifferError, VmapError
 from vsim.private_torch import has_backward_hooks, version, without_performance_warnings
 
@@ -79,7 +80,8 @@ class VmapExecutor(Executor):
 
     Attributes:
         calls: how often the first step called each operation in each way, see `Lowering`.
-        differing: its operations that may differ from the loop in the last bits.
+        differing: its operations that may differ from the loop in the last bits. unproven: those that functorch has
+            computed; if there are any, two nodes are computed by the loop as well, and must agree up to rounding.
         not_vmapped: how many calls were left to the loop.
     """
 
@@ -91,6 +93,7 @@ class VmapExecutor(Executor):
         self.proven: set[Any] = set()  # shapes of batches for which the results were compared
         self.calls: Counter[tuple[str, str]] = Counter()
         self.differing: set[str] = set()
+        self.unproven: set[str] = set()
         self.not_vmapped = 0
         self._why_not_vmapped = ""
         self._has_worked = False
@@ -137,7 +140,13 @@ class VmapExecutor(Executor):
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         shapes = (minibatch_size, *(t.shape for t in tree_leaves(batch))) if self.settings.exact else ()
-        if not self.settings.exact or shapes in self.proven:
+        if not self.settings.exact:
+            is_first = not self.calls
+            losses = super().losses_and_grads(batch, minibatch_size)
+            if is_first and self.unproven and not self.replicas.weights.is_meta:
+                check_pair(self, VmapExecutor, self.unproven, next(minibatches(batch, minibatch_size))[0])
+            return losses
+        if shapes in self.proven:
             return super().losses_and_grads(batch, minibatch_size)
         before, not_vmapped = Before(self), self.not_vmapped
         reference = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
@@ -186,7 +195,7 @@ class VmapExecutor(Executor):
 
     def _note(self, lowering: Lowering) -> None:
         if lowering.watch:
-            self.calls, self.differing = lowering.calls, lowering.differing
+            self.calls, self.differing, self.unproven = lowering.calls, lowering.differing, lowering.unproven
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         with self._moved_up_to_date():
