@@ -205,6 +205,16 @@ def test_processes_have_their_own(make: Callable[[str], nn.Module], kind: str, t
         np.testing.assert_array_equal(resumed.history.node_losses, straight.history.node_losses)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("make", "kind"), [(Average, "attribute"), (Bank, "dict"), (Shown, "attribute")])
+def test_compiling_a_model_that_keeps_them_goes_on_without(make: Callable[[str], nn.Module], kind: str) -> None:
+    expected = trained(make("buffer"), executor="loop")
+    with pytest.warns(UserWarning, match=r"continues with 'vmap': .* it keeps a tensor that it has computed"):
+        ours = trained(make(kind), compile=True)
+    np.testing.assert_allclose(ours.history.node_losses, expected.history.node_losses, rtol=1e-5)
+
+
 @pytest.mark.parametrize("options", [{"executor": "loop"}, {"executor": "vmap"}, {"deterministic": True}], ids=str)
 def test_one_that_is_changed_in_place_is_refused(options: dict[str, Any]) -> None:
     class InPlace(Average):

@@ -248,5 +248,7 @@ def _without_gradient_of_padding(module: Any, inputs: tuple[Tensor], outputs: Te
 def _summary(error: Exception) -> str:
     """The first line of a compiler's error, and the line of the model that it is about."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if any("storage of BatchedTensorImpl" in line for line in lines[:2]):
+        return "it keeps a tensor that it has computed, as in self.part = …, which has no place outside of the graph"
     where = [line for line in lines if line.startswith("File ") and "site-packages" not in line]
     return f"{type(error).__name__}: {lines[0] if lines else ''}" + (f" ({where[-1]})" if where else "")
