@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from vsim import Ledger
 from vsim.cluster import Cluster
-from vsim.cluster.collectives import Collectives, Finish, reduce_rows
+from vsim.cluster.collectives import Collectives, Finish
+from vsim.cluster.reductions import reduce_rows
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.stacked import StackedCollectives
 from vsim.strategy import Strategy

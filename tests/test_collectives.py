@@ -66,11 +66,79 @@ def test_what_a_collective_refuses() -> None:
     for pairs in ([(0, 1), (0, 2)], [(0, 2), (1, 2)], [(0, 3)]):
         with pytest.raises(ValueError, match="named once, from 0 to 2; got"):
             collectives.send(rows, pairs)
+    with pytest.raises(ValueError, match=r"pairs must be \(source, destination\), …; got \[\(0, 1, 2\)\]"):
+        collectives.send(rows, [(0, 1, 2)])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"named once, from 0 to 2; got \(0.5,\)"):
+        collectives.send(rows, [(0.5, 1)])  # type: ignore[list-item]
+    taken = r"takes a stacked tensor, with a row for each of 3 nodes in front; got the shape \(7,\)"
+    for name, more in [("all_reduce", ["sum"]), ("all_gather", []), ("broadcast", [0]), ("push", []), ("send", [[]])]:
+        with pytest.raises(ValueError, match=f"{name} {taken}"):
+            getattr(collectives, name)(torch.ones(7), *more)  # a vector of one node, for instance
+    for payload_bytes in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"payload_bytes must be >= 0.*, got {payload_bytes}"):
+            collectives.all_gather(rows, payload_bytes=payload_bytes)
+    for weights in (None, torch.ones(3)):
+        with pytest.raises(TypeError, match=r"op='mean' takes floating-point numbers, got a tensor of torch.int64"):
+            collectives.all_reduce(rows.long(), "mean", weights=weights)
+    for length in (2, 4):
+        with pytest.raises(ValueError, match=rf"weights must be one per node, \(3,\), got the shape \({length},\)"):
+            collectives.all_reduce(rows, "mean", weights=torch.ones(length))
+    for none in (torch.tensor([0.0, 0.0, 1.0]), torch.tensor([1.0, float("nan"), 1.0])):
+        with pytest.raises(
+            ValueError, match="weights of nodes that reduce together must have a finite sum, not 0; got"
+        ):
+            collectives.merge(rows, lambda rows, w: rows[0], among=[[0, 1], [2]], weights=none)
     with pytest.raises(ValueError, match=r"collective must be one of 'all_reduce', .*, got 'reduce'"):
         collectives.start("reduce", rows)
     with pytest.raises(ValueError, match="delay must be a whole number >= 0, got -1"):
         collectives.start("push", rows, delay=-1)
     assert len(collectives.ledger) == 0
+
+
+def test_a_result_has_memory_of_its_own() -> None:
+    """As in processes: what is done to it changes no node's row, and what is done to the rows does not change it."""
+    before = torch.tensor([[1.0, 5.0], [2.0, 1.0], [6.0, 0.0]])
+    server = torch.tensor([7.0, 7.0])
+
+    def all_of(rows: Tensor) -> list[Tensor]:
+        collectives = StackedCollectives(Ledger(3))
+        return [
+            *(collectives.all_reduce(rows, op) for op in ("mean", "sum", "max", "min")),
+            collectives.all_reduce(rows, "mean", among=[0]),
+            collectives.all_gather(rows),
+            collectives.all_gather(rows, among=[0]),
+            collectives.broadcast(rows, 1),
+            collectives.broadcast(rows, 1, among=[1]),
+            collectives.push(rows),
+            collectives.push(rows, among=[2]),
+            collectives.pull(server, rows, among=[2]),
+            collectives.send(rows, []),
+            collectives.merge(rows, lambda own, _: own.mul_(2)[0]),
+            collectives.all_to_all(rows[:, :, None].expand(-1, -1, 3).transpose(1, 2)),
+        ]
+
+    rows = before.clone()
+    expected, results = all_of(before.clone()), all_of(rows)
+    rows.zero_()
+    assert all(map(torch.equal, expected, results))
+    rows.copy_(before)
+    for result in results:
+        result.zero_()
+    assert torch.equal(rows, before)
+    assert server.tolist() == [7.0, 7.0]
+
+
+def test_whole_numbers_and_bools_are_counted() -> None:
+    collectives = StackedCollectives(Ledger(3))
+    votes = torch.tensor([[True, True], [True, False], [True, False]])
+    for kind in (torch.bool, torch.uint8, torch.int32, torch.int64):
+        assert collectives.all_reduce(votes.to(kind), "sum").tolist() == [3, 1]
+        # Nodes 0 and 1 count theirs; node 2 keeps its row.
+        assert collectives.all_reduce(votes.to(kind), "sum", among=[0, 1]).tolist() == [[2, 1], [2, 1], [1, 0]]
+        assert collectives.all_reduce(votes.to(kind), "max", among=[2, 1])[2].tolist() == [1, 0]
+    chosen = collectives.merge(votes.int(), lambda own, w: own[w.argmax()], weights=torch.tensor([0.2, 0.7, 0.1]))
+    assert chosen.tolist() == [1, 0]
+    assert collectives.ledger[0].payload_bytes == 2  # a byte a bool
 
 
 def rows_of(num_nodes: int, *shape: int) -> Tensor:

@@ -24,8 +24,8 @@ from vsim.arguments import whole_number
 from vsim.checkpoint.fingerprint import differences, flat_bytes, layout_of
 from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, folder_at, replacing, step_of
 from vsim.checkpoint.snapshot import Node
-from vsim.cluster.collectives import reduce_rows
 from vsim.cluster.ledger import Ledger
+from vsim.cluster.reductions import reduce_rows
 from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
 from vsim.records.history import History

@@ -120,6 +120,8 @@ class Cluster:
 
     def mean_weights(self) -> Tensor:
         """Return the mean replica, shared (P,), for evaluation: nothing is billed. Where all are equal it is exact."""
+        if self.replicas.shares_weights:
+            return self.replicas.weights[0].clone()
         weights, reduce = self.replicas.weights, self.collectives.all_reduce
         with self.collectives.unbilled():
             low, high = reduce(weights, "min"), reduce(weights, "max")
@@ -131,6 +133,6 @@ class Cluster:
             return {
                 name: self.collectives.all_reduce(b, "mean")
                 if b.is_floating_point() or b.is_complex()
-                else self.collectives.broadcast(b).clone()
+                else self.collectives.broadcast(b)
                 for name, b in self.replicas.buffers.items()
             }

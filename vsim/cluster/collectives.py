@@ -1,27 +1,28 @@
 """The collectives: what they are, whatever holds the nodes.
 
 Every collective takes a *stacked* tensor (R, …): a row for each node held here (all K in the simulator). A result that
-is equal on all nodes comes back once, as a *shared* tensor; one that differs between nodes comes back stacked. This
-is where the ledger is written, and nowhere else.
+is equal on all nodes comes back once, as a *shared* tensor; one that differs between nodes comes back stacked. What
+comes back has memory of its own, as what has travelled has. This is where the ledger is written, and nowhere else.
 
 `among=` says who takes part. Who does not neither sends nor pays, and its row of the result is as it was.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from vsim.arguments import one_of, whole_number
-from vsim.cluster.groups import groups_of, shares_of
+from vsim.arguments import one_of, real_number, whole_number
+from vsim.cluster.groups import groups_of, pairs_of, shares_of
 from vsim.cluster.ledger import Event, Ledger
+from vsim.cluster.reductions import check_reduction, is_whole, reduce_rows
 
 Nodes = Sequence[int] | Tensor | None  # their numbers; None: all
 Among = Nodes | Sequence[Sequence[int] | Tensor]
@@ -29,20 +30,8 @@ Pairs = Sequence[tuple[int, int]] | Tensor
 Bytes = float | None  # None: those of the tensor as it is
 Finish = Callable[[], Tensor]  # waits for what was issued, and returns the result
 Merge = Callable[[Tensor, Tensor | None], Tensor]  # rows (n, …), weights (n,) that sum to 1, or None → (…)
-REDUCTIONS = ("mean", "sum", "max", "min")
 COLLECTIVES = ("all_reduce", "merge", "all_gather", "all_to_all", "broadcast", "send", "push", "pull")
 _P = ParamSpec("_P")
-
-
-def reduce_rows(stacked: Tensor, op: str, weights: Tensor | None = None) -> Tensor:
-    """Reduce (R, …) over its rows in rank order: the one kernel that every backend's exact result comes from."""
-    if weights is not None:
-        return torch.tensordot(weights.to(stacked), stacked, dims=1)
-    if op == "mean":
-        return stacked.mean(0)
-    if op == "sum":
-        return stacked.sum(0)
-    return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
 def _awaited(issue: Callable[_P, Finish]) -> Callable[_P, Tensor]:
@@ -131,21 +120,21 @@ class Collectives(ABC):
         """Reduce over the nodes.
 
         Args:
-            stacked: (R, …).
-            op: "mean", "sum", "max" or "min".
+            stacked: (R, …); for a mean also (1, …), the one row that all nodes share.
+            op: "mean", "sum", "max" or "min"; the sum of whole numbers and of bools is an int64, their mean an error.
             weights: (K,), one per node, for a weighted mean; they are scaled to sum to 1 in every group.
 
         Returns:
             Shared (…); with `among`, stacked (R, …): every row the result of its own group.
         """
-        one_of("op", op, REDUCTIONS)
-        if weights is not None and op != "mean":
-            raise ValueError(f"weights are for op='mean', got op={op!r}")
+        check_reduction(op, stacked, weights)
         groups = [range(self.num_nodes)] if among is None else groups_of(among, self.num_nodes)
-        self._record("all_reduce", label, stacked, groups, payload_bytes)
+        shares = [shares_of(weights, group, self.num_nodes) for group in groups]
+        self._record("all_reduce", label, stacked, groups, payload_bytes, may_share=op == "mean" and among is None)
         if among is None:
-            return self._all_reduce(stacked, op, shares_of(weights, groups[0]))
-        return self._by_group(stacked, lambda rows, shares: reduce_rows(rows, op, shares), groups, weights)
+            return self._all_reduce(stacked, op, shares[0])
+        stacked = stacked.long() if op == "sum" and is_whole(stacked) else stacked
+        return self._by_group(stacked, lambda rows, shares: reduce_rows(rows, op, shares), groups, shares)
 
     @_awaited
     def merge(
@@ -166,16 +155,17 @@ class Collectives(ABC):
             among, weights, the result: as of `all_reduce`.
         """
         groups = [range(self.num_nodes)] if among is None else groups_of(among, self.num_nodes)
+        shares = [shares_of(weights, group, self.num_nodes) for group in groups]
         self._record("all_gather", label, stacked, groups, payload_bytes)
         if among is None:
-            return _merged(self._all_gather(stacked), function, shares_of(weights, groups[0]))
-        return self._by_group(stacked, function, groups, weights)
+            return _merged(self._all_gather(stacked), function, shares[0])
+        return self._by_group(stacked, function, groups, shares)
 
     def _by_group(
-        self, stacked: Tensor, function: Merge, groups: Sequence[Sequence[int]], weights: Tensor | None
+        self, stacked: Tensor, function: Merge, groups: Sequence[Sequence[int]], shares: Sequence[Tensor | None]
     ) -> Finish:
         rows = [self._rows(stacked, group, group) for group in groups]
-        merged = [_merged(own, function, shares_of(weights, group)) for own, group in zip(rows, groups, strict=True)]
+        merged = [_merged(own, function, weights) for own, weights in zip(rows, shares, strict=True)]
         return self._written(stacked, list(zip(groups, merged, strict=True)))
 
     @_awaited
@@ -239,10 +229,7 @@ class Collectives(ABC):
         Returns:
             Stacked (R, …): the row of `dst` is that of `src`, all others are as they were.
         """
-        listed = [(int(src), int(dst)) for src, dst in pairs]
-        for nodes in zip(*listed, strict=True):
-            groups_of(nodes, self.num_nodes)
-        routes = [pair for pair in listed if pair[0] != pair[1]]
+        routes = [pair for pair in pairs_of(pairs, self.num_nodes) if pair[0] != pair[1]]
         self._record("send", label, stacked, routes, payload_bytes)
         here = [dst - self.nodes.start for _, dst in routes if dst in self.nodes]
         arriving = self._sent(stacked, routes)
@@ -329,8 +316,20 @@ class Collectives(ABC):
         return groups[0] if groups else []
 
     def _record(
-        self, collective: str, label: str, stacked: Tensor, groups: Sequence[Sequence[int]], payload_bytes: Bytes
+        self,
+        collective: str,
+        label: str,
+        stacked: Tensor,
+        groups: Sequence[Sequence[int]],
+        payload_bytes: Bytes,
+        may_share: bool = False,
     ) -> None:
+        rows, held = stacked.shape[:1], len(self.nodes)
+        if collective != "pull" and rows != (held,) and not (may_share and rows == (1,)):
+            allowed = f"with a row for each of {held} nodes in front"
+            raise ValueError(f"{collective} takes a stacked tensor, {allowed}; got the shape {tuple(stacked.shape)}")
+        if payload_bytes is not None:
+            payload_bytes = real_number("payload_bytes", payload_bytes, at_least=0, below=math.inf)
         self.label = label
         taking_part = tuple(self._named(group) for group in groups if group)
         if not self._billed or not taking_part:
@@ -393,6 +392,7 @@ class Collectives(ABC):
 def _merged(rows: Finish, function: Merge, shares: Tensor | None) -> Finish:
     def finish() -> Tensor:
         dense = rows().contiguous()
-        return function(dense, None if shares is None else shares.to(dense))
+        # Shares of 1 would be 0 in whole numbers.
+        return function(dense, None if shares is None else shares.to(dense.device if is_whole(dense) else dense))
 
     return finish

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +23,34 @@ def groups_of(among: Any, num_nodes: int) -> list[list[int]]:
     return [group for group in groups if group]
 
 
-def shares_of(weights: Tensor | None, group: Sequence[int]) -> Tensor | None:
-    """Return the weights (K,) of the nodes of a group scaled to sum to 1, if there are any."""
+def pairs_of(pairs: Any, num_nodes: int) -> list[tuple[int, int]]:
+    """Return pairs (source, destination) of nodes.
+
+    Raises:
+        ValueError: something is no pair, or no node; or a node is twice a source, or twice a destination.
+    """
+    listed = [tuple(pair.tolist() if hasattr(pair, "tolist") else pair) for pair in pairs]
+    if any(len(pair) != 2 for pair in listed):
+        raise ValueError(f"pairs must be (source, destination), …; got {pairs}")
+    listed = [tuple(node.tolist() if hasattr(node, "tolist") else node for node in pair) for pair in listed]
+    for nodes in zip(*listed, strict=True):
+        groups_of(nodes, num_nodes)
+    return listed
+
+
+def shares_of(weights: Tensor | None, group: Sequence[int], num_nodes: int) -> Tensor | None:
+    """Return the weights (K,) of the nodes of a group scaled to sum to 1, if there are any.
+
+    Raises:
+        ValueError: they are not one number a node, or their sum in the group is 0 or not finite.
+    """
     if weights is None:
         return None
-    own = weights[list(group)]
+    if weights.shape != (num_nodes,):
+        raise ValueError(f"weights must be one per node, ({num_nodes},), got the shape {tuple(weights.shape)}")
     # On the CPU, where float64 always is: a few numbers, whatever the device and precision of what they weigh.
-    return own.cpu().double() / own.sum().item()
+    own = weights[list(group)].cpu()
+    total = own.sum().item()
+    if not math.isfinite(total) or not total:
+        raise ValueError(f"weights of nodes that reduce together must have a finite sum, not 0; got {own.tolist()}")
+    return own.double() / total

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from vsim.cluster.collectives import Collectives, Finish, Pending, reduce_rows
+from vsim.cluster.collectives import Collectives, Finish, Pending
 from vsim.cluster.ledger import Ledger
+from vsim.cluster.reductions import reduce_rows
 
 
 class StackedCollectives(Collectives):
@@ -31,10 +32,10 @@ class StackedCollectives(Collectives):
         return lambda: reduce_rows(stacked, op, shares)
 
     def _all_gather(self, stacked: Tensor) -> Finish:
-        return lambda: stacked
+        return lambda: stacked.clone()
 
     def _broadcast(self, stacked: Tensor, src: int) -> Finish:
-        return lambda: stacked[src]
+        return lambda: stacked[src].clone()
 
     def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
         return lambda: stacked[[src for src, _ in pairs]]

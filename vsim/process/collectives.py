@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vsim.cluster.collectives import Collectives, Finish, reduce_rows
+from vsim.cluster.collectives import Collectives, Finish
 from vsim.cluster.ledger import Ledger
+from vsim.cluster.reductions import reduce_rows
 
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # What every backend reduces, with enough precision for a sum that is divided afterwards.

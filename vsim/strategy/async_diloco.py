@@ -11,8 +11,8 @@ from typing_extensions import Unpack
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.cluster.collectives import reduce_rows
 from vsim.cluster.optim import resolve_optim
+from vsim.cluster.reductions import reduce_rows
 from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import Optim, StrategyOptions, with_inner
 from vsim.strategy.fragments import fragments_of

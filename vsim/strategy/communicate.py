@@ -53,7 +53,7 @@ def broadcast(
 ) -> None:
     """Replace every node's row of stacked `tensor` (K, …) by that of node `src`; other arguments as of all_reduce."""
     collectives = _collectives("broadcast", tensor)
-    tensor.copy_(collectives.broadcast(tensor, src, among=among, label=label, payload_bytes=payload_bytes).clone())
+    tensor.copy_(collectives.broadcast(tensor, src, among=among, label=label, payload_bytes=payload_bytes))
 
 
 def all_gather(
@@ -77,7 +77,7 @@ def all_gather(
     """
     collectives = _collectives("all_gather", tensor)
     gathered = collectives.all_gather(tensor, among=among, label=label, payload_bytes=payload_bytes)
-    rows = list(gathered.clone() if among is None else gathered.unbind(1))
+    rows = list(gathered if among is None else gathered.unbind(1))
     if tensor_list is None:
         return [row.expand_as(tensor) for row in rows]
     if len(tensor_list) != len(rows):

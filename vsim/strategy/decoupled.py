@@ -149,7 +149,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         self._forget_timers(i)
         part = self.parts[i]
         rows = torch.stack([part.of(self.taken[node]) - row for node, row in zip(nodes, weights, strict=True)])
-        shares = shares_of(torch.tensor(share), range(len(nodes))) if self.weighting == "tokens" else None
+        shares = shares_of(torch.tensor(share), range(len(nodes)), len(nodes)) if self.weighting == "tokens" else None
         merged = merged_rows(self.merger, rows, part.alone(self.cluster).replicas, shares)
         for gradient, piece in zip(part.views(self.outer_gradient), part.cut(merged), strict=True):
             gradient.copy_(piece)

@@ -11,7 +11,8 @@ from vsim_kernels import matrix_shape, sort_rows
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.cluster.collectives import Among, Merge, reduce_rows
+from vsim.cluster.collectives import Among, Merge
+from vsim.cluster.reductions import reduce_rows
 from vsim.cluster.replicas import Replicas
 from vsim.strategy.selectors import round_up
 

@@ -8,7 +8,7 @@ from vsim_kernels import dequantize
 
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
-from vsim.cluster.collectives import reduce_rows
+from vsim.cluster.reductions import reduce_rows
 from vsim.strategy.compression.base import Compressor, by_node
 from vsim.strategy.compression.messages import bits_to_bytes, gather_message, swap_message
 
