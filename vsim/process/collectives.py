@@ -131,7 +131,8 @@ class ProcessCollectives(Collectives):
     def _from_bytes(self, rows: Tensor, stacked: Tensor, wait: Callable[[], None]) -> Tensor:
         """Wait for the bytes of n rows that are like that of `stacked`."""
         wait()
-        return rows.to(stacked.device).view(stacked.dtype).view(len(rows), *stacked.shape[1:])
+        # Flat, as rows without a byte are no rows of another dtype.
+        return rows.to(stacked.device).flatten().view(stacked.dtype).view(len(rows), *stacked.shape[1:])
 
     def _issue(self, name: str, call: Callable[[], Sequence[Any]]) -> Callable[[], None]:
         """Issue messages, and return what waits for all of them; what fails is raised as a `CollectiveFailure`."""
