@@ -158,14 +158,24 @@ class Cast(nn.Module):
         return torch.stack(losses).mean()
 
 
+class CastInRegion(Cast):
+    """Turns autocast on itself."""
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(batch)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of RMSNorm, in the loop as well
-def test_autocast_casts_what_functorch_takes_apart() -> None:
-    executors = [make(kind, Cast(), autocast=True) for kind in (CompiledExecutor, LoopExecutor)]
+@pytest.mark.parametrize("region", [False, True])
+def test_autocast_casts_what_functorch_takes_apart(region: bool) -> None:
+    model = CastInRegion() if region else Cast()
+    executors = [make(kind, model, autocast=not region) for kind in (CompiledExecutor, LoopExecutor)]
     torch.testing.assert_close(*(e.losses_and_grads(batch_of(TASKS[0])) for e in executors), rtol=2e-3, atol=0)
     for executor in executors:
         model = executor.objective.model
-        assert isinstance(model, Cast) and model.dtypes[:11] == [torch.bfloat16] * 8 + [torch.float32] * 3
+        assert isinstance(model, Cast) and model.dtypes[-11:] == [torch.bfloat16] * 8 + [torch.float32] * 3
 
 
 @pytest.mark.slow

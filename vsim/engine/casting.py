@@ -30,6 +30,7 @@ _LOWER = _functions(
     _ANYWHERE,
     """
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d addmm addbmm baddbmm prelu vecdot
+    linear matmul mm bmm __matmul__ __rmatmul__ scaled_dot_product_attention
     """,
 )
 _FLOAT32 = _functions(
@@ -60,6 +61,16 @@ class Casting(TorchFunctionMode):
         if func is Tensor.unflatten:  # a method of Python's own, through which the compiler does not see
             return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+class Casts(TorchFunctionMode):
+    """Notes whether autocast is on for any function that is called within this context, as in a region of the model."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or any(is_cast(operand) for operand in args)
+        return func(*args, **(kwargs or {}))
 
 
 def is_cast(operand: Any) -> bool:

@@ -16,7 +16,7 @@ from vsim_kernels.alignment import rows_apart
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Views
 from vsim.engine.base import Before, cloned
-from vsim.engine.casting import Casting
+from vsim.engine.casting import Casting, Casts
 from vsim.engine.loop import LoopExecutor
 from vsim.engine.memory import activation_bytes
 from vsim.engine.pair import gradient_off
@@ -85,6 +85,7 @@ class CompiledExecutor(VmapExecutor):
         super().__init__(*args, **kwargs)
         self.compile_seconds: float | None = None
         self.known: set[Any] = set()  # shapes for which there is a graph
+        self._casts = self.settings.autocast  # or in a region of the model's own
         self.changes = 0  # of the model's Python, for which it was compiled anew
         self._pieces_of: dict[Any, list[slice]] = {}  # by the shapes of a batch
         of_weights = None if self.replicas.shares_grads else 0
@@ -93,7 +94,7 @@ class CompiledExecutor(VmapExecutor):
                 module.register_forward_hook(_without_gradient_of_padding)
 
         def loss_of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
-            with self._precision(), Casting() if self.settings.autocast else nullcontext():
+            with self._precision(), Casting() if self._casts else nullcontext():
                 return self._outcome(own, buffers, batch, False)[0]
 
         def total(weights: Views, buffers: Views, batch: Any) -> tuple[Tensor, Tensor]:
@@ -143,8 +144,9 @@ class CompiledExecutor(VmapExecutor):
         """Return the gradients as the loop computes them; None if the model draws, as the graph draws other numbers."""
         before = Before(self)
         loop = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
-        with unwatched():
+        with unwatched(), Casts() as casts:
             loop.losses_and_grads(cloned(batch), minibatch_size)
+        self._casts = casts.seen
         gradients = self.replicas.grads.clone()
         draws = any(not torch.equal(stream.get_state(), state) for stream, state in before.streams)
         before.restore()
