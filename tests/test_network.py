@@ -114,6 +114,27 @@ def test_bad_types(make: Any, message: str) -> None:
         make()
 
 
+def test_what_cannot_be_priced_is_refused() -> None:
+    alike = Network("1 Gbit/s")
+    world = Network.regions({"eu": 4, "us": 4}, inside="10 Gbit/s, 1 ms", between="200 Mbit/s, 80 ms")
+    with pytest.raises(ValueError, match=r"collective must be one of 'all_reduce', .*, got 'allreduce'; did you mean"):
+        alike.seconds("allreduce", 8, 1e6)
+    for number in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=f"payload_bytes must be >= 0, got {number}"):
+            alike.seconds("all_reduce", 8, [1e6, number])
+    with pytest.raises(
+        ValueError, match=r"links differ, and it matters which nodes take part: give kind.nodes., got kind=8"
+    ):
+        world.seconds("all_reduce", 8, 1e6)  # not those of eight nodes in one region
+    with pytest.raises(TypeError, match=r"kind must be a whole number, got range\(0, 8\)"):
+        alike.seconds("all_reduce", range(8), 1e6)
+    with pytest.raises(ValueError, match="kind must be a whole number >= 1, got 0"):
+        alike.seconds("all_reduce", 0, 1e6)
+    for node in (-1, 8):
+        with pytest.raises(ValueError, match=rf"nodes must be from 0 to 7, got \[0, {node}\]"):
+            world.kind([0, node])
+
+
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
 def test_prices_by_their_formulas(n: int) -> None:
     S, B, a, log = 3e6, 1e8, 0.02, math.ceil(math.log2(n))

@@ -243,6 +243,10 @@ def test_bad_input() -> None:
     required: dict[str, Any] = {"parameters": 10, "num_nodes": 2, "compute": 1.0}
     with pytest.raises(ValueError, match="DiLoCoStrategy sends nothing in 9 steps; a larger max_steps shows more"):
         required_bandwidth(strategy, **required, max_steps=9)
+    with pytest.raises(
+        ValueError, match="SimpleReduceStrategy sends nothing in 9 steps; one node has nobody to send to"
+    ):
+        required_bandwidth(SimpleReduceStrategy(), **{**required, "num_nodes": 1}, max_steps=9)
     wrong: Any = {
         "utilization must be > 0 and <= 1": {"utilization": [2]},
         "grid must be > 0": {"grid": [0]},

@@ -111,8 +111,9 @@ def required_bandwidth(
     ledger = _communicated(
         strategy, model, whole_number("num_nodes", num_nodes), whole_number("max_steps", max_steps), 42
     )
-    if not len(ledger):
-        raise ValueError(f"{type(strategy).__name__} sends nothing in {max_steps} steps; a larger max_steps shows more")
+    if not ledger.total_wire_bytes + ledger.server_wire_bytes:
+        hint = "one node has nobody to send to" if num_nodes == 1 else "a larger max_steps shows more"
+        raise ValueError(f"{type(strategy).__name__} sends nothing in {max_steps} steps; {hint}")
     ledger.steps = max(event.due for event in ledger)  # whole rounds, with all that is waited for
 
     @cache

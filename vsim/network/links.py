@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vsim.arguments import known_keywords, one_of, whole_number
-from vsim.network.prices import ALGORITHMS, Way, rounds, ways
+from vsim.network.prices import ALGORITHMS, COLLECTIVES, Way, rounds, ways
 from vsim.network.ring import slowest_on_best_ring
 from vsim.network.units import bits_per_second, delay, rate, seconds
 
@@ -184,6 +184,8 @@ class Network:
         """Return what the price of a collective of these nodes depends on: their number, or where they are."""
         if self._place is None:
             return len(group)
+        if not 0 <= min(group, default=0) <= max(group, default=0) < len(self._place):
+            raise ValueError(f"nodes must be from 0 to {len(self._place) - 1}, got {list(group)}")
         places = self._place[list(group)].tolist()
         return tuple(
             sorted(places) if self.collective == "ring" and len(group) > 2 else places
@@ -199,9 +201,15 @@ class Network:
 
         Returns:
             (E,).
+
+        Raises:
+            ValueError: there is no such collective, bytes are negative, or links differ and `kind` is a number.
         """
         payload = np.atleast_1d(np.asarray(payload_bytes, dtype=np.float64))
-        places = np.array(kind) if isinstance(kind, tuple) else np.zeros(int(kind), dtype=np.int64)  # type: ignore[call-overload]
+        places = self._places(kind)
+        one_of("collective", collective, COLLECTIVES)
+        if not (payload >= 0).all():
+            raise ValueError(f"payload_bytes must be >= 0, got {payload.min()}")
         if collective in ("push", "pull") or (self.collective == "server" and collective != "send" and len(places) > 1):
             return self._through_server(ways(collective, len(places)), places, payload, crowd)
         total = np.zeros_like(payload)
@@ -217,6 +225,15 @@ class Network:
                 sources, targets = pairs[:, :1] * 0 if self._place is None else np.unique(places[pairs], axis=1)
                 total += times * self._messages(sources, targets, share * payload)
         return total
+
+    def _places(self, kind: Hashable) -> NDArray[np.int64]:
+        """The places of the nodes of a group, in order."""
+        if isinstance(kind, tuple):
+            return np.array(kind)
+        size = whole_number("kind", kind)
+        if self._place is not None:
+            raise ValueError(f"links differ, and it matters which nodes take part: give kind(nodes), got kind={size}")
+        return np.zeros(size, dtype=np.int64)
 
     def _messages(self, sources: NDArray[np.int64], targets: NDArray[np.int64], size: Floats) -> Floats:
         """The time of messages that travel at once, from place to place."""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALGORITHMS = ("ring", "tree", "halving-doubling", "server")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "push", "pull")
 
 
 class Round(NamedTuple):
