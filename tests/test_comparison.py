@@ -232,6 +232,30 @@ def by_hand(**runs: list[Any]) -> vsim.Comparison:
     return made
 
 
+@pytest.mark.parametrize(("loss", "kind"), [(math.nan, ValueError), (math.inf, ValueError), ("2", TypeError)])
+def test_a_target_that_is_no_loss_is_refused(loss: Any, kind: type[Exception]) -> None:
+    runs = by_hand(a=[[2, 1, 0.8]])
+    for call in (runs.steps_to, runs.rows, runs.cheapest):
+        with pytest.raises(kind, match="loss must be"):
+            call(loss)
+    with pytest.raises(kind, match="loss must be"):
+        runs.table(loss=loss)
+    with pytest.raises(kind, match="loss must be"):
+        runs.winners(loss, compute=1.0)
+
+
+def test_a_name_with_a_bar_is_one_cell_of_markdown() -> None:
+    runs = by_hand(**{"a|b": [[2, 1]], "c": [[2, 1.5]]})
+    for format in ("github", "pipe"):
+        for table in (runs.table(format, columns=["validation loss"]), runs.winners(1.2, compute=1.0).table(format)):
+            assert "a\\|b" in table
+            widths = {line.replace("\\|", "").count("|") for line in table.splitlines()}
+            assert len(widths) == 1
+    assert "a|b" in runs.table() and "a\\|b" not in runs.table()
+    with pytest.raises(TypeError, match=r"columns must be several names, such as \['perplexity'\], got 'perplexity'"):
+        runs.table(columns="perplexity")
+
+
 def test_best_and_steps_to_by_hand() -> None:
     runs = by_hand(a=[[2, 1, 0.8], [2, 0.9, 0.6]], b=[[2, 0.5, 0.75], [2, 1.5, 0.5]], c=[[2, 0.1, 0.1], 3])
     assert runs.best() == "b"  # 0.625 on average, a 0.7; of c a seed diverged

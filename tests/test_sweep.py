@@ -291,6 +291,12 @@ def test_what_is_not_fixed_is_the_best(swept: Sweep) -> None:
         swept.heatmap("H", "outer_lr", lr=0.5)
 
 
+def test_a_map_needs_two_settings() -> None:
+    one = Sweep(4000, points(DiLoCoStrategy, {"lr": [1e-3, 1e-2]}), "DiLoCo")
+    with pytest.raises(ValueError, match="a map is over two settings that vary; here lr does"):
+        one.heatmap("lr", "H")
+
+
 def test_cells_that_diverged_are_hatched_and_say_so(mixed: Sweep) -> None:
     import matplotlib.pyplot as plt
 

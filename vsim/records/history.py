@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vsim.arguments import real_number
 from vsim.cluster.ledger import Ledger
 from vsim.extras import extra
 from vsim.network import Compute, Network, Timeline, timeline
@@ -181,7 +182,7 @@ class History:
         (1.0,)
         """
         losses, *values = self.measured(of, *columns)
-        reached = np.flatnonzero(losses <= loss)
+        reached = np.flatnonzero(losses <= real_number("loss", loss))
         return tuple(float(own[reached[0]]) if len(reached) else math.nan for own in values)
 
     def time(

@@ -82,6 +82,8 @@ class Sweep(Comparison):
         Raises:
             ValueError: there is no such setting, or no run with these values.
         """
+        if len(self.varied) < 2:
+            raise ValueError(f"a map is over two settings that vary; here {', '.join(self.varied) or 'none'} does")
         one_of("x", x, self.varied)
         one_of("y", y, [name for name in self.varied if name != x])
         others = [name for name in self.varied if name not in (x, y)]

@@ -10,6 +10,7 @@ from vsim.arguments import one_of, whole_number
 
 # Digits after the point, where they are not 2. A loss or a number of bytes needs more, a time or a count fewer.
 _DIGITS = {"validation loss": 4, "training loss": 4, "seconds": 1, "validation seconds": 1}
+_MARKDOWN = ("github", "pipe")
 _PERCENT, _TIMES = ("accuracy", "utilization"), ("times less than AllReduce",)
 
 
@@ -32,8 +33,8 @@ def text_table(
     Raises:
         ValueError: there is no such column, or digits are less than 0.
     """
-    from tabulate import tabulate  # here, as it measures the width of text with tables that take time to load
-
+    if isinstance(columns, str):
+        raise TypeError(f"columns must be several names, such as [{columns!r}], got {columns!r}")
     known = [key for row in rows[:1] for key in row if not key.endswith(" std")]
     given = digits if isinstance(digits, Mapping) else dict.fromkeys(known, digits)
     for name in [*(columns or ()), *given]:
@@ -41,7 +42,16 @@ def text_table(
     own = {name: whole_number("digits", n, at_least=0) for name, n in given.items() if n is not None}
     shown = known if columns is None else [*titles, *(name for name in columns if name not in titles)]
     cells = [[_cell(key, row[key], row.get(f"{key} std"), own.get(key)) for key in shown] for row in rows]
-    return tabulate(cells, headers=shown, tablefmt=format, stralign="right", disable_numparse=True)
+    return aligned(cells, shown, format, stralign="right")
+
+
+def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, **options: Any) -> str:
+    """Return text as a table in one of tabulate's formats, in which no character is taken for a border."""
+    from tabulate import tabulate  # here, as it measures the width of text with tables that take time to load
+
+    if format in _MARKDOWN:
+        cells = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+    return tabulate(cells, headers=header, tablefmt=format, disable_numparse=True, **options)
 
 
 def _cell(key: str, value: Any, deviation: float | None, digits: int | None) -> str:

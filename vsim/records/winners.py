@@ -16,6 +16,7 @@ from vsim.figures.style import STYLE, sized
 from vsim.network.timeline import duration
 from vsim.network.units import delay, rate
 from vsim.records.looks import Looks
+from vsim.records.table import aligned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,8 +92,6 @@ class Winners:
 
     def table(self, format: str = "simple") -> str:
         """Return as text, at some of the latencies, who is first from which bandwidth to which, and in what time."""
-        from tabulate import tabulate
-
         chosen = self.latencies[:: -(-len(self.latencies) // _ROWS)]
         rows = [
             [delay(s.latency), _range(s, self.bandwidths), s.name, " … ".join(dict.fromkeys(map(duration, s.seconds)))]
@@ -101,7 +100,7 @@ class Winners:
         ]
         rows += [["", "", name, said] for name, said in self.never.items()]
         header = ["latency", "bandwidth", "first", f"time to loss {self.loss:g}"]
-        return tabulate(rows, header, tablefmt=format, disable_numparse=True)
+        return aligned(rows, header, format)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the map: a colour for each strategy that is first somewhere, its name, and lines where two are equal.
