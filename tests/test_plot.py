@@ -100,3 +100,20 @@ def test_nothing_of_a_figure_overlaps(tmp_path: Path, silent: list[str]) -> None
     for i, box in enumerate(boxes):
         assert box.x0 >= inside.x0 and box.x1 <= inside.x1 and box.y0 >= inside.y0 and box.y1 <= inside.y1
         assert not any(box.overlaps(other) for other in boxes[i + 1 :])
+
+
+@pytest.mark.parametrize("legend", [5, 7, 13])  # inside, below, and of families
+def test_names_are_drawn_as_they_are(legend: int, tmp_path: Path) -> None:
+    """A figure of names that are no mathematics, or hidden from legends, must not fail once the runs are over."""
+    names = [r"$\nope$", "$5 or $6", "_own", "50 % {a}^b", "a_b"]
+    names += [f"{i}" for i in range(legend - len(names))]
+    runs = {name: history(3) for name in names}
+    ax = bands(runs)
+    figure = overview(runs)
+    figure.save(tmp_path / "names.pdf")
+    for shown in (ax.get_legend(), figure.legends[0]):
+        ax.figure.canvas.draw()
+        texts = {matplotlib.cbook.is_math_text(text.get_text()): text.get_text() for text in shown.get_texts()}
+        assert set(texts) == {False}
+        drawn = [text.get_text().replace(r"\$", "$").strip() for text in shown.get_texts()]
+        assert set(names) <= set(drawn)

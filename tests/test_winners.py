@@ -16,6 +16,8 @@ import vsim
 from vsim.cluster.ledger import Event
 from vsim.network import Compute, Network, timeline
 from vsim.network.many import seconds_on
+from vsim.records.looks import looks_of
+from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners
 from vsim.strategy import AloneStrategy, DiLoCoStrategy, SimpleReduceStrategy
 
 K = 4
@@ -134,6 +136,18 @@ def test_the_map_is_drawn(three: vsim.Comparison) -> None:
     alone = three.winners(1.0, ["1 Mbit/s"], [0.1], 1.0).plot()
     assert alone.texts[0].get_text() == "local"
     plt.close("all")
+
+
+def test_a_map_that_nobody_is_on_has_the_axes_of_the_others(three: vsim.Comparison) -> None:
+    ax = three.winners(loss=0.001, compute=1.0).plot()
+    assert ax.get_title("left") == "nobody reaches 0.001" and ax.get_xscale() == ax.get_yscale() == "log"
+    (low, high), (bottom, top) = ax.get_xlim(), ax.get_ylim()
+    assert 1e5 < low <= 1e6 and 1e11 <= high < 1e12  # bit/s
+    assert 0.01 < bottom <= 0.1 and 1e3 <= top < 1e4  # ms
+    lost = {f"run {i}": "never" for i in range(20)}
+    (said,) = Winners(0.001, BANDWIDTHS, LATENCIES, {}, lost, looks_of([])).plot().texts
+    text = said.get_text().replace("\n", " ")
+    assert "run 5 (never) and 14 others" in text and "run 6" not in text
 
 
 def test_bad_maps(three: vsim.Comparison) -> None:

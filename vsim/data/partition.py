@@ -15,7 +15,7 @@ from vsim.arguments import known_keywords, one_of, real_number, whole_number
 from vsim.cluster.randomness import isolated
 from vsim.data.batches import fetch, in_memory
 from vsim.data.dealing import KINDS, Ints
-from vsim.figures.style import sized
+from vsim.figures.style import literal, sized
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -150,7 +150,7 @@ class Partition:
         cells = np.ma.masked_equal(counts.T, 0)  # white
         image = ax.imshow(cells, aspect="auto", cmap="viridis_r", norm=PowerNorm(0.5, 0), interpolation="nearest")
         ax.set(xlabel="client, by its main class" if many else "client", ylabel="class")
-        ax.set_yticks(range(len(self.classes)), [str(name) for name in self.classes])
+        ax.set_yticks(range(len(self.classes)), [literal(str(name)) for name in self.classes])
         above = ax.inset_axes((0, 1.05, 1, 0.33), sharex=ax)
         edges = np.arange(self.num_nodes + 1) - 0.5
         above.stairs(counts.sum(1), edges, fill=True, color="0.5")

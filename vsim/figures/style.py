@@ -20,6 +20,15 @@ STYLE: Any = {
 }
 
 
+def literal(text: str) -> str:
+    """Return the text that a figure shows as `text`: "$" begins mathematics, and no legend has what begins with "_".
+
+    >>> literal("$5"), literal("_own")
+    ('\\\\$5', ' _own')
+    """
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
 def styled(ax: Axes) -> None:
     """Give axes, the caller's too, the sizes of print, and leave of their frame what is needed."""
     ax.grid(True, color="0.9", linewidth=0.6)

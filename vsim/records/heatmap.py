@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vsim.figures.style import sized
+from vsim.figures.style import literal, sized
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,8 +79,8 @@ def heatmap(
         text = "\n".join(filter(None, [*number, cell.note]))
         write(text, at, "black" if bright else "white", "bold" if best else "normal")
     ax.set(xlim=(-0.5, len(x_values) - 0.5), ylim=(-0.5, len(y_values) - 0.5), xlabel=x_name, ylabel=y_name)
-    ax.set_xticks(range(len(x_values)), x_values)
-    ax.set_yticks(range(len(y_values)), y_values)
+    ax.set_xticks(range(len(x_values)), list(map(literal, x_values)))
+    ax.set_yticks(range(len(y_values)), list(map(literal, y_values)))
     if max(map(len, x_values)) * len(x_values) * 4.6 > 72 * width:
         ax.tick_params("x", rotation=90)
     sized(ax)
@@ -98,7 +98,7 @@ def heatmap(
         hatched = Patch(facecolor=_PALE, hatch=_HATCH, edgecolor="0.8", label=f"hatched: {why}")
         ax.legend(handles=[hatched], loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=7, borderpad=0)
     if remark:
-        ax.set_title(remark, fontsize=7.5, color="0.4", loc="left")
+        ax.set_title(literal(remark), fontsize=7.5, color="0.4", loc="left")
     return ax
 
 

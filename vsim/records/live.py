@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.figures.style import styled
+from vsim.figures.style import literal, styled
 from vsim.records.history import History
 from vsim.records.looks import COLOURS, Look, Looks, looks_of
 from vsim.records.plots import LEGEND, X_AXES, Y_LABELS, XAxis, last_of_equal, legend_columns, limits, mean_over_seeds
@@ -129,7 +129,7 @@ class LiveRace:
         # Those that are behind have stopped, or have their turn now.
         ranking = sorted(known, key=lambda name: (steps[name] < front, known[name]))
         labels = [
-            f"{name}: {known[name]:#.4g}" + (f", step {steps[name]}" if steps[name] < front else "")
+            literal(f"{name}: {known[name]:#.4g}") + (f", step {steps[name]}" if steps[name] < front else "")
             for name in ranking[:_NAMED]
         ]
         handles = [

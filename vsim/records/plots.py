@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vsim.arguments import one_of
-from vsim.figures.style import STYLE, styled
+from vsim.figures.style import STYLE, literal, styled
 from vsim.network import Compute, Network
 from vsim.records.history import History
 from vsim.records.looks import MANY, Look, Looks, looks_of
@@ -124,7 +124,7 @@ def bands(
     for i, (name, histories) in enumerate(lists.items()):
         xs, mean, deviation = _points(histories, axis, y)
         look = looks.by_name[name]
-        label = f"{name}, {diverged[name]}" if name in diverged else name
+        label = literal(f"{name}, {diverged[name]}" if name in diverged else name)
         drawn.append(mean)
         if axis.is_bytes and not any((axis.values(history) > 0).any() for history in histories):
             if len(mean) and name not in diverged:
@@ -156,7 +156,7 @@ def bands(
         ax.set_ylim(within)
     if silent:
         # Names must fit above the axes.
-        which = ", ".join(silent) if len(silent) <= 2 else f"{len(silent)} of {len(drawn)}"
+        which = literal(", ".join(silent)) if len(silent) <= 2 else f"{len(silent)} of {len(drawn)}"
         ax.set_title(f"horizontal, as nothing is sent: {which}", fontsize=7.5, color="0.4", loc="right")
     rows = _add_legend(ax, looks, diverged) if legend and ax.get_lines() else 0
     if own is not None:
@@ -277,7 +277,7 @@ def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str]) -> tuple[list[A
         min(groups, key=len).append(("diverged", Look("#444444", "none", "x")))
     rows = max(map(len, groups))
     lines = [line for group in groups for line in [*group, *[empty] * (rows - len(group))]]
-    return [Line2D([], [], **_line(look)) for _, look in lines], [text for text, _ in lines], len(groups)
+    return [Line2D([], [], **_line(look)) for _, look in lines], [literal(text) for text, _ in lines], len(groups)
 
 
 def _add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str]) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.figures.style import STYLE, sized
+from vsim.figures.style import STYLE, literal, sized
 from vsim.network.timeline import duration
 from vsim.network.units import delay, rate
 from vsim.records.looks import Looks
@@ -26,6 +26,8 @@ Floats = NDArray[np.float64]
 BANDWIDTHS, LATENCIES = np.logspace(6, 11, 61), np.logspace(-4, 0, 41)
 # A table has about so many rows.
 _ROWS = 5
+# So many of those that do not reach the loss are named below the map.
+_NAMED = 6
 
 
 class Stretch(NamedTuple):
@@ -123,6 +125,8 @@ class Winners:
             colours = [self.looks.by_name[name].colour for name in shown]
             kind: Any = {"cmap": ListedColormap(colours), "vmin": -0.5, "vmax": len(shown) - 0.5, "alpha": 0.45}
             ax.pcolormesh(bits, milliseconds, index, shading="nearest", rasterized=True, **kind)
+        else:  # as wide as the map would be
+            ax.plot(bits[[0, -1]], milliseconds[[0, -1]], linestyle="none")
         for i, name in enumerate(shown):
             own = index == i
             if len(shown) > 1 and min(own.shape) > 1:
@@ -133,7 +137,7 @@ class Winners:
             ax.text(
                 bits[x],
                 milliseconds[y],
-                name.replace(", ", ",\n"),
+                literal(name).replace(", ", ",\n"),
                 ha="center",
                 va="center",
                 fontsize=STYLE["legend.fontsize"],
@@ -147,7 +151,9 @@ class Winners:
             f"first to loss {self.loss:g}" if shown else f"nobody reaches {self.loss:g}", fontsize=8, loc="left"
         )
         if self.never:
-            said = "not reached by " + ", ".join(f"{name} ({what})" for name, what in self.never.items())
+            names = [f"{name} ({what})" for name, what in self.never.items()]
+            more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
+            said = literal(f"not reached by {', '.join(names[:_NAMED])}{more}")
             below: Any = {"xytext": (0, -32), "xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
             ax.annotate(textwrap.fill(said, 55), (0, 0), fontsize=7, color="0.4", **below)
         return ax
