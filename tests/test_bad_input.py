@@ -27,6 +27,8 @@ from vsim.network import Compute
 from vsim.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
+    CompressedAverage,
+    Compressor,
     DeMoStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
@@ -128,6 +130,17 @@ def compared(name: Any = "one", **options: Any) -> Any:
 class Unmade(Strategy):
     def __init__(self) -> None:
         self.H = 3
+
+
+class Twice(Strategy):
+    def step(self) -> None:
+        super().step()
+        super().step()
+
+
+class Rows(Compressor):
+    def exchange(self, arranged: Any, cluster: Any, label: str) -> Any:
+        return list(arranged)
 
 
 class Idle(Strategy):
@@ -716,6 +729,33 @@ TABLE = [
         "one module at two places", lambda: Strategy([DiLoCoCommunicator(2)] * 2), ValueError, "same DiLoCoCommunicator"
     ),
     Bad("a strategy without a base", lambda: fit(strategy=Unmade()), TypeError, r"Unmade.__init__\(\) must call super"),
+    Bad("a step that is two", lambda: fit(strategy=Twice()), TypeError, "Twice: step 1 is counted twice; call super"),
+    *(
+        Bad(
+            f"{strategy.__name__} with a merger of rows to {name}",
+            lambda of=of, strategy=strategy, more=more: fit(strategy=strategy(merger=of, **more)),  # type: ignore[misc]
+            ValueError,
+            r"must make one row of \(2, \d+\), \(\d+,\); got ",
+        )
+        for strategy, more in ((SimpleReduceStrategy, {}), (FedAvgStrategy, {}), (DiLoCoStrategy, {"H": 1}))
+        for name, of in {
+            "rows": lambda rows, _: rows,
+            "a number": lambda rows, _: rows.mean(),
+            "nothing": lambda rows, _: None,
+        }.items()
+    ),
+    *(
+        Bad(
+            f"{type(strategy).__name__} with a compressor that does not average",
+            lambda strategy=strategy: fit(strategy=strategy),  # type: ignore[misc]
+            ValueError,
+            r"Rows.exchange\(\) must return the average of the nodes, a shared tensor \(\d+,\); got \(2, \d+\)",
+        )
+        for strategy in (
+            CommunicateOptimizeStrategy([CompressedAverage(Rows())]),
+            DiLoCoStrategy(H=1, compressor=Rows()),
+        )
+    ),
     Bad("a step that is none", lambda: fit(strategy=Idle()), TypeError, r"Idle.step\(\) must end with super\(\).step"),
     Bad("a number of seeds", lambda: compared(seeds=3), TypeError, "seeds must be a list of numbers, got 3"),
     Bad("a run without a name", lambda: compared(""), ValueError, "every strategy needs a name, .* one is empty"),

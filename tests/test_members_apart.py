@@ -47,12 +47,13 @@ def assert_own_fits(
     data: Callable[[], Any] = vectors,
     make: Callable[[], nn.Module] = small_mlp,
     **options: Any,
-) -> None:
+) -> vsim.Comparison:
     """Compare strategies, `besides` first, and each with its own fit to the bit."""
     result = compare({**(besides or {}), **strategies}, data(), make(), seeds=[1, 2], **options)
     for name, (i, seed) in itertools.product(strategies, enumerate((1, 2))):
         own = alone(strategies[name], make(), data(), data(), **{"num_nodes": 2, "seed": seed, **options})
         assert_is_its_own_fit(result.runs(name)[i], own)
+    return result
 
 
 def plain() -> Strategies:
@@ -216,6 +217,39 @@ class Unmeasurable(CommunicationModule):
 
 def test_one_that_cannot_be_measured_leaves() -> None:
     assert_own_fits(plain(), {"bad": CommunicateOptimizeStrategy([Unmeasurable()], lr=1e-2)})
+
+
+class Unreadable(CommunicationModule):
+    def measured(self, cluster: Any) -> dict[str, float]:
+        if cluster.step == 4:
+            raise ValueError("nothing to read")
+        return {"own": float(cluster.step)}
+
+
+class Misshapen(CommunicationModule):
+    def __init__(self, weights: Callable[[Tensor], Any]) -> None:
+        self.weights = weights
+
+    def global_weights(self, cluster: Any) -> Any:
+        return self.weights(cluster.weights) if cluster.step == 4 else None
+
+
+MISSHAPEN: dict[str, Callable[[Tensor], Any]] = {
+    "stacked": lambda rows: rows,
+    "short": lambda rows: rows[0, :5],
+    "of another dtype": lambda rows: rows[0].double(),
+    "a list": lambda rows: rows[0].tolist()[:1],
+}
+
+
+def test_one_whose_numbers_or_weights_cannot_be_used_leaves_and_takes_no_other() -> None:
+    bad: dict[str, Strategy] = {"unreadable": CommunicateOptimizeStrategy([Unreadable()], lr=1e-2)}
+    bad |= {name: CommunicateOptimizeStrategy([Misshapen(own)], lr=1e-2) for name, own in MISSHAPEN.items()}
+    result = assert_own_fits(plain(), bad)
+    assert result["unreadable"].failure == "ValueError: nothing to read"
+    for name in MISSHAPEN:
+        assert "global_weights() must return shared weights, torch.float32 (" in result[name].failure
+    assert result["short"].failure.endswith("; got torch.float32 (5,)")
 
 
 class Rotten(Jittered):

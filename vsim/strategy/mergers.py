@@ -54,7 +54,13 @@ class Merger:
 
     def __call__(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         """Merge stacked rows (n, *shape): (*shape)."""
-        return self.of_mean(self.of_rows(rows, weights))
+        merged = self.of_mean(self.of_rows(rows, weights))
+        given = tuple(merged.shape) if isinstance(merged, Tensor) else type(merged).__name__
+        if given != tuple(rows.shape[1:]):
+            raise ValueError(
+                f"merger={self} must make one row of {tuple(rows.shape)}, {tuple(rows.shape[1:])}; got {given}"
+            )
+        return merged
 
 
 @dataclass(frozen=True)

@@ -265,10 +265,10 @@ def _report_start(run: Run) -> None:
     found = _measurements(run, starting, first=True)
     for group in run.groups:
         for member in [m for m in group.members if m in starting and m.trains]:
-            row: dict[str, float] = {"step": member.done, "examples": member.examples}
-            row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
-            row |= {"validation_seconds": member.validation_seconds, **found[member], **member.strategy.measured()}
             with _own(run, member):
+                row: dict[str, float] = {"step": member.done, "examples": member.examples}
+                row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
+                row |= {"validation_seconds": member.validation_seconds, **found[member], **member.strategy.measured()}
                 executor = group.executor
                 report = StepReport(row, None, [], executor.name, member.max_steps, member.minibatch_size)
                 report.preparing = executor.preparing
@@ -287,26 +287,26 @@ def _report(run: Run, step: int) -> None:
         for member in group.members:
             if not member.trains or member.done != step:
                 continue
-            ledger, losses = member.ledger, member.node_losses
-            row = {
-                "step": step,
-                "examples": member.examples,
-                "tokens": member.tokens or math.nan,
-                "train_loss": _mean_of_known(losses),
-                "lr": member.lr,
-                "payload_bytes": ledger.payload_bytes,
-                "wire_bytes": ledger.wire_bytes,
-                "seconds": member.seconds,
-                "validation_seconds": member.validation_seconds,
-                "memory_bytes": memory,
-                **member.strategy.measured(),
-                **found[member],
-            }
-            events, member.known_events = ledger[member.known_events :], len(ledger)
-            report = StepReport(
-                row, member.losses_of_all, events, name, member.max_steps, member.minibatch_size, reason
-            )
             with _own(run, member):
+                ledger, losses = member.ledger, member.node_losses
+                row = {
+                    "step": step,
+                    "examples": member.examples,
+                    "tokens": member.tokens or math.nan,
+                    "train_loss": _mean_of_known(losses),
+                    "lr": member.lr,
+                    "payload_bytes": ledger.payload_bytes,
+                    "wire_bytes": ledger.wire_bytes,
+                    "seconds": member.seconds,
+                    "validation_seconds": member.validation_seconds,
+                    "memory_bytes": memory,
+                    **member.strategy.measured(),
+                    **found[member],
+                }
+                events, member.known_events = ledger[member.known_events :], len(ledger)
+                report = StepReport(
+                    row, member.losses_of_all, events, name, member.max_steps, member.minibatch_size, reason
+                )
                 _tell(run, member, report)
                 if step == member.max_steps:
                     member.check_weights()
@@ -361,7 +361,7 @@ def _measurements(run: Run, members: Sequence[Member], first: bool = False) -> M
         started = time.perf_counter()
         for member in own:
             with _own(run, member), torch.no_grad(), member.strategy.evaluating():
-                member.global_weights = member.strategy.global_weights()
+                member.global_weights = member.evaluated_weights()
         own = [member for member in own if member.trains]
         try:
             with ExitStack() as evaluating, torch.no_grad():

@@ -190,7 +190,22 @@ class Member:
         """Return the global model that is validated, as an ordinary module: a copy."""
         replicas, buffers = self.cluster.replicas, self.cluster.mean_buffers()
         with torch.no_grad(), self.strategy.evaluating():
-            return replicas.as_module(self.strategy.global_weights(), buffers, like=self.config.model)
+            return replicas.as_module(self.evaluated_weights(), buffers, like=self.config.model)
+
+    def evaluated_weights(self) -> Tensor:
+        """Return the weights (P,) of the global model, once they are seen to be that.
+
+        Raises:
+            TypeError: the strategy returns something else.
+        """
+        weights, own = self.strategy.global_weights(), self.cluster.weights[0]
+        if not isinstance(weights, Tensor) or (weights.shape, weights.dtype) != (own.shape, own.dtype):
+            given = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else repr(weights)
+            raise TypeError(
+                f"{type(self.strategy).__name__}: global_weights() must return shared weights, "
+                f"{own.dtype} {tuple(own.shape)}; got {given}"
+            )
+        return weights
 
     def mean_model(self) -> nn.Module:
         """Return the mean of its nodes' models as an ordinary module."""

@@ -107,7 +107,13 @@ class CompressedAverage(CommunicationModule):
             for residual, new in zip(self.residual, arranged, strict=True):
                 residual.mul_(self.error_feedback).add_(new)
             arranged = self.residual
-        return self.compressor.restore(self.compressor.exchange(arranged, cluster, label))
+        average = self.compressor.restore(self.compressor.exchange(arranged, cluster, label))
+        if average.shape != rows.shape[1:]:
+            name, own, given = type(self.compressor).__name__, tuple(rows.shape[1:]), tuple(average.shape)
+            raise ValueError(
+                f"{name}.exchange() must return the average of the nodes, a shared tensor {own}; got {given}"
+            )
+        return average
 
 
 def by_node(cluster: Cluster, function: Callable[..., Result], *stacked: Tensor) -> Result:
