@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import vsim
 from vsim import Compute, Network, Trainer
+from vsim.engine import Executor
 from vsim.engine.kept import Apart, Kept, apart, joined
 from vsim.engine.stacked import NodesDifferError
 from vsim.strategy import AsyncDiLoCoStrategy, Strategy
@@ -159,6 +160,18 @@ def test_what_is_not_read_again_or_is_the_same_stays_together(make: Callable[[st
     assert (
         reason.startswith("5 calls went to the loop") and "keeps from an earlier call differs between nodes" in reason
     )
+
+
+@pytest.mark.parametrize(("make", "calls"), [(Shown, 2), (Bank, 2), (Average, 4)])
+def test_nodes_are_validated_apart_only_where_the_model_reads_them(
+    make: Callable[[str], nn.Module], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three nodes, in one call, and the global model, in another or by itself."""
+    evaluate, rows = Executor.evaluate, []
+    monkeypatch.setattr(Executor, "evaluate", lambda self, *a: rows.append(len(a[0])) or evaluate(self, *a))
+    strategy = Strategy(optim_spec="sgd", lr=0.1)
+    trained(make("list" if make is Bank else "attribute"), executor="vmap", strategy=strategy, val_interval=6)
+    assert len(rows) == 1 + calls  # equal at first
 
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])

@@ -60,7 +60,7 @@ class Objective(nn.Module):
             self.numbers[node] = with_changes(own, self.left, now)
         self.others, self.left = with_changes(self.others, self.left, now), now
 
-    def states(self, nodes: Sequence[int]) -> list[State | None]:
+    def states(self, nodes: Sequence[int]) -> list[Any]:
         """Return the numbers of each node; None for all where they are the same."""
         found = [self.numbers.get(node, self.others) for node in nodes]
         if all(own is found[0] or own == found[0] for own in found):

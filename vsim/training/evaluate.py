@@ -14,8 +14,10 @@ from vsim.cluster.randomness import EVALUATION, generator
 from vsim.cluster.replicas import Views
 from vsim.engine import Executor
 from vsim.engine.base import check_examples
+from vsim.engine.kept import joined
 from vsim.engine.misfit import explained
 from vsim.engine.python_state import State
+from vsim.engine.stacked import NodesDifferError
 from vsim.training.config import Metric
 from vsim.training.member import Member
 
@@ -25,7 +27,7 @@ _COLUMNS_AT_ONCE = 2**18
 
 class _Rows(NamedTuple):
     """Models to be measured: stacked weights (R, P), stacked buffers, the seed of what they draw, and of each what its
-    Python keeps, where that differs between nodes.
+    Python keeps, None where that is the same for all.
     """
 
     weights: Tensor
@@ -62,12 +64,14 @@ class Evaluator:
             for start in range(0, self.num_examples, batch_size)
         ]
         self._draws = False  # whether the model draws random numbers in evaluation mode
+        self._reads: bool | None = None  # whether it reads tensors that nodes keep; None: not known
 
     def __call__(self, members: Sequence[Member]) -> dict[Member, dict[str, float]]:
         """Return member → its validation columns of `History`."""
         with torch.no_grad():
-            to_measure = [rows for member in members for rows in (_of_nodes(member), _of_cluster(member))]
             try:
+                states = self._states(members)
+                to_measure = [f(m, states[m]) for m in members for f in (_of_nodes, _of_cluster)]
                 measured = iter(self._measure(to_measure))
             except Exception as error:
                 when = f"in the validation after step {members[0].done}"
@@ -76,6 +80,32 @@ class Evaluator:
             for member, own in zip(members, to_measure[1::2], strict=True):
                 found[member] |= {name: self._mean(f, name, own) for name, f in member.config.metrics.items()}
             return found
+
+    def _states(self, members: Sequence[Member]) -> dict[Member, list[State | None]]:
+        """Return what the Python of every member's nodes keeps, as far as the model may read it."""
+        own = self.executor.objective.states([row for member in members for row in member.rows])
+        try:
+            together: State | None = None if self._reads else joined(own)
+        except ValueError:  # numbers differ
+            together = None
+        if together is not None:
+            if self._reads is None:
+                self._reads = self._is_refused(members[0], together)
+            own = own if self._reads else [together] * len(own)
+        each = iter(own)
+        return {member: [next(each) for _ in member.rows] for member in members}
+
+    def _is_refused(self, member: Member, state: State) -> bool:
+        """Whether the model computes with tensors that differ between nodes, for which others stand in this state."""
+        objective, (weights, buffers, seed, _) = self.executor.objective, _of_nodes(member, [None])
+        of_first = {name: b[0] for name, b in buffers.items()}
+        stream = generator(seed, EVALUATION, device=weights.device)
+        try:
+            with objective.having(state):
+                self.executor.apply(lambda _, batch: objective(batch), weights[0], of_first, self.pieces[0], stream)
+        except NodesDifferError:
+            return True
+        return False
 
     def _mean(self, metric: Metric, name: str, rows: _Rows) -> float:
         """Return the mean over the examples of a user's metric of the first of these models."""
@@ -146,20 +176,20 @@ def validate(members: Sequence[Member]) -> dict[Member, dict[str, float]]:
     return found
 
 
-def _of_nodes(member: Member) -> _Rows:
+def _of_nodes(member: Member, states: Sequence[State | None]) -> _Rows:
     """The nodes' own models; one where they are one by construction."""
-    replicas, states = member.cluster.replicas, member.objective.states(member.rows)
-    if replicas.shares_weights and not replicas.buffers and states[0] is None:
+    replicas = member.cluster.replicas
+    if replicas.shares_weights and not replicas.buffers and all(state is states[0] for state in states):
         return _Rows(replicas.weights, {}, member.config.seed, states[:1])
     return _Rows(replicas.weights.expand(replicas.num_held, -1), replicas.buffers, member.config.seed, states)
 
 
-def _of_cluster(member: Member) -> _Rows:
+def _of_cluster(member: Member, states: Sequence[State | None]) -> _Rows:
     """The global model and the mean replica, whose Python is that of the first node."""
     assert member.global_weights is not None
     candidates = torch.stack([member.global_weights, member.cluster.mean_weights()])  # (2, P)
     buffers = {n: b.expand(2, *b.shape) for n, b in member.cluster.mean_buffers().items()}
-    return _Rows(candidates, buffers, member.config.seed, 2 * member.objective.states(member.rows)[:1])
+    return _Rows(candidates, buffers, member.config.seed, [states[0], states[0]])
 
 
 def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
