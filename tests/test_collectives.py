@@ -111,6 +111,7 @@ def test_a_result_has_memory_of_its_own() -> None:
             collectives.broadcast(rows, 1, among=[1]),
             collectives.push(rows),
             collectives.push(rows, among=[2]),
+            collectives.pull(server),
             collectives.pull(server, rows, among=[2]),
             collectives.send(rows, []),
             collectives.merge(rows, lambda own, _: own.mul_(2)[0]),

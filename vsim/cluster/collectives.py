@@ -265,11 +265,11 @@ class Collectives(ABC):
 
         Returns:
             Stacked (R, …): `shared` on the nodes that pull, and the row of `stacked` (R, …) on all others; without
-            `stacked`, `shared` itself.
+            `stacked`, `shared`.
         """
         group = self._one_group(among)
         self._record("pull", label, shared[None], [group], payload_bytes)
-        return (lambda: shared) if stacked is None else self._written(stacked, [(group, lambda: shared)])
+        return shared.clone if stacked is None else self._written(stacked, [(group, lambda: shared)])
 
     def start(
         self, collective: str | Callable[..., Tensor], *arguments: Any, delay: int = 0, **options: Any

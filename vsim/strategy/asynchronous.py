@@ -161,7 +161,7 @@ class AsynchronousStrategy(Strategy):
 
     def pull(self, node: int, row: Tensor, label: str = "outer weights", facts: Any = None) -> None:
         """Send a shared row (n,) of the server to a worker."""
-        sent = self.cluster.collectives.pull(row, among=[node], label=label).clone()
+        sent = self.cluster.collectives.pull(row, among=[node], label=label)
         self.messages[self.clock.send(node, sent.nbytes, to_server=False)] = sent, facts
 
     def arrived(self, node: int, message: tuple[Tensor, Any]) -> None:
