@@ -44,6 +44,7 @@ from vsim.strategy import (
     Strategy,
     TopK,
 )
+from vsim.strategy.communicate import all_reduce
 
 
 class Bad(NamedTuple):
@@ -135,6 +136,16 @@ class Unmade(Strategy):
 class Twice(Strategy):
     def step(self) -> None:
         super().step()
+        super().step()
+
+
+class Sends(Strategy):
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what = what
+
+    def step(self) -> None:
+        all_reduce(self.what)
         super().step()
 
 
@@ -729,6 +740,15 @@ TABLE = [
         "one module at two places", lambda: Strategy([DiLoCoCommunicator(2)] * 2), ValueError, "same DiLoCoCommunicator"
     ),
     Bad("a strategy without a base", lambda: fit(strategy=Unmade()), TypeError, r"Unmade.__init__\(\) must call super"),
+    Bad(
+        "a number to reduce",
+        lambda: fit(strategy=Sends(3.0)),
+        ValueError,
+        r"all_reduce\(\) takes a stacked tensor.*got 3",
+    ),
+    Bad(
+        "a vector of one node", lambda: fit(strategy=Sends(torch.ones(7))), ValueError, r"each of 2 nodes in front; got"
+    ),
     Bad("a step that is two", lambda: fit(strategy=Twice()), TypeError, "Twice: step 1 is counted twice; call super"),
     *(
         Bad(

@@ -99,6 +99,6 @@ def _collectives(name: str, tensor: Tensor) -> Collectives:
     collectives = _current.get(None)
     if collectives is None:
         raise RuntimeError(f"{name}() communicates between the nodes of a run: call it in a strategy's step()")
-    if tensor is None or tensor.dim() == 0:
+    if not isinstance(tensor, Tensor) or tensor.dim() == 0:
         raise ValueError(f"{name}() takes a stacked tensor, with the node dimension in front; got {tensor!r}")
     return collectives
