@@ -304,7 +304,7 @@ class Strategy(Stateful):
 
     def after_optimizer(self) -> None:
         """Communicate the weights, move on in the schedule, and count the step."""
-        if self.cluster.completed == self.cluster.step:
+        if 0 < self.cluster.completed == self.cluster.step:
             raise TypeError(f"{type(self).__name__}: step {self.cluster.step} is counted twice; call super() once")
         self._note_step()
         for module in self.communication_modules:
