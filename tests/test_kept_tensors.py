@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -152,14 +153,23 @@ def test_every_node_has_its_own(make: Callable[[str], nn.Module], kind: str, opt
         np.testing.assert_allclose(ours.history[column], expected.history[column], rtol=1e-5)
 
 
-@pytest.mark.parametrize("make", [Shown, Cache])
-def test_what_is_not_read_again_or_is_the_same_stays_together(make: Callable[[str], nn.Module]) -> None:
-    history = trained(make("attribute"), executor="vmap").history
-    assert history.executor == "vmap" and not history.executor_reason
-    reason = trained(Average("attribute"), executor="vmap").history.executor_reason
-    assert (
-        reason.startswith("5 calls went to the loop") and "keeps from an earlier call differs between nodes" in reason
-    )
+@pytest.mark.parametrize("executor", ["vmap", "auto"])
+@pytest.mark.parametrize(("make", "kind"), KINDS)
+def test_all_nodes_are_computed_together(make: Callable[[str], nn.Module], kind: str, executor: str) -> None:
+    history = trained(make(kind), executor=executor, deterministic=executor == "auto").history
+    assert history.executor == "vmap" and "loop" not in history.executor_reason
+
+
+def test_nodes_with_other_shapes_are_computed_one_by_one() -> None:
+    class Ranked(Average):
+        def scaled(self, x: Tensor) -> Tensor:
+            if self.training:
+                own = x.detach().mean(0)
+                self.mean = 0.5 * own + self.mean.sum() if len(self.mean) else own[: int(own[0] > 0)]
+            return x - self.mean.sum()
+
+    expected, ours = (trained(Ranked("attribute"), executor=executor).history for executor in ("loop", "vmap"))
+    np.testing.assert_allclose(ours.node_losses, expected.node_losses, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("make", "calls"), [(Shown, 2), (Bank, 2), (Average, 4)])
@@ -218,14 +228,64 @@ def test_processes_have_their_own(make: Callable[[str], nn.Module], kind: str, t
         np.testing.assert_array_equal(resumed.history.node_losses, straight.history.node_losses)
 
 
+IN_ATTRIBUTES = [(make, kind) for make, kind in KINDS if kind == "attribute"]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(("make", "kind"), [(Average, "attribute"), (Bank, "dict"), (Shown, "attribute")])
-def test_compiling_a_model_that_keeps_them_goes_on_without(make: Callable[[str], nn.Module], kind: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"num_nodes": 1}, {"chunk_size": 2}, {"gradient_accumulation": 2}], ids=str)
+@pytest.mark.parametrize(("make", "kind"), IN_ATTRIBUTES)
+def test_a_compiled_graph_takes_and_returns_those_in_attributes(
+    make: Callable[[str], nn.Module], kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {"batch_size": 6, **options}
+    of_loop = {name: value for name, value in options.items() if name != "chunk_size"}
+    expected = trained(make("buffer"), executor="loop", **of_loop)
+    straight = trained(make(kind), compile=True, **options)
+    assert straight.history.executor == "compiled"
+    np.testing.assert_allclose(straight.history.node_losses, expected.history.node_losses, rtol=1e-5)
+    np.testing.assert_allclose(straight.history["local_loss"], expected.history["local_loss"], rtol=1e-5)
+    trained(make(kind), compile=True, max_steps=3, save_dir=tmp_path, **options)
+    resumed = trained(make(kind), compile=True, resume=vsim.load_checkpoint(tmp_path), **options)
+    np.testing.assert_allclose(resumed.history.node_losses, straight.history.node_losses, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("make", "kind"), [k for k in KINDS if k not in IN_ATTRIBUTES])
+def test_compiling_a_model_that_keeps_them_elsewhere_goes_on_without(
+    make: Callable[[str], nn.Module], kind: str
+) -> None:
     expected = trained(make("buffer"), executor="loop")
     with pytest.warns(UserWarning, match=r"continues with 'vmap': .* it keeps a tensor that it has computed"):
         ours = trained(make(kind), compile=True)
     np.testing.assert_allclose(ours.history.node_losses, expected.history.node_losses, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("num_nodes", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"executor": "loop"},
+        {"executor": "vmap"},
+        {"deterministic": True},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_one_that_holds_the_graph_of_an_earlier_step_is_an_error_as_in_torch(
+    options: dict[str, Any], num_nodes: int
+) -> None:
+    class Attached(Average):
+        def scaled(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            return x - self.mean
+
+    compiles = pytest.warns(UserWarning, match="cannot be compiled") if options.get("compile") else nullcontext()
+    with compiles, pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        trained(Attached("attribute"), num_nodes=num_nodes, **options)
 
 
 @pytest.mark.parametrize("options", [{"executor": "loop"}, {"executor": "vmap"}, {"deterministic": True}], ids=str)
@@ -240,7 +300,17 @@ def test_one_that_is_changed_in_place_is_refused(options: dict[str, Any]) -> Non
             self.mean += 1
             return x
 
-    for model in (InPlace("attribute"), Counting("attribute")):
+    class Later(Average):
+        def scaled(self, x: Tensor) -> Tensor:
+            if self.training and self.mean.dim():
+                self.mean.mul_(0.9)
+            elif self.training:
+                self.mean = x.detach().mean(0)
+            return x - self.mean
+
+    later = Later("attribute")
+    later.mean = torch.tensor(0.0)
+    for model in (InPlace("attribute"), Counting("attribute"), later):
         with pytest.raises(ValueError, match=r"changes model\.mean in place, .* \(register_buffer\)"):
             trained(model, **options)
 

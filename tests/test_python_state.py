@@ -300,6 +300,73 @@ class OfItsData(Scaled):
         return super().forward(batch) / (1 + self.seen["of"]["labels"])
 
 
+class Once(Scaled):
+    """Scales by the first batch of a node; what it keeps is read at every step, and changed at one."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.scale: Any = 0.0
+        self.register_buffer("of_first", torch.zeros(()))
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        first = 10 * x.detach().mean()
+        if self.place == "buffer":
+            self.of_first = torch.where(self.of_first == 0, first, self.of_first)
+            return x * self.of_first
+        if isinstance(self.scale, float) and self.scale == 0:
+            self.scale = float(first) if self.place == "number" else first
+        return x * self.scale
+
+
+@pytest.mark.parametrize("options", [{"executor": "loop"}, {"executor": "vmap"}, {}], ids=str)
+@pytest.mark.parametrize("place", ["number", "tensor"])
+def test_what_nodes_have_counted_once_is_their_own_ever_after(
+    place: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = trained(Once("buffer"), executor="loop")
+    straight = trained(Once(place), **options)
+    trained(Once(place), **{**OPTIONS, **options, "max_steps": 3}, save_dir=tmp_path)
+    resumed = trained(Once(place), **options, resume=vsim.load_checkpoint(tmp_path))
+    for ours in (straight, resumed):
+        np.testing.assert_allclose(ours.history.node_losses, expected.history.node_losses, rtol=1e-5)
+    plan = vsim.Schedule({0: [0, 1, 2], 2: [0, 2], 4: [0, 1, 2]})
+    left, expected = (trained(Once(p), executor="loop", participation=plan) for p in (place, "buffer"))
+    np.testing.assert_allclose(left.history.node_losses, expected.history.node_losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+@pytest.mark.parametrize("start", range(1, 9))
+def test_a_model_that_begins_to_count_later_counts_for_each_node_or_is_refused(start: int, executor: str) -> None:
+    class Beginning(Scaled):
+        def __init__(self, place: str) -> None:
+            super().__init__()
+            self.place, self.mean = place, 0.0
+            self.register_buffer("steps", torch.zeros(()))
+            self.register_buffer("of_buffer", torch.zeros(()))
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps += self.training
+            if self.training and int(self.steps) >= start:
+                if self.place == "buffer":
+                    self.of_buffer = 0.5 * self.of_buffer + x.detach().mean()
+                else:
+                    self.mean = 0.5 * self.mean + float(x.detach().mean())
+            return x * (1 + self.mean + self.of_buffer)
+
+    expected = trained(Beginning("buffer"), executor="loop", max_steps=9)
+    if start.bit_count() > 1:
+        with pytest.raises(
+            ValueError, match=r"model\.mean, but began to at a step after the first, and the nodes have shared it"
+        ):
+            trained(Beginning("number"), executor=executor, max_steps=9)
+    else:
+        ours = trained(Beginning("number"), executor=executor, max_steps=9)
+        np.testing.assert_allclose(ours.history.node_losses, expected.history.node_losses, rtol=1e-5)
+
+
 def test_counts_stay_with_their_nodes_when_others_leave_and_join() -> None:
     def run(place: str) -> vsim.History:
         plan = vsim.Schedule({0: [0, 1, 2], 2: [0, 2], 4: [0, 1, 2], 6: [1, 2]})

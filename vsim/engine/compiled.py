@@ -17,6 +17,7 @@ from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Views
 from vsim.engine.base import Before, cloned
 from vsim.engine.casting import Casting, Casts
+from vsim.engine.kept import Apart, Kept
 from vsim.engine.loop import LoopExecutor
 from vsim.engine.memory import activation_bytes
 from vsim.engine.pair import gradient_off
@@ -86,6 +87,8 @@ class CompiledExecutor(VmapExecutor):
         self.compile_seconds: float | None = None
         self.known: set[Any] = set()  # shapes for which there is a graph
         self._casts = self.settings.autocast  # or in a region of the model's own
+        self._places_of_kept: dict[str, tuple[nn.Module, str]] = {}  # modules and attributes where it leaves tensors
+        self._attached: set[str] = set()  # those of them that gradients depend on
         self.changes = 0  # of the model's Python, for which it was compiled anew
         self._pieces_of: dict[Any, list[slice]] = {}  # by the shapes of a batch
         of_weights = None if self.replicas.shares_grads else 0
@@ -93,27 +96,41 @@ class CompiledExecutor(VmapExecutor):
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 module.register_forward_hook(_without_gradient_of_padding)
 
-        def loss_of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
+        def of_node(own: Views, buffers: Views, kept: Views, batch: Any) -> tuple[Tensor, Views]:
+            for name, tensor in kept.items():
+                setattr(*self._places_of_kept[name], tensor)
             with self._precision(), Casting() if self._casts else nullcontext():
-                return self._outcome(own, buffers, batch, False)[0]
+                loss, _ = self._outcome(own, buffers, batch, False)
+            left = {name: getattr(*place) for name, place in self._places_of_kept.items()}
+            for place in self._places_of_kept.values():  # only what a graph returns can leave it
+                setattr(*place, None)
+            return loss, left
 
-        def total(weights: Views, buffers: Views, batch: Any) -> tuple[Tensor, Tensor]:
-            of_nodes = vmap(loss_of_node, in_dims=(of_weights, 0, 0), randomness="different")
-            losses: Tensor = of_nodes(weights, buffers, batch)
-            return losses.sum(), losses
+        def total(weights: Views, buffers: Views, kept: Views, batch: Any) -> tuple[Tensor, tuple[Tensor, Views]]:
+            of_nodes = vmap(of_node, in_dims=(of_weights, 0, 0, 0), randomness="different")
+            losses, left = of_nodes(weights, buffers, kept, batch)
+            return losses.sum(), (losses, left)
 
         def losses_and_grads(
-            weights: Views, grads: Views, buffers: Views, batch: Any, added: tuple[Tensor, Tensor] | None
-        ) -> Tensor:
-            """Return losses; write their gradients to `grads`, or share · gradients, or add these, as `added` says."""
-            own, (_, losses) = grad_and_value(total, has_aux=True)(weights, buffers, batch)
+            weights: Views,
+            grads: Views,
+            buffers: Views,
+            kept: Views,
+            batch: Any,
+            added: tuple[Tensor, Tensor] | None,
+        ) -> tuple[Tensor, Views]:
+            """Return losses and the tensors that the model keeps.
+
+            Write the gradients to `grads`, or share · gradients, or add these, as `added` says.
+            """
+            own, (_, outcomes) = grad_and_value(total, has_aux=True)(weights, buffers, kept, batch)
             for name, place in grads.items():
                 if added is None:
                     place.copy_(own[name])
                 else:
                     share, adds = added
                     place.copy_(torch.where(adds, place, 0) + own[name] * share)
-            return losses
+            return outcomes
 
         # One graph of both: between a forward and a backward graph autograd would keep its books, which in a small
         # model takes longer than the arithmetic. It writes the gradients to where they belong, too: so they are still
@@ -146,7 +163,8 @@ class CompiledExecutor(VmapExecutor):
         loop = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
         with unwatched(), Casts() as casts:
             loop.losses_and_grads(cloned(batch), minibatch_size)
-        self._casts = casts.seen
+        self._casts, self._places_of_kept = casts.seen, loop._own_state.kept()
+        self._attached = {name for name, place in self._places_of_kept.items() if getattr(*place).requires_grad}
         gradients = self.replicas.grads.clone()
         draws = any(not torch.equal(stream.get_state(), state) for stream, state in before.streams)
         before.restore()
@@ -210,12 +228,30 @@ class CompiledExecutor(VmapExecutor):
 
     def _computed_piece(self, number: int, batch: Any, shapes: Any, share: float, adds: bool) -> Tensor:
         """Return the losses of a piece; write share · gradients to their places, or add them."""
+        num_nodes, kept = len(self.pieces[number].numbers), {}
+        for name, place in self._places_of_kept.items():
+            own = getattr(*place, None)
+            if not isinstance(own, Tensor):
+                continue
+            if name in self._attached:
+                setattr(*place, Apart.of([]))  # whoever reads it is refused, as the graph that it belongs to is freed
+            else:
+                kept[name] = own.together() if isinstance(own, Apart) else own.expand(num_nodes, *own.shape)
+        losses, left = self._called(number, kept, batch, shapes, share, adds)
+        for name, of_nodes in left.items():
+            setattr(*self._places_of_kept[name], Apart.of([*map(Kept, of_nodes.unbind())]))
+        return losses
+
+    def _called(
+        self, number: int, kept: Views, batch: Any, shapes: Any, share: float, adds: bool
+    ) -> tuple[Tensor, Views]:
+        """Return the losses of a piece, and the tensors that the model keeps from now on."""
         piece, (weights, grads) = self.pieces[number], self._operands[number]
         whole = share == 1.0 and not adds
         precise = torch.promote_types(self.replicas.grads.dtype, torch.float32)  # some devices know no float64
         added = None if whole else (torch.tensor(share, dtype=precise), torch.tensor(adds))
-        call = partial(self.compiled, weights, grads, piece.buffers, batch, added)
-        graph = (len(piece.numbers), whole, shapes)
+        call = partial(self.compiled, weights, grads, piece.buffers, kept, batch, added)
+        graph = (len(piece.numbers), whole, shapes, *((name, own.shape) for name, own in kept.items()))
         if graph in self.known:
             try:
                 with torch.compiler.set_stance("fail_on_recompile"):
@@ -231,9 +267,9 @@ class CompiledExecutor(VmapExecutor):
                     ) from error
         # Other shapes and models need other graphs; torch's own limit would count those of all runs of the process.
         with recompile_limit(_MOST_GRAPHS), guarding_hooks(), without_performance_warnings():
-            losses: Tensor = call()
+            outcomes: tuple[Tensor, Views] = call()
         self.known.add(graph)
-        return losses
+        return outcomes
 
     def _try_uncompiled(self, batch: Any) -> None:
         """Raise an error that is the model's own, which the compiler's errors say badly, or not at all."""

@@ -18,8 +18,10 @@ class Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        counts = not (isinstance(tensor, Apart) or is_wrapped(tensor) or tensor.is_inference())
-        self.version = version(tensor) if counts else 0
+        written = tensor.stacked if isinstance(tensor, Apart) else tensor
+        self.version = 0
+        if written is not None and not (is_wrapped(written) or written.is_inference()):
+            self.version = version(written)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kept) and (self.tensor is other.tensor) and self.version == other.version
@@ -31,19 +33,21 @@ class Kept:
 
 
 class Apart(Tensor):
-    """Stands for tensors that differ between the nodes of a vmapped call, and cannot be computed with.
+    """Stands for tensors that differ between the nodes of a call, and can be computed with only where they are stacked.
 
     Attributes:
         of_nodes: the tensor of each.
+        stacked: all of them (K, …), once somebody has asked for that.
     """
 
     of_nodes: list[Kept]
+    stacked: Tensor | None
 
     @classmethod
     def of(cls, of_nodes: list[Kept]) -> Apart:
         """Return one for these."""
         own = torch.empty(0).as_subclass(cls)
-        own.of_nodes = of_nodes
+        own.of_nodes, own.stacked = of_nodes, None
         return own
 
     @classmethod
@@ -52,6 +56,22 @@ class Apart(Tensor):
             "a tensor that the model keeps from an earlier call differs between nodes; a buffer (register_buffer) may "
             "differ, and be computed with for all at once"
         )
+
+    def together(self) -> Tensor:
+        """Return them stacked (K, …).
+
+        Raises:
+            NodesDifferError: they have other shapes or dtypes.
+        """
+        if self.stacked is None:
+            tensors = [kept.tensor for kept in self.of_nodes]
+            if len(kinds := {(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
+                raise NodesDifferError(
+                    "a tensor that the model keeps from an earlier call has another shape or dtype on another node: "
+                    f"{' and '.join(f'{dtype} {list(shape)}' for shape, dtype in kinds)}"
+                )
+            self.stacked = torch.stack(tensors)
+        return self.stacked
 
 
 def is_kept(value: Any) -> bool:

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from vsim.engine.kept import Apart
 from vsim.engine.nodes import Nodes, name_of
 from vsim.engine.rules import RULES
 
@@ -46,11 +47,14 @@ class Lowering(Nodes, TorchFunctionMode):
         self.watch = False
         self.calls: Counter[tuple[str, str]] = Counter()
         self.unproven: set[str] = set()
+        self._of_apart: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._node is None:  # nothing is vmapped yet
             return func(*args, **kwargs)
+        if Apart in types and self.streams is not None:  # in a validation its rows may be others
+            args, kwargs = tree_map_only(Apart, self._together, (args, kwargs))
         try:
             rule = RULES.get(func)
             if rule is not None:
@@ -72,6 +76,12 @@ class Lowering(Nodes, TorchFunctionMode):
         except Exception as error:
             self.failed = self.failed or error
             raise
+
+    def _together(self, apart: Apart) -> Tensor:
+        """Return what stands for the tensors of all nodes, within vmap."""
+        if id(apart) not in self._of_apart:
+            self._of_apart[id(apart)] = self.batch(apart.together())
+        return self._of_apart[id(apart)]
 
     def _may_differ(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether functorch's form of the operation may differ from the operation on one node in the last bits."""

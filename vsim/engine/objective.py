@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vsim.engine import python_state
 from vsim.engine.kept import as_kept, content
-from vsim.engine.python_state import Change, State, at, changed, with_changes, with_each
+from vsim.engine.python_state import Change, Place, State, at, changed, with_changes, with_each
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -42,7 +42,7 @@ class Objective(nn.Module):
         self.at_setup = self.others = self.left = self.read()
         self.numbers: dict[int, State] = {}
         self.callers: Sequence[int] | None = None
-        self._restored: set[tuple[str, Any]] = set()  # places of numbers
+        self._restored: set[Place] = set()
 
     def read(self) -> State:
         """Return the numbers that its Python keeps now."""
@@ -67,6 +67,10 @@ class Objective(nn.Module):
             return [None] * len(found)
         self.follow(self.read())
         return [self.numbers.get(node, self.others) for node in nodes]
+
+    def differing(self) -> set[Place]:
+        """Return where the numbers of nodes differ, those that have not called it included."""
+        return {place for own in self.numbers.values() for place in changed(self.others, own)}
 
     @contextmanager
     def having(self, numbers: State | None) -> Iterator[None]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 from torch import Tensor, nn
 
 from vsim.cluster.replicas import Replicas
 from vsim.engine.kept import Kept, apart, joined, written_to
 from vsim.engine.objective import Objective
-from vsim.engine.python_state import Holder, State, at, attributes, changed, dotted
+from vsim.engine.python_state import Holder, Place, State, at, attributes, changed, dotted
 from vsim.engine.stacked import NodesDifferError
 from vsim.private_torch import is_wrapped, version
 
@@ -20,9 +19,9 @@ class OwnState:
     """Gives every node numbers of its own, and refuses state that the nodes would share silently.
 
     The numbers of `vsim.engine.python_state` are for models that count in Python. The first step shows whether a model
-    does; if it does not, they are left alone from then on. If all that it changes are tensors in attributes of its
-    modules, such as a part of the loss, only these are looked at. A change between two calls, as by a callback, is for
-    all nodes.
+    does; if it does not, they are left alone, but looked at again at steps 2, 4, 8 and so on. If all that it changes is
+    tensors in attributes of its modules, such as a part of the loss, only these are looked at in between. A change
+    between two calls, as by a callback, is for all nodes.
 
     Args:
         replicas: the nodes. objective: whose modules these are; it holds the numbers of all nodes, so that several
@@ -31,9 +30,9 @@ class OwnState:
 
     def __init__(self, replicas: Replicas, objective: Objective) -> None:
         self.replicas, self.objective = replicas, objective
-        self.begin()
-        self._may_count = self._first = True
-        self._places: set[tuple[str, Any]] = set()  # of what it has changed
+        self._steps = 0
+        self._places: set[Place] = set()  # of what it has changed
+        self._places_between: set[Place] = set()  # of what was changed since the last call that was looked at
         self._attributes: list[Holder] | None = None  # what has them, if they are all tensors
         self._in_step = False
         self._strangers = {
@@ -41,9 +40,16 @@ class OwnState:
         }
         self._made: dict[str, tuple[int, int]] | None = None  # buffers that forward has made, after the first step
         self._may_make = self._may_reach = True
+        self.begin()
+        self._steps = 0
 
     def begin(self) -> None:
         """Look at the state before a step: between steps it may be changed."""
+        self._steps += 1
+        self._looks = self._steps.bit_count() == 1  # 1, 2, 4, 8 …
+        self._may_count = self._looks or bool(self._places)
+        if self._looks:
+            self._attributes, self._known = None, frozenset(self._places)
         self._frozen = {name: (t, version(t)) for name, t in self.replicas.frozen.items()}
         self._of_loss = {n: (b, version(b)) for n, b in self._loss_buffers() if self.replicas.num_held > 1}
 
@@ -60,6 +66,8 @@ class OwnState:
         objective = self.objective
         nodes = rows if objective.callers is None else [objective.callers[row] for row in rows]
         now = objective.left if self._in_step else self._read()
+        if self._looks and not self._in_step:
+            self._places_between = {*changed(objective.left, now)}
         objective.follow(now)
         states = [objective.numbers.get(node, objective.others) for node in nodes]
         try:
@@ -120,6 +128,12 @@ class OwnState:
         for node, own in numbers.items():
             numbers[node] = {**base, **{h.path: own.get(h.path, {}) for h in self._attributes}}
 
+    def kept(self) -> dict[str, tuple[nn.Module, str]]:
+        """Return path → module and attribute, where a step has left tensors; none if it has left other things."""
+        found = {f"{h.path}.{name}": (h.path, name) for h in self._attributes or () for name in h.names or ()}
+        places = {path: (self.objective.get_submodule(module), name) for path, (module, name) in found.items()}
+        return {path: place for path, place in places.items() if isinstance(getattr(*place, None), Tensor)}
+
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """Within this context the model may count; afterwards it has not."""
@@ -155,13 +169,21 @@ class OwnState:
         """Check the state of the model after a step.
 
         Raises:
-            ValueError: a frozen parameter has changed; or forward has created a buffer that is not the same for all
-                nodes and steps. The first two steps tell; a constant buffer, such as a mask, does no harm.
+            ValueError: a frozen parameter has changed; the model has counted for all nodes alike; or forward has
+                created a buffer that is not the same for all nodes and steps. The first two steps tell; a constant
+                buffer, such as a mask, does no harm.
         """
         self._in_step = self._may_reach = False
-        if self._may_count and self._first:
+        if self._looks:
+            mixed = (self._places - self._known) & self._places_between
+            if self._steps > 1 and mixed:
+                raise ValueError(
+                    f"the model changes {dotted([*mixed])}, but began to at a step after the first, and the nodes have "
+                    "shared it since: let it change that from the first step on, or make it a buffer"
+                )
+            self._places |= self.objective.differing()  # since a step before this executor's first
             self._look_at_tensors_alone()
-        self._may_count, self._first = bool(self._places), False
+        self._may_count = bool(self._places)
         for name, (tensor, at_first) in self._frozen.items():
             if version(tensor) != at_first:
                 raise ValueError(

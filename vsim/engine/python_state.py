@@ -26,6 +26,7 @@ from vsim.cluster.randomness import GENERATORS
 from vsim.engine.kept import as_kept, content, is_kept
 
 State = dict[str, Any]  # path of a holder → its numbers: name → number, or a list of numbers
+Place = tuple[str, str | None]  # path and name; None: of a whole list
 Change = list[Any]  # path, name (None: of a whole list), and what is there, if anything
 
 _GENERATORS = tuple(GENERATORS)
@@ -101,9 +102,9 @@ def write(state: Mapping[str, Any], model: nn.Module, loss_fn: Any = None) -> No
             holder.write(state.get(holder.path, {}))
 
 
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Place]:
     """Return (path, name) of all numbers that differ; the name is None where a list differs."""
-    found: list[tuple[str, str | None]] = []
+    found: list[Place] = []
     for path in {**before, **now}:
         one, other = before.get(path, {}), now.get(path, {})
         if one is other or one == other:
@@ -120,10 +121,10 @@ def with_changes(state: State, before: State, now: State) -> State:
     return with_each(state, [at(now, place) for place in changed(before, now)])
 
 
-def attributes(places: Iterable[tuple[str, Any]], model: nn.Module) -> list[Holder] | None:
+def attributes(places: Iterable[Place], model: nn.Module) -> list[Holder] | None:
     """Return what holds the attributes of a model's modules at these places; None if a place is another."""
     own = {f"model.{path}".rstrip("."): vars(module) for path, module in model.named_modules()}
-    names: dict[str, set[str]] = {}
+    names: dict[str, set[Any]] = {}
     for path, name in places:
         names.setdefault(path, set()).add(name)
     if not names.keys() <= own.keys():
@@ -131,7 +132,7 @@ def attributes(places: Iterable[tuple[str, Any]], model: nn.Module) -> list[Hold
     return [Holder(path, own[path], frozenset(of)) for path, of in names.items()]
 
 
-def at(state: State, place: tuple[str, Any]) -> Change:
+def at(state: State, place: Place) -> Change:
     """Return what is at a place that `changed` returned."""
     path, name = place
     own = state.get(path, {})
@@ -152,7 +153,7 @@ def with_each(state: State, changes: Iterable[Change]) -> State:
     return {path: own for path, own in found.items() if own or isinstance(own, list)}
 
 
-def dotted(places: list[tuple[str, str | None]]) -> str:
+def dotted(places: list[Place]) -> str:
     """Return some of the places that `changed` returned as text."""
     names = [f"{path}.{name}" if name else path for path, name in places]
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

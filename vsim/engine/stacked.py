@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from vsim_kernels.alignment import ALIGNMENT, are_apart, empty_rows_like, rows_apart
 
@@ -102,9 +103,14 @@ class _GradientApart(torch.autograd.Function):
 
 @torch.no_grad()
 def _keep_written(stacked: Tensor, slices: Sequence[Tensor]) -> None:
-    """Copy back what a function has written into slices that are copies: running statistics, say."""
+    """Copy back what a function has written into slices that are copies, and let others know of what it has in others.
+
+    Running statistics, say.
+    """
     if slices[0].data_ptr() != stacked.data_ptr():
         stacked.copy_(torch.stack(list(slices)))
+    else:
+        increment_version(stacked)
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
