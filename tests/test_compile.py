@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -250,6 +252,50 @@ def test_what_a_user_changes_between_steps_is_seen(where: str, monkeypatch: pyte
         changed = {"the model": executor.objective.model, "its class": Changing, "a global": sys.modules[__name__]}
         monkeypatch.setattr(changed[where], "FACTOR" if where == "a global" else "factor", 3.0)
     torch.testing.assert_close(executor.losses_and_grads(batch), 3 * before)
+
+
+class Talkative(MLP):
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = super().forward(batch)
+        print("a loss", loss.detach())
+        warnings.warn("a loss", stacklevel=1)
+        if LOGGER.isEnabledFor(logging.WARNING):
+            LOGGER.warning("a loss: %s", loss.detach())
+        return loss
+
+
+LOGGER = logging.getLogger("of a model")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a loss")
+def test_what_a_model_says_is_no_part_of_a_compiled_step(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = batch_of(TASKS[0])
+    talking, silent = (make(CompiledExecutor, kind(12, (8,), 5, seed=0)) for kind in (Talkative, MLP))
+    torch.testing.assert_close(talking.losses_and_grads(batch), silent.losses_and_grads(batch))
+    torch.testing.assert_close(talking.replicas.grads, silent.replicas.grads)
+    assert "a loss" in capsys.readouterr().out and caplog.records  # the first step is compared with the loop's
+    caplog.clear()
+    talking.losses_and_grads(batch)
+    assert not capsys.readouterr().out and not caplog.records
+
+
+@torch.library.custom_op("vsim_tests::opaque", mutates_args=())
+def opaque(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@pytest.mark.slow
+def test_an_operation_that_cannot_be_compiled_is_named_with_its_reason() -> None:
+    class Model(MLP):
+        def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return super().forward(batch) + opaque(batch[0]).sum()
+
+    executor = make(CompiledExecutor, Model(12, (8,), 5))
+    with pytest.raises(CompileError, match=r"be compiled: vsim_tests\.opaque\S*: .*no fake impl registered"):
+        executor.losses_and_grads(batch_of(TASKS[0]))
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ Apart from these vsim names only public functions of torch, and two that all its
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -71,6 +73,18 @@ def what_changed(error: RuntimeError) -> str | None:
 def guarding_hooks() -> AbstractContextManager[Any]:
     """Let what is compiled in a block be compiled anew when modules get hooks. An argument would replace it, too."""
     return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+
+
+def without_messages() -> AbstractContextManager[Any]:
+    """Let what is compiled in a block not print, warn or log. An argument of torch.compile would replace it, too."""
+    logs = {f for name, f in vars(logging.Logger).items() if name.startswith(_LOGS)}
+    names = ("ignore_logging_functions", "ignore_logger_methods")  # the latter in torch of before
+    name = next(name for name in names if hasattr(torch._dynamo.config, name))
+    return torch._dynamo.config.patch({name: {print, warnings.warn, *logs}})
+
+
+# Also those that libraries add to loggers, as transformers adds warning_once.
+_LOGS = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
 
 def without_guards_on_torch(guards: Sequence[Any]) -> list[bool]:

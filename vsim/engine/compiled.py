@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -31,6 +32,7 @@ from vsim.private_torch import (
     unwatched,
     what_changed,
     without_guards_on_torch,
+    without_messages,
     without_performance_warnings,
 )
 
@@ -41,6 +43,12 @@ ACTIVATIONS_AT_ONCE = 40_000_000
 _COMPILING = "compiling: some 10 to 60 s the first time, seconds where torch's cache on disk has it"
 _MOST_GRAPHS = 256  # torch's own limit of what one process compiles
 _MOST_CHANGES = 8  # after which a model is taken to be another at every step
+
+
+# Of an error that an operation raised: its first line tells neither.
+_OF_OPERATION = re.compile(
+    r"FX node .*?: call_\w+ (?P<name>[\w.]+)\(.*?: got \w+\((?P<q>['\"])(?P<reason>.*?)(?P=q)\)", re.S
+)
 
 
 class _Operands(NamedTuple):
@@ -266,7 +274,7 @@ class CompiledExecutor(VmapExecutor):
                         f"and every time it takes seconds; what no longer held: {change}"
                     ) from error
         # Other shapes and models need other graphs; torch's own limit would count those of all runs of the process.
-        with recompile_limit(_MOST_GRAPHS), guarding_hooks(), without_performance_warnings():
+        with recompile_limit(_MOST_GRAPHS), guarding_hooks(), without_messages(), without_performance_warnings():
             outcomes: tuple[Tensor, Views] = call()
         self.known.add(graph)
         return outcomes
@@ -289,4 +297,7 @@ def _summary(error: Exception) -> str:
     if any("storage of BatchedTensorImpl" in line for line in lines[:2]):
         return "it keeps a tensor that it has computed, as in self.part = …, which has no place outside of the graph"
     where = [line for line in lines if line.startswith("File ") and "site-packages" not in line]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}" + (f" ({where[-1]})" if where else "")
+    summary = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    if of_operation := _OF_OPERATION.search(str(error)):
+        summary = f"{of_operation['name']}: {of_operation['reason'].partition('. ')[0]}"
+    return summary + (f" ({where[-1]})" if where else "")
