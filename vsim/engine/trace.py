@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Hashable
@@ -244,8 +245,25 @@ def _shorten(module: GraphModule) -> None:
                     node.replace_all_uses_with(graph.get_attr(name))
     # Unused allocations and views go; asserts, which nothing uses, stay.
     graph.eliminate_dead_code(lambda node: node.is_impure() or "_assert" in str(node.target))
+    for node in graph.nodes:
+        node.target = _in_torch().get(node.target, node.target)
     module.recompile()
     vars(module).update(module.named_buffers())  # found faster than by the attribute access of modules
+
+
+# Operations that torch has with the same arguments as torch.ops.aten, of those that small models call.
+_SAME = """
+    abs add addmm baddbmm bmm cat clamp clone div embedding eq exp full_like ge gt le log lt mean mm mul ne neg
+    ones_like permute pow relu rsqrt select sigmoid sqrt squeeze stack sub sum tanh transpose unbind unsqueeze where
+    zeros_like
+"""
+
+
+@functools.cache
+def _in_torch() -> dict[Any, Callable[..., Any]]:
+    """Return operation of torch.ops.aten → the function of torch that is the same, and called in half of the time."""
+    packets = {getattr(torch.ops.aten, name): getattr(torch, name) for name in _SAME.split()}
+    return {getattr(packet, own): function for packet, function in packets.items() for own in packet.overloads()}
 
 
 def _lie(leaves: list[Tensor]) -> tuple[Hashable, ...]:
