@@ -494,6 +494,52 @@ def test_who_takes_part_is_the_same_in_a_run_that_was_cut_in_two_and_node_by_nod
     assert_same(*found)
 
 
+@pytest.mark.slow
+@settings(max_examples=15, **STABLE)
+@given(configurations(), st.lists(strategies(), min_size=1, max_size=3), st.booleans(), st.data())
+def test_a_member_of_any_comparison_is_its_own_run(
+    c: Configuration, others: list[tuple[Callable[..., Strategy], dict[str, Any]]], resumes: bool, data: st.DataObject
+) -> None:
+    """With other strategies and seeds, nodes that rest, and after a resume."""
+    own = ("batch_size", "minibatch_size", "gradient_accumulation", "shuffle", "val_size", "val_interval")
+    options = {name: value for name, value in c.options.items() if name in own}
+    options |= {"num_nodes": c.options["num_nodes"], "deterministic": True, "progress": False, "loss_fn": c.loss_fn}
+    options |= {"max_steps": data.draw(st.integers(2, 6)), "compile": data.draw(st.sampled_from([False, "trace"]))}
+    if data.draw(st.booleans()):
+        options["participation"] = vsim.Dropout(0.4)
+    made = {str(i): (cls, own) for i, (cls, own) in enumerate([(c.strategy, c.arguments), *others])}
+    data_and_val = c.data(), None if c.val is None else c.val()
+
+    def compared(**more: Any) -> vsim.Comparison:
+        members = {name: cls(**copy.deepcopy(own)) for name, (cls, own) in made.items()}
+        return vsim.compare(c.model(), *data_and_val, strategies=members, seeds=[0, 7], **{**options, **more})
+
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        try:
+            if resumes:
+                compared(max_steps=1, save_dir=folder)
+            result = compared(**({"save_dir": folder, "resume": True} if resumes else {}))
+        except (TypeError, ValueError, FloatingPointError):
+            return  # of one member, before anything is trained
+        for name, (cls, arguments) in made.items():
+            for seed, run in zip([0, 7], result.runs(name), strict=True):
+                trainer = Trainer(c.model(), *data_and_val, loss_fn=c.loss_fn)
+                alone = {n: value for n, value in options.items() if n != "loss_fn"}
+                try:
+                    trainer.fit(strategy=cls(**copy.deepcopy(arguments)), seed=seed, **alone)
+                except FloatingPointError:
+                    assert run.error is not None
+                    continue
+                assert run.error is None
+                np.testing.assert_array_equal(run.history.node_losses, trainer.history.node_losses)
+                measured = [step for step in range(len(trainer.history)) if not (resumes and step == 1)]
+                for column in (column for column in COLUMNS if column not in OF_THE_MACHINE):
+                    ours, theirs = run.history[column][measured], trainer.history[column][measured]
+                    np.testing.assert_array_equal(ours, theirs, err_msg=column)
+                assert list(run.ledger) == list(trainer.ledger)
+
+
 def test_both_outcomes_are_common() -> None:
     trained: list[bool] = []
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import vsim
+from vsim.cluster.optim import ELEMENTWISE
 from vsim.cluster.randomness import isolated
 from vsim.data import digits
 from vsim.engine import Executor
@@ -328,6 +329,27 @@ def test_a_member_that_diverges_leaves_and_changes_no_other(deterministic: bool)
         if deterministic:
             assert_is_its_own_fit(result[name], own)
         np.testing.assert_allclose(result[name].history.node_losses, own.history.node_losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cls", sorted(ELEMENTWISE, key=lambda cls: cls.__name__))
+def test_optimizers_that_are_stepped_together_go_on_when_one_leaves_or_all_are_resumed(
+    cls: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    strategies: dict[str, Strategy] = {"bad": broken(2, 1e-2), "good": FedAvgStrategy(H=2, inner_optim=cls, lr=1e-2)}
+    options = {**OPTIONS, "num_nodes": 2, "seeds": [1, 2]}
+    for saving, resumed in (
+        ({}, {}),
+        ({"max_steps": 4, "save_dir": tmp_path}, {"save_dir": tmp_path, "resume": True}),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            if saving:
+                vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, **{**options, **saving})
+            result = vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, **options, **resumed)
+        for seed, run in zip([1, 2], result.runs("good"), strict=True):
+            assert_is_its_own_fit(
+                run, alone(strategies["good"], small_mlp(), vectors(), vectors(), num_nodes=2, seed=seed)
+            )
 
 
 def test_a_sweep_of_sixty_with_five_that_diverge() -> None:

@@ -63,6 +63,7 @@ class _Together:
             upper.cluster.deterministic,
         )
         self.parameter = _parameter(self.whole)
+        self.whole.state.clear()  # Adagrad has some from the start, in whose place those of the parts are to come
         for part in self.parts:
             mark_stepped(part)
 
