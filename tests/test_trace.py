@@ -71,8 +71,9 @@ IN_PIECES = {"minibatch_size": 2, "chunk_size": 2}
 
 
 @captures_draws
+@pytest.mark.slow
 @captures_draws
-@pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_that_is_called_again_has_the_same_bits(name: str, exact: bool) -> None:
     ours, theirs = (make(kind, OPERATIONS[name], 3, exact=exact) for kind in (TraceExecutor, VmapExecutor))
