@@ -436,3 +436,15 @@ def test_the_command_line(
     said = capsys.readouterr()
     assert message in said.err and said.err.count("\n") == 1
     assert "loss" not in said.out
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation": 2}], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_data_that_are_not_finite_are_told_so(value: float, options: dict[str, Any]) -> None:
+    x, y = vectors().tensors
+    x = x.clone()
+    x[5, 3] = value
+    with pytest.raises(FloatingPointError, match=r"non-finite loss at step \d on nodes .* not finite: batch\[0\]$"):
+        fit(data=TensorDataset(x, y), max_steps=9, batch_size=4, **options)
+    with pytest.raises(FloatingPointError, match="A lower learning rate"):
+        fit(max_steps=9, strategy=SimpleReduceStrategy(inner_optim="sgd", lr=1e30))

@@ -154,6 +154,17 @@ class Rows(Compressor):
         return list(arranged)
 
 
+class Bare(Compressor):
+    def exchange(self, arranged: Any, cluster: Any, label: str) -> Any:
+        return arranged[0].mean(0)
+
+
+class Silent(Compressor):
+    def exchange(self, arranged: Any, cluster: Any, label: str) -> Any:
+        for rows in arranged:
+            rows.zero_()
+
+
 class Idle(Strategy):
     def step(self) -> None:
         self.optim.step()
@@ -763,6 +774,15 @@ TABLE = [
             "a number": lambda rows, _: rows.mean(),
             "nothing": lambda rows, _: None,
         }.items()
+    ),
+    *(
+        Bad(
+            f"a compressor that returns {found}",
+            lambda compressor=compressor: fit(strategy=DiLoCoStrategy(H=1, compressor=compressor)),  # type: ignore[misc]
+            TypeError,
+            rf"exchange\(\) must return the averages of what it is given, a list of 1 tensors; got {found}$",
+        )
+        for compressor, found in ((Bare(), "Tensor"), (Silent(), "NoneType"))
     ),
     *(
         Bad(

@@ -36,6 +36,7 @@ from vsim.strategy import (
     rda,
     trimmed_mean,
 )
+from vsim.strategy.mergers import resolve_merger
 
 Rows = NDArray[np.float64]
 
@@ -269,6 +270,7 @@ def test_a_function_of_ones_own_gets_weights() -> None:
     before = run.cluster.weights.clone()
     after = run.step(torch.tensor([[1.0], [2.0], [4.0]]).expand(3, 2))
     assert seen[0].tolist() == [0.25, 0.25, 0.5]
+    assert repr(resolve_merger(own, "here")) == "test_a_function_of_ones_own_gets_weights.<locals>.own"
     torch.testing.assert_close(after, before - 2.75)
 
 

@@ -117,3 +117,9 @@ def test_names_are_drawn_as_they_are(legend: int, tmp_path: Path) -> None:
         assert set(texts) == {False}
         drawn = [text.get_text().replace(r"\$", "$").strip() for text in shown.get_texts()]
         assert set(names) <= set(drawn)
+
+
+@pytest.mark.parametrize("width", [-1, 0, float("nan"), 1e4])
+def test_a_width_that_no_page_has_is_refused(width: float) -> None:
+    with pytest.raises(ValueError, match=r"width must be >= 1 and <= 100, got"):
+        overview({}, width=width)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.arguments import one_of
+from vsim.arguments import one_of, real_number
 from vsim.figures.style import STYLE, literal, styled
 from vsim.network import Compute, Network
 from vsim.records.history import History
@@ -180,11 +180,14 @@ def overview(
         runs, y, looks, diverged, logy: as of `bands`. x: of the first panel.
         title: what stands above; "": nothing, as for a paper, where the caption says it.
         width: in inches; of a page, or of a column (3.3), where one panel stands below the other.
+
+    Raises:
+        ValueError: the width is not from 1 to 100 inches.
     """
     from vsim.figures.paper import PaperFigure
 
     looks = looks or looks_of(list(runs))
-    beside = width >= 5
+    beside = real_number("width", width, at_least=1, at_most=100) >= 5
     figure = PaperFigure(figsize=(width, 3.1 if beside else 4.4), dpi=150, layout="constrained")
     first, second = figure.subplots(*((1, 2) if beside else (2, 1)), sharey=True)
     bands(runs, x, y, first, False, looks, diverged, logy)

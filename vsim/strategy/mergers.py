@@ -165,6 +165,9 @@ class _Own(Merger):
 
     function: Merge
 
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", repr(self.function))
+
     def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         return self.function(rows, weights)
 

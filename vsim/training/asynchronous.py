@@ -78,7 +78,7 @@ class Workers:
             losses = self._losses_and_grads(self.engine, batch)
         else:
             losses = self._of_few(nodes, batch)
-        member.check_losses(dict(zip(nodes, losses.tolist(), strict=True)))
+        member.check_losses(dict(zip(nodes, losses.tolist(), strict=True)), batch)
         self.strategy.losses[nodes] = losses.to(self.strategy.losses)
         examples, tokens = sizes_of(batch)
         for node in nodes:

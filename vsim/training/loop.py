@@ -138,7 +138,7 @@ def _take_step(run: Run, group: Group, step: int) -> bool:
         except Exception as error:  # of the model or the data, which all members of the group share
             _all_leave(run, members, explained(error, group.executor.objective, batch, 1, f"at step {step}"))
             return False
-        stops = _keep_losses(run, group, losses, step)
+        stops = _keep_losses(run, group, losses, step, batch)
         _take_own_steps(run, group)
     members = [member for member in members if member.trains]
     seconds = time.perf_counter() - started
@@ -174,7 +174,7 @@ def _warn_of_global_draws() -> None:
     )
 
 
-def _keep_losses(run: Run, group: Group, losses: Tensor, step: int) -> bool:
+def _keep_losses(run: Run, group: Group, losses: Tensor, step: int, batch: Any) -> bool:
     """Give every member the losses of its nodes (K,); a member with a non-finite loss leaves.
 
     Returns:
@@ -190,7 +190,7 @@ def _keep_losses(run: Run, group: Group, losses: Tensor, step: int) -> bool:
         else:
             member.node_losses, stops = _of_all_nodes(losses, run, member)
         try:
-            member.check_losses(dict(zip(member.cluster.active, member.node_losses, strict=True)))
+            member.check_losses(dict(zip(member.cluster.active, member.node_losses, strict=True)), batch, rows)
         except FloatingPointError as error:
             _leave(run, member, error)
         for node in member.cluster.resting_nodes:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from vsim.checkpoint.fingerprint import fingerprint
 from vsim.cluster.cluster import Cluster
@@ -27,6 +28,8 @@ from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt
 from vsim.training.optimizers import Optimizers
 from vsim.training.part import Part
+
+_WHAT_HELPS = "A lower learning rate, warmup_steps or max_norm usually helps"
 
 
 @dataclass(eq=False)
@@ -217,16 +220,23 @@ class Member:
         with torch.no_grad(), self.strategy.evaluating():
             return self.cluster.mean_weights()
 
-    def check_losses(self, losses: Mapping[int, float]) -> None:
-        """Raise a FloatingPointError if losses, node → loss of the step that is taken, are not finite."""
+    def check_losses(self, losses: Mapping[int, float], batch: Any, rows: slice = slice(None)) -> None:
+        """Raise a FloatingPointError if losses, node → loss of the step that is taken, are not finite.
+
+        Args:
+            batch: that of the step, stacked; rows: those of it that are this member's.
+        """
         if math.isfinite(sum(losses.values())):
             return
         odd = {node: value for node, value in losses.items() if value - value != 0}
         if odd:
             given, step = ", ".join(f"node {node}: {value}" for node, value in list(odd.items())[:8]), self.cluster.step
+            whole = {f"batch{keystr(path)}": t[rows] for path, t in tree_flatten_with_path(batch)[0]}
+            odd_data = [name for name, t in whole.items() if t.is_floating_point() and not bool(t.isfinite().all())]
+            told = f"The data are not finite: {', '.join(odd_data)}" if odd_data else _WHAT_HELPS
             raise FloatingPointError(
                 f"non-finite loss at step {step} on nodes {list(odd)} ({given}); the history up to step {step - 1} is "
-                "kept. A lower learning rate, warmup_steps or max_norm usually helps"
+                f"kept. {told}"
             )
 
     def check_weights(self) -> None:
@@ -243,7 +253,7 @@ class Member:
             if odd
             else f"mean of the nodes' weights after step {self.done}"
         )
-        raise FloatingPointError(f"non-finite {where}. A lower learning rate, warmup_steps or max_norm usually helps")
+        raise FloatingPointError(f"non-finite {where}. {_WHAT_HELPS}")
 
 
 class GroupMatrix(Protocol):

@@ -107,13 +107,23 @@ class CompressedAverage(CommunicationModule):
             for residual, new in zip(self.residual, arranged, strict=True):
                 residual.mul_(self.error_feedback).add_(new)
             arranged = self.residual
-        average = self.compressor.restore(self.compressor.exchange(arranged, cluster, label))
+        averages = self.compressor.exchange(arranged, cluster, label)
+        if not isinstance(averages, list | tuple) or len(averages) != len(arranged):
+            raise TypeError(
+                f"{type(self.compressor).__name__}.exchange() must return the averages of what it is given, a list of "
+                f"{len(arranged)} tensors; got {_told(averages)}"
+            )
+        average = self.compressor.restore([*averages])
         if average.shape != rows.shape[1:]:
             name, own, given = type(self.compressor).__name__, tuple(rows.shape[1:]), tuple(average.shape)
             raise ValueError(
                 f"{name}.exchange() must return the average of the nodes, a shared tensor {own}; got {given}"
             )
         return average
+
+
+def _told(value: object) -> str:
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
 
 
 def by_node(cluster: Cluster, function: Callable[..., Result], *stacked: Tensor) -> Result:
