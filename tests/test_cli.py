@@ -12,7 +12,7 @@ from safetensors.torch import load_file, load_model
 
 from vsim.checkpoint.folder import Saving
 from vsim.cli import main, parse_strategy
-from vsim.cli.problem import parse_settings
+from vsim.cli.problem import parse_settings, strategy_class
 from vsim.data import digits, partition
 from vsim.models import CNN
 from vsim.strategy import (
@@ -407,6 +407,12 @@ def test_parse_strategy() -> None:
     averaging = vars(fedavg.communication_modules[0])
     expected = {"island_size": 2, "every": 10, "weighting": "examples", "merger": mean(), "max_node_norm": None}
     assert averaging == expected
+    given = "lr_scheduler=cosine,lr_scheduler_kwargs={'T_max': 3, 'eta_min': 0.1},personal=['a, b', \"c's\"]"
+    assert strategy_class(f"fedper:{given}", 1e-3)[2] == {
+        "lr_scheduler": "cosine",
+        "lr_scheduler_kwargs": {"T_max": 3, "eta_min": 0.1},
+        "personal": ["a, b", "c's"],
+    }
     diloco = parse_strategy("diloco", lr=1e-3)
     assert isinstance(diloco, DiLoCoStrategy) and diloco.optim_spec.kwargs == {"lr": 1e-3}
 

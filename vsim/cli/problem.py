@@ -101,11 +101,14 @@ def parse_settings(items: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _split(text: str) -> list[str]:
-    """Return the parts between the commas that are in no brackets."""
-    parts, depth = [""], 0
+    """Return the parts between the commas that are in no brackets or quotes."""
+    parts, depth, quote = [""], 0, ""
     for character in text:
-        depth += (character in "([") - (character in ")]")
-        if character == "," and not depth:
+        if character in "'\"" and quote in ("", character):
+            quote = "" if quote else character
+        elif not quote:
+            depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth and not quote:
             parts.append("")
         else:
             parts[-1] += character
