@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
-from vsim import Sample, Trainer
+from vsim import Dropout, Sample, Schedule, Trainer
 from vsim.strategy import FedAvgStrategy, OptimSpec, ScaffoldStrategy
 
 SGD = OptimSpec("sgd", lr=0.5)
@@ -96,6 +96,50 @@ def test_it_comes_to_the_minimum_where_fedavg_comes_to_another_point() -> None:
             run.step(a * run.cluster.weights - b)
         distances.append((run.cluster.weights[0] - minimum).abs().max().item())
     assert distances[0] < 1e-5 and distances[1] > 0.05
+
+
+class Quadratic(nn.Module):
+    """The loss a / 2 · (w − x)² of a batch (x, a)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3))
+
+    def forward(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        x, a = batch
+        return (a * (self.w - x) ** 2).sum(1).mean() / 2
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Schedule({50: [0, 1, 3], 60: [0, 1, 2, 3]}),
+        Schedule({33: [0, 1], 42: [0, 3], 58: [0, 1, 2, 3]}),  # in the midst of rounds
+        Schedule({50: [0], 60: [1, 2], 70: [0, 1, 2, 3]}),
+        Dropout(0.3),
+    ],
+    ids=str,
+)
+def test_the_mean_of_the_control_variates_stays_c_when_nodes_leave_and_join(plan: Any) -> None:
+    """So that it comes to the minimum once all are there: copies of a peer's control variate would stay in c."""
+    x, a = normal(4, 3, seed=3), normal(4, 3, seed=4).abs() + 0.2
+
+    def own(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+        return TensorDataset(x[rank].expand(8, 3), a[rank].expand(8, 3))
+
+    trainer = Trainer(Quadratic(), own)
+    options: dict[str, Any] = {"num_nodes": 4, "batch_size": 8, "max_steps": 400, "progress": False}
+    strategy = ScaffoldStrategy(OptimSpec("sgd", lr=0.1), H=5)
+    model = trainer.fit(strategy=strategy, participation=plan, **options)
+    assert trainer.strategy is not None
+    if isinstance(plan, Schedule):  # all have been there for long
+        torch.testing.assert_close(model.w.detach(), (a * x).sum(0) / a.sum(0), rtol=1e-4, atol=1e-5)
+    module: Any = trainer.strategy.communication_modules[0]
+    if len(trainer.strategy.cluster.active) == 4:
+        torch.testing.assert_close(module.variates[:, :3].mean(0), module.variate[:3], rtol=1e-4, atol=1e-5)
+    assert model.w.detach().abs().max() < 3
+    joins = [event for event in trainer.ledger if event.label == "control variates" and event.moment == "start"]
+    assert joins and all(event.payload_bytes == 4 * 3 for event in joins)
 
 
 def test_on_equal_data_it_is_fedavg() -> None:

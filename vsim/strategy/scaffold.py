@@ -38,8 +38,17 @@ class ControlVariates(CommunicationModule):
         self.keep_client(variates=torch.zeros_like(cluster.weights), rates=torch.zeros_like(cluster.weights[:, :1]))
 
     def attend(self, cluster: Cluster) -> None:
-        if cluster.plan is not None and cluster.plan.renews:  # clients who have got φ, and not c
+        plan, step = cluster.plan, cluster.collectives.step
+        if plan is not None and plan.renews:  # clients who have got φ, and not c
             cluster.collectives.pull(self.variate, cluster.weights, label="pull of control variates")
+        elif plan is not None and (joining := plan.joining(step)):
+            # They have copied a peer's c_k. What those who are away and they had is what is missing in N·c.
+            joins = torch.tensor([[node in joining] for node in cluster.active])[cluster.replicas.nodes]
+            staying = self.variates.masked_fill(joins.to(self.variates.device), 0)
+            mean = cluster.collectives.all_reduce(staying, "mean", label="control variates")
+            missing = cluster.population * self.variate - len(cluster.active) * mean
+            others = cluster.population - len(cluster.active) + len(joining)
+            self.variates[joins[:, 0]] = missing / others
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         cluster.grads.add_(self.variate - self.variates)
@@ -82,8 +91,11 @@ class ScaffoldStrategy(Strategy):
         options: those of every strategy; see `Strategy`. The inner optimizer is SGD, weight decay allowed; max_norm
             clips the corrected gradient.
 
+    Nodes that join a run get what is missing in N·c, that is what they and those who are away had, in equal parts: were
+    their c_k a peer's, c would no longer be the mean, and what it is off would stay in every step.
+
     Payload: twice all weights every H steps, for the weights and for the changes of the control variates. A cohort that
-    is drawn anew pulls c with the weights.
+    is drawn anew pulls c with the weights; where nodes join, all add up their c_k once.
 
     Raises:
         TypeError: the inner optimizer is another: with momentum, say, what a node has moved is not its mean gradient.
