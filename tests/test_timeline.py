@@ -21,6 +21,7 @@ from vsim import Compute, Event, History, Ledger, Network, timeline
 from vsim.cluster.plan import Segment
 from vsim.data import digits
 from vsim.models import MLP
+from vsim.network.prices import COLLECTIVES
 from vsim.strategy import DiLoCoStrategy
 
 MOMENTS = ("gradients", "weights")
@@ -44,14 +45,10 @@ def ledgers(draw: Any, max_nodes: int = 5, delays: bool = True) -> Ledger:
         for moment in MOMENTS:
             for _ in range(draw(st.integers(0, 2))):
                 due = step + (draw(st.integers(0, 2)) if delays else 0)
-                collective = draw(
-                    st.sampled_from(["all_reduce", "all_gather", "all_to_all", "broadcast", "send", "push", "pull"])
-                )
+                collective = draw(st.sampled_from([one for one in COLLECTIVES if K > 1 or one != "send"]))
                 groups: list[list[int]] | None = None
                 if collective == "send":
                     pair = st.tuples(st.integers(0, K - 1), st.integers(0, K - 1)).filter(lambda p: p[0] != p[1])
-                    if K == 1:
-                        continue
                     groups = [list(p) for p in draw(st.lists(pair, min_size=1, max_size=3))]
                 elif draw(st.booleans()):
                     order = draw(st.permutations(range(K)))
@@ -171,6 +168,12 @@ def test_islands_share_the_line_of_a_server() -> None:
     for groups in (None, [(0, 1), (2, 3)]):
         ledger = record(4, 1, [(1, 1, "weights", "all_reduce", 1e6, groups)])
         assert timeline(ledger, Network(8e6, collective="server"), 1.0).seconds[-1] == pytest.approx(1 + 4 + 4)
+
+
+def test_islands_of_different_sizes_share_the_line_of_a_server() -> None:
+    """1 MB takes 1 s: five come in; out go two to each of three nodes, and one to each of two."""
+    ledger = record(5, 1, [(1, 1, "weights", "all_gather", 1e6, [(0, 1, 2), (3, 4)])])
+    assert timeline(ledger, Network(8e6, collective="server"), 1.0).seconds[-1] == pytest.approx(1 + 5 + 8)
 
 
 def test_who_pushes_over_a_slow_line_does_not_hold_the_server() -> None:

@@ -37,19 +37,28 @@ class Wires(NamedTuple):
         lines = [row[home] for row in self.bits] if inward else self.bits[home]
         return 8 * size / (self.server or max((bits for bits in lines if bits < math.inf), default=math.inf))
 
-    def price(self, collective: str, group: Sequence[int], S: float, all_groups: int) -> float:
+    def price(self, collective: str, group: Sequence[int], S: float, sizes: Sequence[int]) -> float:
+        """Of one of the groups of these sizes that meet at a server at once."""
         n, source, others = len(group), group[:1], group[1:]
         if collective == "send":
             return self.message(group[0], group[1], S)
         if collective == "all_to_all":
-            return self.to_each(group, S / n, all_groups)
+            return self.to_each(group, S / n, sum((m - 1) * S for m in sizes))
         if collective in ("push", "pull") or self.algorithm == "server":
             inward = {"pull": (), "broadcast": source}.get(collective, group)
             outward = {"push": (), "broadcast": others}.get(collective, group)
             back = {"all_gather": (n - 1) * S, "reduce_scatter": S / n}.get(collective, S)
-            share = 1 if collective in ("push", "pull") else all_groups / n
-            up = [self.held(True, share * len(inward) * S), *(self.message(k, 0, S) for k in inward)]
-            down = [self.held(False, share * len(outward) * back), *(self.message(0, k, back) for k in outward)]
+            all_in, all_out = len(inward) * S, len(outward) * back
+            if collective not in ("push", "pull"):  # of all groups
+                all_in = sum(1 if collective == "broadcast" else m for m in sizes) * S
+                parts = {
+                    "all_gather": lambda m: m * (m - 1),
+                    "reduce_scatter": lambda m: 1,
+                    "broadcast": lambda m: m - 1,
+                }
+                all_out = sum(parts.get(collective, lambda m: m)(m) for m in sizes) * S
+            up = [self.held(True, all_in), *(self.message(k, 0, S) for k in inward)]
+            down = [self.held(False, all_out), *(self.message(0, k, back) for k in outward)]
             return max(up) + max(down)
         if self.algorithm == "ring":
             if collective == "broadcast":
@@ -58,22 +67,24 @@ class Wires(NamedTuple):
                 return (n - 1) * self.ring(group, S)
             return (2 if collective == "all_reduce" else 1) * (n - 1) * self.ring(group, S / n)
         if self.algorithm == "tree" or collective == "broadcast":
-            up, down = self.climb(group, S, collective == "all_gather"), self.climb(group[::1], S, False, down=True)
+            up, down = self.climb(group, S, collective == "all_gather"), self.climb(group, S, False, down=True)
             if collective == "broadcast":
                 return down
+            if collective == "reduce_scatter":  # back go parts, as they came in a gather
+                return up + self.climb(group, S / n, True, down=True)
             return up + (self.climb(group, n * S, False, down=True) if collective == "all_gather" else down)
-        blocks = self.doubling(group, S / n if collective == "all_reduce" else S)
+        blocks = self.doubling(group, S if collective == "all_gather" else S / n)
         return 2 * blocks if collective == "all_reduce" else blocks
 
-    def to_each(self, group: Sequence[int], part: float, all_groups: int) -> float:
+    def to_each(self, group: Sequence[int], part: float, at_server: float) -> float:
         """One message after the other out of every line, and into it; or all parts to the server, and others back."""
         both = [(a, b) for a in group for b in group if a != b]
         if self.algorithm != "server":
             out, into = ([sum(self.message(*p, part) for p in both if p[way] == k) for k in group] for way in (0, 1))
             return max(*out, *into)
         parts = (len(group) - 1) * part
-        up = [self.held(True, all_groups * parts), *(self.message(k, 0, parts) for k in group)]
-        down = [self.held(False, all_groups * parts), *(self.message(0, k, parts) for k in group)]
+        up = [self.held(True, at_server), *(self.message(k, 0, parts) for k in group)]
+        down = [self.held(False, at_server), *(self.message(0, k, parts) for k in group)]
         return max(up) + max(down)
 
     @functools.lru_cache  # noqa: B019 (a tuple)
@@ -165,9 +176,8 @@ def simulated(ledger: Ledger, wires: Wires, own: Any, layers: int) -> tuple[list
             if (e, g) in done or len(handed[e, g]) < len(set(group)) or any(queues[way][0] != (e, g) for way in ways):
                 continue
             size = event.payload_bytes / layers
-            seconds = wires.price(
-                event.collective, tuple(group), size, sum(len(one) for one in event.groups if len(one) > 1)
-            )
+            sizes = tuple(len(one) for one in event.groups if len(one) > 1)
+            seconds = wires.price(event.collective, tuple(group), size, sizes)
             end = 0.0
             for j in range(layers):
                 start = max(*(parts[j] for parts in handed[e, g].values()), *(free[line] for line in its))

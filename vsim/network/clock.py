@@ -6,6 +6,7 @@ costs the same for two nodes and for ten thousand.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vsim.network.compute import Compute
-from vsim.network.links import Network
+from vsim.network.links import Crowd, Network
 
 Floats = NDArray[np.float64]
 MOMENTS = ("start", "gradients", "weights")
@@ -58,11 +59,9 @@ class _Groups:
         self._there, self.sizes = there, np.array([len(group) for group in there], dtype=np.int64)
         # What the price of a group depends on; all of them go through a server at the same time.
         shares = network.collective == "server" and collective not in ("send", "push", "pull")
-        places: dict[tuple[Hashable, float], int] = {}
-        which = [
-            places.setdefault((network.kind(group), self.sizes.sum() / len(group) if shares else 1.0), len(places))
-            for group in there
-        ]
+        self.crowd: Crowd = tuple(sorted(Counter(self.sizes.tolist()).items())) if shares else ()
+        places: dict[Hashable, int] = {}
+        which = [places.setdefault(network.kind(group), len(places)) for group in there]
         self.kinds, self.which = list(places), np.array(which, dtype=np.int64)  # those that there are; of every group
         self.whole = len(there) == 1 and len(there[0]) == num_nodes  # of all nodes
 
@@ -115,7 +114,7 @@ class Clock:
     def _plan(self, ledger: Record) -> None:
         """Price all events, those of one kind together."""
         parts: dict[tuple[int, str], tuple[object, _Groups]] = {}  # the groups are held, so that no other has their id
-        prices: dict[tuple[str, tuple[Hashable, float]], dict[float, float]] = {}
+        prices: dict[tuple[str, Hashable, Crowd], dict[float, float]] = {}
         planned = []
         for event in ledger:
             key = id(event.groups), event.collective
@@ -126,12 +125,12 @@ class Clock:
             if groups.kinds:
                 planned.append((event, groups))
                 for one in groups.kinds:
-                    prices.setdefault((event.collective, one), {})[event.payload_bytes] = 0.0
-        for (collective, (kind, crowd)), own in prices.items():
+                    prices.setdefault((event.collective, one, groups.crowd), {})[event.payload_bytes] = 0.0
+        for (collective, kind, crowd), own in prices.items():
             seconds = self.network.seconds(collective, kind, np.array(list(own)) / self.layers, crowd)
             own.update(zip(own, seconds.tolist(), strict=True))
         for event, groups in planned:
-            price = [prices[event.collective, one][event.payload_bytes] for one in groups.kinds]
+            price = [prices[event.collective, one, groups.crowd][event.payload_bytes] for one in groups.kinds]
             self.events.setdefault((event.step, event.moment), []).append((event, groups, price))
 
     def run(self, until: int | None = None) -> Clock:

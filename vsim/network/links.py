@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vsim.arguments import known_keywords, one_of, whole_number
-from vsim.network.prices import ALGORITHMS, COLLECTIVES, Way, rounds, ways
+from vsim.network.prices import ALGORITHMS, COLLECTIVES, rounds, ways
 from vsim.network.ring import slowest_on_best_ring
 from vsim.network.units import bits_per_second, delay, rate, seconds
 
 Floats = NDArray[np.float64]
 Link = str | tuple[float | str, float | str]
+Crowd = tuple[tuple[int, int], ...]
 
 
 class Network:
@@ -191,13 +192,14 @@ class Network:
             sorted(places) if self.collective == "ring" and len(group) > 2 else places
         )  # a ring is without order
 
-    def seconds(self, collective: str, kind: Hashable, payload_bytes: ArrayLike, crowd: float = 1.0) -> Floats:
+    def seconds(self, collective: str, kind: Hashable, payload_bytes: ArrayLike, crowd: Crowd = ()) -> Floats:
         """Return how long a collective takes from when all of its group have come.
 
         Args:
             collective: as in the ledger. kind: of the group, from `kind`; its size where all links are alike.
             payload_bytes: (E,) what a node hands in, of several calls.
-            crowd: the nodes of all groups that go through a server at the same time, per node of this one.
+            crowd: how many groups of which size go through a server at the same time, (size, groups) of each size;
+                this one is among them. Default: this one alone.
 
         Returns:
             (E,).
@@ -211,7 +213,7 @@ class Network:
         if not (payload >= 0).all():
             raise ValueError(f"payload_bytes must be >= 0, got {payload.min()}")
         if collective in ("push", "pull") or (self.collective == "server" and collective != "send" and len(places) > 1):
-            return self._through_server(ways(collective, len(places)), places, payload, crowd)
+            return self._through_server(collective, places, payload, crowd or ((len(places), 1),))
         total = np.zeros_like(payload)
         if len(places) < 2:
             return total
@@ -259,13 +261,14 @@ class Network:
         link = np.ix_(there, there)
         return slowest_on_best_ring(self._latency[link], 8 / self._bits[link], size, nodes)
 
-    def _through_server(self, ways: Sequence[Way], places: NDArray[np.int64], payload: Floats, crowd: float) -> Floats:
+    def _through_server(self, collective: str, places: NDArray[np.int64], payload: Floats, crowd: Crowd) -> Floats:
         total = np.zeros_like(payload)
-        for inward, who, share in ways:
+        for i, (inward, who, share) in enumerate(ways(collective, len(places))):
             nodes, size = places[who], share * payload
             server = np.full(len(nodes), self._home)
             own = self._messages(nodes, server, size) if inward else self._messages(server, nodes, size)
-            total += np.maximum(self.server_seconds(inward, crowd * len(nodes) * size), own)
+            payloads = sum(groups * ways(collective, n)[i].payloads(n) for n, groups in crowd)
+            total += np.maximum(self.server_seconds(inward, payloads * payload), own)
         return total
 
     @property

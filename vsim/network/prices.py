@@ -72,6 +72,10 @@ class Way(NamedTuple):
     nodes: slice
     share: float
 
+    def payloads(self, n: int) -> float:
+        """How many payloads of a group of n the server's line carries."""
+        return len(range(n)[self.nodes]) * self.share
+
 
 def ways(collective: str, n: int) -> tuple[Way, ...]:
     """Return what goes to a server and then what comes back, where S is what a node hands in."""
