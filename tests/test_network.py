@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import vsim
 from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
 from vsim.network.prices import rounds
@@ -334,3 +337,25 @@ def test_compute() -> None:
     assert np.log(drawn).std() == pytest.approx(0.3, rel=0.01)
     parts = jittery.steps(50)
     np.testing.assert_array_equal(np.concatenate([parts.next(1), parts.next(7)]), jittery.steps(50).next(8))
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda: Network.between([[0, 1e6], [1e6, 0]]).seconds("all_reduce", (0, 5), 1), "places from 0 to 1.*5"),
+        (lambda: Network.between([[0, 1e6], [1e6, 0]]).seconds("all_reduce", (0, 0.5), 1), "places from 0 to 1.*0.5"),
+        (lambda: Network(1e9).kind([0, 0]), "every node once.*0, 0"),
+        (lambda: Network(1e9).check("4"), "num_nodes must be a whole number, got '4'"),
+        (lambda: Network.parse("1 Gbit/s, rnig"), "'ring', 'tree'.*got 'rnig'; did you mean 'ring'"),
+        (lambda: vsim.Deadline(second=2), "did you mean 'seconds'"),
+        (lambda: vsim.OverCommit(factr=2), "did you mean 'factor'"),
+    ],
+)
+def test_a_slip_is_named(ask: Callable[[], object], told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=told):
+        ask()
+
+
+def test_compute_seconds_may_be_a_tensor() -> None:
+    own = Compute(torch.tensor([1.0, 2.0], dtype=torch.float64), speeds=torch.tensor([1.0, 4.0]))
+    assert own.node_seconds.tolist() == [1.0, 0.5]

@@ -227,6 +227,7 @@ class Deadline(Stragglers):
         seconds: of a round.
     """
 
+    @known_keywords
     def __init__(self, seconds: float) -> None:
         self.seconds = real_number("seconds", seconds, above=0)
 
@@ -242,6 +243,7 @@ class DropSlowest(Stragglers):
         share: of the nodes that are not waited for, 0 < share < 1, rounded down.
     """
 
+    @known_keywords
     def __init__(self, share: float) -> None:
         self.share = real_number("share", share, above=0, below=1)
 
@@ -256,6 +258,7 @@ class OverCommit(Stragglers):
         factor: clients drawn for each one wanted, > 1 [Bonawitz et al. 2019, arXiv:1902.01046: 1.3].
     """
 
+    @known_keywords
     def __init__(self, factor: float = 1.3) -> None:
         self.factor = real_number("factor", factor, above=1)
 

@@ -45,12 +45,12 @@ class Compute:
         seed: int | None = None,
     ) -> None:
         per_node = not isinstance(seconds_per_step, str) and bool(np.ndim(seconds_per_step))
-        given: Any = seconds_per_step if per_node else [seconds_per_step]
+        given = _listed(seconds_per_step) if per_node else [seconds_per_step]
         own = np.array([seconds("seconds_per_step", one, above=0) for one in given])
         if speeds is not None:
             if not np.ndim(speeds):
                 raise TypeError(f"speeds must be numbers, one per node, got {speeds!r}")
-            relative = np.array([real_number("speeds", one, above=0) for one in speeds])
+            relative = np.array([real_number("speeds", one, above=0) for one in _listed(speeds)])
             if per_node and len(relative) != len(own):
                 raise ValueError(f"seconds_per_step has {len(own)} values, one per node, and speeds {len(relative)}")
             own = own / relative
@@ -133,6 +133,11 @@ class Compute:
         own = f"{low:.3g}" if low == high else f"{low:.3g} … {high:.3g}"
         layers = f", {self.layers} layers" if self.layers > 1 else ""
         return f"Compute({own} s a step{layers}{f', jitter {self.jitter:g}' if self.jitter else ''})"
+
+
+def _listed(values: Any) -> Any:
+    """An array or a tensor as a list."""
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 class ComputedSteps:

@@ -67,7 +67,8 @@ class Network:
         Network(200 Mbit/s, 50 ms, tree)
         """
         first, *rest = (part.strip() for part in str(text).split(","))
-        collective = rest.pop() if rest and rest[-1] in ALGORITHMS else "ring"
+        named = rest and (rest[-1] in ALGORITHMS or not any(letter.isdigit() for letter in rest[-1]))
+        collective = one_of("collective", rest.pop(), ALGORITHMS) if named else "ring"
         if len(rest) > 1:
             raise ValueError(
                 f"a network is 'bandwidth, latency, collective', such as '200 Mbit/s, 50 ms', got {text!r}"
@@ -178,11 +179,13 @@ class Network:
 
     def check(self, num_nodes: int) -> None:
         """Raise a ValueError if this is the network of another number of nodes."""
-        if self.num_nodes not in (None, num_nodes):
+        if self.num_nodes not in (None, whole_number("num_nodes", num_nodes)):
             raise ValueError(f"the network has {self.num_nodes} nodes, and the run {num_nodes}")
 
     def kind(self, group: Sequence[int]) -> Hashable:
         """Return what the price of a collective of these nodes depends on: their number, or where they are."""
+        if len(set(group)) < len(group):
+            raise ValueError(f"a group has every node once, got {list(group)}")
         if self._place is None:
             return len(group)
         if not 0 <= min(group, default=0) <= max(group, default=0) < len(self._place):
@@ -231,7 +234,10 @@ class Network:
     def _places(self, kind: Hashable) -> NDArray[np.int64]:
         """The places of the nodes of a group, in order."""
         if isinstance(kind, tuple):
-            return np.array(kind)
+            places, most = np.array(kind), len(self._bits) - 1
+            if len(kind) and not (places.dtype.kind == "i" and 0 <= places.min() <= places.max() <= most):
+                raise ValueError(f"kind must be of kind(nodes), which are places from 0 to {most}, got {kind}")
+            return places
         size = whole_number("kind", kind)
         if self._place is not None:
             raise ValueError(f"links differ, and it matters which nodes take part: give kind(nodes), got kind={size}")
