@@ -192,13 +192,16 @@ def test_results_that_cannot_be_written_are_refused_before_training(
         assert f"--out {out}" in error and error.count("\n") == 1
 
 
-def test_a_benchmark_that_cannot_be_written_is_refused_before_it_measures(
+def test_a_benchmark_that_cannot_be_written_or_is_of_nothing_is_refused_before_it_measures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vsim.bench.bench", lambda *_, **__: pytest.fail("it measures"))
     (tmp_path / "file").write_text("")
     assert run("bench", "--out", tmp_path / "file") == 2
     assert "is a file; give a folder" in capsys.readouterr().err
+    for option in ("--rounds", "--nodes"):
+        assert run("bench", option, 0) == 2
+        assert f"{option} must be a whole number >= 1, got 0" in capsys.readouterr().err
 
 
 def test_an_interrupt_says_where_the_run_is_and_how_it_resumes(
@@ -320,6 +323,8 @@ def test_text_from_a_file_and_the_seed(tmp_path: Path) -> None:
             "compile=.auto. is a choice that executor=.auto. makes",
         ),
         (["compare", "--deterministic", "--autocast"], "which autocast=True is not"),
+        (["compare", "--strategies", "diloco:H=1,H=2"], "names H more than once"),
+        (["compare", "--save-dir", "no/such", "--checkpoint-interval", "0"], "checkpoint_interval must be .* got 0"),
         (["compare", "--run-name", "../x"], "run_name must name a folder within the log folder"),
     ],
 )

@@ -177,8 +177,10 @@ def run_members(
         raise TypeError(f"resume must be True or False, the comparison in save_dir is what resumes; got {resume!r}")
     if resume and save_dir is None:
         raise ValueError("resume=True needs save_dir, the folder of the comparison")
-    if save_dir is None and checkpoint_interval is not None:
-        raise ValueError("checkpoint_interval has no effect without save_dir, the folder to save to")
+    if checkpoint_interval is not None:
+        whole_number("checkpoint_interval", checkpoint_interval)
+        if save_dir is None:
+            raise ValueError("checkpoint_interval has no effect without save_dir, the folder to save to")
     logs = logger is not None or run_name is not None or wandb_project is not None
     folder = run_name or date_and_time()
     models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}

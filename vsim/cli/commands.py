@@ -182,9 +182,10 @@ def run_time(arguments: argparse.Namespace) -> int:
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    for name in ("nodes", "rounds"):
-        for value in getattr(arguments, name) if name == "nodes" else filter(None, [arguments.rounds]):
-            whole_number(f"--{name}", value)
+    for value in arguments.nodes:
+        whole_number("--nodes", value)
+    if arguments.rounds is not None:
+        whole_number("--rounds", arguments.rounds)
     writable(arguments.out)
     strategies = {text: partial(parse_strategy, text, 1e-4) for text in arguments.strategies}
     for make in strategies.values():

@@ -76,6 +76,8 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
         key, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"{where}: expected argument=value after the colon, got {item!r}")
+        if key.strip() in given:
+            raise ValueError(f"{where} names {key.strip()} more than once")
         given[key.strip()] = _value(value)
     return given
 
