@@ -244,8 +244,12 @@ def test_a_target_that_is_no_loss_is_refused(loss: Any, kind: type[Exception]) -
         runs.winners(loss, compute=1.0)
 
 
+def test_a_name_with_a_quote_is_one_attribute_of_html() -> None:
+    assert 'alt="loss against step and bytes of a&quot;&lt;b"' in by_hand(**{'a"<b': [[2, 1]]})._repr_html_()
+
+
 def test_a_name_with_a_bar_is_one_cell_of_markdown() -> None:
-    runs = by_hand(**{"a|b": [[2, 1]], "c": [[2, 1.5]]})
+    runs = by_hand(**{"a|b": [[2, 1]], "c\nd": [[2, 1.5]]})
     for format in ("github", "pipe"):
         for table in (runs.table(format, columns=["validation loss"]), runs.winners(1.2, compute=1.0).table(format)):
             assert "a\\|b" in table

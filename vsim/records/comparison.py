@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import io
 import math
 import statistics
@@ -379,12 +380,13 @@ class Comparison(Runs):
         return {f"loss against step and bytes of {', '.join(self)}": self.figure()}
 
     def _repr_html_(self) -> str:
-        html = self.table("html")
+        shown = self.table("html")
         for alt, figure in self._pictures().items():
             image = io.BytesIO()
             figure.savefig(image, format="png", dpi=130)
-            html += f'<img alt="{alt}" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"/>'
-        return html
+            encoded = base64.b64encode(image.getvalue()).decode()
+            shown += f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{encoded}"/>'
+        return shown
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._title()})\n{self.table()}"

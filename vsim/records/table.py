@@ -50,7 +50,7 @@ def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, 
     from tabulate import tabulate  # here, as it measures the width of text with tables that take time to load
 
     if format in _MARKDOWN:
-        cells = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+        header, *cells = ([" ".join(cell.replace("|", "\\|").splitlines()) for cell in row] for row in (header, *cells))
     return tabulate(cells, headers=header, tablefmt=format, disable_numparse=True, **options)
 
 
