@@ -183,6 +183,16 @@ def test_a_node_that_never_takes_part_does_not_exist(name: str, deterministic: b
     assert of_four.ledger.node_payload_bytes[3] == 0
 
 
+@pytest.mark.parametrize("gone", [Schedule({4: [0, 1]}), Trace([(4, 2, "leave")])])
+def test_nodes_that_would_leave_after_the_end_are_warned_of(gone: Participation) -> None:
+    with pytest.warns(
+        UserWarning, match=f"{type(gone).__name__}: nodes first leave after step 4, and the run ends after 4"
+    ):
+        trained(FedAvgStrategy(H=2), num_nodes=3, participation=gone, max_steps=4)
+    trained(FedAvgStrategy(H=2), num_nodes=3, participation=gone, max_steps=5)  # a warning would be an error
+    trained(FedAvgStrategy(H=2), num_nodes=3, participation=Schedule({0: [0, 1, 2]}), max_steps=4)
+
+
 def test_those_who_join_are_copies_of_a_peer() -> None:
     """AllReduce by hand: AdamW with the mean gradient of whoever is there, each with its own next batch."""
     attendance = [(0, 1)] * 3 + [(1,)] * 2 + [(0, 1, 2)] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.arguments import naming
 from vsim.checkpoint.fingerprint import settings_of
 from vsim.cluster.cluster import Cluster
+from vsim.cluster.participation import Schedule, Trace
 from vsim.cluster.plan import Plan, Round
 from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
 from vsim.cluster.replicas import Replicas
@@ -223,7 +225,7 @@ def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, i
     if taken:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
     if config.start is None and 0 in part.nodes:  # once a run
-        _warn_of_late_modules(strategy, part.steps)
+        _warn_of_what_comes_late(strategy, part)
     device = replicas.weights.device
     return Member(
         part,
@@ -239,15 +241,18 @@ def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, i
     )
 
 
-def _warn_of_late_modules(strategy: Strategy, steps: int) -> None:
-    for module in strategy.communication_modules:
-        if module.first_step > steps:
-            warnings.warn(
-                f"too few steps for {type(strategy).__name__}: {type(module).__name__} first acts after step "
-                f"{module.first_step}, and the run ends after {steps}",
-                UserWarning,
-                stacklevel=2,
-            )
+def _warn_of_what_comes_late(strategy: Strategy, part: Part) -> None:
+    late = [
+        f"{type(strategy).__name__}: {type(module).__name__} first acts after step {module.first_step}"
+        for module in strategy.communication_modules
+        if module.first_step > part.steps
+    ]
+    if part.plan is not None and isinstance(part.config.participation, Schedule | Trace):
+        first = part.plan.segment(1)
+        if len(first.nodes) == part.config.num_nodes and part.steps <= first.last < sys.maxsize:
+            late.append(f"{type(part.config.participation).__name__}: nodes first leave after step {first.last}")
+    for one in late:
+        warnings.warn(f"too few steps for {one}, and the run ends after {part.steps}", UserWarning, stacklevel=2)
 
 
 def source(part: Part, done: int, fetching: dict[Hashable, Part]) -> Source:
