@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,3 +251,22 @@ TASKS = [
     Task("cnn", small_cnn, images),
     Task("gpt", small_gpt, tokens),
 ]
+
+
+class Noisy(nn.Module):
+    """A small model that draws random numbers, and keeps statistics."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 3))
+
+    def forward(self, batch: Sequence[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+
+def own_examples(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+    """Each node's own."""
+    stream = torch.Generator().manual_seed(rank)
+    return TensorDataset(torch.randn(16, 6, generator=stream), torch.randint(3, (16,), generator=stream))

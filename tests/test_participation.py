@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separate import small_mlp, vectors
+from separate import Noisy, small_mlp, vectors
+from separate import own_examples as dataset
 from test_strategies_common import TABLE
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
@@ -44,24 +44,6 @@ from vsim.strategy import (
 )
 
 OPTIONS: dict[str, Any] = {"max_steps": 12, "batch_size": 4, "progress": False, "val_interval": None}
-
-
-class Noisy(nn.Module):
-    """A small model that draws random numbers, and keeps statistics."""
-
-    def __init__(self, dropout: float = 0.2) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 3))
-
-    def forward(self, batch: Sequence[Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
-
-
-def dataset(rank: int, num_nodes: int, train: bool) -> TensorDataset:
-    stream = torch.Generator().manual_seed(rank)
-    return TensorDataset(torch.randn(16, 6, generator=stream), torch.randint(3, (16,), generator=stream))
 
 
 def trained(strategy: Strategy, model: nn.Module | None = None, **options: Any) -> tuple[Tensor, vsim.Trainer]:

@@ -23,9 +23,11 @@ from separate import small_mlp, vectors
 from torch import nn
 
 from vsim import Trainer, load_checkpoint
-from vsim.process import CollectiveFailure, NodeFailure
+from vsim.process import CollectiveFailure, ForkServerFailure, NodeFailure
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
 from vsim.training.interrupt import Interrupted
+
+pytestmark = pytest.mark.starts_processes
 
 NO_HANG_SECONDS = 15.0
 
@@ -44,6 +46,18 @@ def processes_with(mark: str) -> list[int]:
         except OSError:
             continue
     return [pid for pid in found if pid != os.getpid()]
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def fork_server(mark: str) -> int:
+    return next(
+        pid
+        for pid in processes_with(mark)
+        if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes() and parent_of(pid) == os.getpid()
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -416,15 +430,23 @@ def test_nodes_within_c_code_end_with_a_caller_that_is_killed(tmp_path: Path, ma
 
 @pytest.mark.slow
 @linux
+def test_a_fork_server_that_is_killed_ends_the_run(mark: str) -> None:
+    def kill(step: int, loss: float) -> None:
+        if step == 2:
+            os.kill(fork_server(mark), signal.SIGKILL)
+
+    with pytest.raises(ForkServerFailure, match="the interpreter that starts the nodes' processes has ended"):
+        fit(FedAvgStrategy(H=2), max_steps=100_000, train_loss_hook=kill)
+
+
+@pytest.mark.slow
+@linux
 def test_an_interrupt_of_a_nodes_process_stops_the_run_after_its_step(tmp_path: Path, mark: str) -> None:
     trainer = Trainer(small_mlp(), vectors())
 
     def interrupt_a_child(step: int, loss: float) -> None:
         if step == 2:
-            for pid in processes_with(mark):
-                if b"vsim.process.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(pid, signal.SIGINT)
-                    return
+            os.kill(next(pid for pid in processes_with(mark) if parent_of(pid) == fork_server(mark)), signal.SIGINT)
 
     with pytest.raises(
         Interrupted, match=rf"interrupted after step \d+: the run is saved in '{tmp_path}'; resume=True"
@@ -483,3 +505,29 @@ def test_nothing_keeps_a_process_group_that_was_destroyed() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     assert done.stdout == "gone\n"
+
+
+@linux
+def test_a_fork_server_computes_nothing_and_asks_for_no_device() -> None:
+    """Neither threads of OpenMP nor a device would survive a fork."""
+    code = """
+        import os, torch
+
+        def never() -> bool:
+            raise AssertionError("somebody asks for a device")
+
+        torch.cuda.is_available = torch.cuda.device_count = torch.backends.mps.is_available = never
+        from vsim.process.forkserver import prepare
+
+        prepare(["vsim.process.child"])
+        print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
+    """
+    one_thread = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "4"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **one_thread},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "1 False\n", done.stderr

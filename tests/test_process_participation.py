@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_participation import Noisy, dataset
+from separate import Noisy
+from separate import own_examples as dataset
 from torch import Tensor
 
 import vsim

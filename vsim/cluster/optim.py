@@ -119,8 +119,11 @@ class OptimSpec:
             return frozenset()
         sample = torch.zeros(2, 2, requires_grad=True)  # which any of torch's takes
         sample.grad = torch.zeros(2, 2)
-        of_gpus = {"capturable"} if torch.cuda.is_available() else set()
-        kwargs = {name: value for name, value in self.kwargs.items() if name not in of_gpus}
+        kwargs = dict(self.kwargs)
+        if (
+            "capturable" in kwargs and torch.cuda.is_available()
+        ):  # which nobody else asks: see `vsim.process.forkserver`
+            del kwargs["capturable"]
         optimizer = without_compiler(self.cls)([sample], **kwargs)
         with torch.set_grad_enabled(bool(kwargs.get("differentiable"))):
             optimizer.step()

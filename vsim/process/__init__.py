@@ -10,11 +10,13 @@ docs/exactness.md says what is promised of both backends together, and what is o
 """
 
 from vsim.process.collectives import CollectiveFailure
+from vsim.process.forkserver import ForkServerFailure
 from vsim.process.launch import NodeFailure, train_in_processes
 from vsim.process.node import ProcessOptions, default_threads, join, local_ranks, under_torchrun
 
 __all__ = [
     "CollectiveFailure",
+    "ForkServerFailure",
     "NodeFailure",
     "ProcessOptions",
     "default_threads",

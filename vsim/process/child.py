@@ -1,4 +1,4 @@
-"""The process of one node. `vsim.process.launch` starts it in a fresh interpreter, which calls `main`."""
+"""The process of one node. `vsim.process.forkserver` starts it, and calls `main`."""
 
 from __future__ import annotations
 
@@ -30,34 +30,27 @@ from vsim.training.interrupt import Interrupt, Interrupted
 _speaking = threading.Lock()  # one message at a time
 
 
-def main(answer_fd: int) -> None:
-    """Take the setup from standard input, train, and answer through the inherited pipe `answer_fd`.
+def main(setup: dict[str, Any], parent: Connection) -> None:
+    """Train as the setup says, and answer to the parent.
 
-    Standard input stays open as long as the parent lives. Without a setup from there this process ends by itself, later
-    by the parent's reaper.
+    The connection stays open as long as the parent lives; what comes after its end is the parent's reaper.
     """
-    os.set_inheritable(answer_fd, False)
-    answer = Connection(answer_fd, readable=False)
-    try:
-        setup = pickle.load(sys.stdin.buffer)
-    except EOFError:
-        os._exit(1)
     interrupt = Interrupt()
-    _obey_parent(interrupt)
+    _obey(parent, interrupt)
     sys.argv = setup["argv"]
-    _forward_warnings(answer)
+    _forward_warnings(parent)
     try:
-        _train(setup, answer, interrupt)
+        _train(setup, parent, interrupt)
     except BaseException as error:
         with suppress(OSError):  # the parent is gone
-            _say(answer, "lost" if _follows_from_a_loss(error) else "failed", (_pickled(error), traceback.format_exc()))
+            _say(parent, "lost" if _follows_from_a_loss(error) else "failed", (_pickled(error), traceback.format_exc()))
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
         os._exit(1)  # at once, so that the others notice: without waiting for threads, worker processes or peers
 
 
-def _train(setup: dict[str, Any], answer: Connection, interrupt: Interrupt) -> None:
+def _train(setup: dict[str, Any], parent: Connection, interrupt: Interrupt) -> None:
     folder, device = Path(setup["folder"]), torch.device(setup["device"])
     torch.set_num_threads(setup["threads"])
     settings.apply(setup["torch"])
@@ -70,18 +63,18 @@ def _train(setup: dict[str, Any], answer: Connection, interrupt: Interrupt) -> N
 
     def send(report: StepReport) -> None:
         if dist.get_rank() == 0:
-            _say(answer, "report", report)
+            _say(parent, "report", report)
 
-    meeting = Meeting(store, setup["backend"], setup["node"], patience, lambda *those: _say(answer, "joining", those))
+    meeting = Meeting(store, setup["backend"], setup["node"], patience, lambda *those: _say(parent, "joining", those))
     minibatch_size = None
     if copying:
         config, minibatch_size = joined(config, meeting, copying, step)
     meeting.meet(nodes, f"step {step}")
     try:
         outcome = run_node(config, device, send, interrupt, meeting, minibatch_size, joins=bool(copying))
-        _say(answer, "done", None if outcome is None or dist.get_rank() else outcome)
+        _say(parent, "done", None if outcome is None or dist.get_rank() else outcome)
     except Interrupted:
-        _say(answer, "interrupted", None)
+        _say(parent, "interrupted", None)
     dist.destroy_process_group()
 
 
@@ -97,14 +90,14 @@ def _load(path: Path) -> RunConfig:
     return config
 
 
-def _say(answer: Connection, kind: str, content: Any) -> None:
+def _say(parent: Connection, kind: str, content: Any) -> None:
     # As bytes: multiprocessing's own pickler would pass tensors as handles, which die with this process.
     message = pickle.dumps((kind, content))
     with _speaking:
-        answer.send_bytes(message)
+        parent.send_bytes(message)
 
 
-def _forward_warnings(answer: Connection) -> None:
+def _forward_warnings(parent: Connection) -> None:
     """Let the parent issue this process's warnings: by its filters, and where its user looks."""
     own_pid, print_here = os.getpid(), warnings.showwarning
 
@@ -120,21 +113,18 @@ def _forward_warnings(answer: Connection) -> None:
             print_here(message, category, filename, lineno, file, line)
             return
         known = next(c for c in category.__mro__ if c.__module__ == "builtins")  # the parent may not have other classes
-        _say(answer, "warning", (str(message), known.__name__, filename, lineno))
+        _say(parent, "warning", (str(message), known.__name__, filename, lineno))
 
     warnings.showwarning = show
 
 
-def _obey_parent(interrupt: Interrupt) -> None:
-    """Interrupt the run when the parent writes to standard input."""
-    lifeline = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # user code that reads standard input gets an empty one
-    os.close(nothing)
+def _obey(parent: Connection, interrupt: Interrupt) -> None:
+    """Interrupt the run when the parent says so."""
 
     def listen() -> None:
-        while os.read(lifeline, 1):
-            interrupt.request()
+        with suppress(EOFError, OSError):
+            while parent.recv_bytes():
+                interrupt.request()
 
     threading.Thread(target=listen, daemon=True).start()
 

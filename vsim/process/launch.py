@@ -11,13 +11,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
 import torch
@@ -26,6 +25,7 @@ from vsim.checkpoint.folder import Saving
 from vsim.engine.memory import check_room
 from vsim.process import settings
 from vsim.process.collectives import CollectiveFailure
+from vsim.process.forkserver import ForkServer, Process
 from vsim.process.node import Outcome, ProcessOptions, backend_for
 from vsim.records.report import Reporter
 from vsim.training.assemble import plan_of
@@ -40,9 +40,6 @@ _EXIT_SECONDS = 10.0
 _LEAST_BYTES = 2**26
 # How often processes are polled: a pipe does not close while worker processes of a DataLoader hold it too.
 _POLL_SECONDS = 0.5
-
-# What a child interpreter runs. It finds modules as its parent does, whatever the current folder holds.
-_BOOTSTRAP = "import sys; sys.path[:] = sys.argv[2:]; from vsim.process.child import main; main(int(sys.argv[1]))"
 
 # What ends the nodes of a parent that was killed, even those within C code, which notice nothing themselves: a shell
 # that reads their process groups until the parent's end of the pipe closes, then kills them and removes the folder, $0.
@@ -74,8 +71,7 @@ class _Child:
     """One child process as its parent sees it."""
 
     rank: int
-    process: subprocess.Popen[bytes]
-    messages: Connection
+    process: Process
     done: bool = False
     ended: bool = False  # no more messages will come
     failure: _Failure | None = None
@@ -98,9 +94,10 @@ def train_in_processes(config: RunConfig, options: ProcessOptions, report: Repor
 
     With a plan (`fit(participation=…)`) a node has a process while it takes part.
 
-    The processes are fresh interpreters: the caller's main module does not run again in them, and its definitions
-    (models, datasets, strategies) are shipped by value. Their warnings are issued here. However this call ends, the
-    processes and their children are gone afterwards, also if this process is killed, and then `folder` with them.
+    The processes are forks of a fresh interpreter: the caller's main module does not run again in them, and its
+    definitions (models, datasets, strategies) are shipped by value. Their warnings are issued here. However this call
+    ends, the processes and their children are gone afterwards, also if this process is killed, and then `folder` with
+    them.
 
     Args:
         config: the run.
@@ -112,6 +109,7 @@ def train_in_processes(config: RunConfig, options: ProcessOptions, report: Repor
         TypeError: something in `config` cannot be shipped; it is named.
         Exception: what a node raised, caused by a `NodeFailure` with its rank and traceback.
         NodeFailure: a process was killed, or exited without a message.
+        ForkServerFailure: the interpreter that starts the processes was killed, or cannot import vsim.
         Interrupted: after a Ctrl-C, when the nodes have completed their step. A second Ctrl-C ends them at once.
     """
     if os.name != "posix":
@@ -119,24 +117,38 @@ def train_in_processes(config: RunConfig, options: ProcessOptions, report: Repor
     check_room(config.num_nodes, _LEAST_BYTES, torch.device("cpu"))
     _ship(config, folder / "config")
     plan, first = plan_of(config, None), config.first_step
-    reaper = subprocess.Popen(
-        ["/bin/sh", "-c", _REAPER, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    assert reaper.stdin is not None
-    run = _Listener(config.saving, report, partial(_start, folder, config, options, reaper.stdin))
-    try:
+    with ExitStack() as ending:
+        reaper = subprocess.Popen(
+            ["/bin/sh", "-c", _REAPER, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        ending.callback(reaper.communicate)
+        ending.callback(reaper.kill)
+        server = ForkServer(_environment(options))
+        ending.callback(server.end)
+        _tell_reaper(reaper, server.process.pid)
+        run = _Listener(config.saving, report, partial(_start, folder, config, options, reaper, server))
+        ending.callback(run.end)
         with run.interrupt:
             nodes = range(config.num_nodes) if plan is None else plan.machines(first)
             run.start(nodes, nodes, first)
             return run.listen()
-    finally:
-        run.end()
-        reaper.kill()
-        reaper.communicate()
+
+
+def _environment(options: ProcessOptions) -> dict[str, str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
+    # The nodes of one machine talk over its loopback interface only.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    return environment
+
+
+def _tell_reaper(reaper: subprocess.Popen[bytes], group: int) -> None:
+    assert reaper.stdin is not None
+    reaper.stdin.write(f"{group}\n".encode())
+    reaper.stdin.flush()
 
 
 def _ship(config: RunConfig, path: Path) -> None:
@@ -157,7 +169,13 @@ def _ship(config: RunConfig, path: Path) -> None:
 
 
 def _start(
-    folder: Path, config: RunConfig, options: ProcessOptions, reaper: IO[bytes], node: int, segment: dict[str, Any]
+    folder: Path,
+    config: RunConfig,
+    options: ProcessOptions,
+    reaper: subprocess.Popen[bytes],
+    server: ForkServer,
+    node: int,
+    segment: dict[str, Any],
 ) -> _Child:
     setup = {
         "argv": sys.argv,
@@ -170,25 +188,10 @@ def _start(
         "torch": settings.current(),
         "timeout_seconds": options.timeout_seconds,
     }
-    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-    # The nodes of one machine talk over its loopback interface only.
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    receive, send = Pipe(duplex=False)
-    with send:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, str(send.fileno()), *(p for p in sys.path if isinstance(p, str))],
-            stdin=subprocess.PIPE,
-            pass_fds=[send.fileno()],
-            env=environment,
-            start_new_session=True,  # a Ctrl-C reaches the parent, which then ends its children
-        )
-    reaper.write(f"{process.pid}\n".encode())  # before the setup, without which the child ends by itself
-    reaper.flush()
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # a child that has died already is noticed when its pipe closes
-        process.stdin.write(pickle.dumps(setup))  # small: it fits into the pipe before anybody reads
-        process.stdin.flush()
-    return _Child(node, process, receive)
+    process = server.start()
+    _tell_reaper(reaper, process.pid)  # before the setup, without which the process ends by itself
+    process.tell(pickle.dumps(setup))
+    return _Child(node, process)
 
 
 class _Listener:
@@ -214,13 +217,14 @@ class _Listener:
         """Pass the first node's reports on until all nodes are done, or a while after one has failed."""
         deadline: float | None = None
         while running := [node for node in self.nodes if not node.ended]:
-            ready = wait([node.messages for node in running], _POLL_SECONDS)
+            ready = wait([node.process.connection for node in running], _POLL_SECONDS)
             if self.interrupt.requested:
                 self._tell_interrupt()
             for node in running:
-                if node.messages in ready:
+                connection = node.process.connection
+                if connection in ready:
                     self._receive(node)
-                elif node.process.poll() is not None and not node.messages.poll():
+                elif node.process.exit_code() is not None and not connection.poll():
                     node.ended = True
                 if node.failed and node not in self.failures:
                     self.failures.append(node)
@@ -238,27 +242,16 @@ class _Listener:
     def end(self) -> None:
         """Leave no process behind, whatever happened."""
         for node in self.nodes:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(node.process.pid, signal.SIGKILL)
-        for node in self.nodes:
-            node.process.wait()
-            node.messages.close()
-            assert node.process.stdin is not None
-            with suppress(BrokenPipeError):
-                node.process.stdin.close()
+            node.process.kill()
 
     def _tell_interrupt(self) -> None:
         """Stop the nodes after their step. Sent repeatedly: a child that starts may not read yet."""
         for node in [node for node in self.nodes if not node.ended]:
-            stdin = node.process.stdin
-            assert stdin is not None
-            with suppress(BrokenPipeError):
-                stdin.write(b"!")
-                stdin.flush()
+            node.process.tell(b"!")
 
     def _receive(self, node: _Child) -> None:
         try:
-            kind, content = pickle.loads(node.messages.recv_bytes())
+            kind, content = pickle.loads(node.process.connection.recv_bytes())
         except (EOFError, OSError):
             node.ended = True
             return
@@ -288,8 +281,7 @@ class _Listener:
     def _wait_for_exits(self) -> None:
         deadline = time.monotonic() + _EXIT_SECONDS
         for node in self.nodes:
-            with suppress(subprocess.TimeoutExpired):
-                node.process.wait(max(0.0, deadline - time.monotonic()))
+            node.process.exit_code(max(0.0, deadline - time.monotonic()))
 
     def _raise(self) -> NoReturn:
         """Raise the first failure that does not follow from another's, if there is one."""
@@ -311,10 +303,9 @@ class _Listener:
         raise error from failure
 
 
-def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    try:
-        status = process.wait(_EXIT_SECONDS)
-    except subprocess.TimeoutExpired:
+def _how_it_ended(process: Process) -> str:
+    status = process.exit_code(_EXIT_SECONDS)
+    if status is None:
         return "closed its connection"
     if status >= 0:
         return f"exited with {status}"

@@ -10,8 +10,6 @@ from vsim.strategy.base import Optim, Strategy, StrategyOptions, with_inner
 from vsim.strategy.compression import Compressor
 from vsim.strategy.diloco import DiLoCoCommunicator
 
-# One learning rate for both: the steps of Muon are scaled to the size that AdamW's have.
-INNER = OptimSpec("muon", adjust_lr_fn="match_rms_adamw", rest=OptimSpec("adamw", betas=(0.9, 0.95)))
 OUTER = OptimSpec("sgd", lr=0.8, momentum=0.9, nesterov=True)
 OUTER_OF_ONE_NODE = OptimSpec("sgd", lr=0.7, momentum=0.6, nesterov=True)
 
@@ -56,7 +54,10 @@ class MuLoCoStrategy(Strategy):
     ) -> None:
         options = with_inner(optim_spec, options)
         if options.get("optim_spec") is None and options.get("inner_optim") is None:
-            options["optim_spec"] = INNER
+            # One learning rate for both: the steps of Muon are scaled to the size that AdamW's have.
+            options["optim_spec"] = OptimSpec(
+                "muon", adjust_lr_fn="match_rms_adamw", rest=OptimSpec("adamw", betas=(0.9, 0.95))
+            )
         if error_feedback is None and getattr(compressor, "contractive", False):
             error_feedback = 0.9
         spellings = {"outer_optim_spec": outer_optim_spec, "outer_optim": outer_optim}

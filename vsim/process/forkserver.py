@@ -1,0 +1,219 @@
+"""A fork server: one fresh interpreter that imports what the nodes' processes need, and then forks each of them.
+
+An interpreter takes seconds to import torch, a fork of it milliseconds, and they share memory until one writes to it.
+The server runs nothing of the user's and computes nothing: when it forks, no thread of OpenMP and no device has been
+started, which would not survive.
+
+On macOS, whose frameworks do not survive a fork, it starts a fresh interpreter for each process instead.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+FORKS = sys.platform != "darwin"
+
+_NODE = "vsim.process.child"  # what a node's process runs
+_BEGUN, _ENDED = "begun", "ended"  # what is told of a process, with its number or its exit code
+
+
+class ForkServerFailure(RuntimeError):
+    """The fork server has ended."""
+
+
+class ForkServer:
+    """The parent's side of a fork server, in whose environment all its processes are.
+
+    Args:
+        environment: the variables of the environment.
+        modules: what it imports before it forks; nothing in them may compute.
+    """
+
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = (_NODE,)) -> None:
+        self._socket, its_socket = socket.socketpair()
+        with its_socket:
+            self.process = subprocess.Popen(
+                _interpreter("serve", its_socket.fileno(), modules if FORKS else ()),
+                stdin=subprocess.DEVNULL,  # code of the user's that reads it finds it empty
+                pass_fds=[its_socket.fileno()],
+                env=environment,
+                start_new_session=True,  # a Ctrl-C reaches the parent, which then ends its children
+            )
+
+    def start(self) -> Process:
+        """Start a process that is going to train a node, as soon as it gets the setup.
+
+        Raises:
+            ForkServerFailure: the server has ended.
+        """
+        connection, its_end = Pipe()
+        status, its_status = Pipe(duplex=False)
+        with its_end, its_status, suppress(BrokenPipeError):  # in which case nobody holds the other end of `status`
+            socket.send_fds(self._socket, [b"+"], [its_end.fileno(), its_status.fileno()])
+        return Process(connection, status)
+
+    def end(self) -> None:
+        """End the server; the processes that it has started go on."""
+        self._socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class Process:
+    """A process that a fork server has started, with a session of its own.
+
+    Attributes:
+        pid: its number.
+        connection: to and from it.
+    """
+
+    def __init__(self, connection: Connection, status: Connection) -> None:
+        self.connection, self._status = connection, status
+        self._exit_code: int | None = None
+        what, self.pid = self._heard()
+        if what != _BEGUN:
+            raise ForkServerFailure("a process has ended before it began")
+
+    def exit_code(self, seconds: float = 0.0) -> int | None:
+        """Return how it ended, −n: by signal n; None if it has not within so many seconds."""
+        if self._exit_code is None and self._status.poll(seconds):
+            _, self._exit_code = self._heard()
+        return self._exit_code
+
+    def tell(self, order: bytes) -> None:
+        """Send it an order; if it does not hear that any more, it is noticed elsewhere."""
+        with suppress(OSError):
+            self.connection.send_bytes(order)
+
+    def kill(self) -> None:
+        """End it, and all processes of its session."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with suppress(ForkServerFailure):
+            while self.exit_code(1.0) is None:
+                pass
+        self.connection.close()
+        self._status.close()
+
+    def _heard(self) -> tuple[str, int]:
+        try:
+            message: tuple[str, int] = self._status.recv()
+        except EOFError:
+            raise ForkServerFailure("the interpreter that starts the nodes' processes has ended") from None
+        return message
+
+
+def _interpreter(function: str, *arguments: Any) -> list[str]:
+    """Return the command of a fresh interpreter that calls a function here; it finds modules as this one does."""
+    paths = [path for path in sys.path if isinstance(path, str)]
+    # By path, so that it imports no more of vsim than it needs.
+    code = f"import runpy, sys; here, *sys.path[:] = sys.argv[1:]; runpy.run_path(here)['{function}']{arguments}"
+    return [sys.executable, "-c", code, __file__, *paths]
+
+
+# In the server and in the processes that it starts -------------------------------------------------------------------
+
+
+def serve(fd: int, modules: Sequence[str]) -> None:
+    """Start a process for every message on an inherited socket, and say how each ended, until the socket closes.
+
+    Args:
+        modules: what the processes need; if empty, they are fresh interpreters.
+    """
+    if modules:
+        prepare(modules)
+    server = socket.socket(fileno=fd)
+    server.set_inheritable(False)
+    ended, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: dict[int, Connection] = {}  # by pid: where its end is told
+    while True:
+        ready = wait([server, ended])
+        if ended in ready:
+            os.read(ended, 4096)
+            for pid, exit_code in _those_who_ended():
+                with suppress(OSError), running.pop(pid) as status:  # the parent may be gone
+                    status.send((_ENDED, exit_code))
+        if server not in ready:
+            continue
+        message, fds, *_ = socket.recv_fds(server, 1, 2)
+        if not message:
+            return
+        connection, status = Connection(fds[0]), Connection(fds[1])
+        pid = _fork() if modules else _spawn(fds)
+        if not pid:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            server.close()
+            for other in (ended, wakeup):
+                os.close(other)
+            for of_another in running.values():
+                of_another.close()
+            _become_node(connection, status)
+            return
+        connection.close()
+        running[pid] = status
+
+
+def prepare(modules: Sequence[str]) -> None:
+    """Import what the forks of this process need."""
+    for module in (*modules, "torch"):
+        importlib.import_module(module)
+    sys.modules["torch"].compiler.disable(_fork)  # imports what optimizers do in their first step, for as long as torch
+    gc.collect()
+    gc.freeze()  # so that a collection in a fork does not write to what all share
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: numpy's libraries end theirs before a fork
+        return os.fork()
+
+
+def _spawn(fds: list[int]) -> int:
+    for fd in fds:
+        os.set_inheritable(fd, True)
+    command = _interpreter("_begin", *fds)
+    return os.posix_spawn(command[0], command, os.environ)
+
+
+def _those_who_ended() -> list[tuple[int, int]]:
+    found = []
+    with suppress(ChildProcessError):
+        while (of_child := os.waitpid(-1, os.WNOHANG))[0]:
+            found.append((of_child[0], os.waitstatus_to_exitcode(of_child[1])))
+    return found
+
+
+def _begin(connection: int, status: int) -> None:
+    _become_node(Connection(connection), Connection(status))
+
+
+def _become_node(connection: Connection, status: Connection) -> None:
+    """Train a node in this process, once the parent knows it and has sent a setup."""
+    os.setsid()
+    for own in (connection, status):
+        os.set_inheritable(own.fileno(), False)
+    with status:
+        status.send((_BEGUN, os.getpid()))
+    child = importlib.import_module(_NODE)
+    try:
+        setup = pickle.loads(connection.recv_bytes())
+    except EOFError:  # the parent is gone
+        os._exit(1)
+    child.main(setup, connection)
