@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import tempfile
 import traceback
@@ -11,6 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import cloudpickle
+import forked
 import torch
 import torch.distributed as dist
 
@@ -25,7 +25,7 @@ class Ranks:
 
     def __init__(self, num_nodes: int) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="vsim-test-")
-        context = multiprocessing.get_context("spawn")
+        context = forked.context()
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(num_nodes):

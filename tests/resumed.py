@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import torch
 from separate import images, small_cnn
 from torch import Tensor, nn
 
+import vsim
 from vsim import Trainer
 from vsim.checkpoint.folder import checkpoint_path, checkpoints_in
+from vsim.data import digits
+from vsim.models import MLP
 from vsim.records.history import OF_THE_MACHINE
-from vsim.strategy import OptimSpec, Strategy
+from vsim.strategy import DiLoCoStrategy, OptimSpec, SPARTADiLoCoStrategy, Strategy
 from vsim.training.member import Run
 
 # 29 examples for K = 3 in batches of 4 are 3 steps an epoch, the last of 2: most steps are in the middle of one.
@@ -98,3 +102,30 @@ def saved_at_every_step(strategy: Strategy, folder: Path, **options: Any) -> Cal
     fit(strategy, trainer, save_dir=folder / "run", checkpoint_interval=1, callbacks=[keeper], **options)
     keeper(None)  # type: ignore[arg-type]  # the last step's
     return lambda step: checkpoint_path(folder / "all", step)
+
+
+# What processes do that are killed ------------------------------------------------------------------------------------
+
+
+def train_on(folder: Path, steps: int) -> None:
+    """Continue a run, or begin it."""
+    latest = vsim.latest_checkpoint(folder)
+    fit(hybrid(), max_steps=steps, checkpoint_interval=2, save_dir=folder, resume=latest)
+
+
+def hybrid() -> Strategy:
+    return SPARTADiLoCoStrategy(p_sparta=0.2, H=5, async_delay=2, lr=1e-2, lr_scheduler="cosine")
+
+
+def sweep_to(result: Path, folder: Path | None) -> None:
+    """Train a sweep, or continue the one that is saved in a folder."""
+    settings = {"H": [2, 5, 10], "outer_lr": [0.1, 0.4, 0.7], "lr": [1e-3, 1e9]}
+    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 60, "val_interval": 10, "progress": False}
+    if folder is not None:
+        options |= {"save_dir": folder, "checkpoint_interval": 3, "resume": (folder / "race.json").exists()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sweep = vsim.sweep(
+            MLP(seed=0), *digits(), strategy=DiLoCoStrategy, settings=settings, seeds=[1, 2], halving=2, **options
+        )
+    sweep.to_json(result)

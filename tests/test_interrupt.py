@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
-from resumed import ADAMW, PROCESSES, assert_same_run, fit, trainer_of, weights
+from resumed import ADAMW, PROCESSES, assert_same_run, fit, hybrid, train_on, trainer_of, weights
 
 from vsim import CheckpointError, load_checkpoint
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
@@ -183,49 +181,24 @@ def test_processes_save_when_they_are_interrupted(tmp_path: Path) -> None:
 
 # Killed --------------------------------------------------------------------------------------------------------------
 
-KILLED = """
-    import sys
-    sys.path.insert(0, {tests!r})
-    import torch
-    torch.set_num_threads(1)
-    import vsim
-    from resumed import fit, trainer_of, weights
-    from vsim.strategy import SPARTADiLoCoStrategy
-
-    folder = {folder!r}
-    strategy = SPARTADiLoCoStrategy(p_sparta=0.2, H=5, async_delay=2, lr=1e-2, lr_scheduler="cosine")
-    options = dict(max_steps={steps}, checkpoint_interval=2, save_dir=folder, resume=vsim.latest_checkpoint(folder))
-    fit(strategy, **options)
-    print("done")
-"""
-
 
 @pytest.mark.slow
 def test_killed_at_thirty_random_moments(tmp_path: Path) -> None:
     steps, folder = 600, tmp_path / "run"
-    script = textwrap.dedent(KILLED.format(tests=str(Path(__file__).parent), folder=str(folder), steps=steps))
     stream = torch.Generator().manual_seed(11)
-    kills = 0
-    while kills < 30:
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    for _ in range(30):
         before = _progress(folder)
-        while process.poll() is None and _progress(folder) == before:  # until it trains
+        process = forked.started(train_on, folder, steps)
+        while process.is_alive() and _progress(folder) == before:  # until it trains
             time.sleep(0.005)
         time.sleep(float(torch.rand((), generator=stream)) * 0.25)
         assert load_checkpoint(folder).step >= before
         process.kill()
-        out, _ = process.communicate()
+        assert forked.ended(process) == -signal.SIGKILL  # long before its end
         assert load_checkpoint(folder).step >= before  # without a warning: none is torn
-        if "done" in out:
-            break
-        kills += 1
-    assert kills == 30
-    subprocess.run([sys.executable, "-c", script], check=True)
-    from vsim.strategy import SPARTADiLoCoStrategy
-
-    same = SPARTADiLoCoStrategy(p_sparta=0.2, H=5, async_delay=2, lr=1e-2, lr_scheduler="cosine")
-    straight = fit(same, max_steps=steps)
-    assert_same_run(fit(same, max_steps=steps, resume=folder), straight)
+    assert forked.ended(forked.started(train_on, folder, steps)) == 0
+    straight = fit(hybrid(), max_steps=steps)
+    assert_same_run(fit(hybrid(), max_steps=steps, resume=folder), straight)
 
 
 def _progress(folder: Path) -> int:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
+from resumed import sweep_to
 from separate import TASKS, Task, small_mlp, vectors
 from test_strategies_common import TABLE, examples, model
 from torch import Tensor, nn
@@ -544,50 +543,22 @@ def test_one_after_the_other_loses_nothing_either() -> None:
     assert heard == []
 
 
-KILLED_AT_RANDOM = """
-import sys, warnings
-from pathlib import Path
-import torch, vsim
-from vsim.data import digits
-from vsim.engine import Executor
-from vsim.models import MLP
-from vsim.strategy import DiLoCoStrategy
-warnings.simplefilter("ignore")
-torch.set_num_threads(1)
-folder, result = Path(sys.argv[1]), sys.argv[2]
-settings = {"H": [2, 5, 10], "outer_lr": [0.1, 0.4, 0.7], "lr": [1e-3, 1e9]}
-saved = {"save_dir": folder, "checkpoint_interval": 3, "resume": (folder / "race.json").exists()} if sys.argv[1] else {}
-sweep = vsim.sweep(MLP(seed=0), *digits(), strategy=DiLoCoStrategy, settings=settings, seeds=[1, 2], num_nodes=2,
-    max_steps=60, val_interval=10, halving=2, progress=False, **saved)
-sweep.to_json(result)
-"""
-
-
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_twenty_times_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
-    script, folder = tmp_path / "sweep.py", tmp_path / "race"
-    script.write_text(KILLED_AT_RANDOM)
-
-    def start(saved: Path | str, result: Path) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, str(script), str(saved), str(result)], env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-
-    assert start("", tmp_path / "expected.json").wait() == 0
+    expected_file, result_file, folder = tmp_path / "expected.json", tmp_path / "result.json", tmp_path / "race"
+    assert forked.ended(forked.started(sweep_to, expected_file, None)) == 0
     draw = random.Random(0)
     kills = 0
     while kills < 20:
-        run = start(folder, tmp_path / "result.json")
-        while not (folder / "race.json").exists() and run.poll() is None:
+        run = forked.started(sweep_to, result_file, folder)
+        while not (folder / "race.json").exists() and run.is_alive():
             time.sleep(0.01)  # until it has begun
         time.sleep(draw.uniform(0.0, 4.0))
-        if run.poll() is not None:  # it got to its end
-            assert run.returncode == 0
+        run.kill()
+        if forked.ended(run) == 0:  # it got to its end
             shutil.rmtree(folder)
             continue
-        run.kill()
-        run.wait()
         kills += 1
-    assert start(folder, tmp_path / "result.json").wait() == 0
-    result, expected = (vsim.Sweep.from_json(tmp_path / f"{name}.json") for name in ("result", "expected"))
+    assert forked.ended(forked.started(sweep_to, result_file, folder)) == 0
+    result, expected = map(vsim.Sweep.from_json, (result_file, expected_file))
     assert_same(result, expected)
