@@ -61,7 +61,7 @@ class ForkServer:
         """
         connection, its_end = Pipe()
         status, its_status = Pipe(duplex=False)
-        with its_end, its_status, suppress(BrokenPipeError):  # in which case nobody holds the other end of `status`
+        with its_end, its_status, suppress(OSError):  # in which case nobody holds the other end of `status`
             socket.send_fds(self._socket, [b"+"], [its_end.fileno(), its_status.fileno()])
         return Process(connection, status)
 
@@ -146,14 +146,17 @@ def serve(fd: int, modules: Sequence[str]) -> None:
         ready = wait([server, ended])
         if ended in ready:
             os.read(ended, 4096)
-            for pid, exit_code in _those_who_ended():
-                with suppress(OSError), running.pop(pid) as status:  # the parent may be gone
-                    status.send((_ENDED, exit_code))
+            for pid in [*running]:
+                if (exit_code := _exit_code(pid)) is not None:
+                    with suppress(OSError), running.pop(pid) as status:  # the parent may be gone
+                        status.send((_ENDED, exit_code))
         if server not in ready:
             continue
         message, fds, *_ = socket.recv_fds(server, 1, 2)
         if not message:
             return
+        for fd in fds:
+            os.set_inheritable(fd, False)
         connection, status = Connection(fds[0]), Connection(fds[1])
         pid = _fork() if modules else _spawn(fds)
         if not pid:
@@ -186,18 +189,28 @@ def _fork() -> int:
 
 
 def _spawn(fds: list[int]) -> int:
+    command = _interpreter("_begin", *fds)
     for fd in fds:
         os.set_inheritable(fd, True)
-    command = _interpreter("_begin", *fds)
-    return os.posix_spawn(command[0], command, os.environ)
+    pid = os.posix_spawn(command[0], command, os.environ)
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return pid
 
 
-def _those_who_ended() -> list[tuple[int, int]]:
-    found = []
-    with suppress(ChildProcessError):
-        while (of_child := os.waitpid(-1, os.WNOHANG))[0]:
-            found.append((of_child[0], os.waitstatus_to_exitcode(of_child[1])))
-    return found
+def _exit_code(pid: int) -> int | None:
+    """Return how a process ended, None if it has not.
+
+    It stays a zombie as long as the server lives: its number, by which all of its session are killed at the end of the
+    run, is nobody else's until then. Before Python 3.13 that cannot be had on macOS.
+    """
+    if not hasattr(os, "waitid"):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if found else None
+    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if end is None:
+        return None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def _begin(connection: int, status: int) -> None:
@@ -207,8 +220,7 @@ def _begin(connection: int, status: int) -> None:
 def _become_node(connection: Connection, status: Connection) -> None:
     """Train a node in this process, once the parent knows it and has sent a setup."""
     os.setsid()
-    for own in (connection, status):
-        os.set_inheritable(own.fileno(), False)
+    os.set_inheritable(connection.fileno(), False)
     with status:
         status.send((_BEGUN, os.getpid()))
     child = importlib.import_module(_NODE)
