@@ -119,6 +119,23 @@ def test_names_are_drawn_as_they_are(legend: int, tmp_path: Path) -> None:
         assert set(names) <= set(drawn)
 
 
+@pytest.mark.parametrize("width", [3.3, 7.0])
+@pytest.mark.parametrize("count", [2, 8])
+def test_names_may_be_sentences(count: int, width: float, tmp_path: Path) -> None:
+    """They take lines, not the axes' place: matplotlib warns where axes collapse."""
+    runs = {
+        f"{i}: DiLoCo with H = 10, an outer learning rate of 0.7, and {'more ' * 20}": history(3) for i in range(count)
+    }
+    ax, figure = bands(runs), overview(runs, width=width)
+    figure.save(tmp_path / "names.png")
+    for shown, axes in ((ax.get_legend(), ax), (figure.legends[0], figure.axes[0])):
+        axes.figure.canvas.draw()
+        legend, whole = shown.get_window_extent(), axes.figure.bbox
+        assert legend.x0 >= whole.x0 - 1 and legend.x1 <= whole.x1 + 1
+        assert axes.get_window_extent().width > 0.3 * whole.width
+        assert not legend.overlaps(axes.get_window_extent())
+
+
 @pytest.mark.parametrize("width", [-1, 0, float("nan"), 1e4])
 def test_a_width_that_no_page_has_is_refused(width: float) -> None:
     with pytest.raises(ValueError, match=r"width must be >= 1 and <= 100, got"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from separate import TASKS, Task, small_cnn, small_mlp
+from separate import TASKS, Task, small_cnn, small_mlp, vectors
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -436,3 +436,14 @@ def test_nothing_acts_before_it_says(strategy: Strategy, first: int) -> None:
     losses, alone = (fit(s, max_steps=first + 1).history.node_losses for s in (strategy, AloneStrategy()))
     same = (losses == alone).all(1)
     assert same[:first].all() and not same[first]  # the loss of a step is that of the weights before it
+
+
+def test_stacked_state_has_a_row_for_each_node() -> None:
+    class Momentum(CommunicationModule):
+        def setup(self, cluster: Cluster) -> None:
+            self.keep_stacked(momentum=torch.zeros_like(cluster.weights[0]))
+
+    with pytest.raises(ValueError, match=r"Momentum: keep_stacked\(momentum=…\) takes a row for each of the 2 nodes"):
+        Trainer(small_mlp(), vectors()).fit(
+            strategy=CommunicateOptimizeStrategy([Momentum()]), num_nodes=2, max_steps=1, progress=False
+        )

@@ -86,6 +86,17 @@ def placements_of(value: Any) -> dict[str, str]:
     return declared
 
 
+def check_rows(value: Any, num_held: int) -> None:
+    """Raise a ValueError for a tensor that an object has declared as stacked, and that has not a row for each node."""
+    for name, placement in placements_of(value).items():
+        tensor = vars(value).get(name)
+        if placement == "stacked" and isinstance(tensor, Tensor) and len(tensor) != num_held:
+            raise ValueError(
+                f"{type(value).__name__}: keep_stacked({name}=…) takes a row for each of the {num_held} nodes here, "
+                f"got a tensor {list(tensor.shape)}; keep_shared takes what is equal on all nodes"
+            )
+
+
 def of_clients(value: Any) -> frozenset[str]:
     """Return the names of the attributes of an object that belong to clients; see `Stateful.keep_client`."""
     return frozenset(vars(value).get("_of_clients", ())) if isinstance(value, Stateful) else frozenset()

@@ -65,8 +65,10 @@ Y_LABELS = {
 }
 
 PAGE = 6.8  # the width of a page of text in inches; of a column 3.3
-# A legend of more entries than this stands below its axes.
-_INSIDE = 4
+# So many characters of a legend fit into an inch; a line's sample and the gaps beside it are as wide as so many.
+_CHARACTERS, _BESIDE = 17, 9
+# A legend of more entries than this stands below its axes, and one with longer names.
+_INSIDE, _SHORT = 4, 40
 _MEAN_REPLICA = "mean replica"
 _THIN: Any = {"linewidth": 0.7, "alpha": 0.7}
 LEGEND: Any = {
@@ -194,11 +196,11 @@ def overview(
     bands(runs, "wire", y, second, False, looks, diverged, logy)
     if beside:
         second.set_ylabel("")
-    handles, labels, columns = _legend(first, looks, diverged or {})
+    handles, labels, columns = _legend(first, looks, diverged or {}, width)
     if labels:
         if len(looks.key) <= 1:
             columns = legend_columns(labels, width)
-        figure.set_figheight(figure.get_figheight() + 0.15 * max(0, -(-len(labels) // columns) - 2))
+        figure.set_figheight(figure.get_figheight() + 0.15 * max(0, _rows(labels, columns) - 2))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, **LEGEND)
     if title:
         figure.suptitle(textwrap.fill(title, int(15 * width)), fontsize=9, x=0.01, ha="left")
@@ -260,16 +262,27 @@ def limits(curves: Iterable[NDArray[np.float64]], log: bool = False) -> tuple[fl
 
 def legend_columns(labels: Sequence[str], width: float = PAGE) -> int:
     """Return in how many columns a legend below a figure of this width fits, in rows of about equal length."""
-    fitting = max(1, int(17 * width) // (max(map(len, labels)) + 9))
+    longest = max(len(line) for label in labels for line in label.split("\n"))
+    fitting = max(1, int(_CHARACTERS * width) // (longest + _BESIDE))
     return -(-len(labels) // -(-len(labels) // fitting))
 
 
-def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str]) -> tuple[list[Any], list[str], int]:
-    """Handles, labels and columns of a legend: a line for each name, or the key with a column for each setting."""
+def _rows(labels: Sequence[str], columns: int) -> int:
+    """Return how many lines of text a legend has below each other."""
+    return -(-sum(1 + label.count("\n") for label in labels) // columns)
+
+
+def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], width: float) -> tuple[list[Any], list[str], int]:
+    """Handles, labels and columns of a legend: a line for each name, or the key with a column for each setting.
+
+    A name that is longer than a legend of this width takes several lines.
+    """
     from matplotlib.lines import Line2D
 
     if not looks.key:
         handles, labels = ax.get_legend_handles_labels()
+        most = max(10, int(0.9 * _CHARACTERS * width) - _BESIDE)  # of wide letters
+        labels = [label if len(label) <= most else textwrap.fill(label, most) for label in labels]
         if any(line.get_gid() == _MEAN_REPLICA for line in ax.get_lines()):
             handles.append(Line2D([], [], color="0.3", **_THIN))
             labels.append(f"thin: {_MEAN_REPLICA}")
@@ -289,16 +302,16 @@ def _add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str]) -> int:
 
     figure = ax.get_figure(root=True)
     assert figure is not None
-    handles, labels, columns = _legend(ax, looks, diverged)
+    width = 1.2 * figure.get_figwidth() * ax.get_position().width  # with the numbers of the y axis
+    handles, labels, columns = _legend(ax, looks, diverged, width)
     place: Any = {}
-    is_below = bool(looks.key) or len(labels) > _INSIDE
+    is_below = bool(looks.key) or len(labels) > _INSIDE or max(map(len, labels)) > _SHORT
     if is_below:
         below = ScaledTranslation(0, -34 / 72, figure.dpi_scale_trans)  # the axis' numbers and label
         place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": ax.transAxes + below}
-        width = 1.2 * figure.get_figwidth() * ax.get_position().width  # with the numbers of the y axis
         columns = columns if looks.key else legend_columns(labels, width)
     ax.legend(handles, labels, ncols=columns, **LEGEND, **place)
-    return -(-len(labels) // columns) if is_below else 0
+    return _rows(labels, columns) if is_below else 0
 
 
 def _draw_mean_replica(ax: Axes, histories: Sequence[History], axis: XAxis, colour: str) -> None:

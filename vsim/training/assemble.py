@@ -22,6 +22,7 @@ from vsim.cluster.plan import Plan, Round
 from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.stacked import StackedCollectives
+from vsim.cluster.state import check_rows
 from vsim.data.batches import Batches, first_examples, resolve
 from vsim.data.joint import BatchSource, Source, joint_batches, one_in_memory
 from vsim.engine import Executor, Settings, VmapExecutor, executor_class, first_calls
@@ -221,6 +222,8 @@ def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, i
         assert config.network is not None and config.compute is not None
         strategy.clock = VirtualClock(config.num_nodes, config.network, config.compute)
     strategy.setup(cluster)
+    for own in (strategy, *strategy.communication_modules):
+        check_rows(own, cluster.replicas.num_held)
     taken = [name for name in strategy.measured() if name in (*COLUMNS, *config.metrics)]
     if taken:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
