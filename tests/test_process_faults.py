@@ -508,7 +508,7 @@ def test_nothing_keeps_a_process_group_that_was_destroyed() -> None:
 
 
 @linux
-def test_a_fork_server_computes_nothing_and_asks_for_no_device() -> None:
+def test_a_fork_server_starts_no_thread_and_asks_for_no_device() -> None:
     """Neither threads of OpenMP nor a device would survive a fork."""
     code = """
         import os, torch

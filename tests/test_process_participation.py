@@ -51,9 +51,9 @@ def trained(strategy: Strategy, model: Any = None, **options: Any) -> tuple[Tens
 def check_equal(one: tuple[Tensor, vsim.Trainer], other: tuple[Tensor, vsim.Trainer]) -> None:
     """Weights, losses, what was measured, and who sent what, bit by bit."""
     histories = one[1].history, other[1].history
-    assert np.array_equal(*(history.node_losses for history in histories), equal_nan=True)
+    np.testing.assert_array_equal(*(history.node_losses for history in histories))
     for column in (c for c in COLUMNS if c not in OF_THE_MACHINE):
-        assert np.array_equal(*(history[column] for history in histories), equal_nan=True), column
+        np.testing.assert_array_equal(*(history[column] for history in histories), err_msg=column)
     assert list(one[1].ledger) == list(other[1].ledger)
     assert one[1].ledger.attendance == other[1].ledger.attendance
     assert torch.equal(one[0], other[0])

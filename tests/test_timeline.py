@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -288,11 +287,12 @@ def test_the_picture_is_drawn_in_a_column_of_a_paper() -> None:
 @pytest.mark.parametrize("options", [{}, {"speeds": np.linspace(1, 2, 10_000)}], ids=["alike", "speeds"])
 @pytest.mark.parametrize("islands", [False, True], ids=["all", "islands"])
 def test_ten_thousand_nodes_and_events(options: dict[str, Any], islands: bool) -> None:
+    """The slowest node computes 0.5 s a step and never waits: nobody is later, in whatever islands they meet."""
     draws: list[Any] = [None]
     if islands:  # other islands of 100 nodes from step to step, ten times by turns
         draws = [np.random.default_rng(i).permutation(10_000).reshape(100, 100).tolist() for i in range(10)]
     events = [(step, step, "gradients", "all_reduce", 4e6, draws[step % len(draws)]) for step in range(1, 10_001)]
-    ledger = record(10_000, 10_000, events)
-    began = time.process_time()
-    timeline(ledger, Network("1 Gbit/s", "10 ms"), Compute(0.5, **options))
-    assert time.process_time() - began <= 2
+    line = timeline(record(10_000, 10_000, events), Network("1 Gbit/s", "10 ms"), Compute(0.5, **options))
+    size = 100 if islands else 10_000
+    ring = 2 * (size - 1) * 0.01 + 2 * (size - 1) / size * 4e6 / 125e6
+    np.testing.assert_allclose(line.seconds, (0.5 + ring) * np.arange(10_001), rtol=1e-9)

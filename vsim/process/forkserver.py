@@ -1,8 +1,8 @@
 """A fork server: one fresh interpreter that imports what the nodes' processes need, and then forks each of them.
 
 An interpreter takes seconds to import torch, a fork of it milliseconds, and they share memory until one writes to it.
-The server runs nothing of the user's and computes nothing: when it forks, no thread of OpenMP and no device has been
-started, which would not survive.
+The server runs nothing of the user's and computes next to nothing: when it forks, no thread of OpenMP and no device has
+been started, which would not survive.
 
 On macOS, whose frameworks do not survive a fork, it starts a fresh interpreter for each process instead.
 """
@@ -178,6 +178,7 @@ def prepare(modules: Sequence[str]) -> None:
     for module in (*modules, "torch"):
         importlib.import_module(module)
     sys.modules["torch"].compiler.disable(_fork)  # imports what optimizers do in their first step, for as long as torch
+    sys.modules["vsim.engine.first_calls"].settle()  # by one thread, and for all
     gc.collect()
     gc.freeze()  # so that a collection in a fork does not write to what all share
 
