@@ -363,7 +363,8 @@ def started(folder: Path, text: str) -> subprocess.Popen[str]:
     """Run it as a file, from a folder whose modules are none of its business."""
     (folder / "code").mkdir()
     (folder / "elsewhere").mkdir()
-    (folder / "elsewhere" / "pickle.py").write_text("raise ImportError('this is not on the path')")
+    for module in ("pickle", "types", "contextlib", "socket"):
+        (folder / "elsewhere" / f"{module}.py").write_text("raise ImportError('this is not on the path')")
     (folder / "code" / "script.py").write_text(text)
     command = [sys.executable, str(folder / "code" / "script.py")]
     return subprocess.Popen(
@@ -437,6 +438,29 @@ def test_a_fork_server_that_is_killed_ends_the_run(mark: str) -> None:
 
     with pytest.raises(ForkServerFailure, match="the interpreter that starts the nodes' processes has ended"):
         fit(FedAvgStrategy(H=2), max_steps=100_000, train_loss_hook=kill)
+
+
+@pytest.mark.slow
+@linux
+def test_a_third_ctrl_c_leaves_no_node_behind(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the caller waits for the nodes that the second has ended."""
+
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vsim.process.forkserver.Process.close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit(At(2, ALL, lambda rank: time.sleep(60) if rank else sys.exit(3)), num_nodes=3)
+    assert gone_within(2, mark)
+
+
+@pytest.mark.slow
+def test_a_caller_that_blocks_signals_hears_of_its_nodes_ends() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
+    try:
+        assert len(fit(FedAvgStrategy(H=2)).history) == 9
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @pytest.mark.slow

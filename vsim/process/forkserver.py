@@ -99,9 +99,12 @@ class Process:
             self.connection.send_bytes(order)
 
     def kill(self) -> None:
-        """End it, and all processes of its session."""
+        """Let it end, and all processes of its session."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Wait for its end, and forget it."""
         with suppress(ForkServerFailure):
             while self.exit_code(1.0) is None:
                 pass
@@ -112,7 +115,10 @@ class Process:
         try:
             message: tuple[str, int] = self._status.recv()
         except EOFError:
-            raise ForkServerFailure("the interpreter that starts the nodes' processes has ended") from None
+            raise ForkServerFailure(
+                "the interpreter that starts the nodes' processes has ended; if it could not start them, its standard "
+                "error says why"
+            ) from None
         return message
 
 
@@ -120,7 +126,7 @@ def _interpreter(function: str, *arguments: Any) -> list[str]:
     """Return the command of a fresh interpreter that calls a function here; it finds modules as this one does."""
     paths = [path for path in sys.path if isinstance(path, str)]
     # By path, so that it imports no more of vsim than it needs.
-    code = f"import runpy, sys; here, *sys.path[:] = sys.argv[1:]; runpy.run_path(here)['{function}']{arguments}"
+    code = f"import sys; here, *sys.path[:] = sys.argv[1:]; import runpy; runpy.run_path(here)['{function}']{arguments}"
     return [sys.executable, "-c", code, __file__, *paths]
 
 
@@ -141,6 +147,7 @@ def serve(fd: int, modules: Sequence[str]) -> None:
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    of_caller = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     running: dict[int, Connection] = {}  # by pid: where its end is told
     while True:
         ready = wait([server, ended])
@@ -158,10 +165,11 @@ def serve(fd: int, modules: Sequence[str]) -> None:
         for fd in fds:
             os.set_inheritable(fd, False)
         connection, status = Connection(fds[0]), Connection(fds[1])
-        pid = _fork() if modules else _spawn(fds)
+        pid = _fork() if modules else _spawn(fds, of_caller)
         if not pid:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, of_caller)
             server.close()
             for other in (ended, wakeup):
                 os.close(other)
@@ -189,11 +197,11 @@ def _fork() -> int:
         return os.fork()
 
 
-def _spawn(fds: list[int]) -> int:
+def _spawn(fds: list[int], blocked: set[Any]) -> int:
     command = _interpreter("_begin", *fds)
     for fd in fds:
         os.set_inheritable(fd, True)
-    pid = os.posix_spawn(command[0], command, os.environ)
+    pid = os.posix_spawn(command[0], command, os.environ, setsigmask=blocked, setsigdef=[signal.SIGCHLD])
     for fd in fds:
         os.set_inheritable(fd, False)
     return pid

@@ -72,6 +72,7 @@ class _Child:
 
     rank: int
     process: Process
+    interrupted: bool = False  # it has been told to stop after its step
     done: bool = False
     ended: bool = False  # no more messages will come
     failure: _Failure | None = None
@@ -189,9 +190,13 @@ def _start(
         "timeout_seconds": options.timeout_seconds,
     }
     process = server.start()
-    _tell_reaper(reaper, process.pid)  # before the setup, without which the process ends by itself
-    process.tell(pickle.dumps(setup))
-    return _Child(node, process)
+    try:
+        _tell_reaper(reaper, process.pid)  # before the setup, without which the process ends by itself
+        process.tell(pickle.dumps(setup))
+        return _Child(node, process)
+    except BaseException:
+        process.kill()
+        raise
 
 
 class _Listener:
@@ -243,10 +248,13 @@ class _Listener:
         """Leave no process behind, whatever happened."""
         for node in self.nodes:
             node.process.kill()
+        for node in self.nodes:  # all are killed already: another Ctrl-C may end this
+            node.process.close()
 
     def _tell_interrupt(self) -> None:
-        """Stop the nodes after their step. Sent repeatedly: a child that starts may not read yet."""
-        for node in [node for node in self.nodes if not node.ended]:
+        """Stop the nodes after their step. Once, as one that reads nothing may not keep this process waiting."""
+        for node in [node for node in self.nodes if not (node.ended or node.interrupted)]:
+            node.interrupted = True
             node.process.tell(b"!")
 
     def _receive(self, node: _Child) -> None:
