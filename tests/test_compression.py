@@ -68,6 +68,7 @@ ALL: dict[str, Callable[[], Compressor]] = {
 AMONG_SENDERS = ("dct", "tiles", "tiles-2-bit")  # their average is over the nodes that sent an entry
 CONTRACTIVE = [name for name, make in ALL.items() if make().contractive]
 every_compressor = pytest.mark.parametrize("name", ALL)
+LEARN_QUICKLY = ("topk", "vote", "int4", "powersgd", "statistical", "dct")  # one of each kind
 every_K = pytest.mark.parametrize("num_nodes", [1, 2, 3])
 
 
@@ -545,7 +546,9 @@ def test_scales_of_float64_have_eight_bytes() -> None:
 # In a strategy -------------------------------------------------------------------------------------------------------
 
 
-@every_compressor
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in LEARN_QUICKLY else pytest.mark.slow) for name in ALL]
+)
 def test_every_compressor_learns_digits(name: str) -> None:
     train, val = digits()
     trainer = Trainer(MLP(seed=0), train, val)

@@ -158,9 +158,11 @@ NAMES = {"compression_decay": "decay", "compression_topk": "k", "compression_chu
 @pytest.mark.parametrize(
     ("name", "num_nodes", "dtype"),
     [
-        *[("defaults", num_nodes, torch.float32) for num_nodes in (1, 3, 4)],
+        *[pytest.param("defaults", num_nodes, torch.float32, marks=pytest.mark.slow) for num_nodes in (1, 4)],
+        ("defaults", 3, torch.float32),
         ("others", 3, torch.float32),
-        *[(name, 3, torch.float64) for name in OPTIONS],
+        *[(name, 3, torch.float64) for name in ("all", "schedule", "clipped")],
+        *[pytest.param(name, 3, torch.float64, marks=pytest.mark.slow) for name in ("defaults", "others")],
     ],
 )
 def test_twenty_steps_by_the_definition(name: str, num_nodes: int, dtype: torch.dtype) -> None:

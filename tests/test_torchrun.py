@@ -113,6 +113,7 @@ def assert_the_simulators_bits(folder: Path) -> None:
     assert [path.name for path in folder.glob("bar of *")] == ["bar of 0"]
 
 
+@pytest.mark.slow
 def test_a_script_joins_as_the_ranks_of_one_machine(tmp_path: Path) -> None:
     run = torchrun("--nproc_per_node=2", "--master_port", str(free_port()), script(tmp_path))
     out, _ = run.communicate(timeout=SECONDS)
