@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
+import signal
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -555,7 +556,9 @@ def test_a_sweep_that_is_killed_twenty_times_ends_as_if_it_had_not_been(tmp_path
             time.sleep(0.01)  # until it has begun
         time.sleep(draw.uniform(0.0, 4.0))
         run.kill()
-        if forked.ended(run) == 0:  # it got to its end
+        code = forked.ended(run)
+        assert code in (0, -signal.SIGKILL)
+        if code == 0:  # it got to its end
             shutil.rmtree(folder)
             continue
         kills += 1

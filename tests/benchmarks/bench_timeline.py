@@ -1,6 +1,8 @@
 """Seconds to price a run of many nodes and events, all together and in islands that change from step to step.
 
-python tests/benchmarks/bench_timeline.py [--nodes 10000] [--events 10000]
+They are the process's CPU seconds. The nodes are a multiple of 100.
+
+    python tests/benchmarks/bench_timeline.py [--nodes 10000] [--events 10000]
 """
 
 from __future__ import annotations

@@ -120,9 +120,8 @@ class OptimSpec:
         sample = torch.zeros(2, 2, requires_grad=True)  # which any of torch's takes
         sample.grad = torch.zeros(2, 2)
         kwargs = dict(self.kwargs)
-        if (
-            "capturable" in kwargs and torch.cuda.is_available()
-        ):  # which nobody else asks: see `vsim.process.forkserver`
+        # Asked only where it matters: a process that has looked for GPUs cannot fork ones that use them.
+        if "capturable" in kwargs and torch.cuda.is_available():
             del kwargs["capturable"]
         optimizer = without_compiler(self.cls)([sample], **kwargs)
         with torch.set_grad_enabled(bool(kwargs.get("differentiable"))):

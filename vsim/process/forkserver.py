@@ -183,10 +183,14 @@ def serve(fd: int, modules: Sequence[str]) -> None:
 
 def prepare(modules: Sequence[str]) -> None:
     """Import what the forks of this process need."""
-    for module in (*modules, "torch"):
+    for module in modules:
         importlib.import_module(module)
-    sys.modules["torch"].compiler.disable(_fork)  # imports what optimizers do in their first step, for as long as torch
-    sys.modules["vsim.engine.first_calls"].settle()  # by one thread, and for all
+    import torch
+
+    from vsim.engine import first_calls
+
+    torch.compiler.disable(_fork)  # imports what optimizers do in their first step, which takes as long as torch itself
+    first_calls.settle()  # by one thread, and for all
     gc.collect()
     gc.freeze()  # so that a collection in a fork does not write to what all share
 
