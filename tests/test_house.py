@@ -1,9 +1,8 @@
-"""How the house stands, computed from its code: which room imports which, how many floors, how large a file may be."""
+"""How the house stands, computed from its code: which room imports which, and how many floors there are."""
 
 from __future__ import annotations
 
 import ast
-import re
 from functools import cache
 from pathlib import Path
 
@@ -24,8 +23,7 @@ BELOW_TRAINING = [
     "records",
     "strategy",
 ]
-# The lines of all files together are a ratchet: lower it when they get fewer.
-MOST_FLOORS, MOST_LINES, MOST_LINES_OF_A_FILE = 10, 30_510, 400
+MOST_FLOORS = 10
 
 
 def module_name(path: Path) -> str:
@@ -106,25 +104,3 @@ def test_what_is_below_training_does_not_import_it(name: str) -> None:
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
 def test_kernels_import_nothing_of_vsim(path: Path) -> None:
     assert not {name for name in imported(path) if name.split(".")[0] == "vsim"}
-
-
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, id="/".join(path.relative_to(ROOT).parts[1:])) for path in (*FILES, *KERNELS)],
-)
-def test_a_file_is_short(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_A_FILE
-
-
-def test_the_house_is_small() -> None:
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (*FILES, *KERNELS)) <= MOST_LINES
-
-
-def test_contributing_shows_every_room() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    tree = text[text.index("```text\nvsim/") : text.index("kernels/vsim_kernels/")]
-    rows = [line for line in tree.splitlines() if re.match(r"  \S", line)]
-    assert {name for row in rows for name in re.findall(r"(\w+)(?:\.py|/)", row)} >= {*rooms()}
-    shown = set(re.findall(r"(?<![\w/])([a-z_]+(?:\.py|/))", tree))
-    there = {path.name for path in FILES} | {f"{path.parent.name}/" for path in FILES}
-    assert shown <= there
