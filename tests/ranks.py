@@ -17,7 +17,7 @@ import torch.distributed as dist
 from vsim.process import ProcessOptions
 from vsim.process.node import Outcome, run_node
 from vsim.records.report import Reporter, StepReport
-from vsim.training.config import RunConfig
+from vsim.training.spec import RunSpec
 
 
 class Ranks:
@@ -37,7 +37,7 @@ class Ranks:
             self.connections.append(here)
             self.processes.append(process)
 
-    def train(self, config: RunConfig, options: ProcessOptions, report: Reporter, folder: Path) -> Outcome:
+    def train(self, config: RunSpec, options: ProcessOptions, report: Reporter, folder: Path) -> Outcome:
         assert options.threads == 1
         shipped = cloudpickle.dumps(config)
         for connection in self.connections:

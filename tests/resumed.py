@@ -19,7 +19,7 @@ from vsim.data import digits
 from vsim.models import MLP
 from vsim.records.history import OF_THE_MACHINE
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SPARTADiLoCoStrategy, Strategy
-from vsim.training.member import Run
+from vsim.training.run import Run
 
 # 29 examples for K = 3 in batches of 4 are 3 steps an epoch, the last of 2: most steps are in the middle of one.
 OPTIONS: dict[str, Any] = {

@@ -268,7 +268,7 @@ def test_small_convolutions_stay_together() -> None:
     trainer = Trainer(CNN(seed=0), train)
     run = trainer.prepare(strategy=DiLoCoStrategy(H=2), num_nodes=2, max_steps=2)
     assert list(steps(run)) == [1, 2]
-    engine = run.groups[0].executor
+    engine = run.stacks[0].executor
     assert isinstance(engine, AutoExecutor) and engine.name == "vmap"
     assert "conv2d" in engine.chosen.differing  # type: ignore[attr-defined]
 

@@ -144,7 +144,7 @@ def test_a_step_holds_little_more_than_matrices_and_activations(name: str) -> No
     model, examples = model_and_examples(bench.MODELS[name], 4)
     run = run_of(model, examples, 4, Strategy(lr=1e-4), {"executor": "vmap"})
     batch = [t.unflatten(0, (4, BATCH_SIZE)) for t in examples]
-    run.groups[0].executor.losses_and_grads(batch)
+    run.stacks[0].executor.losses_and_grads(batch)
     assert 1 < memory_ratio(run, batch) < 1.15
 
 

@@ -18,7 +18,7 @@ import vsim
 from vsim import Callback, EarlyStopping, KeepBest, Trainer, load_checkpoint
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, Strategy
 from vsim.training.loop import steps
-from vsim.training.member import Member
+from vsim.training.run import Run
 
 QUICK: dict[str, Any] = {"num_nodes": 2, "max_steps": 6, "batch_size": 5, "progress": False}
 
@@ -45,18 +45,18 @@ class Heard(Callback):
     def __init__(self) -> None:
         self.words: list[str] = []
 
-    def on_start(self, run: Member) -> None:
+    def on_start(self, run: Run) -> None:
         self.words.append(f"start {run.done} {run.starts}")
 
-    def on_step(self, run: Member) -> None:
+    def on_step(self, run: Run) -> None:
         assert run.history is not None and run.history["step"][-1] == run.done == run.row["step"]
         self.words.append(f"step {run.done}")
 
-    def on_evaluation(self, run: Member) -> None:
+    def on_evaluation(self, run: Run) -> None:
         assert run.row["global_loss"] == run.history["global_loss"][-1]  # type: ignore[index]
         self.words.append(f"evaluation {run.done}")
 
-    def on_end(self, run: Member) -> None:
+    def on_end(self, run: Run) -> None:
         self.words.append(f"end {run.done}")
 
 
@@ -91,7 +91,7 @@ def test_a_change_of_the_live_model_takes_effect(executor: str) -> None:
         trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.1), **QUICK, executor=executor, callbacks=[change])
         return trainer.history["train_loss"]
 
-    def halve(run: Member) -> None:
+    def halve(run: Run) -> None:
         if run.done == 3:
             run.model.scale = 0.5
 
@@ -131,7 +131,7 @@ def test_so_is_one_of_the_loss() -> None:
 
 def stopping_at(step: int) -> Callback:
     class Stop(Callback):
-        def on_step(self, run: Member) -> None:
+        def on_step(self, run: Run) -> None:
             if run.done == step:
                 run.stop()
 
@@ -224,7 +224,7 @@ def test_processes_stop_together_and_give_back_the_state() -> None:
 
 @pytest.mark.slow
 def test_one_process_stops_all() -> None:
-    def stop(run: Member) -> None:
+    def stop(run: Run) -> None:
         if run.done == 3 and run.cluster.replicas.first_node == 1:
             run.stop()
 
@@ -232,7 +232,7 @@ def test_one_process_stops_all() -> None:
     assert len(trainer.history) == 4
 
 
-# Members
+# Runs of a comparison
 
 
 STRATEGIES = {

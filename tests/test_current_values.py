@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from vsim import Trainer
 from vsim.engine import StaleTraceError, TraceError
 from vsim.strategy import DiLoCoStrategy
-from vsim.training.member import Member
+from vsim.training.run import Run
 
 CONFIG = types.ModuleType("config")
 PARTIAL = functools.partial(F.relu)
@@ -160,15 +160,15 @@ class Handled(FrozenInside):
             return 0.5 * x
 
 
-def to_attribute(owner: Any, name: str, run: Member, patch: pytest.MonkeyPatch) -> None:
+def to_attribute(owner: Any, name: str, run: Run, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(owner, name, 2.0)
 
 
-def to_model(name: str, run: Member, patch: pytest.MonkeyPatch) -> None:
+def to_model(name: str, run: Run, patch: pytest.MonkeyPatch) -> None:
     setattr(run.model, name, 2.0)
 
 
-def to_frozen(run: Member, patch: pytest.MonkeyPatch) -> None:
+def to_frozen(run: Run, patch: pytest.MonkeyPatch) -> None:
     run.cluster.replicas.frozen["scale"].fill_(2.0)
 
 
@@ -202,7 +202,7 @@ def _at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Leaky, "negative_slope", 1.0)
 
 
-def losses(model: nn.Module, change: Callable[[Member], None], **options: Any) -> Any:
+def losses(model: nn.Module, change: Callable[[Run], None], **options: Any) -> Any:
     """Those of a run in which `change` is called once."""
     trainer = Trainer(model, vectors())
     at = [lambda run: change(run) if run.done == CHANGED_AFTER else None]
@@ -232,7 +232,7 @@ def test_a_trace_notices_the_change_or_is_refused(
 
 
 def test_a_trace_reads_buffers_anew() -> None:
-    def change(run: Member) -> None:
+    def change(run: Run) -> None:
         run.cluster.replicas.buffers["scale"].fill_(2.0)
 
     np.testing.assert_array_equal(*(losses(Buffer(), change, executor="vmap", compile=c) for c in ("trace", False)))

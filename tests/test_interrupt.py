@@ -17,7 +17,7 @@ from resumed import ADAMW, PROCESSES, assert_same_run, fit, hybrid, train_on, tr
 from vsim import CheckpointError, load_checkpoint
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
 from vsim.training.interrupt import Interrupt, Interrupted
-from vsim.training.member import Run
+from vsim.training.run import Run
 
 
 def strategy() -> Strategy:

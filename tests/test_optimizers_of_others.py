@@ -39,7 +39,7 @@ from vsim.strategy import (
     SimpleReduceStrategy,
     Strategy,
 )
-from vsim.training.member import Member
+from vsim.training.run import Run
 
 
 class Lion(torch.optim.Optimizer):
@@ -110,7 +110,7 @@ def test_a_schedule_free_run_is_evaluated_at_the_average(deterministic: bool) ->
     seen: list[tuple[Tensor, Tensor]] = []
 
     class Watch(Callback):
-        def on_step(self, run: Member) -> None:
+        def on_step(self, run: Run) -> None:
             seen.append(
                 (parameters_to_vector(run.global_model().parameters()).detach(), run.cluster.weights[0].clone())
             )

@@ -31,7 +31,7 @@ from vsim.strategy import (
     Strategy,
 )
 from vsim.strategy.communicate import all_gather, all_reduce, broadcast, send
-from vsim.training.member import Run
+from vsim.training.run import Run
 
 STEPS = 30
 

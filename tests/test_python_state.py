@@ -487,12 +487,12 @@ def test_nodes_that_count_differently_are_computed_one_by_one(options: dict[str,
 
 def test_nodes_that_have_come_to_count_differently_are_computed_one_by_one() -> None:
     run = Trainer(Attribute(), vectors()).prepare(strategy=Strategy(), **{**OPTIONS, "executor": "vmap"})
-    _, group = run.only
-    group.losses_and_grads(next(group.batches))
-    numbers = group.executor.objective.numbers
+    _, stack = run.only
+    stack.losses_and_grads(next(stack.batches))
+    numbers = stack.executor.objective.numbers
     numbers[2] = python_state.with_changes(numbers[2], {}, {"model": {"calls": 5}})
-    group.losses_and_grads(next(group.batches))
-    assert "1 calls went to the loop; the first: model.calls differs between nodes 0 and 2" in group.executor.reason
+    stack.losses_and_grads(next(stack.batches))
+    assert "1 calls went to the loop; the first: model.calls differs between nodes 0 and 2" in stack.executor.reason
     assert [own["model"]["calls"] for own in numbers.values()] == [2, 2, 6]
 
 

@@ -200,16 +200,16 @@ def run_members(
                 own |= {"compute": compute}
             with naming(name):
                 options = trainer.options(**{**fit_options, **own, **_own(entry), "wandb_project": wandb_project})
-                config = trainer.config(options, label)
+                spec = trainer.spec(options, label)
             if save_dir is not None:
                 saving = saving_in(save_dir, folder_name(label), checkpoint_interval)
-                config = replace(config, saving=saving)
+                spec = replace(spec, saving=saving)
             if participation is not None:
-                config = replace(config, participation=participation.of_run(len(runners)))
+                spec = replace(spec, participation=participation.of_run(len(runners)))
             # What callbacks hold is copied, but not what all runs share.
             shared = {id(one): one for one in (models[seed], train_dataset, val_dataset, loss_fn)}
-            config = replace(config, callbacks=copy.deepcopy(config.callbacks, shared))
-            runners.append(Runner(name, config, trainer.log(options)))
+            spec = replace(spec, callbacks=copy.deepcopy(spec.callbacks, shared))
+            runners.append(Runner(name, spec, trainer.log(options)))
     if options.backend != "stacked":
         raise ValueError("compare() runs in the simulator; backend='process' is for Trainer.fit and verify()")
     folders = [runner.folder for runner in runners if runner.folder is not None]
@@ -264,10 +264,10 @@ def _compared(runner: Runner) -> ComparedRun:
     if error is not None:
         diverged = isinstance(error, FloatingPointError)
         failure = str(error).split(" (")[0] if diverged else f"{type(error).__name__}: {_first_line(error)}"
-        warnings.warn(f"{runner.config.label}: {error}", UserWarning, stacklevel=4)
+        warnings.warn(f"{runner.spec.label}: {error}", UserWarning, stacklevel=4)
     elif runner.interrupted_at is not None:
         failure = f"interrupted after step {runner.interrupted_at}"
-        text = f"{runner.config.label}: {failure}; the comparison holds its steps so far"
+        text = f"{runner.spec.label}: {failure}; the comparison holds its steps so far"
         if runner.folder is not None:
             text += f", and resume=True (--resume) resumes it from {str(runner.folder.parent)!r}"
         warnings.warn(text, UserWarning, stacklevel=4)
@@ -275,11 +275,11 @@ def _compared(runner: Runner) -> ComparedRun:
         runner.history,
         runner.model,
         failure,
-        runner.config.seed,
+        runner.spec.seed,
         error,
         runner.diverged_at,
         runner.stopped_at,
-        [one for one in runner.config.callbacks if not isinstance(one, LossHooks | Originals)],
+        [one for one in runner.spec.callbacks if not isinstance(one, LossHooks | Originals)],
     )
 
 

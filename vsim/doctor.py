@@ -20,7 +20,7 @@ from vsim.engine import AutoExecutor, VmapExecutor
 from vsim.engine.memory import activation_bytes, optimizer_bytes
 from vsim.private_torch import cpu_multiplies_bfloat16
 from vsim.training.loop import steps
-from vsim.training.member import Run
+from vsim.training.run import Ensemble
 
 # Side of the matrices whose product measures the machine's peak: large enough to reach it, small enough to be quick.
 _PEAK_SIDE = 1024
@@ -89,20 +89,20 @@ class Explanation:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def explain(run: Run, num_steps: int = 12) -> Explanation:
+def explain(ensemble: Ensemble, num_steps: int = 12) -> Explanation:
     """Take `num_steps` steps of a run, at most what it has, and explain it."""
-    member, group = run.only
-    replicas, batches = member.cluster.replicas, group.batches
+    run, stack = ensemble.only
+    replicas, batches = run.cluster.replicas, stack.batches
     moments, batch = [], None
-    stepping = steps(run)
-    for _ in range(min(num_steps, run.max_steps - member.done)):
+    stepping = steps(ensemble)
+    for _ in range(min(num_steps, run.max_steps - run.done)):
         batch = next(batches)
-        group.batches = itertools.chain([batch], batches)
+        stack.batches = itertools.chain([batch], batches)
         moments.append(time.perf_counter())
         next(stepping)
         moments.append(time.perf_counter())
     batch = tree_map(lambda t: t.to(replicas.weights.device), batch)
-    engine = group.executor.chosen if isinstance(group.executor, AutoExecutor) else group.executor
+    engine = stack.executor.chosen if isinstance(stack.executor, AutoExecutor) else stack.executor
     calls, differing = (engine.calls, engine.differing) if isinstance(engine, VmapExecutor) else (Counter(), set())
     operations = [
         Operation(name, count, form, form == "node by node" or name not in differing)
@@ -112,14 +112,14 @@ def explain(run: Run, num_steps: int = 12) -> Explanation:
     memory = {
         "weights": replicas.weights.nbytes / nodes,
         "gradients": replicas.grads.nbytes / nodes,
-        "optimizer": optimizer_bytes(member.strategy.optim) / nodes,
+        "optimizer": optimizer_bytes(run.strategy.optim) / nodes,
         "activations": activation_bytes(engine, tree_map(lambda t: t[0], batch)),
     }
     with FlopCounterMode(display=False) as flops:
-        group.executor.losses_and_grads(batch, group.minibatch_size)
+        stack.executor.losses_and_grads(batch, stack.minibatch_size)
     return Explanation(
-        group.executor.name,
-        group.executor.reason,
+        stack.executor.name,
+        stack.executor.reason,
         operations,
         memory,
         nodes,

@@ -32,14 +32,14 @@ from vsim.records.loggers import Logger, RunLog
 from vsim.records.progress import Recorder
 from vsim.records.report import Hook, StepReport
 from vsim.strategy.base import Strategy
-from vsim.training.assemble import prepare
 from vsim.training.callbacks import Callback, apart, ended_apart, hear
-from vsim.training.config import Metric, RunConfig
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import train
-from vsim.training.member import Member, Run
 from vsim.training.options import FitOptions
+from vsim.training.run import Ensemble, Run
 from vsim.training.saving import captured
+from vsim.training.setup import prepare
+from vsim.training.spec import Metric, RunSpec
 
 
 class Trainer:
@@ -99,7 +99,7 @@ class Trainer:
         self.strategy: Strategy | None = None
         self.loggers: list[Logger] = []
         self.run_label: str | None = None
-        self._last: Member | Checkpoint | None = None  # what resume=True resumes without a save_dir
+        self._last: Run | Checkpoint | None = None  # what resume=True resumes without a save_dir
 
     @property
     def ledger(self) -> Ledger:
@@ -117,7 +117,7 @@ class Trainer:
             chosen["devices"] = self.devices
         return FitOptions(**chosen)
 
-    def config(self, options: FitOptions, label: str = "") -> RunConfig:
+    def spec(self, options: FitOptions, label: str = "") -> RunSpec:
         """Return the configuration of a run of this trainer."""
         for name in ("eval_loss_hook", "metrics"):
             if getattr(options, name) and self.val_dataset is None:
@@ -125,10 +125,10 @@ class Trainer:
         if options.resume is True and options.save_dir is None and under_torchrun():
             raise ValueError("under torchrun resume=True needs save_dir: no process has the state of all nodes")
         last = self._last
-        if isinstance(last, Member):
+        if isinstance(last, Run):
             last = captured(last) if options.resume is True and options.save_dir is None else None
         start = start_of(options.resume, options.save_dir, last)
-        return options.config(
+        return options.spec(
             label,
             start,
             saving_of(options.checkpoint_interval, options.save_dir, start),
@@ -138,7 +138,7 @@ class Trainer:
             loss_fn=self.loss_fn,
         )
 
-    def prepare(self, **options: Any) -> Run:
+    def prepare(self, **options: Any) -> Ensemble:
         """Return the run of `fit(**options)` in the simulator before its first step; nothing is trained or logged.
 
         `vsim.training.loop.steps(run)` takes its steps one by one.
@@ -151,9 +151,9 @@ class Trainer:
             raise ValueError("only the simulator prepares a run in this process; backend='process' runs eager PyTorch")
         device = self.device_of(chosen)
         with isolated(chosen.seed, device):
-            config = self.config(chosen)
-            history = History(type(chosen.strategy).__name__, chosen.num_nodes, config.population)
-            return prepare([config], [Recorder(history)], [history], device)
+            spec = self.spec(chosen)
+            history = History(type(chosen.strategy).__name__, chosen.num_nodes, spec.population)
+            return prepare([spec], [Recorder(history)], [history], device)
 
     def explain(self, **options: Any) -> Explanation:
         """Take the first steps of `fit(**options)` and tell how they are computed; nothing is kept of them.
@@ -208,7 +208,7 @@ class Trainer:
         wandb_project: str | None = None,
         log_x_axis: str = "step",
         progress: bool | str = True,
-        callbacks: Sequence[Callback | Callable[[Member], Any]] | None = None,
+        callbacks: Sequence[Callback | Callable[[Run], Any]] | None = None,
         metrics: Mapping[str, Metric] | None = None,
         train_loss_hook: Hook | None = None,
         eval_loss_hook: Hook | None = None,
@@ -295,19 +295,19 @@ class Trainer:
         strategy, num_nodes = type(options.strategy).__name__, options.num_nodes
         name = self.run_label or strategy
         label = self.run_label or f"{strategy.removesuffix('Strategy')} × {num_nodes}"
-        config = self.config(options, label)
+        spec = self.spec(options, label)
         device = self.device_of(options)
-        self.history, self.strategy = History(name, num_nodes, config.population), None
-        if config.start is not None:
-            config.start.fill(self.history)
+        self.history, self.strategy = History(name, num_nodes, spec.population), None
+        if spec.start is not None:
+            spec.start.fill(self.history)
         self.loggers = options.loggers
         if options.backend == "process" and under_torchrun() and int(os.environ["RANK"]):
             self.loggers = options.loggers = []  # rank 0's are enough
         log = self.log(options)
         with Recorder(self.history, options.progress, label, log) as recorder:
             if options.backend == "stacked":
-                return self._simulate(config, device, recorder)
-            return self._train_in_processes(config, options, recorder)
+                return self._simulate(spec, device, recorder)
+            return self._train_in_processes(spec, options, recorder)
 
     def log(self, options: FitOptions) -> RunLog | None:
         """Return what drives the loggers of a run, None without any."""
@@ -321,31 +321,31 @@ class Trainer:
         """Return where a run in the simulator computes."""
         return pick_device(self.device if options.device is None else options.device)
 
-    def _simulate(self, config: RunConfig, device: torch.device, recorder: Recorder) -> nn.Module:
+    def _simulate(self, spec: RunSpec, device: torch.device, recorder: Recorder) -> nn.Module:
         """Train all nodes as rows of one matrix in this process."""
-        with isolated(config.seed, device):
-            run = prepare([config], [recorder], [self.history], device)
-            (self._last,) = run.members
+        with isolated(spec.seed, device):
+            ensemble = prepare([spec], [recorder], [self.history], device)
+            (self._last,) = ensemble.runs
             self.strategy = self._last.strategy
             try:
-                train(run)
+                train(ensemble)
             finally:
-                (self._last,) = run.members  # another one where nodes have joined or left
+                (self._last,) = ensemble.runs  # another one where nodes have joined or left
                 self.strategy = self._last.strategy
             return self._last.mean_model()
 
-    def _train_in_processes(self, config: RunConfig, options: FitOptions, recorder: Recorder) -> nn.Module:
+    def _train_in_processes(self, spec: RunSpec, options: FitOptions, recorder: Recorder) -> nn.Module:
         """Train every node in a process of its own, or as the rank that this process is."""
-        if under_torchrun() and config.participation is not None:
+        if under_torchrun() and spec.participation is not None:
             raise ValueError("participation: nodes cannot join or leave under torchrun, only on this machine without")
-        nodes_here = local_ranks()[1] if under_torchrun() else config.num_nodes
+        nodes_here = local_ranks()[1] if under_torchrun() else spec.num_nodes
         process_options = ProcessOptions(
             devices_of_nodes(options.devices, self.device if options.device is None else options.device, nodes_here),
             options.threads_per_process or default_threads(nodes_here),
             600.0 if options.timeout_seconds is None else options.timeout_seconds,
         )
-        if config.memory_share is not None:
-            config = replace(config, memory_share=config.memory_share / process_options.most_on_a_device(nodes_here))
+        if spec.memory_share is not None:
+            spec = replace(spec, memory_share=spec.memory_share / process_options.most_on_a_device(nodes_here))
 
         def record(report: StepReport) -> None:
             for event in report.events:
@@ -355,19 +355,19 @@ class Trainer:
             recorder(report)
             hear(here, report)
 
-        here, there = apart(config.callbacks)
-        config = replace(config, callbacks=there)
+        here, there = apart(spec.callbacks)
+        spec = replace(spec, callbacks=there)
         self._last = None
         if under_torchrun():
             recorder.progress = int(os.environ["RANK"]) == 0 and recorder.progress
-            outcome = join(config, process_options, record)
+            outcome = join(spec, process_options, record)
         else:
             with tempfile.TemporaryDirectory(prefix="vsim-") as name:
                 folder = Path(name)
-                saving = config.saving or Saving(folder, None, wanted=False)
-                config = replace(config, saving=saving)
+                saving = spec.saving or Saving(folder, None, wanted=False)
+                spec = replace(spec, saving=saving)
                 try:
-                    outcome = train_in_processes(config, process_options, record, folder)
+                    outcome = train_in_processes(spec, process_options, record, folder)
                 except Interrupted:
                     if checkpoints_in(saving.folder):  # which may be gone when the run resumes
                         last = load_checkpoint(saving.folder)

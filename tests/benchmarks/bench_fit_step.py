@@ -27,7 +27,7 @@ from vsim import Trainer
 from vsim.models import MLP
 from vsim.strategy import SimpleReduceStrategy, Strategy
 from vsim.training.loop import steps
-from vsim.training.member import Run
+from vsim.training.run import Ensemble
 
 BATCH, STEPS, ROUNDS = 16, 100, 9
 
@@ -66,15 +66,15 @@ def fit_seconds(num_nodes: int, x: torch.Tensor, y: torch.Tensor) -> float:
     return (marks[-1] - marks[0]) / STEPS
 
 
-def run_of(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> Run:
+def run_of(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> Ensemble:
     options = {"num_nodes": num_nodes, "batch_size": BATCH, "progress": False, "executor": "vmap", "compile": compile}
     return Trainer(MLP(seed=0), TensorDataset(x, y)).prepare(strategy=Strategy(lr=1e-3), max_steps=100_000, **options)
 
 
 def parts(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> list[float]:
     """Microseconds of a step: all of it, losses and gradients, optimizer, bookkeeping, and bookkeeping alone."""
-    run = run_of(num_nodes, x, y, compile)
-    member, group = run.only
+    ensemble = run_of(num_nodes, x, y, compile)
+    run, stack = ensemble.only
     spent = [0.0, 0.0]
     losses = torch.ones(num_nodes)
 
@@ -87,9 +87,9 @@ def parts(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> li
 
         return wrapped
 
-    group.losses_and_grads = timed(group.losses_and_grads, 0)  # type: ignore[method-assign]
-    member.strategy.optim.step = timed(member.strategy.optim.step, 1)  # type: ignore[method-assign]
-    taking, wholes = steps(run), []
+    stack.losses_and_grads = timed(stack.losses_and_grads, 0)  # type: ignore[method-assign]
+    run.strategy.optim.step = timed(run.strategy.optim.step, 1)  # type: ignore[method-assign]
+    taking, wholes = steps(ensemble), []
     divided = []
     for _ in range(ROUNDS):
         spent[:] = 0.0, 0.0
@@ -98,8 +98,8 @@ def parts(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> li
             next(taking)
         wholes.append((time.perf_counter() - started) / STEPS)
         divided.append([seconds / STEPS for seconds in spent])
-    group.losses_and_grads = lambda batch: losses  # type: ignore[method-assign]
-    member.strategy.optim.step = lambda: None  # type: ignore[method-assign]
+    stack.losses_and_grads = lambda batch: losses  # type: ignore[method-assign]
+    run.strategy.optim.step = lambda: None  # type: ignore[method-assign]
     alone = []
     for _ in range(ROUNDS):
         started = time.perf_counter()

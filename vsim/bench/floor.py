@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from vsim.private_torch import TorchDispatchMode
-from vsim.training.member import Run
+from vsim.training.run import Ensemble
 
 # What a step cannot do without. What only moves data, adds or allocates is not counted.
 _FLOOR = frozenset(
@@ -50,11 +50,11 @@ class _Calls(TorchDispatchMode):
 class Floor:
     """What a step cannot do without, to be timed: every operation by itself, as often as the step calls it."""
 
-    def __init__(self, run: Run) -> None:
-        member, group = run.only
+    def __init__(self, ensemble: Ensemble) -> None:
+        run, stack = ensemble.only
         with _Calls() as calls:
-            group.executor.losses_and_grads(next(group.batches))
-            member.strategy.take_step()
+            stack.executor.losses_and_grads(next(stack.batches))
+            run.strategy.take_step()
         self.calls = [(calls.samples[kind], count) for kind, count in calls.counts.items()]
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ from vsim.engine.memory import activation_bytes, optimizer_bytes, step_moments
 from vsim.strategy import Strategy
 from vsim.trainer import Trainer
 from vsim.training.loop import steps
-from vsim.training.member import Run
+from vsim.training.run import Ensemble
 
 _MOST_STEPS_TO_SETTLE = 40  # executor="auto" makes its trials, and steps are traced
 _MOST_STEPS_A_TURN = 10  # strategies take so many whatever they last, so that a sync every 10 steps takes part once
@@ -144,21 +144,21 @@ def bench_strategies(
             line = StrategyLine(name, num_nodes)
             line.seconds = {label: statistics.median(values) for label, values in times.items()}
             line.ratios = _ratios(times, next(iter(times)))
-            for label, run in runs.items():
-                member, _ = run.only
-                replicas = member.cluster.replicas
+            for label, ensemble in runs.items():
+                one, _ = ensemble.only
+                replicas = one.cluster.replicas
                 held = replicas.weights.nbytes + replicas.grads.nbytes
-                line.held_bytes[label] = held + optimizer_bytes(member.strategy.optim)
+                line.held_bytes[label] = held + optimizer_bytes(one.strategy.optim)
             lines.append(line)
     return lines
 
 
-def _settle(step: Callable[[], object], run: Run) -> None:
+def _settle(step: Callable[[], object], ensemble: Ensemble) -> None:
     """Take steps until the next ones are going to be computed in the same way."""
     for _ in range(_MOST_STEPS_TO_SETTLE):
         step()
-        member, group = run.only
-        if member.done > 1 and group.executor.is_ready:
+        run, stack = ensemble.only
+        if run.done > 1 and stack.executor.is_ready:
             return
 
 
@@ -213,7 +213,7 @@ def _measure(name: str, workload: Workload, num_nodes: int, compile: bool, jax: 
     times = in_turn(candidates, rounds or max(5, round(workload.rounds * min(1, 8 / num_nodes))), steps_a_turn)
     seconds = {label: statistics.median(values) for label, values in times.items()}
     with FlopCounterMode(display=False) as counter:  # of the loop: convolutions in groups are counted wrongly
-        runs["loop"].groups[0].executor.losses_and_grads(batch)
+        runs["loop"].stacks[0].executor.losses_and_grads(batch)
     return Line(
         name,
         num_nodes,
@@ -222,19 +222,19 @@ def _measure(name: str, workload: Workload, num_nodes: int, compile: bool, jax: 
         ratios={base: _ratios(times, base) for base in (*peers, "floor")},
         share_of_peak=counter.get_total_flops() / seconds["vmap"] / peak_flops(batch[0].device),
         memory_ratio=memory_ratio(runs["vmap"], batch),
-        chosen=runs["auto"].groups[0].executor.name,
+        chosen=runs["auto"].stacks[0].executor.name,
     )
 
 
-def memory_ratio(run: Run, batch: list[Tensor]) -> float:
+def memory_ratio(ensemble: Ensemble, batch: list[Tensor]) -> float:
     """Return the most that the tensors of a step hold, to weights, gradients, optimizer and activations.
 
     Activations are what eager PyTorch keeps for a backward pass of the nodes that are computed at once.
     """
-    member, group = run.only
-    executor, replicas = group.executor, member.cluster.replicas
+    run, stack = ensemble.only
+    executor, replicas = stack.executor, run.cluster.replicas
     assert isinstance(executor, VmapExecutor)
-    matrices = replicas.weights.nbytes + replicas.grads.nbytes + optimizer_bytes(member.strategy.optim)
+    matrices = replicas.weights.nbytes + replicas.grads.nbytes + optimizer_bytes(run.strategy.optim)
     at_once = max(piece.rows.stop - piece.rows.start for piece in executor.pieces)
     activations = at_once * activation_bytes(executor, [t[0] for t in batch])
     return (matrices + max(step_moments(executor, batch))) / (matrices + activations)
@@ -242,10 +242,10 @@ def memory_ratio(run: Run, batch: list[Tensor]) -> float:
 
 def run_of(
     model: nn.Module, examples: list[Tensor], num_nodes: int, strategy: Strategy, options: dict[str, Any]
-) -> Run:
+) -> Ensemble:
     """A run whose every epoch is one step on the same batch."""
     trainer = Trainer(model, TensorDataset(*examples))
-    run = trainer.prepare(
+    ensemble = trainer.prepare(
         strategy=strategy,
         num_nodes=num_nodes,
         max_steps=10_000,  # so long that "auto" may try everything
@@ -254,7 +254,7 @@ def run_of(
         progress=False,
         **options,
     )
-    _, group = run.only
-    (batch,) = itertools.islice(group.batches, 1)
-    group.batches = itertools.repeat(batch)
-    return run
+    _, stack = ensemble.only
+    (batch,) = itertools.islice(stack.batches, 1)
+    stack.batches = itertools.repeat(batch)
+    return ensemble

@@ -43,11 +43,11 @@ def fingerprint(run: Any) -> dict[str, Any]:
     """Return argument → value for everything that the course of a run depends on, except its number of steps.
 
     Args:
-        run: a `vsim.training.member.Member`.
+        run: a `vsim.training.run.Run`.
 
     A value that is a dict is compared where both sides have its keys: {Python's version: bytecode}, {} for nothing.
     """
-    config, replicas, kwargs = run.config, run.cluster.replicas, run.config.dataloader_kwargs
+    config, replicas, kwargs = run.spec, run.cluster.replicas, run.spec.dataloader_kwargs
     of_model = {id(tensor) for tensor in (*config.model.parameters(), *config.model.buffers())}  # which are trained
     found = {
         **{name: getattr(config, name) for name in _ARGUMENTS},

@@ -132,13 +132,13 @@ def same_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 class OwnGlobals:
-    """The global random generators as one member of a run would find them if it trained alone.
+    """The global random generators as one run of an ensemble would find them if it trained alone.
 
     Args:
         seed: theirs follow from it, as in `isolated`. device: whose generators belong to them.
 
     Attributes:
-        states: as they are now. at_setup: as they were when the member's data were there, and nothing else.
+        states: as they are now. at_setup: as they were when the run's data were there, and nothing else.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -148,14 +148,14 @@ class OwnGlobals:
         self.at_setup = self.states
 
     def anew(self) -> OwnGlobals:
-        """Return those of the same member as it is set up once more."""
+        """Return those of the same run as it is set up once more."""
         other = copy.copy(self)
         other.states = self.at_setup
         return other
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Within this context the process's generators are this member's, which move on by what is drawn."""
+        """Within this context the process's generators are this run's, which move on by what is drawn."""
         with preserved(self.device):
             set_global_states(self.states, self.device)
             try:

@@ -1,4 +1,4 @@
-"""The batches of members that train together, below each other; those of one data order are fetched once."""
+"""The batches of runs that train together, below each other; those of one data order are fetched once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vsim.data.batches import Batches, in_memory
 
 
 class BatchSource(Protocol):
-    """The source of a member's batches: `vsim.data.batches.Batches`, or one node's own loader."""
+    """The source of a run's batches: `vsim.data.batches.Batches`, or one node's own loader."""
 
     lengths: list[int]
     steps_per_epoch: int
@@ -32,10 +32,10 @@ class BatchSource(Protocol):
 
 @dataclass
 class Source:
-    """The batches of one member.
+    """The batches of one run.
 
     Attributes:
-        key: equal for members that see the same examples in the same order.
+        key: equal for runs that see the same examples in the same order.
         context: creates the context in which examples are fetched.
     """
 
@@ -45,10 +45,10 @@ class Source:
 
 
 def joint_batches(sources: Sequence[Source], start_step: int) -> Iterator[Any]:
-    """Yield stacked batches (R, B, …) of all members from the 0-based `start_step` on, endlessly.
+    """Yield stacked batches (R, B, …) of all runs from the 0-based `start_step` on, endlessly.
 
     Args:
-        sources: one per member, in the order of their rows.
+        sources: one per run, in the order of their rows.
     """
     if len(sources) == 1:
         return _fetched(sources[0], start_step)
@@ -77,7 +77,7 @@ def _fetched(source: Source, start_step: int) -> Iterator[Any]:
 def _gathered(
     fields: Callable[[Tensor], list[Tensor]], sources: dict[Hashable, Any], keys: Sequence[Hashable], start_step: int
 ) -> Iterator[Any]:
-    """Yield batches of one dataset that is held in tensors: those of all members are one gather."""
+    """Yield batches of one dataset that is held in tensors: those of all runs are one gather."""
     orders = {key: batches.order.batches(start_step) for key, batches in sources.items()}
     while True:
         positions = {key: next(order) for key, order in orders.items()}

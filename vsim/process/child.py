@@ -24,8 +24,8 @@ from vsim.process.collectives import CollectiveFailure
 from vsim.process.node import run_node
 from vsim.process.segments import Meeting, joined
 from vsim.records.report import StepReport
-from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt, Interrupted
+from vsim.training.spec import RunSpec
 
 _speaking = threading.Lock()  # one message at a time
 
@@ -78,10 +78,10 @@ def _train(setup: dict[str, Any], parent: Connection, interrupt: Interrupt) -> N
     dist.destroy_process_group()
 
 
-def _load(path: Path) -> RunConfig:
+def _load(path: Path) -> RunSpec:
     with path.open("rb") as file:
         try:
-            config: RunConfig = cloudpickle.load(file)
+            config: RunSpec = cloudpickle.load(file)
         except (ImportError, AttributeError) as error:
             raise type(error)(
                 f"a node's process cannot load the model, data or strategy: {error}. What is defined in the main "

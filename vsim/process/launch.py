@@ -28,9 +28,9 @@ from vsim.process.collectives import CollectiveFailure
 from vsim.process.forkserver import ForkServer, Process
 from vsim.process.node import Outcome, ProcessOptions, backend_for
 from vsim.records.report import Reporter
-from vsim.training.assemble import plan_of
-from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt, Interrupted
+from vsim.training.setup import plan_of
+from vsim.training.spec import RunSpec
 
 # How long a run outlives a failure: the other nodes notice it and end by themselves, with their own messages.
 _GRACE_SECONDS = 2.0
@@ -90,7 +90,7 @@ class _Failure(NamedTuple):
     lost: bool  # it follows from the failure of another node
 
 
-def train_in_processes(config: RunConfig, options: ProcessOptions, report: Reporter, folder: Path) -> Outcome:
+def train_in_processes(config: RunSpec, options: ProcessOptions, report: Reporter, folder: Path) -> Outcome:
     """Train every node in a process of its own on this machine; return what the first has at the end.
 
     With a plan (`fit(participation=…)`) a node has a process while it takes part.
@@ -152,7 +152,7 @@ def _tell_reaper(reaper: subprocess.Popen[bytes], group: int) -> None:
     reaper.stdin.flush()
 
 
-def _ship(config: RunConfig, path: Path) -> None:
+def _ship(config: RunSpec, path: Path) -> None:
     try:
         with path.open("wb") as file:
             cloudpickle.dump(config, file)
@@ -171,7 +171,7 @@ def _ship(config: RunConfig, path: Path) -> None:
 
 def _start(
     folder: Path,
-    config: RunConfig,
+    config: RunSpec,
     options: ProcessOptions,
     reaper: subprocess.Popen[bytes],
     server: ForkServer,

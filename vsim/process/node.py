@@ -37,11 +37,11 @@ from vsim.process.segments import Left, Meeting, NodePart
 from vsim.records.history import History
 from vsim.records.progress import Recorder
 from vsim.records.report import Reporter, StepReport
-from vsim.training.assemble import assemble, plan_of
-from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import train
 from vsim.training.saving import savable
+from vsim.training.setup import assemble, plan_of
+from vsim.training.spec import RunSpec
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def run_node(
-    config: RunConfig,
+    config: RunSpec,
     device: torch.device,
     report: Reporter,
     interrupt: Interrupt | None = None,
@@ -88,15 +88,15 @@ def run_node(
             meeting=meeting,
         )
         first = config.first_step + joins
-        run = assemble([part if plan is None else part.attended(first)], EagerExecutor, device, interrupt)
+        ensemble = assemble([part if plan is None else part.attended(first)], EagerExecutor, device, interrupt)
         try:
-            train(run)
+            train(ensemble)
         except Left:
             return None
-        (member,) = run.members
-        buffers = {name: b.cpu() for name, b in member.cluster.mean_buffers().items()}
+        (run,) = ensemble.runs
+        buffers = {name: b.cpu() for name, b in run.cluster.mean_buffers().items()}
         states = {name: one.state_dict() for name, one in savable(config.callbacks).items()}
-        return Outcome(member.mean_weights().cpu(), buffers, states)
+        return Outcome(run.mean_weights().cpu(), buffers, states)
 
 
 def _recording(send: Reporter, history: History) -> Reporter:
@@ -168,7 +168,7 @@ class NodeBatches:
     Nodes whose datasets differ in length iterate over them without epochs, in the simulator's `Order`.
     """
 
-    def __init__(self, config: RunConfig, rank: int, collectives: ProcessCollectives) -> None:
+    def __init__(self, config: RunSpec, rank: int, collectives: ProcessCollectives) -> None:
         self._config, everyone = config, config.population
         self._options, drop_last = loader_options(config.dataloader_kwargs)
         # Where not all are there to tell of theirs, each process has the datasets of all.
@@ -302,7 +302,7 @@ def local_ranks() -> tuple[int, int]:
     return int(rank), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 
-def join(config: RunConfig, options: ProcessOptions, report: Reporter) -> Outcome:
+def join(config: RunSpec, options: ProcessOptions, report: Reporter) -> Outcome:
     """Train as the rank that this process was started as. A process group that there is already is used.
 
     Raises:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from vsim.checkpoint.files import Checkpoint, packed, unpacked
 from vsim.process.collectives import completing
 from vsim.records.history import History
-from vsim.training.config import RunConfig
 from vsim.training.part import Part
+from vsim.training.spec import RunSpec
 
 # How long a node waits for the others' interpreters to start and to read the shipped data. The parent notices one that
 # dies meanwhile, so that the limit may be generous.
@@ -65,7 +65,7 @@ class Meeting:
 
 @dataclass
 class NodePart(Part):
-    """The parts of the one row of a member that the process of a node holds."""
+    """The parts of the one row of a run that the process of a node holds."""
 
     meeting: Meeting | None = None  # None: there is one process group, of all nodes
 
@@ -75,7 +75,7 @@ class NodePart(Part):
         Raises:
             Left: this node does not take part in the step.
         """
-        plan, meeting, start = self.plan, self.meeting, self.config.start
+        plan, meeting, start = self.plan, self.meeting, self.spec.start
         assert plan is not None and meeting is not None and start is not None
         nodes, copying = plan.machines(step), (plan.peer(step), *plan.joining(step))
         if len(copying) > 1 and meeting.node == copying[0]:
@@ -85,11 +85,11 @@ class NodePart(Part):
         if meeting.node not in nodes:
             raise Left
         meeting.meet(nodes, f"step {step}")
-        config = replace(self.config, start=replace(start, together=False))
-        return replace(self, config=config, continues=[0]).attended(step)  # type: ignore[return-value]
+        config = replace(self.spec, start=replace(start, together=False))
+        return replace(self, spec=config, continues=[0]).attended(step)  # type: ignore[return-value]
 
 
-def joined(config: RunConfig, meeting: Meeting, copying: Sequence[int], step: int) -> tuple[RunConfig, int | None]:
+def joined(config: RunSpec, meeting: Meeting, copying: Sequence[int], step: int) -> tuple[RunSpec, int | None]:
     """Return what a node that joins at a step starts with, and its minibatch size, which come from its peer."""
     text, contents, minibatch_size = meeting.passed_on(None, copying, step)
     tree = unpacked(text, contents)

@@ -23,7 +23,7 @@ from vsim.cluster.optimizers import (
 )
 from vsim.cluster.replicas import Replicas
 from vsim.strategy.base import Strategy
-from vsim.training.member import Member
+from vsim.training.run import Run
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StateWriter:
 
     folder: Path
 
-    def __call__(self, run: Member) -> None:
+    def __call__(self, run: Run) -> None:
         cluster, strategy = run.cluster, run.strategy
         step, replicas = cluster.step, cluster.replicas
         matrices, tensors = _optimizer_state(strategy)

@@ -21,13 +21,13 @@ from vsim.race.runner import Runner, ended_by, read_end, take_end, write_end, wr
 from vsim.race.watch import Watch
 from vsim.records.history import History, read_json
 from vsim.records.progress import Recorder
-from vsim.training.assemble import prepare
-from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import train
-from vsim.training.member import Member, Run
+from vsim.training.run import Ensemble, Run
+from vsim.training.setup import prepare
+from vsim.training.spec import RunSpec
 
-# The share of a device's free memory for the matrices of members that train together; the rest is for activations.
+# The share of a device's free memory for the matrices of runs that train together; the rest is for activations.
 _SHARE_OF_MATRICES = 0.5
 
 
@@ -78,19 +78,19 @@ class Race:
             sizes = ", ".join(str(len(heat)) for heat in heats)
             warnings.warn(f"trained in groups that fit into memory: {sizes} runs", UserWarning, stacklevel=3)
         for heat in heats[1:]:  # what is refused is refused before the first one trains, which says so for itself
-            self._prepared([replace(runner.config, start=None, saving=None) for runner in heat])
+            self._prepared([replace(runner.spec, start=None, saving=None) for runner in heat])
         with Watch(self.runners, self.progress, self.title) as watch:
             for heat in heats:
                 self._run_heat(heat, watch)
 
-    def _prepared(self, configs: Sequence[RunConfig], runners: Sequence[tuple[Recorder, Runner]] = ()) -> Run:
+    def _prepared(self, configs: Sequence[RunSpec], runners: Sequence[tuple[Recorder, Runner]] = ()) -> Ensemble:
         """Return the run of these configurations, which reports to `runners`."""
         if runners:
             recorders, own = [recorder for recorder, _ in runners], [runner for _, runner in runners]
             return prepare(configs, recorders, [r.history for r in own], self.device)
         alone = configs[0].label if len(configs) == 1 else ""  # which nobody else names
         with isolated(configs[0].seed, self.device), naming(alone):
-            histories = [History(config.label, config.num_nodes, config.population) for config in configs]
+            histories = [History(spec.label, spec.num_nodes, spec.population) for spec in configs]
             return prepare(configs, [Recorder(history) for history in histories], histories, self.device)
 
     def _run_heat(self, heat: Sequence[Runner], watch: Watch) -> None:
@@ -98,67 +98,67 @@ class Race:
         if not running:
             return
         with ExitStack() as stack:
-            recorders = {r: Recorder(r.history, False, r.config.label, r.log) for r in running}
+            recorders = {r: Recorder(r.history, False, r.spec.label, r.log) for r in running}
             # Every log is told the end of its own run.
             for runner, recorder in recorders.items():
                 stack.push(lambda kind, error, trace, own=runner, recorder=recorder: _finish(recorder, own, error))
-            seed = running[0].config.seed
+            seed = running[0].spec.seed
             with isolated(seed, self.device):
-                configs = [runner.config for runner in running]
-                run = self._prepared(configs, [(recorders[runner], runner) for runner in running])
+                configs = [runner.spec for runner in running]
+                ensemble = self._prepared(configs, [(recorders[runner], runner) for runner in running])
                 for runner in running:
-                    runner.config = replace(runner.config, start=None)  # which holds memory
+                    runner.spec = replace(runner.spec, start=None)  # which holds memory
                 del configs
-                run.tolerant = True
-                run.ends_early = not any(r.has_begun for r in self.runners if r not in running)
-                run.extra_validations = [step for step, _ in self.rungs]
-                run.stopping = lambda run: self._stopped(run, running)
-                run.watch = lambda run: self._collect(run, running, watch)
-                for member in self._stopped(run, running):  # at a rung, where it was saved
-                    member.stopped = True
-                for member, runner in zip(run.members, running, strict=True):
+                ensemble.tolerant = True
+                ensemble.ends_early = not any(r.has_begun for r in self.runners if r not in running)
+                ensemble.extra_validations = [step for step, _ in self.rungs]
+                ensemble.stopping = lambda ensemble: self._stopped(ensemble, running)
+                ensemble.watch = lambda ensemble: self._collect(ensemble, running, watch)
+                for run in self._stopped(ensemble, running):  # at a rung, where it was saved
+                    run.stopped = True
+                for run, runner in zip(ensemble.runs, running, strict=True):
                     if runner.finished_at is not None:
-                        member.stop()
+                        run.stop()
                 try:
-                    train(run)
+                    train(ensemble)
                 except KeyboardInterrupt as interrupt:
-                    for member, runner in zip(run.members, running, strict=True):
-                        if member.trains and member.done < member.max_steps:
-                            runner.interrupted_at = member.done
-                    step = max(member.done for member in run.members)
-                    raise Interrupted(step, running[0].config.saving) from interrupt
+                    for run, runner in zip(ensemble.runs, running, strict=True):
+                        if run.trains and run.done < run.max_steps:
+                            runner.interrupted_at = run.done
+                    step = max(run.done for run in ensemble.runs)
+                    raise Interrupted(step, running[0].spec.saving) from interrupt
                 finally:
-                    self._collect(run, running, watch)
-                for member, runner in zip(run.members, running, strict=True):
-                    if member.trains:
-                        runner.model = member.mean_model()
+                    self._collect(ensemble, running, watch)
+                for run, runner in zip(ensemble.runs, running, strict=True):
+                    if run.trains:
+                        runner.model = run.mean_model()
 
-    def _collect(self, run: Run, running: Sequence[Runner], watch: Watch) -> None:
-        """Note which members have left, and show the progress of all."""
-        for member, runner in zip(run.members, running, strict=True):
-            runner.error = member.error
-            if member.stopped and runner.stopped_at is None:
-                runner.stopped_at = member.done
-            if member.trains and member.done == member.max_steps < member.part.steps:
-                runner.finished_at = member.done
-            is_over = not member.trains or member.done == member.max_steps
+    def _collect(self, ensemble: Ensemble, running: Sequence[Runner], watch: Watch) -> None:
+        """Note which runs have left, and show the progress of all."""
+        for run, runner in zip(ensemble.runs, running, strict=True):
+            runner.error = run.error
+            if run.stopped and runner.stopped_at is None:
+                runner.stopped_at = run.done
+            if run.trains and run.done == run.max_steps < run.part.steps:
+                runner.finished_at = run.done
+            is_over = not run.trains or run.done == run.max_steps
             if is_over and runner.folder is not None and not (runner.folder / "end.json").exists():
                 write_end(runner)
-        watch.show(run)
+        watch.show(ensemble)
 
-    def _stopped(self, run: Run, running: Sequence[Runner]) -> Collection[Member]:
-        """Return the members whose names are not among the best at a rung."""
-        step = max((member.done for member in run.training), default=0)
+    def _stopped(self, ensemble: Ensemble, running: Sequence[Runner]) -> Collection[Run]:
+        """Return the runs whose names are not among the best at a rung."""
+        step = max((run.done for run in ensemble.training), default=0)
         keep = dict(self.rungs).get(step)
         if keep is None:
             return []
-        pairs = list(zip(run.members, running, strict=True))
+        pairs = list(zip(ensemble.runs, running, strict=True))
         scores: dict[str, list[float]] = {}
-        for member, runner in pairs:
-            if not member.stopped:
-                scores.setdefault(runner.name, []).append(_score(runner) if member.trains else float("inf"))
+        for run, runner in pairs:
+            if not run.stopped:
+                scores.setdefault(runner.name, []).append(_score(runner) if run.trains else float("inf"))
         best = sorted(scores, key=lambda name: statistics.fmean(scores[name]))[:keep]
-        return [member for member, runner in pairs if member in run.unfinished and runner.name not in best]
+        return [run for run, runner in pairs if run in ensemble.unfinished and runner.name not in best]
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Race:
         heats: list[list[Runner]] = []
         taken = 0.0
         for runner in self.runners:
-            own = matrix_bytes(runner.config)
+            own = matrix_bytes(runner.spec)
             if not heats or taken + own > room:
                 heats.append([])
                 taken = 0.0
@@ -187,7 +187,7 @@ class Race:
         """
         if self.folder is None:
             return
-        about = {"runs": [runner.config.label for runner in self.runners], "rungs": [list(r) for r in self.rungs]}
+        about = {"runs": [runner.spec.label for runner in self.runners], "rungs": [list(r) for r in self.rungs]}
         path = self.folder / "race.json"
         if not self.resume:
             if path.exists() or any(checkpoints_in(folder) for folder in self._folders()):
@@ -233,7 +233,7 @@ class Race:
                 start = load_checkpoint(checkpoint_path(runner.folder, common if end is None else end["step"]))
                 runner.finished_at = end["step"] if end is not None and end["early"] else None
                 start.fill(runner.history)
-                runner.config = replace(runner.config, start=start)
+                runner.spec = replace(runner.spec, start=start)
             running.append(runner)
         return running
 
@@ -243,17 +243,17 @@ def saving_in(save_dir: str | Path, name: str, interval: int | None) -> Saving:
     return Saving(folder_at(save_dir) / name, interval)
 
 
-def matrix_bytes(config: RunConfig) -> float:
+def matrix_bytes(spec: RunSpec) -> float:
     """Return an estimate of the bytes that weights, gradients, optimizer and strategy of a run take."""
-    trainable = [p for p in config.model.parameters() if p.requires_grad]
+    trainable = [p for p in spec.model.parameters() if p.requires_grad]
     row = sum(p.nbytes for p in trainable)
-    buffers = sum(b.nbytes for b in config.model.buffers())
-    in_one = not config.deterministic
-    weights = 1 if in_one and config.strategy.shares_weights else config.num_nodes
-    grads = 1 if in_one and config.strategy.shares_grads else config.num_nodes
-    moments = len(config.strategy.optim_spec.state_names() - {"step"})
+    buffers = sum(b.nbytes for b in spec.model.buffers())
+    in_one = not spec.deterministic
+    weights = 1 if in_one and spec.strategy.shares_weights else spec.num_nodes
+    grads = 1 if in_one and spec.strategy.shares_grads else spec.num_nodes
+    moments = len(spec.strategy.optim_spec.state_names() - {"step"})
     # The state of strategies: outer weights and momentum, a residual per node.
-    return float(row * (weights * (1 + moments) + grads + config.num_nodes + 3) + buffers * config.num_nodes)
+    return float(row * (weights * (1 + moments) + grads + spec.num_nodes + 3) + buffers * spec.num_nodes)
 
 
 def _score(runner: Runner) -> float:

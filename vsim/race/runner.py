@@ -13,7 +13,7 @@ from torch import nn
 from vsim.checkpoint.folder import replacing
 from vsim.records.history import History, write_json
 from vsim.records.report import Log
-from vsim.training.config import RunConfig
+from vsim.training.spec import RunSpec
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class Runner:
     """
 
     name: str
-    config: RunConfig
+    spec: RunSpec
     log: Log | None = None
     history: History = field(init=False)
     model: nn.Module | None = None
@@ -39,7 +39,7 @@ class Runner:
     finished_at: int | None = None
 
     def __post_init__(self) -> None:
-        self.history = History(self.config.label, self.config.num_nodes, self.config.population)
+        self.history = History(self.spec.label, self.spec.num_nodes, self.spec.population)
 
     @property
     def has_begun(self) -> bool:
@@ -57,7 +57,7 @@ class Runner:
     @property
     def folder(self) -> Path | None:
         """The folder of its checkpoints; None: it is not saved."""
-        return None if self.config.saving is None else self.config.saving.folder
+        return None if self.spec.saving is None else self.spec.saving.folder
 
 
 def write_end(runner: Runner) -> None:
@@ -77,7 +77,7 @@ def write_end(runner: Runner) -> None:
 
 def _length(runner: Runner) -> list[int | None]:
     """Return what decides how many steps a run has; a longer one goes on where this one ended."""
-    return [runner.config.max_steps, runner.config.num_epochs]
+    return [runner.spec.max_steps, runner.spec.num_epochs]
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from vsim.race.runner import Runner
 from vsim.records.history import History
 from vsim.records.live import LiveRace
-from vsim.training.member import Run
+from vsim.training.run import Ensemble
 
 _SECONDS_BETWEEN = 0.1  # two updates of a progress bar
 
@@ -27,29 +27,29 @@ class Watch:
         if progress == "plot":
             self.live = LiveRace(self.histories, title)
 
-    def show(self, run: Run) -> None:
+    def show(self, ensemble: Ensemble) -> None:
         """Bring the picture or the bar up to date, if the last one is old enough."""
         if self.live is not None:
             for runner in self.runners:
                 own = self.histories.setdefault(runner.name, [])
                 if runner.has_begun and runner.history not in own:
                     own.append(runner.history)
-            self.live.update(run.max_steps)
+            self.live.update(ensemble.max_steps)
             return
         now = time.perf_counter()
-        if not self.progress or (now < self._next and run.training):
+        if not self.progress or (now < self._next and ensemble.training):
             return
         self._next = now + _SECONDS_BETWEEN
         if self.bar is None:
             from tqdm.auto import tqdm
 
             self.bar = tqdm(total=0, unit="step", desc=self.title, dynamic_ncols=True, disable=None)
-        self.bar.total = run.max_steps * len(self.runners)
+        self.bar.total = ensemble.max_steps * len(self.runners)
         self.bar.n = sum(max(0, len(runner.history) - 1) for runner in self.runners)
-        known = [m.row.get("train_loss", math.nan) for m in run.training]
+        known = [m.row.get("train_loss", math.nan) for m in ensemble.training]
         losses = [loss for loss in known if loss == loss]
-        left = sum(not member.trains for member in run.members)
-        preparing = next(filter(None, (group.executor.preparing for group in run.groups)), "")
+        left = sum(not run.trains for run in ensemble.runs)
+        preparing = next(filter(None, (stack.executor.preparing for stack in ensemble.stacks)), "")
         best = f"best loss {min(losses):.3f}" if losses else preparing
         self.bar.set_postfix_str(best + (f", {left} not training" if left else ""), refresh=False)
         self.bar.update(0)

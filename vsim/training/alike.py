@@ -1,4 +1,4 @@
-"""Which members of a run are alike: in the shapes of their batches, the code of their model, their optimizer."""
+"""Which runs of a run are alike: in the shapes of their batches, the code of their model, their optimizer."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor, nn
 
 from vsim.data.joint import BatchSource, one_in_memory
 from vsim.strategy.base import CommunicationModule, Strategy
-from vsim.training.config import RunConfig
+from vsim.training.spec import RunSpec
 
 
-def batch_shapes(batches: BatchSource, config: RunConfig, num_steps: int) -> tuple[Any, ...]:
-    """Return a key for the shapes of all batches of a run: equal only for members with equal shapes at every step."""
-    drop_last = bool(config.dataloader_kwargs.get("drop_last", False))
+def batch_shapes(batches: BatchSource, spec: RunSpec, num_steps: int) -> tuple[Any, ...]:
+    """Return a key for the shapes of all batches of a run: equal only for runs with equal shapes at every step."""
+    drop_last = bool(spec.dataloader_kwargs.get("drop_last", False))
     # The nodes go through their data without a break: all batches are full.
-    uneven = len(set(batches.lengths)) > 1 or config.participation is not None
-    last = int(batches.shard_sizes.max()) % config.batch_size
-    own_collation = config.dataloader_kwargs.get("collate_fn") is not None
-    single = config.batch_size == config.num_nodes == 1 and one_in_memory(batches) is None  # of any length
+    uneven = len(set(batches.lengths)) > 1 or spec.participation is not None
+    last = int(batches.shard_sizes.max()) % spec.batch_size
+    own_collation = spec.dataloader_kwargs.get("collate_fn") is not None
+    single = spec.batch_size == spec.num_nodes == 1 and one_in_memory(batches) is None  # of any length
     if own_collation or single:  # such as padding to the longest of a node's examples: equal only for equal examples
-        return config.batch_size, config.num_nodes, config.seed, config.shuffle, id(config.participation)
+        return spec.batch_size, spec.num_nodes, spec.seed, spec.shuffle, id(spec.participation)
     if drop_last or uneven or not last or num_steps < batches.steps_per_epoch:
-        return (config.batch_size,)
-    return config.batch_size, batches.steps_per_epoch, last
+        return (spec.batch_size,)
+    return spec.batch_size, batches.steps_per_epoch, last
 
 
 def same_model(first: nn.Module, other: nn.Module) -> bool:

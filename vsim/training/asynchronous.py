@@ -24,34 +24,34 @@ from vsim.data.joint import one_in_memory, sizes_of
 from vsim.engine import Executor
 from vsim.engine.misfit import explained
 from vsim.strategy.asynchronous import AsynchronousStrategy
-from vsim.training.member import Member
+from vsim.training.run import Run
 
 Make = Callable[[Replicas, list[torch.Generator]], Executor]  # an executor for some rows
 
 
 class Workers:
-    """The workers of a member, whose steps are computed in calls of as many rows as there are to be stepped.
+    """The workers of a run, whose steps are computed in calls of as many rows as there are to be stepped.
 
     Args:
-        member: set up, and resumed if it resumes. engine: computes all its rows. make: makes executors for fewer.
+        run: set up, and resumed if it resumes. engine: computes all its rows. make: makes executors for fewer.
         minibatch_size: examples per node at once; None: the whole batch.
     """
 
-    def __init__(self, member: Member, engine: Executor, make: Make, minibatch_size: int | None) -> None:
-        strategy, batches = member.strategy, member.part.batches
+    def __init__(self, run: Run, engine: Executor, make: Make, minibatch_size: int | None) -> None:
+        strategy, batches = run.strategy, run.part.batches
         assert isinstance(strategy, AsynchronousStrategy) and isinstance(batches, Batches)
-        self.member, self.strategy, self.engine, self.minibatch_size = member, strategy, engine, minibatch_size
+        self.run, self.strategy, self.engine, self.minibatch_size = run, strategy, engine, minibatch_size
         self._make = make
         self._fewer: dict[int, Executor] = {}  # by number of rows
-        self._here = nullcontext if one_in_memory(batches) is not None else member.part.here
-        skipped = member.done - strategy.clock.taken // member.cluster.num_nodes  # of a run that another forked from
+        self._here = nullcontext if one_in_memory(batches) is not None else run.part.here
+        skipped = run.done - strategy.clock.taken // run.cluster.num_nodes  # of a run that another forked from
         self._feeds = [batches.of_node(node, skipped + own) for node, own in enumerate(strategy.clock.steps)]
         strategy.step_workers = self.step
 
     def take_step(self) -> None:
         """Take the next step of the run."""
         self.strategy.advance()
-        self.member.node_losses = self.strategy.losses.tolist()
+        self.run.node_losses = self.strategy.losses.tolist()
 
     def step(self, owed: Sequence[int]) -> None:
         """Let each worker take so many local steps."""
@@ -68,24 +68,24 @@ class Workers:
             with self._here():
                 return next(self._feeds[node])
         except Exception as error:
-            raise retold(error, f"the batches of node {node} at step {self.member.cluster.step}: {error}")  # noqa: B904
+            raise retold(error, f"the batches of node {node} at step {self.run.cluster.step}: {error}")  # noqa: B904
 
     def _step(self, nodes: list[int], batch: Any) -> None:
         """Let some workers take a local step on their stacked batch (n, B, …)."""
-        replicas, member = self.engine.replicas, self.member
+        replicas, run = self.engine.replicas, self.run
         batch = tree_map(lambda t: t.to(replicas.weights.device, non_blocking=True), batch)
         if len(nodes) == replicas.num_held:
             losses = self._losses_and_grads(self.engine, batch)
         else:
             losses = self._of_few(nodes, batch)
-        member.check_losses(dict(zip(nodes, losses.tolist(), strict=True)), batch)
+        run.check_losses(dict(zip(nodes, losses.tolist(), strict=True)), batch)
         self.strategy.losses[nodes] = losses.to(self.strategy.losses)
         examples, tokens = sizes_of(batch)
         for node in nodes:
             self.strategy.step_worker(node)
             self.strategy.seen[node] += tokens or examples
-        member.examples += len(nodes) * examples
-        member.tokens += len(nodes) * tokens
+        run.examples += len(nodes) * examples
+        run.tokens += len(nodes) * tokens
 
     def _losses_and_grads(self, executor: Executor, batch: Any) -> Tensor:
         objective = executor.objective
@@ -93,7 +93,7 @@ class Workers:
             with torch.enable_grad():  # which a strategy does without
                 losses = executor.losses_and_grads(batch, self.minibatch_size)
         except Exception as error:
-            raise explained(error, objective, batch, 1, f"at step {self.member.cluster.step}")  # noqa: B904
+            raise explained(error, objective, batch, 1, f"at step {self.run.cluster.step}")  # noqa: B904
         return losses
 
     def _of_few(self, nodes: list[int], batch: Any) -> Tensor:
@@ -107,7 +107,7 @@ class Workers:
             self._fewer[len(nodes)] = self._make(few, [])
         executor = self._fewer[len(nodes)]
         few = executor.replicas
-        executor.generators[:] = [self.member.streams[node] for node in nodes]  # type: ignore[index]
+        executor.generators[:] = [self.run.streams[node] for node in nodes]  # type: ignore[index]
         few.weights.copy_(whole.weights[nodes])
         for name, buffer in few.buffers.items():
             buffer.copy_(whole.buffers[name][nodes])

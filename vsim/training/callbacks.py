@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.engine import python_state
 from vsim.records.report import Hook
-from vsim.training.member import Member
+from vsim.training.run import Run
 from vsim.training.saving import savable
 
 
 class Callback:
     """Code of your own in a run: inherit from it, and define the methods that you need.
 
-    Each gets the run, a `vsim.training.member.Member`: `run.done` completed steps, `run.row`, the history's row of the
+    Each gets the run, a `vsim.training.run.Run`: `run.done` completed steps, `run.row`, the history's row of the
     last one; `run.model` and `run.loss_fn`, the live ones, whose attributes may be changed; `run.strategy`,
     `run.cluster`; and `run.stop()`, which ends it. An error ends the run.
 
@@ -28,21 +28,21 @@ class Callback:
     0's comes back at the end. In a comparison every run has copies of its own, see `vsim.ComparedRun`.
     """
 
-    def on_start(self, run: Member) -> None:
+    def on_start(self, run: Run) -> None:
         """Before the first step of a new run (`run.starts`), or of one that resumes, with its state."""
 
-    def on_step(self, run: Member) -> None:
+    def on_step(self, run: Run) -> None:
         """After every step, when it is in the history, and before it is saved."""
 
-    def on_evaluation(self, run: Member) -> None:
+    def on_evaluation(self, run: Run) -> None:
         """After every validation, that before the first step included; after `on_step`."""
 
-    def on_end(self, run: Member) -> None:
+    def on_end(self, run: Run) -> None:
         """After the last step; not for a run that was interrupted, or has failed."""
 
 
 class Reported(Protocol):
-    """Whatever has the history's row of a step: a member, or the report from another process."""
+    """Whatever has the history's row of a step: a run, or the report from another process."""
 
     @property
     def row(self) -> Mapping[str, float]: ...
@@ -60,10 +60,10 @@ def hear(callbacks: Sequence[Callback], run: Any) -> None:
 class AfterStep(Callback):
     """The short form of a callback: a function of the run, called after every step."""
 
-    def __init__(self, function: Callable[[Member], Any]) -> None:
+    def __init__(self, function: Callable[[Run], Any]) -> None:
         self.function = function
 
-    def on_step(self, run: Member) -> None:
+    def on_step(self, run: Run) -> None:
         self.function(run)
 
 
@@ -142,14 +142,14 @@ class Monitor(Callback):
         """Forget the last run."""
         self.best, self.best_step = math.nan, 0
 
-    def on_start(self, run: Member) -> None:
+    def on_start(self, run: Run) -> None:
         if self.monitor not in run.columns:
             there = ", ".join(run.columns)
             raise ValueError(f"{type(self).__name__} monitors {self.monitor!r}, which this run does not have: {there}")
         if run.starts or self.best_step > run.done:
             self.restart()
 
-    def on_step(self, run: Member) -> None:
+    def on_step(self, run: Run) -> None:
         value = run.row.get(self.monitor)
         if value is None:
             return
@@ -159,7 +159,7 @@ class Monitor(Callback):
             self.best, self.best_step = value, run.done
         self.measured(run, better)
 
-    def measured(self, run: Member, better: bool) -> None:
+    def measured(self, run: Run, better: bool) -> None:
         """Take a step at which the column was measured; `better`: it has improved."""
         raise NotImplementedError
 
@@ -193,15 +193,15 @@ class EarlyStopping(Monitor):
         super().restart()
         self.waited = 0
 
-    def on_start(self, run: Member) -> None:
+    def on_start(self, run: Run) -> None:
         super().on_start(run)
         self._decide(run)
 
-    def measured(self, run: Member, better: bool) -> None:
+    def measured(self, run: Run, better: bool) -> None:
         self.waited = 0 if better else self.waited + 1
         self._decide(run)
 
-    def _decide(self, run: Member) -> None:
+    def _decide(self, run: Run) -> None:
         if self.waited >= self.patience:
             run.stop()
 
@@ -227,7 +227,7 @@ class KeepBest(Monitor):
         super().restart()
         self.weights: dict[str, Tensor] = {}
 
-    def measured(self, run: Member, better: bool) -> None:
+    def measured(self, run: Run, better: bool) -> None:
         if better:
             self.weights = dict(run.global_model().state_dict())
 

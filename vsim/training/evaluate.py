@@ -18,8 +18,8 @@ from vsim.engine.kept import joined
 from vsim.engine.misfit import explained
 from vsim.engine.python_state import State
 from vsim.engine.stacked import NodesDifferError
-from vsim.training.config import Metric
-from vsim.training.member import Member
+from vsim.training.run import Run
+from vsim.training.spec import Metric
 
 # Columns of the node matrix that are compared at once: bounds the memory that measuring needs.
 _COLUMNS_AT_ONCE = 2**18
@@ -44,7 +44,7 @@ class _Measured(NamedTuple):
 
 
 class Evaluator:
-    """Measures the members of a group without changing anything in them.
+    """Measures the runs of a group without changing anything in them.
 
     Args:
         executor: computes the losses.
@@ -66,38 +66,38 @@ class Evaluator:
         self._draws = False  # whether the model draws random numbers in evaluation mode
         self._reads: bool | None = None  # whether it reads tensors that nodes keep; None: not known
 
-    def __call__(self, members: Sequence[Member]) -> dict[Member, dict[str, float]]:
-        """Return member → its validation columns of `History`."""
+    def __call__(self, runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
+        """Return run → its validation columns of `History`."""
         with torch.no_grad():
             try:
-                states = self._states(members)
-                to_measure = [f(m, states[m]) for m in members for f in (_of_nodes, _of_cluster)]
+                states = self._states(runs)
+                to_measure = [f(m, states[m]) for m in runs for f in (_of_nodes, _of_cluster)]
                 measured = iter(self._measure(to_measure))
             except Exception as error:
-                when = f"in the validation after step {members[0].done}"
+                when = f"in the validation after step {runs[0].done}"
                 raise explained(error, self.executor.objective, self.batch, 0, when)  # noqa: B904  # has its cause
-            found = {member: _columns(member, next(measured), next(measured)) for member in members}
-            for member, own in zip(members, to_measure[1::2], strict=True):
-                found[member] |= {name: self._mean(f, name, own) for name, f in member.config.metrics.items()}
+            found = {run: _columns(run, next(measured), next(measured)) for run in runs}
+            for run, own in zip(runs, to_measure[1::2], strict=True):
+                found[run] |= {name: self._mean(f, name, own) for name, f in run.spec.metrics.items()}
             return found
 
-    def _states(self, members: Sequence[Member]) -> dict[Member, list[State | None]]:
-        """Return what the Python of every member's nodes keeps, as far as the model may read it."""
-        own = self.executor.objective.states([row for member in members for row in member.rows])
+    def _states(self, runs: Sequence[Run]) -> dict[Run, list[State | None]]:
+        """Return what the Python of every run's nodes keeps, as far as the model may read it."""
+        own = self.executor.objective.states([row for run in runs for row in run.rows])
         try:
             together: State | None = None if self._reads else joined(own)
         except ValueError:  # numbers differ
             together = None
         if together is not None:
             if self._reads is None:
-                self._reads = self._is_refused(members[0], together)
+                self._reads = self._is_refused(runs[0], together)
             own = own if self._reads else [together] * len(own)
         each = iter(own)
-        return {member: [next(each) for _ in member.rows] for member in members}
+        return {run: [next(each) for _ in run.rows] for run in runs}
 
-    def _is_refused(self, member: Member, state: State) -> bool:
+    def _is_refused(self, run: Run, state: State) -> bool:
         """Whether the model computes with tensors that differ between nodes, for which others stand in this state."""
-        objective, (weights, buffers, seed, _) = self.executor.objective, _of_nodes(member, [None])
+        objective, (weights, buffers, seed, _) = self.executor.objective, _of_nodes(run, [None])
         of_first = {name: b[0] for name, b in buffers.items()}
         stream = generator(seed, EVALUATION, device=weights.device)
         try:
@@ -164,32 +164,32 @@ class Evaluator:
         return _Measured(losses, accuracies[0] if accuracies else None), drew
 
 
-def validate(members: Sequence[Member]) -> dict[Member, dict[str, float]]:
-    """Return member → its validation columns, for members with validation data; a group is measured together."""
-    by_evaluator: dict[Any, list[Member]] = {}
-    for member in members:
-        if member.evaluator is not None:
-            by_evaluator.setdefault(member.evaluator, []).append(member)
-    found: dict[Member, dict[str, float]] = {}
+def validate(runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
+    """Return run → its validation columns, for runs with validation data; a group is measured together."""
+    by_evaluator: dict[Any, list[Run]] = {}
+    for run in runs:
+        if run.evaluator is not None:
+            by_evaluator.setdefault(run.evaluator, []).append(run)
+    found: dict[Run, dict[str, float]] = {}
     for evaluator, own in by_evaluator.items():
         found.update(evaluator(own))
     return found
 
 
-def _of_nodes(member: Member, states: Sequence[State | None]) -> _Rows:
+def _of_nodes(run: Run, states: Sequence[State | None]) -> _Rows:
     """The nodes' own models; one where they are one by construction."""
-    replicas = member.cluster.replicas
+    replicas = run.cluster.replicas
     if replicas.shares_weights and not replicas.buffers and all(state is states[0] for state in states):
-        return _Rows(replicas.weights, {}, member.config.seed, states[:1])
-    return _Rows(replicas.weights.expand(replicas.num_held, -1), replicas.buffers, member.config.seed, states)
+        return _Rows(replicas.weights, {}, run.spec.seed, states[:1])
+    return _Rows(replicas.weights.expand(replicas.num_held, -1), replicas.buffers, run.spec.seed, states)
 
 
-def _of_cluster(member: Member, states: Sequence[State | None]) -> _Rows:
+def _of_cluster(run: Run, states: Sequence[State | None]) -> _Rows:
     """The global model and the mean replica, whose Python is that of the first node."""
-    assert member.global_weights is not None
-    candidates = torch.stack([member.global_weights, member.cluster.mean_weights()])  # (2, P)
-    buffers = {n: b.expand(2, *b.shape) for n, b in member.cluster.mean_buffers().items()}
-    return _Rows(candidates, buffers, member.config.seed, [states[0], states[0]])
+    assert run.global_weights is not None
+    candidates = torch.stack([run.global_weights, run.cluster.mean_weights()])  # (2, P)
+    buffers = {n: b.expand(2, *b.shape) for n, b in run.cluster.mean_buffers().items()}
+    return _Rows(candidates, buffers, run.spec.seed, [states[0], states[0]])
 
 
 def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
@@ -217,8 +217,8 @@ def _equal(one: _Rows, other: _Rows) -> bool:
     return one.states[0] is other.states[0] and all(torch.equal(a, b) for a, b in tensors)
 
 
-def _columns(member: Member, nodes: _Measured, overall: _Measured) -> dict[str, float]:
-    collectives, num_held = member.cluster.collectives, member.cluster.replicas.num_held
+def _columns(run: Run, nodes: _Measured, overall: _Measured) -> dict[str, float]:
+    collectives, num_held = run.cluster.collectives, run.cluster.replicas.num_held
     with collectives.unbilled():
         local = collectives.all_gather(nodes.losses.expand(num_held))  # (K,)
     columns: dict[str, Tensor] = {

@@ -1,4 +1,4 @@
-"""The training loop, once, for every backend and for any number of members."""
+"""The training loop, once, for every backend and for any number of runs."""
 
 from __future__ import annotations
 
@@ -26,141 +26,141 @@ from vsim.training.attendance import attend
 from vsim.training.callbacks import hear
 from vsim.training.evaluate import replica_spread, validate
 from vsim.training.interrupt import Interrupted
-from vsim.training.member import Group, Member, Run
 from vsim.training.regroup import regroup
+from vsim.training.run import Ensemble, Run, Stack
 
 
-def train(run: Run) -> None:
+def train(ensemble: Ensemble) -> None:
     """Train to the last step, reporting every step as it is done.
 
     Raises:
         Interrupted: after a step, when any process of the run was asked to stop.
     """
     try:
-        with run.interrupt:
-            for member in run.training:
-                with naming(member.config.label if len(run.members) > 1 else ""):
-                    saving.begin(member)
-            for _ in steps(run):
+        with ensemble.interrupt:
+            for run in ensemble.training:
+                with naming(run.spec.label if len(ensemble.runs) > 1 else ""):
+                    saving.begin(run)
+            for _ in steps(ensemble):
                 pass
-            if run.is_alone and run.interrupt.requested:
-                raise Interrupted(run.max_steps, run.members[0].config.saving)
+            if ensemble.is_alone and ensemble.interrupt.requested:
+                raise Interrupted(ensemble.max_steps, ensemble.runs[0].spec.saving)
     finally:
-        end(run)
+        end(ensemble)
 
 
-def end(run: Run) -> None:
+def end(ensemble: Ensemble) -> None:
     """Release what only training needs, and note the states in which training left the process's random generators."""
-    for member in run.members:
-        device = member.cluster.weights.device
-        if member.globals is None:
-            member.left_states = global_states(device)
-    for group in run.groups:
-        group.batches = iter(())  # ends the worker processes of a DataLoader
+    for run in ensemble.runs:
+        device = run.cluster.weights.device
+        if run.globals is None:
+            run.left_states = global_states(device)
+    for stack in ensemble.stacks:
+        stack.batches = iter(())  # ends the worker processes of a DataLoader
 
 
-def steps(run: Run) -> Iterator[int]:
+def steps(ensemble: Ensemble) -> Iterator[int]:
     """Train, and yield the number of every step when it is done and reported.
 
     Beside `train`, no interrupt is awaited, and `end` is left to the caller.
     """
     with keeping_freed_memory():
-        yield from _steps(run)
+        yield from _steps(ensemble)
 
 
-def _steps(run: Run) -> Iterator[int]:
-    for member in run.training:
-        with _own(run, member):
-            for callback in member.config.callbacks:
-                callback.on_start(member)
-    first = min((member.done for member in run.unfinished), default=run.max_steps)
-    for member in run.training:
-        member.known_events = len(member.ledger)
-    attend(run, first + 1)
-    _report_start(run)
-    if run.watch is not None:
-        run.watch(run)
-    _tell_ends(run, run.training)
-    for step in range(first + 1, run.max_steps + 1):
+def _steps(ensemble: Ensemble) -> Iterator[int]:
+    for run in ensemble.training:
+        with _own(ensemble, run):
+            for callback in run.spec.callbacks:
+                callback.on_start(run)
+    first = min((run.done for run in ensemble.unfinished), default=ensemble.max_steps)
+    for run in ensemble.training:
+        run.known_events = len(run.ledger)
+    attend(ensemble, first + 1)
+    _report_start(ensemble)
+    if ensemble.watch is not None:
+        ensemble.watch(ensemble)
+    _tell_ends(ensemble, ensemble.training)
+    for step in range(first + 1, ensemble.max_steps + 1):
         if step > first + 1:
-            attend(run, step)
+            attend(ensemble, step)
         stops = False
-        for group in run.groups:
-            stops |= _take_step(run, group, step)
-        _report(run, step)
-        stops |= run.is_alone and run.interrupt.requested
-        reached = [member for member in run.training if member.done == step]
-        for member in reached:
-            with _own(run, member):
-                saving.save_if_due(member, stops)
-        _tell_ends(run, reached)
-        if run.watch is not None:
-            run.watch(run)
+        for stack in ensemble.stacks:
+            stops |= _take_step(ensemble, stack, step)
+        _report(ensemble, step)
+        stops |= ensemble.is_alone and ensemble.interrupt.requested
+        reached = [run for run in ensemble.training if run.done == step]
+        for run in reached:
+            with _own(ensemble, run):
+                saving.save_if_due(run, stops)
+        _tell_ends(ensemble, reached)
+        if ensemble.watch is not None:
+            ensemble.watch(ensemble)
         if stops:
-            raise Interrupted(step, run.members[0].config.saving)
-        if run.stopping is not None:
-            for member in run.stopping(run):
-                member.stopped = True
-        if step < run.max_steps:
-            regroup(run)
+            raise Interrupted(step, ensemble.runs[0].spec.saving)
+        if ensemble.stopping is not None:
+            for run in ensemble.stopping(ensemble):
+                run.stopped = True
+        if step < ensemble.max_steps:
+            regroup(ensemble)
         yield step
-        if not run.unfinished:
+        if not ensemble.unfinished:
             return
 
 
-def _take_step(run: Run, group: Group, step: int) -> bool:
-    """Take step number `step` with the members of a group; return whether another process wants the run to stop."""
-    members = [member for member in group.members if member.trains and member.done < member.max_steps]
-    if not members:
+def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
+    """Take step number `step` with the runs of a group; return whether another process wants the run to stop."""
+    runs = [run for run in stack.runs if run.trains and run.done < run.max_steps]
+    if not runs:
         return False
     started = time.perf_counter()
-    device = members[0].cluster.replicas.weights.device
-    for member in members:
-        member.cluster.step = step
-        member.keep_resting()
-        member.lr = member.strategy.lr
-    if group.workers is not None:
-        (member,) = members
-        with _own(run, member):
-            group.workers.take_step()
-        member.seconds += time.perf_counter() - started
+    device = runs[0].cluster.replicas.weights.device
+    for run in runs:
+        run.cluster.step = step
+        run.keep_resting()
+        run.lr = run.strategy.lr
+    if stack.workers is not None:
+        (run,) = runs
+        with _own(ensemble, run):
+            stack.workers.take_step()
+        run.seconds += time.perf_counter() - started
         return False
     try:
-        batch = next(group.batches)
+        batch = next(stack.batches)
         if any(t.device != device for t in tree_leaves(batch)):
             batch = tree_map(lambda t: t.to(device, non_blocking=True), batch)
     except Exception as error:
-        _all_leave(run, members, retold(error, f"the batches of step {step}: {error}"))
+        _all_leave(ensemble, runs, retold(error, f"the batches of step {step}: {error}"))
         return False
-    with group.threads.of(batch):
+    with stack.threads.of(batch):
         try:
-            losses = _computed(run, group, batch, device)
-        except Exception as error:  # of the model or the data, which all members of the group share
-            _all_leave(run, members, explained(error, group.executor.objective, batch, 1, f"at step {step}"))
+            losses = _computed(ensemble, stack, batch, device)
+        except Exception as error:  # of the model or the data, which all runs of the group share
+            _all_leave(ensemble, runs, explained(error, stack.executor.objective, batch, 1, f"at step {step}"))
             return False
-        stops = _keep_losses(run, group, losses, step, batch)
-        _take_own_steps(run, group)
-    members = [member for member in members if member.trains]
+        stops = _keep_losses(ensemble, stack, losses, step, batch)
+        _take_own_steps(ensemble, stack)
+    runs = [run for run in runs if run.trains]
     seconds = time.perf_counter() - started
-    num_nodes = sum(member.cluster.num_nodes for member in members)
+    num_nodes = sum(run.cluster.num_nodes for run in runs)
     examples, tokens = sizes_of(batch)
-    for member in members:
-        nodes = member.cluster.num_nodes
-        member.seconds += seconds * nodes / num_nodes
-        nodes -= len(member.cluster.resting_nodes)
-        member.examples += examples * nodes
-        member.tokens += tokens * nodes
+    for run in runs:
+        nodes = run.cluster.num_nodes
+        run.seconds += seconds * nodes / num_nodes
+        nodes -= len(run.cluster.resting_nodes)
+        run.examples += examples * nodes
+        run.tokens += tokens * nodes
     return stops
 
 
-def _computed(run: Run, group: Group, batch: Any, device: torch.device) -> Tensor:
+def _computed(ensemble: Ensemble, stack: Stack, batch: Any, device: torch.device) -> Tensor:
     """Return the losses of a group; the gradients are where they belong then."""
-    first = len(run.members) > 1 and not group.has_stepped
+    first = len(ensemble.runs) > 1 and not stack.has_stepped
     before = global_states(device) if first else {}
-    losses = group.losses_and_grads(batch)
+    losses = stack.losses_and_grads(batch)
     if first and not same_states(before, global_states(device)):
         _warn_of_global_draws()
-    group.has_stepped = True
+    stack.has_stepped = True
     return losses
 
 
@@ -174,142 +174,142 @@ def _warn_of_global_draws() -> None:
     )
 
 
-def _keep_losses(run: Run, group: Group, losses: Tensor, step: int, batch: Any) -> bool:
-    """Give every member the losses of its nodes (K,); a member with a non-finite loss leaves.
+def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, batch: Any) -> bool:
+    """Give every run the losses of its nodes (K,); a run with a non-finite loss leaves.
 
     Returns:
         Whether a process of the run has been asked to stop after this step.
     """
     stops = False
-    values = losses.tolist() if run.is_alone else []
-    for member, rows in group.rows:
-        if not member.trains or member.cluster.step != step:
+    values = losses.tolist() if ensemble.is_alone else []
+    for run, rows in stack.rows:
+        if not run.trains or run.cluster.step != step:
             continue
-        if run.is_alone:
-            member.node_losses = values[rows]
+        if ensemble.is_alone:
+            run.node_losses = values[rows]
         else:
-            member.node_losses, stops = _of_all_nodes(losses, run, member)
+            run.node_losses, stops = _of_all_nodes(losses, ensemble, run)
         try:
-            member.check_losses(dict(zip(member.cluster.active, member.node_losses, strict=True)), batch, rows)
+            run.check_losses(dict(zip(run.cluster.active, run.node_losses, strict=True)), batch, rows)
         except FloatingPointError as error:
-            _leave(run, member, error)
-        for node in member.cluster.resting_nodes:
-            member.node_losses[node] = math.nan
+            _leave(ensemble, run, error)
+        for node in run.cluster.resting_nodes:
+            run.node_losses[node] = math.nan
     return stops
 
 
 @torch.no_grad()
-def _take_own_steps(run: Run, group: Group) -> None:
-    """Let every member communicate and step. Members without a `step` of their own share calls of optimizers."""
-    stepping = [member for member in group.members if member.trains and member.cluster.step > member.done]
-    plain = [member for member in stepping if not member.strategy.is_per_node]
-    for member in plain:
-        with _own(run, member):
-            member.strategy.begin_step()
-    alone = group.optimizers.step({member.strategy for member in plain if member.trains})
-    for member in stepping:
-        if member.trains:
-            with _own(run, member):
-                if member.strategy in alone:
-                    member.strategy.optim.step()
-                member.put_back_resting()
-                (member.strategy.take_step if member.strategy.is_per_node else member.strategy.finish_step)()
-                if member.done != member.cluster.step:
-                    raise TypeError(f"{type(member.strategy).__name__}.step() must end with super().step()")
+def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
+    """Let every run communicate and step. Runs without a `step` of their own share calls of optimizers."""
+    stepping = [run for run in stack.runs if run.trains and run.cluster.step > run.done]
+    plain = [run for run in stepping if not run.strategy.is_per_node]
+    for run in plain:
+        with _own(ensemble, run):
+            run.strategy.begin_step()
+    alone = stack.optimizers.step({run.strategy for run in plain if run.trains})
+    for run in stepping:
+        if run.trains:
+            with _own(ensemble, run):
+                if run.strategy in alone:
+                    run.strategy.optim.step()
+                run.put_back_resting()
+                (run.strategy.take_step if run.strategy.is_per_node else run.strategy.finish_step)()
+                if run.done != run.cluster.step:
+                    raise TypeError(f"{type(run.strategy).__name__}.step() must end with super().step()")
 
 
 class _own(AbstractContextManager[None]):
-    """The context for code of one member: with its own random state; an error is that member's alone."""
+    """The context for code of one run: with its own random state; an error is that run's alone."""
 
-    def __init__(self, run: Run, member: Member) -> None:
-        self.run, self.member = run, member
-        self.globals = member.globals.here() if member.globals is not None and member.draws else nullcontext()
+    def __init__(self, ensemble: Ensemble, run: Run) -> None:
+        self.ensemble, self.run = ensemble, run
+        self.globals = run.globals.here() if run.globals is not None and run.draws else nullcontext()
 
     def __enter__(self) -> None:
         self.globals.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self.globals.__exit__(kind, error, trace)
-        if isinstance(error, KeyboardInterrupt) and self.run.tolerant:  # in a hook: all other members finish this step
-            self.run.interrupt.request()
+        if (
+            isinstance(error, KeyboardInterrupt) and self.ensemble.tolerant
+        ):  # in a hook: all other runs finish this step
+            self.ensemble.interrupt.request()
             return True
-        if not isinstance(error, Exception) or not self.run.tolerant:
+        if not isinstance(error, Exception) or not self.ensemble.tolerant:
             return False
-        _leave(self.run, self.member, error)
+        _leave(self.ensemble, self.run, error)
         return True
 
 
-def _leave(run: Run, member: Member, error: Exception) -> None:
-    """Let a member leave while the others continue; raise the error if it is alone, or if nothing would be lost."""
-    nothing_lost = run.ends_early and member.done == 0
-    if not run.tolerant or (nothing_lost and not isinstance(error, FloatingPointError)):
+def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
+    """Let a run leave while the others continue; raise the error if it is alone, or if nothing would be lost."""
+    nothing_lost = ensemble.ends_early and run.done == 0
+    if not ensemble.tolerant or (nothing_lost and not isinstance(error, FloatingPointError)):
         raise error
-    member.error = error
+    run.error = error
     # Its rows are still computed until the others are regrouped: with harmless numbers.
-    replicas = member.cluster.replicas
+    replicas = run.cluster.replicas
     for tensor in (replicas.weights, replicas.grads):
         tensor.zero_()
-    for state in (s for o in torch_optimizers(member.strategy.optim) for s in o.state.values()):
+    for state in (s for o in torch_optimizers(run.strategy.optim) for s in o.state.values()):
         for value in state.values():
             if isinstance(value, Tensor) and value.dim():
                 value.zero_()
 
 
-def _all_leave(run: Run, members: Sequence[Member], error: Exception) -> None:
-    for member in members:
-        _leave(run, member, error)
+def _all_leave(ensemble: Ensemble, runs: Sequence[Run], error: Exception) -> None:
+    for run in runs:
+        _leave(ensemble, run, error)
 
 
-def _report_start(run: Run) -> None:
-    starting = [member for member in run.training if member.starts]
-    found = _measurements(run, starting, first=True)
-    for group in run.groups:
-        for member in [m for m in group.members if m in starting and m.trains]:
-            with _own(run, member):
-                row: dict[str, float] = {"step": member.done, "examples": member.examples}
+def _report_start(ensemble: Ensemble) -> None:
+    starting = [run for run in ensemble.training if run.starts]
+    found = _measurements(ensemble, starting, first=True)
+    for stack in ensemble.stacks:
+        for run in [m for m in stack.runs if m in starting and m.trains]:
+            with _own(ensemble, run):
+                row: dict[str, float] = {"step": run.done, "examples": run.examples}
                 row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
-                row |= {"validation_seconds": member.validation_seconds, **found[member], **member.strategy.measured()}
-                executor = group.executor
-                report = StepReport(row, None, [], executor.name, member.max_steps, member.minibatch_size)
+                row |= {"validation_seconds": run.validation_seconds, **found[run], **run.strategy.measured()}
+                executor = stack.executor
+                report = StepReport(row, None, [], executor.name, run.max_steps, run.minibatch_size)
                 report.preparing = executor.preparing
-                _tell(run, member, report)
-            member.starts = False
+                _tell(ensemble, run, report)
+            run.starts = False
 
 
-def _report(run: Run, step: int) -> None:
-    members = [member for member in run.training if member.done == step]
-    if not members:
+def _report(ensemble: Ensemble, step: int) -> None:
+    runs = [run for run in ensemble.training if run.done == step]
+    if not runs:
         return
-    found = _measurements(run, members)
-    memory = run.memory(members[0].cluster.replicas.weights.device)
-    for group in run.groups:
-        name, reason = group.executor.name, group.executor.reason
-        for member in group.members:
-            if not member.trains or member.done != step:
+    found = _measurements(ensemble, runs)
+    memory = ensemble.memory(runs[0].cluster.replicas.weights.device)
+    for stack in ensemble.stacks:
+        name, reason = stack.executor.name, stack.executor.reason
+        for run in stack.runs:
+            if not run.trains or run.done != step:
                 continue
-            with _own(run, member):
-                ledger, losses = member.ledger, member.node_losses
+            with _own(ensemble, run):
+                ledger, losses = run.ledger, run.node_losses
                 row = {
                     "step": step,
-                    "examples": member.examples,
-                    "tokens": member.tokens or math.nan,
+                    "examples": run.examples,
+                    "tokens": run.tokens or math.nan,
                     "train_loss": _mean_of_known(losses),
-                    "lr": member.lr,
+                    "lr": run.lr,
                     "payload_bytes": ledger.payload_bytes,
                     "wire_bytes": ledger.wire_bytes,
-                    "seconds": member.seconds,
-                    "validation_seconds": member.validation_seconds,
+                    "seconds": run.seconds,
+                    "validation_seconds": run.validation_seconds,
                     "memory_bytes": memory,
-                    **member.strategy.measured(),
-                    **found[member],
+                    **run.strategy.measured(),
+                    **found[run],
                 }
-                events, member.known_events = ledger[member.known_events :], len(ledger)
-                report = StepReport(
-                    row, member.losses_of_all, events, name, member.max_steps, member.minibatch_size, reason
-                )
-                _tell(run, member, report)
-                if step == member.max_steps:
-                    member.check_weights()
+                events, run.known_events = ledger[run.known_events :], len(ledger)
+                report = StepReport(row, run.losses_of_all, events, name, run.max_steps, run.minibatch_size, reason)
+                _tell(ensemble, run, report)
+                if step == run.max_steps:
+                    run.check_weights()
 
 
 def _mean_of_known(losses: Sequence[float]) -> float:
@@ -321,71 +321,73 @@ def _mean_of_known(losses: Sequence[float]) -> float:
     return total / len(losses)
 
 
-def _tell(run: Run, member: Member, report: StepReport) -> None:
+def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
     """Report a step, and let the callbacks hear of it. Of several processes that of the first node is right."""
-    collectives, held = member.cluster.collectives, member.cluster.replicas.num_held
-    attendance = member.ledger.attendance
-    member.row, report.segment = report.row, attendance[-1] if attendance else None
-    if not run.is_alone and (member.config.callbacks or member.part.plan is not None):
+    collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
+    attendance = run.ledger.attendance
+    run.row, report.segment = report.row, attendance[-1] if attendance else None
+    if not ensemble.is_alone and (run.spec.callbacks or run.part.plan is not None):
         values = torch.tensor([list(report.row.values())], dtype=torch.float64).expand(held, -1)
         with collectives.unbilled():
-            member.row = dict(zip(report.row, collectives.broadcast(values, label="row").tolist(), strict=True))
-    member.report(report if 0 in member.part.nodes else replace(report, row=member.row))
-    if not member.config.callbacks:
+            run.row = dict(zip(report.row, collectives.broadcast(values, label="row").tolist(), strict=True))
+    run.report(report if 0 in run.part.nodes else replace(report, row=run.row))
+    if not run.spec.callbacks:
         return
-    hear(member.config.callbacks, member)
-    if not run.is_alone:  # a callback may stop the run in one process alone
+    hear(run.spec.callbacks, run)
+    if not ensemble.is_alone:  # a callback may stop the run in one process alone
         with collectives.unbilled():
-            last = collectives.all_gather(torch.full((held, 1), member.max_steps), label="last step")
-        member.max_steps = int(last.min())
+            last = collectives.all_gather(torch.full((held, 1), run.max_steps), label="last step")
+        run.max_steps = int(last.min())
 
 
-def _tell_ends(run: Run, members: Sequence[Member]) -> None:
-    for member in members:
-        if member.trains and member.done == member.max_steps:
-            with _own(run, member):
-                for callback in member.config.callbacks:
-                    callback.on_end(member)
+def _tell_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
+    for run in runs:
+        if run.trains and run.done == run.max_steps:
+            with _own(ensemble, run):
+                for callback in run.spec.callbacks:
+                    callback.on_end(run)
 
 
-def _measurements(run: Run, members: Sequence[Member], first: bool = False) -> Mapping[Member, dict[str, float]]:
+def _measurements(ensemble: Ensemble, runs: Sequence[Run], first: bool = False) -> Mapping[Run, dict[str, float]]:
     """Return the validation and divergence columns that are due; validation always is in the first and last row."""
-    found: dict[Member, dict[str, float]] = {member: {} for member in members}
-    if not members:
+    found: dict[Run, dict[str, float]] = {run: {} for run in runs}
+    if not runs:
         return found
-    step = members[0].done
-    on_time = first or bool(run.val_interval and step % run.val_interval == 0) or step in run.extra_validations
-    due = {m for m in members if m.evaluator and (on_time or step == m.max_steps)}
-    for group in run.groups if due else ():
-        own = [member for member in group.members if member in due]
+    step = runs[0].done
+    on_time = (
+        first or bool(ensemble.val_interval and step % ensemble.val_interval == 0) or step in ensemble.extra_validations
+    )
+    due = {m for m in runs if m.evaluator and (on_time or step == m.max_steps)}
+    for stack in ensemble.stacks if due else ():
+        own = [run for run in stack.runs if run in due]
         started = time.perf_counter()
-        for member in own:
-            with _own(run, member), torch.no_grad(), member.strategy.evaluating():
-                member.global_weights = member.evaluated_weights()
-        own = [member for member in own if member.trains]
+        for run in own:
+            with _own(ensemble, run), torch.no_grad(), run.strategy.evaluating():
+                run.global_weights = run.evaluated_weights()
+        own = [run for run in own if run.trains]
         try:
             with ExitStack() as evaluating, torch.no_grad():
-                for member in own:
-                    evaluating.enter_context(member.strategy.evaluating())
+                for run in own:
+                    evaluating.enter_context(run.strategy.evaluating())
                 found.update(validate(own))
         except Exception as error:  # of the model or the data: nobody's own
-            _all_leave(run, own, error)
-        seconds, num_nodes = time.perf_counter() - started, sum(member.cluster.num_nodes for member in own)
-        for member in own:
-            member.global_weights = None
-            member.validation_seconds += seconds * member.cluster.num_nodes / num_nodes
-    if run.correlation_interval is not None and step % run.correlation_interval == 0:
-        for member in members:
-            with member.cluster.collectives.unbilled():
-                weights = member.cluster.collectives.all_gather(member.cluster.weights)
-            found[member].update(replica_spread(weights))
+            _all_leave(ensemble, own, error)
+        seconds, num_nodes = time.perf_counter() - started, sum(run.cluster.num_nodes for run in own)
+        for run in own:
+            run.global_weights = None
+            run.validation_seconds += seconds * run.cluster.num_nodes / num_nodes
+    if ensemble.correlation_interval is not None and step % ensemble.correlation_interval == 0:
+        for run in runs:
+            with run.cluster.collectives.unbilled():
+                weights = run.cluster.collectives.all_gather(run.cluster.weights)
+            found[run].update(replica_spread(weights))
     return found
 
 
-def _of_all_nodes(losses: Tensor, run: Run, member: Member) -> tuple[list[float], bool]:
+def _of_all_nodes(losses: Tensor, ensemble: Ensemble, run: Run) -> tuple[list[float], bool]:
     """Return the losses of all nodes (K,) as numbers, and whether all stop after this step because one was asked to."""
-    asked = torch.full((len(losses),), run.interrupt.requested, dtype=torch.float64)
+    asked = torch.full((len(losses),), ensemble.interrupt.requested, dtype=torch.float64)
     both = torch.stack([losses.cpu().double(), asked], dim=1)  # (R, 2): one message
-    with member.cluster.collectives.unbilled():
-        values, requests = member.cluster.collectives.all_gather(both, label="losses").T.tolist()
+    with run.cluster.collectives.unbilled():
+        values, requests = run.cluster.collectives.all_gather(both, label="losses").T.tolist()
     return values, any(requests)

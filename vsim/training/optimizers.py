@@ -1,4 +1,4 @@
-"""The members' inner optimizers: each has its own, and those with equal settings are stepped in one call."""
+"""The runs' inner optimizers: each has its own, and those with equal settings are stepped in one call."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vsim.training.alike import is_vsims
 
 
 class Optimizers:
-    """Steps the optimizers of members whose rows lie below each other in one matrix.
+    """Steps the optimizers of runs whose rows lie below each other in one matrix.
 
     Where rows are few, a call of an optimizer takes longer than its arithmetic. Neighbours whose optimizers are of one
-    class with equal options are therefore stepped as one optimizer, whose parameter is all their rows. Each member
+    class with equal options are therefore stepped as one optimizer, whose parameter is all their rows. Each run
     keeps an optimizer of its own all the same, whose state is its rows of the common state: schedules, checkpoints and
-    a member that continues alone see nothing else.
+    a run that continues alone see nothing else.
 
     Args:
         strategies: in the order of their rows.

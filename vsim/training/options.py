@@ -22,8 +22,8 @@ from vsim.records.loggers import Logger, run_loggers
 from vsim.records.report import Hook
 from vsim.strategy.base import Strategy
 from vsim.training.callbacks import Callback, LossHooks, Originals, checked
-from vsim.training.config import Metric, RunConfig
-from vsim.training.member import Member
+from vsim.training.run import Run
+from vsim.training.spec import Metric, RunSpec
 
 _WHOLE = ("num_nodes", "batch_size", "num_epochs", "val_size", "log_interval")
 _AT_LEAST_ONE_OR_NONE = (
@@ -77,7 +77,7 @@ class FitOptions:
     wandb_project: str | None
     log_x_axis: str
     progress: bool | str
-    callbacks: Sequence[Callback | Callable[[Member], Any]] | None
+    callbacks: Sequence[Callback | Callable[[Run], Any]] | None
     metrics: Mapping[str, Metric] | None
     train_loss_hook: Hook | None
     eval_loss_hook: Hook | None
@@ -206,15 +206,15 @@ class FitOptions:
         self.compute.steps(self.num_nodes)
         self.network.check(self.num_nodes)
 
-    def config(self, label: str, start: Checkpoint | None, saving: Saving | None, **of_trainer: Any) -> RunConfig:
+    def spec(self, label: str, start: Checkpoint | None, saving: Saving | None, **of_trainer: Any) -> RunSpec:
         """Return the configuration of the run, for which the trainer adds model, data, loss and hook."""
-        own = {field.name for field in fields(RunConfig)}
+        own = {field.name for field in fields(RunSpec)}
         arguments = {name: value for name, value in vars(self).items() if name in own}
         arguments["dataloader_kwargs"] = dict(self.dataloader_kwargs or {})
         if self.callbacks:
             originals = Originals(of_trainer["model"], of_trainer["loss_fn"])
             arguments["callbacks"] = [*checked(self.callbacks), originals]
-        return RunConfig(
+        return RunSpec(
             **{**arguments, **of_trainer},
             label=label,
             memory_share=self.max_memory_usage,

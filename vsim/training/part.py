@@ -1,4 +1,4 @@
-"""The parts of a member before it is set up; where nodes come and go, it is set up anew."""
+"""The parts of a run before it is set up; where nodes come and go, it is set up anew."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vsim.cluster.randomness import OwnGlobals
 from vsim.data.joint import BatchSource
 from vsim.records.history import History
 from vsim.records.report import Reporter
-from vsim.training.config import RunConfig
+from vsim.training.spec import RunSpec
 
 
 @dataclass
 class Part:
-    """The parts of a member before it is set up: its configuration, and those that its backend provides.
+    """The parts of a run before it is set up: its configuration, and those that its backend provides.
 
     Attributes:
         report: gets the outcome of every step. history: the record of these outcomes, where this process keeps one.
@@ -29,7 +29,7 @@ class Part:
         continues: the rows of its start that its nodes continue from; None: each its own.
     """
 
-    config: RunConfig
+    spec: RunSpec
     report: Reporter
     history: History | None
     nodes: range
@@ -43,20 +43,20 @@ class Part:
     @property
     def steps(self) -> int:
         """The steps of the run."""
-        config = self.config
-        return config.num_epochs * self.batches.steps_per_epoch if config.max_steps is None else config.max_steps
+        spec = self.spec
+        return spec.num_epochs * self.batches.steps_per_epoch if spec.max_steps is None else spec.max_steps
 
     @property
     def start(self) -> int:
         """The completed steps that it starts with."""
-        return 0 if self.config.start is None else self.config.start.step
+        return 0 if self.spec.start is None else self.spec.start.step
 
     @property
     def shares(self) -> tuple[bool, bool]:
         """Whether its nodes share one row of weights, and one of gradients."""
         # Separate processes have a row each; so has an exact run, whose sums have the order of theirs.
-        in_one = not self.config.deterministic and len(self.nodes) == self.collectives.num_nodes > 1
-        strategy = self.config.strategy
+        in_one = not self.spec.deterministic and len(self.nodes) == self.collectives.num_nodes > 1
+        strategy = self.spec.strategy
         return in_one and strategy.shares_weights, in_one and strategy.shares_grads
 
     def attended(self, step: int) -> Part:

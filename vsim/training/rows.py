@@ -1,4 +1,4 @@
-"""The rows of a group: the nodes of all its members below each other in one matrix."""
+"""The rows of a group: the nodes of all its runs below each other in one matrix."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _SMALL = 2**16
 
 def can_join(part: Part) -> bool:
     """Whether a part can be computed with others: in lockstep, its nodes with rows of their own or one soon copied."""
-    if part.config.strategy.is_asynchronous:
+    if part.spec.strategy.is_asynchronous:
         return False
-    trainable = sum(p.numel() for p in part.config.model.parameters() if p.requires_grad)
+    trainable = sum(p.numel() for p in part.spec.model.parameters() if p.requires_grad)
     return not any(part.shares) or trainable <= _SMALL
 
 
 @dataclass
 class Rows:
-    """The rows that are computed, and those that the members hold.
+    """The rows that are computed, and those that the runs hold.
 
     Attributes:
-        whole: all nodes. parts: those of every member, views of `whole`; but members whose nodes are equal by
+        whole: all nodes. parts: those of every run, views of `whole`; but runs whose nodes are equal by
             construction hold one row of weights, and of gradients if only their mean is wanted.
-        spread: such members among others, with their rows of `whole`.
+        spread: such runs among others, with their rows of `whole`.
     """
 
     whole: Replicas
@@ -39,12 +39,12 @@ class Rows:
     spread: list[tuple[Replicas, slice]] = field(default_factory=list)
 
     def copy_out(self) -> None:
-        """Copy the one row of members with equal nodes to all their rows."""
+        """Copy the one row of runs with equal nodes to all their rows."""
         for own, rows in self.spread:
             self.whole.weights[rows].copy_(own.weights)
 
     def gather_gradients(self) -> None:
-        """Write the mean gradient of members that use only the mean, and the row of weights, if forward changed it.
+        """Write the mean gradient of runs that use only the mean, and the row of weights, if forward changed it.
 
         Raises:
             ValueError: it changed the copies of the row in different ways.
@@ -63,7 +63,7 @@ class Rows:
 
 def rows_of(parts: Sequence[Part], device: torch.device) -> Rows:
     """Lay out the rows of parts that are computed together, in their order."""
-    models, counts = [part.config.model for part in parts], [len(part.nodes) for part in parts]
+    models, counts = [part.spec.model for part in parts], [len(part.nodes) for part in parts]
     if len(parts) == 1:
         share_weights, share_grads = parts[0].shares
         whole = Replicas.of_several(models, counts, device, share_weights, share_grads)

@@ -26,7 +26,7 @@ from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import CheckpointError
 from vsim.private_torch import mark_stepped
 from vsim.records.history import History
-from vsim.training.member import Member
+from vsim.training.run import Run
 
 
 def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
     return found
 
 
-def _roots(run: Member) -> dict[str, tuple[Any, str | None]]:
+def _roots(run: Run) -> dict[str, tuple[Any, str | None]]:
     """Return name → object, in the order of saving and restoring, and its placement."""
     replicas, strategy = run.cluster.replicas, run.strategy
     return {
@@ -52,12 +52,12 @@ def _roots(run: Member) -> dict[str, tuple[Any, str | None]]:
         "optimizer": (strategy.optim, "stacked"),
         "strategy": (strategy, None),
         **({} if run.clients is None else {"clients": (run.clients, "shared")}),
-        **{f"callback {name}": (one, "shared") for name, one in savable(run.config.callbacks).items()},
+        **{f"callback {name}": (one, "shared") for name, one in savable(run.spec.callbacks).items()},
         "python": (run.objective.changes(run.rows), "stacked"),
     }
 
 
-def _known(run: Member) -> dict[str, Any]:
+def _known(run: Run) -> dict[str, Any]:
     cluster, replicas = run.cluster, run.cluster.replicas
     return {
         "cluster": cluster,
@@ -75,16 +75,16 @@ def _known(run: Member) -> dict[str, Any]:
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 
-def begin(run: Member) -> None:
+def begin(run: Run) -> None:
     """Take a snapshot once, so that state which cannot be saved is reported before training."""
-    if run.config.saving is not None:
+    if run.spec.saving is not None:
         _ = run.fingerprint  # as the run begins, and in all processes
-        run.fixed = _snapshot(run).fixed if run.config.saving.wanted else {}
+        run.fixed = _snapshot(run).fixed if run.spec.saving.wanted else {}
 
 
-def save_if_due(run: Member, stops: bool) -> None:
+def save_if_due(run: Run, stops: bool) -> None:
     """Save a run after a step, if it is time to, or if it stops here. Every process calls this."""
-    saving = run.config.saving
+    saving = run.spec.saving
     if saving is None:
         return
     is_due = run.done == run.max_steps or (saving.interval is not None and run.done % saving.interval == 0)
@@ -97,7 +97,7 @@ def save_if_due(run: Member, stops: bool) -> None:
         warnings.warn(f"the interrupted run cannot be resumed: {error}", UserWarning, stacklevel=2)
 
 
-def _save(run: Member, folder: Path) -> None:
+def _save(run: Run, folder: Path) -> None:
     run.check_weights()
     checkpoint = captured(run)
     if 0 in run.part.nodes:
@@ -108,7 +108,7 @@ def _save(run: Member, folder: Path) -> None:
             run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
 
 
-def captured(run: Member, apart: bool = False) -> Checkpoint:
+def captured(run: Run, apart: bool = False) -> Checkpoint:
     """Return the checkpoint of a run between two steps; of processes that of all at the first node, or `apart`.
 
     In the simulator, and apart, its tensors share the memory of the run.
@@ -133,12 +133,12 @@ def captured(run: Member, apart: bool = False) -> Checkpoint:
     return Checkpoint(run.done, history or History(), {} if apart else steady(run), state, run.is_alone)
 
 
-def _snapshot(run: Member) -> Snapshot:
+def _snapshot(run: Run) -> Snapshot:
     roots = {name: value for name, (value, _) in _roots(run).items()}
     return Snapshot({**roots, "process": run.random_states}, _known(run))
 
 
-def _gathered(run: Member, tree: dict[str, Any]) -> dict[str, Any]:
+def _gathered(run: Run, tree: dict[str, Any]) -> dict[str, Any]:
     """Return the tree of all processes, at the first node; the others only send what it needs."""
     collectives = run.cluster.collectives
     text, contents = packed(tree)
@@ -161,7 +161,7 @@ def _gathered(run: Member, tree: dict[str, Any]) -> dict[str, Any]:
 # Resuming -------------------------------------------------------------------------------------------------------------
 
 
-def resume(run: Member, checkpoint: Checkpoint) -> None:
+def resume(run: Run, checkpoint: Checkpoint) -> None:
     """Bring a run that was set up anew to the state of the checkpoint, the global random generators included.
 
     Raises:
@@ -189,7 +189,7 @@ def resume(run: Member, checkpoint: Checkpoint) -> None:
         run.ledger.continue_from(checkpoint.ledger)
 
 
-def _put_back(run: Member, checkpoint: Checkpoint) -> None:
+def _put_back(run: Run, checkpoint: Checkpoint) -> None:
     try:
         restorer, state = _restorer(run, checkpoint), checkpoint.state
         restored = {
@@ -208,7 +208,7 @@ def _put_back(run: Member, checkpoint: Checkpoint) -> None:
         ) from error
 
 
-def _restorer(run: Member, checkpoint: Checkpoint) -> Restorer:
+def _restorer(run: Run, checkpoint: Checkpoint) -> Restorer:
     rows, plan, apart = run.part.continues, run.part.plan, not run.is_alone
     if rows is None:
         rows = run.cluster.replicas.nodes
@@ -218,7 +218,7 @@ def _restorer(run: Member, checkpoint: Checkpoint) -> Restorer:
     return Restorer(checkpoint.together, num_saved, rows, apart, _known(run))
 
 
-def _check_same(run: Member, checkpoint: Checkpoint) -> None:
+def _check_same(run: Run, checkpoint: Checkpoint) -> None:
     saved, given = dict(checkpoint.fingerprint), dict(run.fingerprint)
     horizons = saved.pop(HORIZON, None), given.pop(HORIZON, None)
     changes = list(differences(saved, given))
@@ -246,7 +246,7 @@ def begin_fork(checkpoint: Checkpoint, replicas: Replicas) -> None:
         replicas.buffers[name].copy_(mean)
 
 
-def _go_on_as_fork(run: Member, checkpoint: Checkpoint) -> None:
+def _go_on_as_fork(run: Run, checkpoint: Checkpoint) -> None:
     replicas = run.cluster.replicas
     for optimizer in torch_optimizers(run.strategy.optim):
         mark_stepped(optimizer)
@@ -270,7 +270,7 @@ def _go_on_as_fork(run: Member, checkpoint: Checkpoint) -> None:
             _keep_state(run, checkpoint, restorer)
 
 
-def _keep_state(run: Member, checkpoint: Checkpoint, restorer: Restorer) -> None:
+def _keep_state(run: Run, checkpoint: Checkpoint, restorer: Restorer) -> None:
     """Let the inner optimizers keep their state, or start anew if it does not fit, such as one row for all nodes."""
     optim = run.strategy.optim
     optimizers = torch_optimizers(optim)

@@ -1,4 +1,4 @@
-"""From configurations to a run, for every backend: members that are alike in shape become rows of one matrix."""
+"""From configurations to a run, for every backend: runs that are alike in shape become rows of one matrix."""
 
 from __future__ import annotations
 
@@ -36,69 +36,67 @@ from vsim.strategy.base import Strategy
 from vsim.training.alike import batch_shapes, is_vsims_own, same_model, settings_order
 from vsim.training.asynchronous import Workers
 from vsim.training.clients import Clients
-from vsim.training.config import RunConfig
 from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
-from vsim.training.member import Group, Member, Run
 from vsim.training.optimizers import Optimizers
 from vsim.training.part import Part
 from vsim.training.rows import can_join, rows_of
+from vsim.training.run import Ensemble, Run, Stack
 from vsim.training.saving import begin_fork, resume
+from vsim.training.spec import RunSpec
 
 
 def prepare(
-    configs: Sequence[RunConfig],
+    specs: Sequence[RunSpec],
     reports: Sequence[Reporter],
     histories: Sequence[History],
     device: torch.device,
-) -> Run:
-    """Set up members that train together, all their nodes in this process.
+) -> Ensemble:
+    """Set up runs that train together, all their nodes in this process.
 
     Args:
-        configs: one per member. reports, histories: likewise; they receive the outcomes.
+        configs: one per run. reports, histories: likewise; they receive the outcomes.
 
     Raises:
-        CheckpointError: a member does not fit the checkpoint that it starts from.
-        TypeError, ValueError: a configuration is refused; with several members, the member is named.
+        CheckpointError: a run does not fit the checkpoint that it starts from.
+        TypeError, ValueError: a configuration is refused; with several runs, the run is named.
     """
     parts = []
-    for config, report, history in zip(configs, reports, histories, strict=True):
-        weights = [p.nbytes for p in config.model.parameters() if p.requires_grad]
-        of_node = generator(config.seed, NODE).get_state().nbytes
-        check_room(config.num_nodes, of_node + (0 if config.strategy.shares_weights else sum(weights)), device)
-        own = None if len(configs) == 1 else OwnGlobals(config.seed, device)
-        everyone = config.population
+    for spec, report, history in zip(specs, reports, histories, strict=True):
+        weights = [p.nbytes for p in spec.model.parameters() if p.requires_grad]
+        of_node = generator(spec.seed, NODE).get_state().nbytes
+        check_room(spec.num_nodes, of_node + (0 if spec.strategy.shares_weights else sum(weights)), device)
+        own = None if len(specs) == 1 else OwnGlobals(spec.seed, device)
+        everyone = spec.population
         with nullcontext() if own is None else own.here():
-            datasets = resolve(config.train_dataset, everyone, range(everyone), True, "train_dataset")
-            batches = Batches(
-                datasets, everyone, config.batch_size, config.shuffle, config.seed, config.dataloader_kwargs
-            )
+            datasets = resolve(spec.train_dataset, everyone, range(everyone), True, "train_dataset")
+            batches = Batches(datasets, everyone, spec.batch_size, spec.shuffle, spec.seed, spec.dataloader_kwargs)
         if own is not None:
             own.at_setup = own.states
-        with naming(config.label if len(configs) > 1 else ""):
-            plan = plan_of(config, batches)
+        with naming(spec.label if len(specs) > 1 else ""):
+            plan = plan_of(spec, batches)
         collectives = StackedCollectives(history.ledger, range(everyone))  # the ledger may be of another run
-        part = Part(config, report, history, range(everyone), collectives, batches, own, plan=plan)
-        parts.append(part if plan is None else part.attended(config.first_step))
-    return assemble(parts, executor_class(configs[0].executor, configs[0].compile), device)
+        part = Part(spec, report, history, range(everyone), collectives, batches, own, plan=plan)
+        parts.append(part if plan is None else part.attended(spec.first_step))
+    return assemble(parts, executor_class(specs[0].executor, specs[0].compile), device)
 
 
-def plan_of(config: RunConfig, batches: BatchSource | None) -> Plan | None:
+def plan_of(spec: RunSpec, batches: BatchSource | None) -> Plan | None:
     """Return who takes part in which steps of a run, None for all nodes in all.
 
     Without batches it is not known how long a client takes to go through its own.
     """
-    if config.participation is None:
+    if spec.participation is None:
         return None
-    seconds = None if config.compute is None else config.compute.totals(config.population)
-    sizes = torch.zeros(config.population) if batches is None else batches.shard_sizes
-    epochs = sizes.numpy() / config.batch_size
-    return config.participation.plan(Round(config.num_nodes, config.seed, config.strategy.period, seconds, epochs))
+    seconds = None if spec.compute is None else spec.compute.totals(spec.population)
+    sizes = torch.zeros(spec.population) if batches is None else batches.shard_sizes
+    epochs = sizes.numpy() / spec.batch_size
+    return spec.participation.plan(Round(spec.num_nodes, spec.seed, spec.strategy.period, seconds, epochs))
 
 
 def assemble(
     parts: Sequence[Part], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt | None = None
-) -> Run:
+) -> Ensemble:
     """Set up the run of `parts`, whose nodes are rows on `device`.
 
     Args:
@@ -107,20 +105,20 @@ def assemble(
     """
     first_calls.settle()
     interrupt = interrupt or Interrupt()
-    members: dict[int, Member] = {}
-    groups = []
+    runs: dict[int, Run] = {}
+    stacks = []
     for own in _grouped(parts):
-        group, made = _assemble_group([parts[i] for i in own], executor, device, interrupt)
-        groups.append(group)
-        members.update(zip(own, made, strict=True))
-    config = parts[0].config
-    return Run(
-        [members[i] for i in range(len(parts))],
-        groups,
+        stack, made = _assemble_group([parts[i] for i in own], executor, device, interrupt)
+        stacks.append(stack)
+        runs.update(zip(own, made, strict=True))
+    spec = parts[0].spec
+    return Ensemble(
+        [runs[i] for i in range(len(parts))],
+        stacks,
         max(part.steps for part in parts),
         executor,
-        config.val_interval,
-        correlation_interval=config.correlation_interval,
+        spec.val_interval,
+        correlation_interval=spec.correlation_interval,
         interrupt=interrupt,
         tolerant=len(parts) > 1,
     )
@@ -128,20 +126,20 @@ def assemble(
 
 def _grouped(parts: Sequence[Part]) -> list[list[int]]:
     """Return the numbers of the parts that are computed together, those with equal optimizers next to each other."""
-    groups: list[list[int]] = []
+    stacks: list[list[int]] = []
     for i, part in enumerate(parts):
-        for group in groups:
-            if can_join(part) and can_join(parts[group[0]]) and _are_alike(parts[group[0]], part):
-                group.append(i)
+        for stack in stacks:
+            if can_join(part) and can_join(parts[stack[0]]) and _are_alike(parts[stack[0]], part):
+                stack.append(i)
                 break
         else:
-            groups.append([i])
-    return [sorted(group, key=lambda i: settings_order(parts[i].config.strategy)) for group in groups]
+            stacks.append([i])
+    return [sorted(stack, key=lambda i: settings_order(parts[i].spec.strategy)) for stack in stacks]
 
 
 def _are_alike(first: Part, other: Part) -> bool:
     """Whether losses and gradients of two parts can be computed in one call."""
-    one, two = first.config, other.config
+    one, two = first.spec, other.spec
     if (first.plan is None) != (other.plan is None):  # with a plan all batches are full
         return False
     return (
@@ -155,90 +153,90 @@ def _are_alike(first: Part, other: Part) -> bool:
 
 def _assemble_group(
     parts: Sequence[Part], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt
-) -> tuple[Group, list[Member]]:
-    config, steps = parts[0].config, parts[0].steps
+) -> tuple[Stack, list[Run]]:
+    spec, steps = parts[0].spec, parts[0].steps
     rows = rows_of(parts, device)
     whole = rows.whole
     whole.module.train()
-    objective = Objective(whole.module, copy.deepcopy(config.loss_fn)).to(device)
-    objective.originals = tuple(part.config.model for part in parts)
-    settings = Settings(config.autocast, config.deterministic, config.chunk_size, config.compile, steps)
-    members: list[Member] = []
+    objective = Objective(whole.module, copy.deepcopy(spec.loss_fn)).to(device)
+    objective.originals = tuple(part.spec.model for part in parts)
+    settings = Settings(spec.autocast, spec.deterministic, spec.chunk_size, spec.compile, steps)
+    runs: list[Run] = []
     for part, replicas in zip(parts, rows.parts, strict=True):
-        first = members[-1].rows.stop if members else 0
-        with part.here(), naming(part.config.label if len(parts) > 1 else ""):
-            members.append(_member(part, range(first, first + len(part.nodes)), replicas, objective, interrupt))
-    streams = [stream for member in members for stream in member.streams]
+        first = runs[-1].rows.stop if runs else 0
+        with part.here(), naming(part.spec.label if len(parts) > 1 else ""):
+            runs.append(_member(part, range(first, first + len(part.nodes)), replicas, objective, interrupt))
+    streams = [stream for run in runs for stream in run.streams]
     engine = executor(whole, objective, streams, settings)
     examples = _validation_examples(parts, device)
     evaluators: dict[int, Evaluator] = {}
-    for part, member in zip(parts, members, strict=True):
-        if part.config.start is not None:
-            with part.here(), naming(part.config.label if len(parts) > 1 else ""):
-                resume(member, part.config.start)
-            part.config = replace(part.config, start=None)  # which holds memory
-    if len({member.done for member in members}) > 1:
-        raise ValueError(f"members that train together are at different steps: {[member.done for member in members]}")
-    engine.step = members[0].done
+    for part, run in zip(parts, runs, strict=True):
+        if part.spec.start is not None:
+            with part.here(), naming(part.spec.label if len(parts) > 1 else ""):
+                resume(run, part.spec.start)
+            part.spec = replace(part.spec, start=None)  # which holds memory
+    if len({run.done for run in runs}) > 1:
+        raise ValueError(f"runs that train together are at different steps: {[run.done for run in runs]}")
+    engine.step = runs[0].done
     fetching: dict[Hashable, Part] = {}
-    batches = joint_batches([source(part, members[0].done, fetching) for part in parts], members[0].done)
-    minibatch_size = parts[0].minibatch_size or config.minibatch_size
-    if config.memory_share is not None and members[0].done < steps:
+    batches = joint_batches([source(part, runs[0].done, fetching) for part in parts], runs[0].done)
+    minibatch_size = parts[0].minibatch_size or spec.minibatch_size
+    if spec.memory_share is not None and runs[0].done < steps:
         first = next(batches)
         batches = itertools.chain([first], batches)
-        minibatch_size = _fitting_minibatch(config, members, engine, first)
-    for member in members:
-        member.minibatch_size = minibatch_size
+        minibatch_size = _fitting_minibatch(spec, runs, engine, first)
+    for run in runs:
+        run.minibatch_size = minibatch_size
     # Without gradients no activations are kept, so that more examples fit at once than in training.
-    batch_size = 4 * (minibatch_size or config.batch_size)
+    batch_size = 4 * (minibatch_size or spec.batch_size)
     at_once = VmapExecutor.nodes_at_once(whole, settings)
-    for member, own in zip(members, examples, strict=True):
+    for run, own in zip(runs, examples, strict=True):
         if own is not None:
-            member.evaluator = evaluators.setdefault(id(own), Evaluator(engine, own, batch_size, at_once))
-    optimizers = Optimizers([member.strategy for member in members])
+            run.evaluator = evaluators.setdefault(id(own), Evaluator(engine, own, batch_size, at_once))
+    optimizers = Optimizers([run.strategy for run in runs])
     workers = None
-    if config.strategy.is_asynchronous:
-        workers = Workers(members[0], engine, lambda few, own: executor(few, objective, own, settings), minibatch_size)
-    return Group(members, rows, engine, batches, minibatch_size, optimizers, workers), members
+    if spec.strategy.is_asynchronous:
+        workers = Workers(runs[0], engine, lambda few, own: executor(few, objective, own, settings), minibatch_size)
+    return Stack(runs, rows, engine, batches, minibatch_size, optimizers, workers), runs
 
 
-def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, interrupt: Interrupt) -> Member:
-    config = part.config
-    if config.start is not None and config.start.forks:
-        begin_fork(config.start, replicas)
+def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, interrupt: Interrupt) -> Run:
+    spec = part.spec
+    if spec.start is not None and spec.start.forks:
+        begin_fork(spec.start, replicas)
     cluster = Cluster(
         replicas,
         part.collectives,
-        generator(config.seed, SHARED),
+        generator(spec.seed, SHARED),
         part.batches.shard_sizes,
         part.steps,
-        config.deterministic,
-        config.compile is True,
+        spec.deterministic,
+        spec.compile is True,
         part.plan,
     )
-    strategy = copy.deepcopy(config.strategy)
-    strategy.settings = settings_of(config.strategy)
+    strategy = copy.deepcopy(spec.strategy)
+    strategy.settings = settings_of(spec.strategy)
     if isinstance(strategy, AsynchronousStrategy):
-        assert config.network is not None and config.compute is not None
-        strategy.clock = VirtualClock(config.num_nodes, config.network, config.compute)
+        assert spec.network is not None and spec.compute is not None
+        strategy.clock = VirtualClock(spec.num_nodes, spec.network, spec.compute)
     strategy.setup(cluster)
     for own in (strategy, *strategy.communication_modules):
         check_rows(own, cluster.replicas.num_held)
-    taken = [name for name in strategy.measured() if name in (*COLUMNS, *config.metrics)]
+    taken = [name for name in strategy.measured() if name in (*COLUMNS, *spec.metrics)]
     if taken:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
-    if config.start is None and 0 in part.nodes:  # once a run
+    if spec.start is None and 0 in part.nodes:  # once a run
         _warn_of_what_comes_late(strategy, part)
     device = replicas.weights.device
-    return Member(
+    return Run(
         part,
         rows,
         cluster,
         strategy,
-        [generator(config.seed, NODE, part.collectives.active[node], device=device) for node in part.nodes],
+        [generator(spec.seed, NODE, part.collectives.active[node], device=device) for node in part.nodes],
         objective,
         part.steps,
-        draws=bool(config.callbacks) or not is_vsims_own(config.strategy),
+        draws=bool(spec.callbacks) or not is_vsims_own(spec.strategy),
         clients=Clients(strategy, cluster, part.plan.store) if part.plan is not None and part.plan.renews else None,
         interrupt=interrupt,
     )
@@ -250,10 +248,10 @@ def _warn_of_what_comes_late(strategy: Strategy, part: Part) -> None:
         for module in strategy.communication_modules
         if module.first_step > part.steps
     ]
-    if part.plan is not None and isinstance(part.config.participation, Schedule | Trace):
+    if part.plan is not None and isinstance(part.spec.participation, Schedule | Trace):
         first = part.plan.segment(1)
-        if len(first.nodes) == part.config.num_nodes and part.steps <= first.last < sys.maxsize:
-            late.append(f"{type(part.config.participation).__name__}: nodes first leave after step {first.last}")
+        if len(first.nodes) == part.spec.num_nodes and part.steps <= first.last < sys.maxsize:
+            late.append(f"{type(part.spec.participation).__name__}: nodes first leave after step {first.last}")
     for one in late:
         warnings.warn(f"too few steps for {one}, and the run ends after {part.steps}", UserWarning, stacklevel=2)
 
@@ -264,10 +262,10 @@ def source(part: Part, done: int, fetching: dict[Hashable, Part]) -> Source:
     Args:
         fetching: the first part of every order, which fetches for the others.
     """
-    config = part.config
-    runs_code, shared = one_in_memory(part.batches) is None, is_vsims_own(config.strategy)
+    spec = part.spec
+    runs_code, shared = one_in_memory(part.batches) is None, is_vsims_own(spec.strategy)
     when = () if part.plan is None else (part.plan.segment(done + 1), *part.plan.missed(done + 1))
-    same = (config.seed, config.num_nodes, config.batch_size, id(config.train_dataset), when)
+    same = (spec.seed, spec.num_nodes, spec.batch_size, id(spec.train_dataset), when)
     key: Hashable = same if shared or not runs_code else id(part)
     if runs_code:  # what is drawn where one fetches is drawn for all, who draw nothing else
         part.globals = fetching.setdefault(key, part).globals
@@ -281,11 +279,11 @@ def _validation_examples(parts: Sequence[Part], device: torch.device) -> list[An
     """
     found: list[Any] = []
     for part in parts:
-        config, examples = part.config, None
-        if config.val_dataset is not None:
+        spec, examples = part.spec, None
+        if spec.val_dataset is not None:
             with part.here():  # a dataset may draw from the global generators
-                (dataset,) = resolve(config.val_dataset, config.num_nodes, range(1), False, "val_dataset")
-                examples = first_examples(dataset, config.val_size, config.dataloader_kwargs.get("collate_fn"))
+                (dataset,) = resolve(spec.val_dataset, spec.num_nodes, range(1), False, "val_dataset")
+                examples = first_examples(dataset, spec.val_size, spec.dataloader_kwargs.get("collate_fn"))
             known = next((other for other in found if _equal_examples(other, examples)), None)
             examples = tree_map(lambda t: t.to(device), examples) if known is None else known
         found.append(examples)
@@ -299,22 +297,22 @@ def _equal_examples(one: Any, other: Any) -> bool:
     )
 
 
-def _fitting_minibatch(config: RunConfig, members: Sequence[Member], engine: Executor, batch: Any) -> int | None:
+def _fitting_minibatch(spec: RunSpec, runs: Sequence[Run], engine: Executor, batch: Any) -> int | None:
     """Return the largest minibatch that fits on all nodes into their share of memory, None for the whole batch."""
-    assert config.memory_share is not None
-    cluster = members[0].cluster
+    assert spec.memory_share is not None
+    cluster = runs[0].cluster
     device = cluster.weights.device
     total = total_bytes(device)
     batch = tree_map(lambda t: t.to(device), batch)
-    optimizers = [member.strategy.optim for member in members]
-    size = fitting_minibatch(engine, optimizers, batch, config.batch_size, config.memory_share * total)
+    optimizers = [run.strategy.optim for run in runs]
+    size = fitting_minibatch(engine, optimizers, batch, spec.batch_size, spec.memory_share * total)
     with cluster.collectives.unbilled():
         rows = torch.full((cluster.replicas.num_held,), size, device=device)
         size = int(cluster.collectives.all_gather(rows, label="minibatch sizes").min())
     if size == 0:
         raise ValueError(
-            f"max_memory_usage leaves this process {config.memory_share * total / 1e9:.3g} GB of the {total / 1e9:.3g} "
+            f"max_memory_usage leaves this process {spec.memory_share * total / 1e9:.3g} GB of the {total / 1e9:.3g} "
             f"GB of {device.type}, and a minibatch of one example a node does not fit: raise it, or take fewer nodes "
             "or a smaller model"
         )
-    return None if size == config.batch_size else size
+    return None if size == spec.batch_size else size

@@ -1,4 +1,4 @@
-"""The parts of a run: its members, and the groups of members whose gradients are computed in one call."""
+"""The parts of a run: its runs, and the groups of runs whose gradients are computed in one call."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from vsim.records.history import COLUMNS, SPREAD, VALIDATED, History
 from vsim.records.report import Reporter
 from vsim.strategy.base import Strategy
 from vsim.training.clients import Clients
-from vsim.training.config import RunConfig
 from vsim.training.interrupt import Interrupt
 from vsim.training.optimizers import Optimizers
 from vsim.training.part import Part
+from vsim.training.spec import RunSpec
 
 _WHAT_HELPS = "A lower learning rate, warmup_steps or max_norm usually helps"
 
 
 @dataclass(eq=False)
-class Member:
+class Run:
     """One strategy with one seed and one setting on K nodes: its own state and record, whoever trains beside it.
 
     Attributes:
@@ -44,7 +44,7 @@ class Member:
         max_steps: steps to train; fewer than its configuration says once it was stopped.
         minibatch_size: examples per node whose gradients are computed at once; None for the whole batch.
         evaluator: measures it on the validation data; None: there are no such data.
-        examples, tokens, seconds, validation_seconds: totals, including those before a resume. Members that train
+        examples, tokens, seconds, validation_seconds: totals, including those before a resume. Runs that train
             together share the seconds of a step in proportion to their nodes.
         row: the history's row of the last step.
         starts: whether its first row is still to be reported; False if it resumes.
@@ -65,7 +65,7 @@ class Member:
     objective: Objective
     max_steps: int
     minibatch_size: int | None = None
-    evaluator: Callable[[Sequence[Member]], dict[Member, dict[str, float]]] | None = None
+    evaluator: Callable[[Sequence[Run]], dict[Run, dict[str, float]]] | None = None
     examples: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -89,9 +89,9 @@ class Member:
     global_weights: Tensor | None = None
 
     @property
-    def config(self) -> RunConfig:
+    def spec(self) -> RunSpec:
         """Its checked arguments."""
-        return self.part.config
+        return self.part.spec
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Member:
 
     @property
     def globals(self) -> OwnGlobals | None:
-        """The global random generators as this member alone would find them; None: the process's are its own."""
+        """The global random generators as this run alone would find them; None: the process's are its own."""
         return self.part.globals
 
     @property
@@ -148,11 +148,11 @@ class Member:
     @property
     def losses_of_all(self) -> list[float]:
         """The losses of its nodes (K,) in the last step, NaN where one did not take part; a cohort's in its order."""
-        config, losses = self.config, self.node_losses
-        if self.part.plan is None or config.num_nodes < config.population:
-            return [*losses, *[math.nan] * (config.num_nodes - len(losses))]
+        spec, losses = self.spec, self.node_losses
+        if self.part.plan is None or spec.num_nodes < spec.population:
+            return [*losses, *[math.nan] * (spec.num_nodes - len(losses))]
         own = dict(zip(self.cluster.active, losses, strict=True))
-        return [own.get(node, math.nan) for node in range(config.num_nodes)]
+        return [own.get(node, math.nan) for node in range(spec.num_nodes)]
 
     @property
     def trains(self) -> bool:
@@ -168,7 +168,7 @@ class Member:
     def model(self) -> nn.Module:
         """The live model, whose Python computes the losses of all nodes; its tensors are those of no node.
 
-        A change of its attributes takes effect at the next step, for all members of its group.
+        A change of its attributes takes effect at the next step, for all runs of its group.
         """
         return self.objective.model
 
@@ -181,9 +181,9 @@ class Member:
     def columns(self) -> list[str]:
         """The columns of the history that are measured, at some steps or all."""
         validated = self.evaluator is not None
-        apart = self.config.correlation_interval is not None
+        apart = self.spec.correlation_interval is not None
         own = [c for c in COLUMNS if (validated or c not in VALIDATED) and (apart or c not in SPREAD)]
-        return [*own, *self.strategy.measured(), *self.config.metrics]
+        return [*own, *self.strategy.measured(), *self.spec.metrics]
 
     def stop(self) -> None:
         """Let the step that is done be the last, as if the run had been asked for so many."""
@@ -193,7 +193,7 @@ class Member:
         """Return the global model that is validated, as an ordinary module: a copy."""
         replicas, buffers = self.cluster.replicas, self.cluster.mean_buffers()
         with torch.no_grad(), self.strategy.evaluating():
-            return replicas.as_module(self.evaluated_weights(), buffers, like=self.config.model)
+            return replicas.as_module(self.evaluated_weights(), buffers, like=self.spec.model)
 
     def evaluated_weights(self) -> Tensor:
         """Return the weights (P,) of the global model, once they are seen to be that.
@@ -213,7 +213,7 @@ class Member:
     def mean_model(self) -> nn.Module:
         """Return the mean of its nodes' models as an ordinary module."""
         cluster = self.cluster
-        return cluster.replicas.as_module(self.mean_weights(), cluster.mean_buffers(), like=self.config.model)
+        return cluster.replicas.as_module(self.mean_weights(), cluster.mean_buffers(), like=self.spec.model)
 
     def mean_weights(self) -> Tensor:
         """Return the mean of its nodes' weights (P,), as they are evaluated."""
@@ -224,7 +224,7 @@ class Member:
         """Raise a FloatingPointError if losses, node → loss of the step that is taken, are not finite.
 
         Args:
-            batch: that of the step, stacked; rows: those of it that are this member's.
+            batch: that of the step, stacked; rows: those of it that are this run's.
         """
         if math.isfinite(sum(losses.values())):
             return
@@ -257,7 +257,7 @@ class Member:
 
 
 class GroupMatrix(Protocol):
-    """Rows that are computed together, some of them copies of the one row that a member holds."""
+    """Rows that are computed together, some of them copies of the one row that a run holds."""
 
     def copy_out(self) -> None: ...
 
@@ -265,26 +265,26 @@ class GroupMatrix(Protocol):
 
 
 class AsynchronousWorkers(Protocol):
-    """The workers of one asynchronous member; see `vsim.training.asynchronous`."""
+    """The workers of one asynchronous run; see `vsim.training.asynchronous`."""
 
     def take_step(self) -> None: ...
 
 
 @dataclass(eq=False)
-class Group:
-    """Members whose losses and gradients are computed together: their nodes are rows of one matrix, in this order.
+class Stack:
+    """Runs whose losses and gradients are computed together: their nodes are rows of one matrix, in this order.
 
     Attributes:
         matrix: their rows; see `vsim.training.rows`.
         executor: computes the losses and gradients of all rows.
         batches: stacked batches (R, B, …) for all rows, on any device.
         minibatch_size: examples per node at once; None: the whole batch.
-        optimizers: those of its members, stepped in few calls.
-        workers: those of its one member, if that is asynchronous: they take the steps then.
+        optimizers: those of its runs, stepped in few calls.
+        workers: those of its one run, if that is asynchronous: they take the steps then.
         has_stepped: whether a step has been taken since it was assembled.
     """
 
-    members: list[Member]
+    runs: list[Run]
     matrix: GroupMatrix
     executor: Executor
     batches: Iterator[Any]
@@ -294,7 +294,7 @@ class Group:
     has_stepped: bool = False
 
     def losses_and_grads(self, batch: Any) -> Tensor:
-        """Return the losses (R,) of a stacked batch (R, B, …), and leave every member its gradients."""
+        """Return the losses (R,) of a stacked batch (R, B, …), and leave every run its gradients."""
         self.matrix.copy_out()
         losses = self.executor.losses_and_grads(batch, self.minibatch_size)
         self.matrix.gather_gradients()
@@ -306,37 +306,37 @@ class Group:
         return Threads(self.executor)
 
     @property
-    def rows(self) -> list[tuple[Member, slice]]:
-        """Every member with its rows."""
+    def rows(self) -> list[tuple[Run, slice]]:
+        """Every run with its rows."""
         found, start = [], 0
-        for member in self.members:
-            stop = start + member.cluster.replicas.num_held
-            found.append((member, slice(start, stop)))
+        for run in self.runs:
+            stop = start + run.cluster.replicas.num_held
+            found.append((run, slice(start, stop)))
             start = stop
         return found
 
 
 @dataclass(eq=False)
-class Run:
-    """Members that are set up to train together: all that the training loop needs.
+class Ensemble:
+    """Runs that are set up to train together: all that the training loop needs.
 
     Attributes:
-        members: in the order in which they were given. groups: the same members, as they are computed.
+        runs: in the order in which they were given. groups: the same runs, as they are computed.
         val_interval: steps between validations, beside the first and the last; None: only these.
         extra_validations: further steps with a validation.
         correlation_interval: steps between measurements of the replicas' divergence and correlation; None: never.
-        executor: makes what computes losses and gradients, see `vsim.training.assemble`.
+        executor: makes what computes losses and gradients, see `vsim.training.setup`.
         interrupt: asks the run to stop after a step.
-        tolerant: whether the others continue when a member fails; if not, its error ends the run.
+        tolerant: whether the others continue when a run fails; if not, its error ends the run.
         ends_early: whether an error in the first step, when nothing is lost yet, ends the run all the same.
-        regroups: whether the remaining members are put together anew; see `vsim.training.regroup`.
-        watch: called as f(run) when a step is reported for all members.
-        stopping: called as f(run) after a step; the members that it returns stop there.
+        regroups: whether the remaining runs are put together anew; see `vsim.training.regroup`.
+        watch: called as f(run) when a step is reported for all runs.
+        stopping: called as f(run) after a step; the runs that it returns stop there.
         memory: the bytes that this process holds of a device.
     """
 
-    members: list[Member]
-    groups: list[Group]
+    runs: list[Run]
+    stacks: list[Stack]
     max_steps: int
     executor: Callable[..., Executor]
     val_interval: int | None = None
@@ -346,27 +346,27 @@ class Run:
     tolerant: bool = False
     ends_early: bool = True
     regroups: bool = True
-    watch: Callable[[Run], None] | None = None
-    stopping: Callable[[Run], Collection[Member]] | None = None
+    watch: Callable[[Ensemble], None] | None = None
+    stopping: Callable[[Ensemble], Collection[Run]] | None = None
     memory: Held = field(default_factory=Held)
 
     @property
-    def training(self) -> list[Member]:
-        """The members that have not left."""
-        return [member for member in self.members if member.trains]
+    def training(self) -> list[Run]:
+        """The runs that have not left."""
+        return [run for run in self.runs if run.trains]
 
     @property
-    def unfinished(self) -> list[Member]:
-        """The members whose last step is still to come."""
-        return [member for member in self.training if member.done < member.max_steps]
+    def unfinished(self) -> list[Run]:
+        """The runs whose last step is still to come."""
+        return [run for run in self.training if run.done < run.max_steps]
 
     @property
     def is_alone(self) -> bool:
-        """Whether all nodes are held in this process; of all members or none."""
-        return self.members[0].is_alone
+        """Whether all nodes are held in this process; of all runs or none."""
+        return self.runs[0].is_alone
 
     @property
-    def only(self) -> tuple[Member, Group]:
-        """The member and its group, of a run with one member."""
-        ((member,), (group,)) = self.members, self.groups
-        return member, group
+    def only(self) -> tuple[Run, Stack]:
+        """The run and its group, of a run with one run."""
+        ((run,), (stack,)) = self.runs, self.stacks
+        return run, stack

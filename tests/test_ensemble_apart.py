@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from separate import small_mlp, vectors
-from test_members import OPTIONS, Jittered, Killed, alone, assert_is_its_own_fit, assert_same, broken, killed_at
+from test_ensemble import OPTIONS, Jittered, Killed, alone, assert_is_its_own_fit, assert_same, broken, killed_at
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 

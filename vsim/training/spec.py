@@ -20,8 +20,8 @@ Metric = Callable[[nn.Module, Any], Any]  # of the model in evaluation mode and 
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """One member of a run, for any backend: the arguments of `Trainer` and `fit`, checked. See there.
+class RunSpec:
+    """One run of a run, for any backend: the arguments of `Trainer` and `fit`, checked. See there.
 
     Attributes:
         label: its name in messages and progress.
@@ -30,7 +30,7 @@ class RunConfig:
         participation: who takes part in which steps; None: all nodes in all.
         compute, network: the virtual clock of an asynchronous strategy, or of stragglers; None: the run has none.
         memory_share: the share of the device's memory for this process, by which the minibatch size is chosen.
-        start: the checkpoint that the member resumes or forks from. saving: where it is saved.
+        start: the checkpoint that the run resumes or forks from. saving: where it is saved.
     """
 
     model: nn.Module

@@ -1,4 +1,4 @@
-"""Members: each is bitwise its own run, whoever trains beside it, leaves before it, or is resumed with it."""
+"""Runs: each is bitwise its own run, whoever trains beside it, leaves before it, or is resumed with it."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from vsim.strategy import (
 )
 from vsim.strategy.communicate import all_reduce
 from vsim.training import rows
-from vsim.training.assemble import prepare
 from vsim.training.loop import steps
-from vsim.training.member import Run
+from vsim.training.run import Ensemble
+from vsim.training.setup import prepare
 
 CPU = torch.device("cpu")
 MEASURED = [c for c in COLUMNS if c not in OF_THE_MACHINE]
@@ -70,16 +70,16 @@ def assert_is_its_own_fit(run: vsim.ComparedRun, own: vsim.Trainer) -> None:
     assert all(torch.equal(value, theirs[name]) for name, value in run.model.state_dict().items())
 
 
-def run_of(strategies: Sequence[Strategy], start: nn.Module, data: Any, **options: Any) -> Run:
-    """Members that are set up together, for a look inside."""
+def run_of(strategies: Sequence[Strategy], start: nn.Module, data: Any, **options: Any) -> Ensemble:
+    """Runs that are set up together, for a look inside."""
     trainer = vsim.Trainer(start, data)
-    configs = [
-        trainer.config(trainer.options(strategy=s, **{**OPTIONS, **options}), f"run {i}")
+    specs = [
+        trainer.spec(trainer.options(strategy=s, **{**OPTIONS, **options}), f"run {i}")
         for i, s in enumerate(strategies)
     ]
-    histories = [History(c.label, c.num_nodes) for c in configs]
+    histories = [History(c.label, c.num_nodes) for c in specs]
     with isolated(0, CPU):
-        return prepare(configs, [Recorder(h) for h in histories], histories, CPU)
+        return prepare(specs, [Recorder(h) for h in histories], histories, CPU)
 
 
 # Bitwise its own fit --------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class DrawsGlobally(Strategy):
         super().step()
 
 
-def test_what_is_drawn_globally_is_each_members_own() -> None:
+def test_what_is_drawn_globally_is_each_runs_own() -> None:
     strategies: dict[str, Strategy] = {
         "own": DrawsGlobally(lr=1e-2),
         "fedavg": FedAvgStrategy(H=2, lr=1e-2),
@@ -218,22 +218,22 @@ def test_what_is_alike_is_one_group_and_equal_nodes_keep_their_one_row(monkeypat
     strategies = [DiLoCoStrategy(H=2), SimpleReduceStrategy(), FedAvgStrategy(), SPARTAStrategy(), Strategy(lr=1e-2)]
     strategies.insert(1, SimpleReduceStrategy())
     run = run_of(strategies, small_mlp(), vectors(), num_nodes=3, deterministic=False)
-    (group,) = run.groups  # a small model: equal nodes are computed with the others
-    kept = [member.cluster.replicas for member in run.members]
+    (stack,) = run.stacks  # a small model: equal nodes are computed with the others
+    kept = [run.cluster.replicas for run in run.runs]
     assert [(len(r.weights), len(r.grads), r.num_held) for r in kept] == [(3, 3, 3), *[(1, 1, 3)] * 2, *[(3, 3, 3)] * 3]
-    assert len(group.executor.replicas.weights) == 18
+    assert len(stack.executor.replicas.weights) == 18
     monkeypatch.setattr(rows, "_SMALL", 100)
     run = run_of(strategies, small_mlp(), vectors(), num_nodes=3, deterministic=False)
-    assert sorted(len(group.members) for group in run.groups) == [1, 1, 4]
-    (exact,) = run_of(strategies, small_mlp(), vectors(), num_nodes=3).groups  # a row per node
+    assert sorted(len(stack.runs) for stack in run.stacks) == [1, 1, 4]
+    (exact,) = run_of(strategies, small_mlp(), vectors(), num_nodes=3).stacks  # a row per node
     assert len(exact.executor.replicas.weights) == 18
 
 
-def test_members_of_one_data_order_are_fetched_once() -> None:
+def test_runs_of_one_data_order_are_fetched_once() -> None:
     data = Jittered()
     run = run_of([Strategy(lr=r) for r in (1e-3, 1e-2, 1e-1)], small_mlp(), data, num_nodes=2)
     before = data.fetched
-    next(run.groups[0].batches)
+    next(run.stacks[0].batches)
     assert data.fetched - before == 2 * OPTIONS["batch_size"]
 
 
@@ -277,20 +277,20 @@ def test_optimizers_with_equal_settings_are_stepped_in_one_call() -> None:
     assert calls == [6, 6, 6, 6]  # two rates of 3 × 2 rows each, in two steps
 
 
-def test_a_rate_that_is_changed_by_hand_is_its_members_own() -> None:
-    def run(change: bool) -> Run:
+def test_a_rate_that_is_changed_by_hand_is_its_runs_own() -> None:
+    def run(change: bool) -> Ensemble:
         made = run_of([FedAvgStrategy(H=2, lr=1e-2), FedAvgStrategy(H=3, lr=1e-2)], small_mlp(), vectors(), num_nodes=2)
         for step in steps(made):
             if step == 3 and change:
-                made.members[1].strategy.optim.param_groups[0]["lr"] = 0.1
+                made.runs[1].strategy.optim.param_groups[0]["lr"] = 0.1
         return made
 
     plain, changed = run(False), run(True)
-    assert torch.equal(plain.members[0].cluster.weights, changed.members[0].cluster.weights)
-    assert not torch.equal(plain.members[1].cluster.weights, changed.members[1].cluster.weights)
+    assert torch.equal(plain.runs[0].cluster.weights, changed.runs[0].cluster.weights)
+    assert not torch.equal(plain.runs[1].cluster.weights, changed.runs[1].cluster.weights)
 
 
-# Members that leave ---------------------------------------------------------------------------------------------------
+# Runs that leave ---------------------------------------------------------------------------------------------------
 
 
 class Breaks(AveragingCommunicator):
@@ -407,12 +407,12 @@ def test_halving_keeps_the_winner_and_its_bits() -> None:
 def test_rows_of_those_that_left_are_gone() -> None:
     run = run_of([FedAvgStrategy(H=h, lr=1e-2) for h in (1, 2, 3, 4)], small_mlp(), vectors(), num_nodes=2)
     own = run_of([FedAvgStrategy(H=3, lr=1e-2)], small_mlp(), vectors(), num_nodes=2)
-    run.stopping = lambda run: [m for m in run.members if m.config.label != "run 2"] if run.members[2].done == 3 else []
+    run.stopping = lambda run: [m for m in run.runs if m.spec.label != "run 2"] if run.runs[2].done == 3 else []
     list(steps(run))
     list(steps(own))
-    assert [len(group.executor.replicas.weights) for group in run.groups] == [2]
-    assert torch.equal(run.members[2].cluster.weights, own.members[0].cluster.weights)
-    assert [m.done for m in run.members] == [3, 3, 6, 3]
+    assert [len(stack.executor.replicas.weights) for stack in run.stacks] == [2]
+    assert torch.equal(run.runs[2].cluster.weights, own.runs[0].cluster.weights)
+    assert [m.done for m in run.runs] == [3, 3, 6, 3]
 
 
 def test_halving_needs_to_know_how_long_and_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,12 +428,12 @@ def test_halving_needs_to_know_how_long_and_all_at_once(monkeypatch: pytest.Monk
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def test_members_are_taken_in_groups_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_taken_in_groups_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     strategies = {f"H={h}": FedAvgStrategy(H=h, lr=1e-2) for h in (1, 2, 3, 4, 5)}
     options = {**OPTIONS, "num_nodes": 2}
     together = vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, **options)
-    (config,) = (m.config for m in run_of([FedAvgStrategy(H=1)], small_mlp(), vectors(), num_nodes=2).members)
-    monkeypatch.setattr(race, "available_bytes", lambda *_: 2.1 * race.matrix_bytes(config) / race._SHARE_OF_MATRICES)
+    (spec,) = (m.spec for m in run_of([FedAvgStrategy(H=1)], small_mlp(), vectors(), num_nodes=2).runs)
+    monkeypatch.setattr(race, "available_bytes", lambda *_: 2.1 * race.matrix_bytes(spec) / race._SHARE_OF_MATRICES)
     with pytest.warns(UserWarning, match="trained in groups that fit into memory: 2, 2, 1 runs"):
         in_groups = vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, **options)
     one_by_one = vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, together=False, **options)
