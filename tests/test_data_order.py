@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from vsim.data import Batches, Order, epoch_indices
-from vsim.data.batches import first_examples, resolve
+from vsim.data.batches import resolve, validation_examples
 
 
 class Numbers(Dataset[Any]):
@@ -273,8 +273,8 @@ def test_many_examples_are_fetched_in_one_go() -> None:
         [[6, 9], [7, 10], [8, 11]],
     ]
     assert dataset.fetched == [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]]
-    assert first_examples(dataset, 3, None).tolist() == [0, 1, 2]
-    assert dataset.fetched[-1] == [0, 1, 2]
+    batch, _, _ = validation_examples(dataset, 3, None)
+    assert dataset.fetched[-1] == batch.tolist()
 
 
 def test_many_examples_of_own_datasets_are_fetched_in_one_go_too() -> None:
@@ -313,13 +313,30 @@ def test_hugging_face_datasets() -> None:
     theirs = taken(Batches([TensorDataset(x, torch.arange(11))], 2, 3, True, 9).from_step(), 3)
     for ours_at, (x_at, y_at) in zip(ours, theirs, strict=True):
         assert equal(ours_at, {"x": x_at, "y": y_at})
-    assert first_examples(table, 4, None)["y"].tolist() == [0, 1, 2, 3]
+    assert validation_examples(table, None, None).batch["y"].tolist() == list(range(11))
 
 
-def test_the_first_examples_are_all_if_there_are_fewer() -> None:
-    assert [t.shape for t in first_examples(pairs(3), 64, None)] == [(3, 2, 3), (3,)]
-    assert first_examples(Numbers(3), 2, None).tolist() == [0, 1]
-    assert first_examples(Numbers(3, int), 2, lambda samples: torch.tensor([samples])).tolist() == [[0, 1]]
+def test_validation_examples_are_all_up_to_a_size() -> None:
+    for size in (None, 3, 64):
+        batch, curve, total = validation_examples(pairs(3), size, None)
+        assert equal(batch, list(pairs(3)[:])) and curve == total == 3
+    assert validation_examples(Numbers(600), None, None)[1:] == (256, 600)
+    batch, curve, total = validation_examples(Numbers(5000), None, None)
+    assert (len(batch), curve, total) == (2048, 256, 5000)
+    assert len(set(batch.tolist())) == 2048 and 2300 < batch[:256].float().mean() < 2700
+
+
+def test_a_sample_is_drawn_from_a_seed_of_its_own() -> None:
+    torch.manual_seed(0)
+    samples = []
+    for data in (Numbers(100), Numbers(100), SlowPairs(*pairs(100).tensors), pairs(100)):
+        before = torch.get_rng_state()
+        samples.append(validation_examples(data, 10, None)[0])
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.rand(1)
+    assert samples[0].tolist() == samples[1].tolist() != list(range(10))
+    assert equal(samples[2], samples[3])
+    assert validation_examples(Numbers(100, int), 10, torch.tensor)[0].tolist() == samples[0].tolist()
 
 
 # Datasets and factories
@@ -393,7 +410,7 @@ def test_batches_that_hold_no_tensors(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"tensors only, got batch\['text'\]\[0\]: str.*collate_fn"):
         next(batches.from_step())
     with pytest.raises(ValueError, match="tensors only"):
-        first_examples(Numbers(8, lambda i: {"text": str(i)}), 2, options.get("collate_fn"))
+        validation_examples(Numbers(8, lambda i: {"text": str(i)}), 2, options.get("collate_fn"))
 
 
 def test_fewer_examples_than_nodes_or_than_a_batch() -> None:

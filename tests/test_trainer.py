@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import vsim
 from vsim import LocalTrainer, Trainer
+from vsim.data.batches import validation_examples
 from vsim.engine import VmapExecutor
 from vsim.engine.compiled import CompiledExecutor
 from vsim.engine.devices import pick_device
@@ -168,7 +169,7 @@ def test_validation_by_hand(task: Task, strategy: Strategy, executor: str) -> No
     trainer = Trainer(task.model(), task.data(), task.data())
     # After 5 steps the replicas have drifted apart again; 11 examples are pieces of 4, 4 and 3.
     final = fit(trainer, strategy, executor=executor, val_size=11).eval()
-    batch = [t[:11] for t in task.data().tensors]
+    batch = validation_examples(task.data(), 11, None).batch
     assert trainer.strategy is not None
     cluster = trainer.strategy.cluster
 

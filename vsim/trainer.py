@@ -180,7 +180,7 @@ class Trainer:
         minibatch_size: int | None = None,
         gradient_accumulation: int | None = None,
         shuffle: bool = True,
-        val_size: int = 64,
+        val_size: int | None = None,
         val_interval: int | None = 100,
         seed: int = 42,
         participation: Participation | None = None,
@@ -224,7 +224,10 @@ class Trainer:
             batch_size: examples per node and step. Gradients may be accumulated over `minibatch_size` examples at a
                 time, or in `gradient_accumulation` pieces; give one of the two.
             shuffle: a new order every epoch.
-            val_size: validation examples used; val_interval: steps between validations (None: first and last only).
+            val_size: validation examples to use at every validation: all, or a sample if the dataset has more. Default:
+                up to 2,048, of which validations between the first and the last step use 256 if there are more than
+                512. Samples are the same for all runs, whatever their seed.
+            val_interval: steps between validations (None: first and last only).
             seed: everything random follows from it. The process's own random state is not touched.
             participation: who takes part in which steps: `vsim.Sample`, `Dropout`, `Schedule`, `Trace`, or a rule for
                 stragglers; see `vsim.cluster.participation`. None: all nodes in all steps.

@@ -284,7 +284,7 @@ def _add_computing(command: argparse.ArgumentParser) -> None:
 
 def _add_outcome(command: argparse.ArgumentParser, of_one_run: bool = False) -> None:
     validation = command.add_argument_group("validation")
-    validation.add_argument("--val-size", type=int, default=256, help="validation examples (default: %(default)s)")
+    validation.add_argument("--val-size", type=int, metavar="N", help="validation examples (default: up to 2048)")
     validation.add_argument("--val-interval", type=int, metavar="STEPS", help="default: ten times in a run")
     _add_computing(command)
     logs = command.add_argument_group("logs, beside what --out gets at the end")

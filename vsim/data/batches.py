@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +19,14 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_s
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from vsim.arguments import a_function, is_factory, real_number, reject_unknown, retold, true_or_false, whole_number
-from vsim.cluster.randomness import LOADER, generator, isolated
+from vsim.cluster.randomness import EVALUATION, LOADER, derive_seed, generator, isolated
 from vsim.data.order import Order
 
 DatasetFactory = Callable[[int, int, bool], Dataset[Any]]
 Data = Dataset[Any] | DatasetFactory
 _OBJECTS = np.dtype(object)
 _SAMPLED = 8  # examples, by which datasets are told apart
+_VALIDATED, _CURVE = 2048, 256  # default numbers of validation examples: at most, and on a curve
 LOADER_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
@@ -319,15 +320,42 @@ def digest_of(dataset: Dataset[Any]) -> int:
     return found.pop() if len(found) == 1 else 0
 
 
-def first_examples(dataset: Dataset[Any], count: int, collate: Callable[[list[Any]], Any] | None) -> Any:
-    """Return one batch (N, …) of the first `count` examples, or of all if there are fewer."""
-    count = min(count, _length(dataset))
+class ValidationExamples(NamedTuple):
+    """The examples that runs are validated on.
+
+    Attributes:
+        batch: one batch (N, …).
+        curve: the validations between the first and the last step use the first `curve` of the N examples.
+        total: number of examples in the dataset.
+    """
+
+    batch: Any
+    curve: int
+    total: int
+
+
+def validation_examples(
+    dataset: Dataset[Any], size: int | None, collate: Callable[[list[Any]], Any] | None
+) -> ValidationExamples:
+    """Return up to `size` examples of a validation dataset, the same for every run.
+
+    Where the dataset has more, a sample is drawn from a fixed seed, not the run's, so that runs with different seeds
+    are measured on the same examples. The default size is 2,048; curves then use 256 of them if there are more than
+    512. A given size is used at every validation.
+    """
+    total = _length(dataset)
+    count = min(total, _VALIDATED if size is None else size)
+    curve = _CURVE if size is None and count > 2 * _CURVE else count
+    positions = np.arange(total)
+    if count < total or curve < count:
+        stream = np.random.default_rng(derive_seed(0, EVALUATION, total))
+        positions = stream.choice(total, count, replace=False)
     stored = in_memory(dataset) if collate is None else None
     if stored is not None:
-        return stored(torch.arange(count))
-    batch = (collate or _collated)(fetch(dataset, list(range(count))))
+        return ValidationExamples(stored(torch.from_numpy(positions)), curve, total)
+    batch = (collate or _collated)(fetch(dataset, positions.tolist()))
     check_tensors(batch)
-    return batch
+    return ValidationExamples(batch, curve, total)
 
 
 def resolve(dataset: Any, num_nodes: int, ranks: range, train: bool, what: str) -> list[Dataset[Any]]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 VALIDATED = (
     *("local_loss", "global_loss", "average_loss", "node_loss_min", "node_loss_max", "node_loss_std"),
-    *("local_accuracy", "global_accuracy"),
+    *("local_accuracy", "global_accuracy", "global_loss_se", "val_examples", "val_total"),
 )
 SPREAD = ("divergence", "correlation")
 COLUMNS = (
@@ -51,6 +51,9 @@ class History:
             weights), or the mean replica. average_loss: of the mean replica.
         node_loss_min, node_loss_max, node_loss_std: over the validation losses of all nodes.
         local_accuracy, global_accuracy: validation accuracy of node 0 and of the global model, where known.
+        global_loss_se: standard error of global_loss over the validation examples; at the last step, and wherever all
+            of `val_examples` are used. NaN if the loss is not a mean over examples.
+        val_examples: validation examples used. val_total: those in the dataset.
         divergence: root mean square distance of the replicas from their mean, relative to the mean's length.
         correlation: mean Pearson correlation of the weights over pairs of nodes.
         Beside these, the `metrics` of `fit` by their names: of the global model; and what a strategy measures, such as
@@ -172,6 +175,19 @@ class History:
         """Return the last value measured in a column, NaN if there is none."""
         (values,) = self.measured(column)
         return float(values[-1]) if len(values) else math.nan
+
+    @property
+    def validated_on(self) -> str:
+        """The number of examples of the last validation, such as "360", or "2,048 of 50,000"; "" without any.
+
+        >>> history = History()
+        >>> history.append({"step": 0, "val_examples": 2048, "val_total": 50000}); history.validated_on
+        '2,048 of 50,000'
+        """
+        used, total = self.last("val_examples"), self.last("val_total")
+        if math.isnan(used):
+            return ""
+        return f"{used:,.0f}" if used == total or math.isnan(total) else f"{used:,.0f} of {total:,.0f}"
 
     def first(self, loss: float, of: str, *columns: str) -> tuple[float, ...]:
         """Return these columns at the first step at which column `of` is at most `loss`; NaN if there is none.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.cluster.randomness import EVALUATION, generator
@@ -18,11 +19,13 @@ from vsim.engine.kept import joined
 from vsim.engine.misfit import explained
 from vsim.engine.python_state import State
 from vsim.engine.stacked import NodesDifferError
+from vsim.private_torch import without_performance_warnings
 from vsim.training.run import Run
 from vsim.training.spec import Metric
 
 # Columns of the node matrix that are compared at once: bounds the memory that measuring needs.
 _COLUMNS_AT_ONCE = 2**18
+_ONE_BY_ONE = 256  # examples for a standard error, where the model cannot be vectorized over them
 
 
 class _Rows(NamedTuple):
@@ -51,37 +54,102 @@ class Evaluator:
         batch: the validation examples, one batch (N, …) on the run's device.
         batch_size: examples at a time.
         rows_at_once: models that are put together for one call.
+        curve: the first examples of the batch, which are enough before the last step; default all.
+        total: number of examples in the dataset; default N.
     """
 
-    def __init__(self, executor: Executor, batch: Any, batch_size: int, rows_at_once: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        batch: Any,
+        batch_size: int,
+        rows_at_once: int,
+        curve: int | None = None,
+        total: int | None = None,
+    ) -> None:
         self.executor, self.batch = executor, batch
-        self.rows_at_once = rows_at_once
+        self.batch_size, self.rows_at_once = batch_size, rows_at_once
         self.num_examples = len(tree_leaves(batch)[0])
-        if self.num_examples > batch_size:
+        self.curve, self.total = curve or self.num_examples, total or self.num_examples
+        if self.num_examples > min(batch_size, self.curve):
             check_examples(batch, 0)
-        self.pieces = [
-            tree_map(lambda t, a=start: t[a : a + batch_size], batch)
-            for start in range(0, self.num_examples, batch_size)
-        ]
         self._draws = False  # whether the model draws random numbers in evaluation mode
         self._reads: bool | None = None  # whether it reads tensors that nodes keep; None: not known
 
     def __call__(self, runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
-        """Return run → its validation columns of `History`."""
-        with torch.no_grad():
-            try:
-                states = self._states(runs)
-                to_measure = [f(m, states[m]) for m in runs for f in (_of_nodes, _of_cluster)]
-                measured = iter(self._measure(to_measure))
-            except Exception as error:
-                when = f"in the validation after step {runs[0].done}"
-                raise explained(error, self.executor.objective, self.batch, 0, when)  # noqa: B904  # has its cause
-            found = {run: _columns(run, next(measured), next(measured)) for run in runs}
-            for run, own in zip(runs, to_measure[1::2], strict=True):
-                found[run] |= {name: self._mean(f, name, own) for name, f in run.spec.metrics.items()}
-            return found
+        """Return run → its validation columns of `History`: on all examples after a run's last step."""
+        found: dict[Run, dict[str, float]] = {}
+        for count in {self.curve, self.num_examples}:
+            own = [m for m in runs if count == (self.num_examples if m.done >= m.max_steps else self.curve)]
+            if own:
+                found |= self._validated(own, count)
+        return found
 
-    def _states(self, runs: Sequence[Run]) -> dict[Run, list[State | None]]:
+    @torch.no_grad()
+    def _validated(self, runs: Sequence[Run], count: int) -> dict[Run, dict[str, float]]:
+        """Validate runs on the first `count` examples."""
+        pieces = self._pieces(count)
+        try:
+            states = self._states(runs, pieces[0])
+            to_measure = [f(m, states[m]) for m in runs for f in (_of_nodes, _of_cluster)]
+            measured = iter(self._measure(to_measure, pieces))
+        except Exception as error:
+            when = f"in the validation after step {runs[0].done}"
+            raise explained(error, self.executor.objective, self.batch, 0, when)  # noqa: B904  # has its cause
+        found = {run: _columns(run, next(measured), next(measured)) for run in runs}
+        for run, own in zip(runs, to_measure[1::2], strict=True):
+            columns = found[run]
+            columns |= {"val_examples": count, "val_total": self.total}
+            if count == self.num_examples and 0 in run.part.nodes:  # of several processes, one is enough
+                columns["global_loss_se"] = self._standard_error(own, columns["global_loss"])
+            columns |= {name: self._mean(f, name, own, pieces) for name, f in run.spec.metrics.items()}
+        return found
+
+    def _pieces(self, count: int) -> list[Any]:
+        """Cut the first `count` examples into batches."""
+        if count == self.num_examples <= self.batch_size:
+            return [self.batch]  # whose tensors may have something else in front
+        starts = range(0, count, self.batch_size)
+        return [tree_map(lambda t, a=a: t[a : min(a + self.batch_size, count)], self.batch) for a in starts]
+
+    def _standard_error(self, rows: _Rows, loss: float) -> float:
+        """Return the standard error over examples of the loss of the first of these models.
+
+        NaN if the loss of a batch is not the mean of its examples' losses, as in contrastive learning.
+        """
+        objective = self.executor.objective
+
+        def loss_of_one(example: Any) -> Tensor:
+            return objective(tree_map(lambda t: t[None], example))[0].detach()
+
+        def at_once(_: Any, batch: Any) -> Tensor:
+            with without_performance_warnings():
+                return vmap(loss_of_one, randomness="same")(batch)
+
+        def one_by_one(_: Any, batch: Any) -> Tensor:
+            examples = (tree_map(lambda t, i=i: t[i], batch) for i in range(len(tree_leaves(batch)[0])))
+            return torch.stack([loss_of_one(example) for example in examples])
+
+        for function, most in ((at_once, self.num_examples), (one_by_one, _ONE_BY_ONE)):
+            try:
+                check_examples(self.batch, 0)
+                pieces = self._pieces(min(most, self.num_examples))
+                losses = torch.cat([self._apply(function, rows, piece).double().cpu() for piece in pieces])
+            except Exception:  # not vectorizable, or undefined for a single example
+                continue
+            error = float(losses.std()) / math.sqrt(self.num_examples)
+            # Losses that weight examples differently may differ from the plain mean, but not by much.
+            return error if abs(float(losses.mean()) - loss) <= 3 * error + 1e-4 * abs(loss) else math.nan
+        return math.nan
+
+    def _apply(self, function: Callable[[Any, Any], Any], rows: _Rows, piece: Any) -> Any:
+        """Return function(model, batch) for the first of these models."""
+        stream = generator(rows.seed, EVALUATION, device=rows.weights.device)
+        buffers = {name: b[0] for name, b in rows.buffers.items()}
+        with self.executor.objective.having(rows.states[0]):
+            return self.executor.apply(function, rows.weights[0], buffers, piece, stream)
+
+    def _states(self, runs: Sequence[Run], piece: Any) -> dict[Run, list[State | None]]:
         """Return what the Python of every run's nodes keeps, as far as the model may read it."""
         own = self.executor.objective.states([row for run in runs for row in run.rows])
         try:
@@ -90,38 +158,35 @@ class Evaluator:
             together = None
         if together is not None:
             if self._reads is None:
-                self._reads = self._is_refused(runs[0], together)
+                self._reads = self._is_refused(runs[0], together, piece)
             own = own if self._reads else [together] * len(own)
         each = iter(own)
         return {run: [next(each) for _ in run.rows] for run in runs}
 
-    def _is_refused(self, run: Run, state: State) -> bool:
+    def _is_refused(self, run: Run, state: State, piece: Any) -> bool:
         """Whether the model computes with tensors that differ between nodes, for which others stand in this state."""
         objective, (weights, buffers, seed, _) = self.executor.objective, _of_nodes(run, [None])
         of_first = {name: b[0] for name, b in buffers.items()}
         stream = generator(seed, EVALUATION, device=weights.device)
         try:
             with objective.having(state):
-                self.executor.apply(lambda _, batch: objective(batch), weights[0], of_first, self.pieces[0], stream)
+                self.executor.apply(lambda _, batch: objective(batch), weights[0], of_first, piece, stream)
         except NodesDifferError:
             return True
         return False
 
-    def _mean(self, metric: Metric, name: str, rows: _Rows) -> float:
+    def _mean(self, metric: Metric, name: str, rows: _Rows, pieces: Sequence[Any]) -> float:
         """Return the mean over the examples of a user's metric of the first of these models."""
-        stream = generator(rows.seed, EVALUATION, device=rows.weights.device)
-        buffers = {n: b[0] for n, b in rows.buffers.items()}
-        total = 0.0
-        for piece in self.pieces:
-            with self.executor.objective.having(rows.states[0]):
-                outcome = self.executor.apply(metric, rows.weights[0], buffers, piece, stream)
+        total = examples = 0.0
+        for piece in pieces:
+            outcome, size = self._apply(metric, rows, piece), len(tree_leaves(piece)[0])
             try:
-                total += len(tree_leaves(piece)[0]) / self.num_examples * float(outcome)
+                total, examples = total + size * float(outcome), examples + size
             except (TypeError, ValueError, RuntimeError) as error:
                 raise TypeError(f"metrics[{name!r}] must return a number, got {type(outcome).__name__}") from error
-        return total
+        return total / examples
 
-    def _measure(self, rows: Sequence[_Rows]) -> list[_Measured]:
+    def _measure(self, rows: Sequence[_Rows], pieces: Sequence[Any]) -> list[_Measured]:
         """Measure all rows, equal ones once; those with equal draws share a call, up to `rows_at_once` rows."""
         distinct, places = _distinct(rows)
         calls: list[list[_Rows]] = []
@@ -133,28 +198,27 @@ class Evaluator:
                 calls.append([own])
         found: list[_Measured] = []
         for together in calls:
-            measured, drew = self._measure_together(together)
+            measured, drew = self._measure_together(together, pieces)
             if drew and not self._draws and len({own.seed for own in together}) > 1:
                 self._draws = True  # every seed has numbers of its own
-                return self._measure(rows)
+                return self._measure(rows, pieces)
             found.append(measured)
         losses = torch.cat([own.losses for own in found])
         known = [own.accuracies for own in found if own.accuracies is not None]
         accuracies = torch.cat(known) if known else None
         return [_Measured(losses[of], None if accuracies is None else accuracies[of]) for of in places]
 
-    def _measure_together(self, rows: Sequence[_Rows]) -> tuple[_Measured, bool]:
+    def _measure_together(self, rows: Sequence[_Rows], pieces: Sequence[Any]) -> tuple[_Measured, bool]:
         """Measure rows in one call per piece of the data; return also whether the model drew random numbers."""
-        weights, buffers = rows[0].weights, rows[0].buffers
-        if len(rows) > 1:
-            weights = torch.cat([own.weights for own in rows])
-            buffers = {name: torch.cat([own.buffers[name] for own in rows]) for name in buffers}
+        weights = torch.cat([own.weights for own in rows])  # a copy, which the model may change
+        buffers = {name: torch.cat([own.buffers[name] for own in rows]) for name in rows[0].buffers}
         doubles = _where_doubles_are(weights.device)
         totals: list[Tensor] = []  # of losses and, where they are known, of accuracies
         stream = generator(rows[0].seed, EVALUATION, device=weights.device)
         before = stream.get_state()
-        for piece in self.pieces:
-            share = len(tree_leaves(piece)[0]) / self.num_examples
+        examples = sum(len(tree_leaves(piece)[0]) for piece in pieces)
+        for piece in pieces:
+            share = len(tree_leaves(piece)[0]) / examples
             with self.executor.objective.having(rows[0].states[0]):
                 outcomes = self.executor.evaluate(weights, buffers, piece, stream)
             shares = [share * outcome.to(doubles).double() for outcome in outcomes if outcome is not None]

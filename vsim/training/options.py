@@ -25,9 +25,9 @@ from vsim.training.callbacks import Callback, LossHooks, Originals, checked
 from vsim.training.run import Run
 from vsim.training.spec import Metric, RunSpec
 
-_WHOLE = ("num_nodes", "batch_size", "num_epochs", "val_size", "log_interval")
+_WHOLE = ("num_nodes", "batch_size", "num_epochs", "log_interval")
 _AT_LEAST_ONE_OR_NONE = (
-    *("max_steps", "val_interval", "checkpoint_interval", "correlation_interval"),
+    *("max_steps", "val_size", "val_interval", "checkpoint_interval", "correlation_interval"),
     *("chunk_size", "threads_per_process"),
 )
 _TRUE_OR_FALSE = ("shuffle", "autocast", "deterministic")
@@ -49,7 +49,7 @@ class FitOptions:
     minibatch_size: int | None
     gradient_accumulation: int | None
     shuffle: bool
-    val_size: int
+    val_size: int | None
     val_interval: int | None
     seed: int
     participation: Participation | None

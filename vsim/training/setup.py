@@ -23,7 +23,7 @@ from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import check_rows
-from vsim.data.batches import Batches, first_examples, resolve
+from vsim.data.batches import Batches, ValidationExamples, resolve, validation_examples
 from vsim.data.joint import BatchSource, Source, joint_batches, one_in_memory
 from vsim.engine import Executor, Settings, VmapExecutor, executor_class, first_calls
 from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
@@ -192,7 +192,8 @@ def _assemble_group(
     at_once = VmapExecutor.nodes_at_once(whole, settings)
     for run, own in zip(runs, examples, strict=True):
         if own is not None:
-            run.evaluator = evaluators.setdefault(id(own), Evaluator(engine, own, batch_size, at_once))
+            evaluator = Evaluator(engine, own.batch, batch_size, at_once, own.curve, own.total)
+            run.evaluator = evaluators.setdefault(id(own), evaluator)
     optimizers = Optimizers([run.strategy for run in runs])
     workers = None
     if spec.strategy.is_asynchronous:
@@ -272,20 +273,21 @@ def source(part: Part, done: int, fetching: dict[Hashable, Part]) -> Source:
     return Source(part.batches, key, part.here if runs_code else nullcontext)
 
 
-def _validation_examples(parts: Sequence[Part], device: torch.device) -> list[Any]:
-    """Return each part's batch (N, …) of validation examples on `device`, None without validation data.
+def _validation_examples(parts: Sequence[Part], device: torch.device) -> list[ValidationExamples | None]:
+    """Return each part's validation examples on `device`, None without validation data.
 
-    Parts with equal examples get one batch, on which they are measured together.
+    Parts with equal examples get the same object, and are measured together.
     """
-    found: list[Any] = []
+    found: list[ValidationExamples | None] = []
     for part in parts:
         spec, examples = part.spec, None
         if spec.val_dataset is not None:
             with part.here():  # a dataset may draw from the global generators
                 (dataset,) = resolve(spec.val_dataset, spec.num_nodes, range(1), False, "val_dataset")
-                examples = first_examples(dataset, spec.val_size, spec.dataloader_kwargs.get("collate_fn"))
-            known = next((other for other in found if _equal_examples(other, examples)), None)
-            examples = tree_map(lambda t: t.to(device), examples) if known is None else known
+                examples = validation_examples(dataset, spec.val_size, spec.dataloader_kwargs.get("collate_fn"))
+            known = (other for other in found if other is not None and _equal_examples(other.batch, examples.batch))
+            on_device = tree_map(lambda t: t.to(device), examples.batch)
+            examples = next(known, None) or examples._replace(batch=on_device)
         found.append(examples)
     return found
 

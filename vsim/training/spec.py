@@ -44,7 +44,7 @@ class RunSpec:
     batch_size: int
     minibatch_size: int | None
     shuffle: bool
-    val_size: int
+    val_size: int | None
     val_interval: int | None
     seed: int
     autocast: bool
