@@ -23,7 +23,7 @@ from vsim import History, Trainer, load_checkpoint
 from vsim.data import digits
 from vsim.models import MLP
 from vsim.network import Compute, Network
-from vsim.network.virtual import ARRIVAL, RETURN, STEP, TIMER, VirtualClock
+from vsim.network.event_clock import ARRIVAL, RETURN, STEP, TIMER, VirtualClock
 from vsim.strategy import (
     STRATEGIES,
     AsyncDiLoCoStrategy,

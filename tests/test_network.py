@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 import vsim
 from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
-from vsim.network.prices import rounds
-from vsim.network.ring import slowest_on_best_ring
-from vsim.network.units import bits_per_second, seconds
+from vsim.network.cost import rounds, slowest_on_best_ring
+from vsim.network.links import bits_per_second, seconds
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 ALGORITHMS = ("ring", "tree", "halving-doubling", "server")

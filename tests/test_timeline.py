@@ -20,7 +20,7 @@ from vsim import Compute, Event, History, Ledger, Network, timeline
 from vsim.cluster.plan import Segment
 from vsim.data import digits
 from vsim.models import MLP
-from vsim.network.prices import COLLECTIVES
+from vsim.network.cost import COLLECTIVES
 from vsim.strategy import DiLoCoStrategy
 
 MOMENTS = ("gradients", "weights")
@@ -61,6 +61,8 @@ def ledgers(draw: Any, max_nodes: int = 5, delays: bool = True) -> Ledger:
 @st.composite
 def computes(draw: Any, num_nodes: int) -> Compute:
     options: dict[str, Any] = {"layers": draw(st.sampled_from([None, 1, 2, 3, 7]))}
+    if options["layers"] is not None:
+        options["bucket_bytes"] = draw(st.sampled_from([0, 0, 4e4, 2e5]))
     if draw(st.booleans()):
         options["speeds"] = draw(st.lists(st.floats(0.3, 3), min_size=num_nodes, max_size=num_nodes))
     if draw(st.booleans()):
@@ -151,7 +153,7 @@ def test_layers_overlap_with_the_backward_pass_by_hand() -> None:
     """
     ledger = record(2, 1, [(1, 1, "gradients", "all_reduce", 2e6, None)])
     for bandwidth, end in ((8e6, 6.0), (2e6, 11.0)):
-        assert timeline(ledger, bandwidth, Compute(5.0, layers=2)).seconds[-1] == pytest.approx(end)
+        assert timeline(ledger, bandwidth, Compute(5.0, layers=2, bucket_bytes=0)).seconds[-1] == pytest.approx(end)
     assert timeline(ledger, 8e6, 5.0).seconds[-1] == pytest.approx(7)  # without overlap
 
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_timeline import MOMENTS, computes, ledgers
 
-from vsim import Ledger, Network, timeline
-from vsim.network.prices import ALGORITHMS
+from vsim import Compute, Ledger, Network, timeline
+from vsim.network.cost import ALGORITHMS
 
 
 class Wires(NamedTuple):
@@ -119,7 +119,7 @@ class Wires(NamedTuple):
         return total
 
 
-def simulated(ledger: Ledger, wires: Wires, own: Any, layers: int) -> tuple[list[float], list[float]]:
+def simulated(ledger: Ledger, wires: Wires, own: Any, compute: Compute) -> tuple[list[float], list[float]]:
     """Return seconds and mean stalls of all steps.
 
     Every node goes through its own acts: computes, hands in, waits. What is handed in by all of a group is sent part by
@@ -128,6 +128,19 @@ def simulated(ledger: Ledger, wires: Wires, own: Any, layers: int) -> tuple[list
     K, events, server = ledger.num_nodes, list(ledger), ("push", "pull")
     handed: dict[tuple[int, int], dict[int, list[float]]] = defaultdict(dict)  # event and group → node → parts' times
     done: dict[tuple[int, int], float] = {}
+    L = compute.layers
+
+    def full(layer: float, bucket: float, most: int) -> int:
+        """Layers in a bucket: one after the other until it is full."""
+        return next((n for n in range(1, most) if n * layer >= bucket), most if bucket else 1)
+
+    def ready(began: float, seconds: float, count: int) -> list[float]:
+        """When the last layer of every bucket is: pieces L + 1, L + 3, …, 3L − 1 of the step."""
+        ends = [L + 1 + 2 * ((j + 1) * L / count - 1) for j in range(count)]
+        return [began + seconds * (end / (3 * L - 1) if L > 1 else 1) for end in ends]
+
+    parts = [math.ceil(L / full(event.payload_bytes / L, compute.bucket_bytes, L)) for event in events]
+
     queues: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     lines: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for e, event in enumerate(events):
@@ -146,11 +159,10 @@ def simulated(ledger: Ledger, wires: Wires, own: Any, layers: int) -> tuple[list
     waits: list[list[float]] = [[0.0] * K for _ in range(ledger.steps + 1)]
 
     def node(k: int) -> Iterator[None]:
-        now, parts = 0.0, [0.0] * layers
+        now, began, seconds = 0.0, 0.0, 0.0
         for step in range(1, ledger.steps + 1):
             seconds = float(own[step - 1, k])
-            pieces = 3 * layers - 1
-            parts = [now + seconds * ((layers + 1 + 2 * j) / pieces if layers > 1 else 1) for j in range(layers)]
+            began = now
             now += seconds
             computed = now
             for moment in MOMENTS:
@@ -159,12 +171,12 @@ def simulated(ledger: Ledger, wires: Wires, own: Any, layers: int) -> tuple[list
                     mine = [(e, g) for g, group in enumerate(events[e].groups) if k in group and (e, g) in lines]
                     if events[e].step == step:
                         for one in mine:
-                            handed[one][k] = parts
+                            handed[one][k] = ready(began, seconds, parts[e])
                     if events[e].due == step and mine:
                         while not all(one in done for one in mine):
                             yield
                         if (arrived := max(done[one] for one in mine)) > now:
-                            now, parts = arrived, [arrived] * layers
+                            now, began, seconds = arrived, arrived, 0.0
             ends[step][k], waits[step][k] = now, now - computed
 
     free: dict[tuple[str, int], float] = defaultdict(float)
@@ -175,12 +187,12 @@ def simulated(ledger: Ledger, wires: Wires, own: Any, layers: int) -> tuple[list
             ways = [*its, *([(event.collective, -1)] if event.collective in server else [])]
             if (e, g) in done or len(handed[e, g]) < len(set(group)) or any(queues[way][0] != (e, g) for way in ways):
                 continue
-            size = event.payload_bytes / layers
+            size = event.payload_bytes / parts[e]
             sizes = tuple(len(one) for one in event.groups if len(one) > 1)
             seconds = wires.price(event.collective, tuple(group), size, sizes)
             end = 0.0
-            for j in range(layers):
-                start = max(*(parts[j] for parts in handed[e, g].values()), *(free[line] for line in its))
+            for j in range(parts[e]):
+                start = max(*(times[j] for times in handed[e, g].values()), *(free[line] for line in its))
                 end = start + seconds
                 if event.collective in server:
                     line = (event.collective, -1)
@@ -243,6 +255,6 @@ def test_the_clock_is_what_nodes_and_lines_do(data: Any, ledger: Ledger) -> None
     compute = data.draw(computes(K))
     own = np.broadcast_to(compute.steps(K).next(ledger.steps), (ledger.steps, K))
     line = timeline(ledger, network, compute)
-    seconds, stalls = simulated(ledger, wires, own, compute.layers)
+    seconds, stalls = simulated(ledger, wires, own, compute)
     np.testing.assert_allclose(line.seconds, seconds, rtol=1e-9)
     np.testing.assert_allclose(line.stalls, stalls, rtol=1e-9, atol=1e-9)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import vsim
 from vsim.cluster.ledger import Event
 from vsim.network import Compute, Network, timeline
-from vsim.network.many import seconds_on
+from vsim.network.timeline import seconds_on
 from vsim.records.looks import looks_of
 from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners
 from vsim.strategy import AloneStrategy, DiLoCoStrategy, SimpleReduceStrategy
@@ -47,12 +47,9 @@ def ledgers(draw: Any) -> vsim.Ledger:
     return ledger
 
 
-networks = st.builds(
-    Network,
-    st.sampled_from([1e5, "10 Mbit/s", "1 Gbit/s", math.inf]),
-    st.sampled_from([0, "1 ms", 0.2]),
-    collective=st.sampled_from(["ring", "tree", "halving-doubling", "server"]),
-)
+algorithms = st.sampled_from(["ring", "tree", "halving-doubling", "server"])
+speeds = st.sampled_from([1e5, 1e7, 1e9, math.inf]), st.sampled_from([0, 0.001, 0.2])
+networks = st.builds(Network, *speeds, collective=algorithms)
 computes = st.builds(
     Compute,
     st.sampled_from([0.5, "20 ms", [0.1, 0.2, 0.1, 0.3]]),
@@ -61,13 +58,26 @@ computes = st.builds(
 )
 
 
-@settings(max_examples=60)
-@given(ledgers(), st.lists(networks, min_size=1, max_size=3), computes)
-def test_many_networks_at_once_are_each_by_itself(ledger: vsim.Ledger, many: list[Network], compute: Compute) -> None:
+@settings(max_examples=40)
+@given(ledgers(), st.lists(st.tuples(*speeds), min_size=1, max_size=3), algorithms, computes)
+def test_many_networks_at_once_are_each_by_itself(
+    ledger: vsim.Ledger, many: list[tuple[float, float]], algorithm: str, compute: Compute
+) -> None:
     steps = [ledger.steps, 0, ledger.steps // 2]
-    found = seconds_on(ledger, many, compute, steps)
-    for network, own in zip(many, found, strict=True):
-        np.testing.assert_allclose(own, timeline(ledger, network, compute).seconds[steps], rtol=1e-12, atol=1e-12)
+    bits, delays = np.array(many).T
+    found = seconds_on(ledger, bits, delays, algorithm, compute, steps)
+    for (bandwidth, latency), own in zip(many, found, strict=True):
+        line = timeline(ledger, Network(bandwidth, latency, collective=algorithm), compute)
+        np.testing.assert_allclose(own, line.seconds[steps], rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=40)
+@given(ledgers(), st.sampled_from([0.1, 3.0, 50.0]), algorithms)
+def test_a_timeline_scales(ledger: vsim.Ledger, c: float, algorithm: str) -> None:
+    """T(c · seconds, B, a) = c · T(seconds, c · B, a / c)."""
+    slow = timeline(ledger, Network(2e6, 0.03, collective=algorithm), Compute(0.2 * c, layers=3, jitter=0.2))
+    fast = timeline(ledger, Network(2e6 * c, 0.03 / c, collective=algorithm), Compute(0.2, layers=3, jitter=0.2))
+    np.testing.assert_allclose(slow.seconds, c * fast.seconds, rtol=1e-9)
 
 
 @given(networks, computes)

@@ -21,7 +21,7 @@ from vsim.cluster.randomness import SHARED, generator
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.stacked import StackedCollectives
 from vsim.network import Compute, Network, Timeline, timeline
-from vsim.network.units import bits_per_second
+from vsim.network.links import bits_per_second
 from vsim.private_torch import mark_stepped
 from vsim.strategy import Strategy
 

@@ -1,7 +1,7 @@
-"""The clock of a run: every node computes, sends over its line and waits, event by event of the ledger.
+"""The lockstep clock: every node computes, sends over its line and waits, event by event of the ledger.
 
-Times are kept in rows that have one entry while all nodes are alike, and K where they are not: an event of all nodes
-costs the same for two nodes and for ten thousand.
+A row of times has one entry as long as all nodes are alike, and K once they differ: an event of all nodes costs the
+same for two nodes as for ten thousand. N alternative networks are priced in one pass, with a row each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vsim.network.links import Crowd, Network
 
 Floats = NDArray[np.float64]
 MOMENTS = ("start", "gradients", "weights")
-# Steps in which nothing is sent are taken together, so many numbers at a time.
+# Steps in which nothing is sent are taken together, this many numbers at a time.
 _BLOCK = 1 << 20
 
 
@@ -36,10 +36,10 @@ class Record(Protocol):
 
 
 class Span(NamedTuple):
-    """What nodes did in a step: "compute", "wait", or a line that was busy with an event: "send".
+    """What nodes did in a step: "compute", "wait", or "send" for a line that was busy with an event.
 
     Attributes:
-        start, end: of each of the `nodes`, or one for all of them. nodes: None: all.
+        start, end: of each of the `nodes`, or one for all of them. nodes: default: all.
     """
 
     what: str
@@ -51,18 +51,18 @@ class Span(NamedTuple):
 
 
 class _Groups:
-    """The groups of an event, those that have something to send."""
+    """The groups of an event that have something to send."""
 
     def __init__(self, groups: Sequence[Sequence[int]], collective: str, network: Network, num_nodes: int) -> None:
         alone = collective in ("push", "pull")
         there = [group for group in groups if len(group) > 1 or (alone and group)]
         self._there, self.sizes = there, np.array([len(group) for group in there], dtype=np.int64)
-        # What the price of a group depends on; all of them go through a server at the same time.
+        # What the price of a group depends on; all of them use a server at the same time.
         shares = network.collective == "server" and collective not in ("send", "push", "pull")
         self.crowd: Crowd = tuple(sorted(Counter(self.sizes.tolist()).items())) if shares else ()
         places: dict[Hashable, int] = {}
         which = [places.setdefault(network.kind(group), len(places)) for group in there]
-        self.kinds, self.which = list(places), np.array(which, dtype=np.int64)  # those that there are; of every group
+        self.kinds, self.which = list(places), np.array(which, dtype=np.int64)  # the kinds, and that of every group
         self.whole = len(there) == 1 and len(there[0]) == num_nodes  # of all nodes
 
     @cached_property
@@ -77,70 +77,82 @@ class _Groups:
 
     @cached_property
     def apart(self) -> bool:
-        """Whether no line is in two of the pairs: of the node that sends the one out, of the other the one in."""
+        """Whether no two pairs share a line: the outward line of a sender, the inward one of a receiver."""
         return all(len(set(ends.tolist())) == len(ends) for ends in self.nodes.reshape(-1, 2).T)
 
 
+class _Planned(NamedTuple):
+    """An event that is sent in `parts` messages, each of which takes `prices`: (N,) of every kind of group."""
+
+    event: Any
+    groups: _Groups
+    parts: int
+    prices: list[Floats]
+
+
 class Clock:
-    """Takes a run's steps on a network. Everything that it does follows from its arguments.
+    """Takes a run's steps on a network, or on the N networks of a `Network.grid`.
 
     Attributes:
-        seconds: (T + 1,) when the last node was done with step t.
-        compute, stalls: (T,) computed and waited in step t + 1, in the mean of the nodes.
+        seconds: (T + 1, N) when the last node was done with step t.
+        compute: (T,) computed in step t + 1, stalls: (T, N) waited in it; means over the nodes.
     """
 
     def __init__(
         self, ledger: Record, network: Network, compute: Compute, watch: Callable[[Span], None] | None = None
     ) -> None:
         network.check(ledger.num_nodes)
-        self.num_nodes, self.network, self.layers = ledger.num_nodes, network, compute.layers
+        self.num_nodes, self.network, self.settings = ledger.num_nodes, network, compute
         self.computed = compute.steps(ledger.num_nodes)
         self.watch = watch
-        self.now = np.zeros(1)  # (1,) or (K,): how far every node is
+        self.steps, many = ledger.steps, network.alternatives
+        self.now = np.zeros((many, 1))  # (N, 1) or (N, K): how far every node is
         self.ready = self.now  # when it could send the first layer of what it sends next
-        self.busy = np.zeros((2, 1))  # until when its line is, outwards and inwards
-        self.server = np.zeros(2)  # likewise that of a server
-        self.steps = ledger.steps
-        self.seconds, self.compute, self.stalls = (np.zeros(self.steps + i) for i in (1, 0, 0))
-        self.events: dict[tuple[int, str], list[tuple[Any, _Groups, list[float]]]] = {}
+        self.busy = np.zeros((2, many, 1))  # until when its line is, outwards and inwards
+        self.server = np.zeros((2, many))  # likewise that of a server
+        self.seconds, self.stalls = np.zeros((self.steps + 1, many)), np.zeros((self.steps, many))
+        self.compute = np.zeros(self.steps)
+        self.events: dict[tuple[int, str], list[_Planned]] = {}
         self.due: dict[tuple[int, str], list[tuple[_Groups, Floats]]] = {}
-        # Who takes part, segment by segment; now; None: all. Until when the round lasts at least.
+        # Who takes part, segment by segment; now (None: all); and until when the round lasts at least, (N,).
         self.attendance = {segment.first: segment for segment in getattr(ledger, "attendance", ())}
         self.there: NDArray[np.int64] | None = None
-        self.until, self.began, self.last = 0.0, 0, 0
-        self.local: NDArray[np.int64] | None = None  # steps of those there, which rest for the others
+        self.until: Floats | None = None
+        self.began, self.last = 0, 0
+        self.local: NDArray[np.int64] | None = None  # steps of the nodes that take part, which rest in the others
         self._plan(ledger)
 
     def _plan(self, ledger: Record) -> None:
         """Price all events, those of one kind together."""
-        parts: dict[tuple[int, str], tuple[object, _Groups]] = {}  # the groups are held, so that no other has their id
-        prices: dict[tuple[str, Hashable, Crowd], dict[float, float]] = {}
+        known: dict[tuple[int, str], tuple[object, _Groups]] = {}  # the groups are held, so that no other has their id
+        prices: dict[tuple[str, Hashable, Crowd], dict[float, Floats]] = {}
         planned = []
         for event in ledger:
             key = id(event.groups), event.collective
-            if key not in parts:
+            if key not in known:
                 groups = _Groups(event.groups, event.collective, self.network, self.num_nodes)
-                parts[key] = event.groups, groups
-            groups = parts[key][1]
+                known[key] = event.groups, groups
+            groups = known[key][1]
             if groups.kinds:
-                planned.append((event, groups))
-                for one in groups.kinds:
-                    prices.setdefault((event.collective, one, groups.crowd), {})[event.payload_bytes] = 0.0
+                parts = self.settings.parts(event.payload_bytes)
+                planned.append((event, groups, parts, event.payload_bytes / parts))
+                for kind in groups.kinds:
+                    prices.setdefault((event.collective, kind, groups.crowd), {})[planned[-1][3]] = np.empty(0)
         for (collective, kind, crowd), own in prices.items():
-            seconds = self.network.seconds(collective, kind, np.array(list(own)) / self.layers, crowd)
-            own.update(zip(own, seconds.tolist(), strict=True))
-        for event, groups in planned:
-            price = [prices[event.collective, one, groups.crowd][event.payload_bytes] for one in groups.kinds]
-            self.events.setdefault((event.step, event.moment), []).append((event, groups, price))
+            seconds = np.atleast_2d(self.network.seconds(collective, kind, list(own), crowd))
+            own.update(zip(own, np.ascontiguousarray(seconds.T), strict=True))
+        for event, groups, parts, size in planned:
+            price = [prices[event.collective, kind, groups.crowd][size] for kind in groups.kinds]
+            self.events.setdefault((event.step, event.moment), []).append(_Planned(event, groups, parts, price))
 
     def run(self, until: int | None = None) -> Clock:
         """Take all steps, or those to `until`."""
         steps = self.steps if until is None else until
-        issued = {event.step for own in self.events.values() for event, _, _ in own}
-        due = {event.due for own in self.events.values() for event, _, _ in own}
+        issued = {one.event.step for own in self.events.values() for one in own}
+        due = {one.event.due for own in self.events.values() for one in own}
         turns = {step for segment in self.attendance.values() for step in (segment.first, segment.last)}
         self._communicate(0, MOMENTS)  # before training
-        self.stalls[:1] += self.now.mean()
+        self.stalls[:1] += self.now.mean(1)
         done = 0
         for step in [*sorted(step for step in issued | due | turns if 0 < step <= steps), steps + 1]:
             while done < step - 1:
@@ -152,31 +164,31 @@ class Clock:
                 own = self._compute(step)
                 self._meet_deadline(step)
                 self._communicate(step, MOMENTS[1:])
-                self.stalls[done] += (self.now - before - own).mean()
+                self.stalls[done] += (self.now - before - own).mean(1)
                 done = step
-                self.seconds[done] = self.now.max()
-        self.stalls[-1:] += (self.seconds[steps] - self.now).mean()
+                self.seconds[done] = self.now.max(1)
+        self.stalls[-1:] += (self.seconds[steps][:, None] - self.now).mean(1)
         np.maximum(self.stalls, 0, out=self.stalls)  # which rounding leaves below
         if self.attendance:  # in the mean of those that took part; below 0 where others had been waiting for a step
-            self.stalls = np.diff(self.seconds) - self.compute
+            self.stalls = np.diff(self.seconds, axis=0) - self.compute[:, None]
         return self
 
     def _quiet_steps(self, done: int, until: int) -> int:
-        """Take steps in which nothing is sent or awaited; return how many are done."""
-        count = min(until - done, max(1, _BLOCK // self.num_nodes)) if self.watch is None else 1
+        """Take steps in which nothing is sent or awaited; return how many steps are done."""
+        count = 1 if self.watch is not None else min(until - done, max(1, _BLOCK // (self.num_nodes * len(self.now))))
         own, mean = self._computed(done, count)
-        ends = self.now + own.cumsum(0)
+        ends = self.now + own.cumsum(0)[:, None]  # (count, N, 1 | K)
         self._show("compute", done + 1, self.now, ends[-1])
         self.now = self.ready = ends[-1]
         taken = slice(done, done + count)
-        self.compute[taken], self.seconds[1:][taken] = mean, ends.max(1)
+        self.compute[taken], self.seconds[1:][taken] = mean, ends.max(2)
         return taken.stop
 
     def _compute(self, step: int) -> Floats:
         (own,), (self.compute[step - 1],) = self._computed(step - 1, 1)
         began, self.now = self.now, self.now + own
-        parts = 3 * self.layers - 1
-        self.ready = began + own * ((self.layers + 1) / parts) if self.layers > 1 else self.now
+        layers = self.settings.layers
+        self.ready = began + own * ((layers + 1) / (3 * layers - 1)) if layers > 1 else self.now
         self._show("compute", step, began, self.now)
         return own
 
@@ -193,106 +205,128 @@ class Clock:
         return masked, there.mean(1)
 
     def _attend(self, step: int) -> None:
-        """Let those take part who do from this step on; who joins has not been waiting."""
+        """Change who takes part, if a segment begins with this step; a node that joins has not been waiting."""
         segment = self.attendance.get(step)
         if segment is None:
             return
         self._spread()
-        nodes, began = np.array(segment.nodes), self.now.max()
+        nodes, began = np.array(segment.nodes), self.now.max(1)
         joining = nodes if self.there is None else np.setdiff1d(nodes, self.there)
-        self.now[joining] = np.maximum(self.now[joining], began if step > 1 else 0.0)
+        self.now[:, joining] = np.maximum(self.now[:, joining], began[:, None] if step > 1 else 0.0)
         self.ready = self.now.copy()
-        self.there, self.until = nodes, began + segment.seconds if segment.seconds else 0.0
+        self.there, self.until = nodes, began + segment.seconds if segment.seconds else None
         self.began, self.last = step - 1, segment.last
         self.local = np.array(segment.steps) if segment.steps else None
 
     def _meet_deadline(self, step: int) -> None:
-        """Wait for the deadline of the round that this step is the last of."""
-        if self.until and step == self.last:
+        """Wait for the round's deadline, if this step is the round's last."""
+        if self.until is not None and step == self.last:
             assert self.there is not None
             self._spread()
-            self.now[self.there] = np.maximum(self.now[self.there], self.until)
+            self.now[:, self.there] = np.maximum(self.now[:, self.there], self.until[:, None])
             self.ready = self.now.copy()
 
     def _communicate(self, step: int, moments: Sequence[str]) -> None:
         for moment in moments:
-            for event, groups, price in self.events.get((step, moment), ()):
-                ends = self._send(event, groups, np.array(price)[groups.which])
-                if event.due == event.step:
-                    self._wait(step, groups, ends)
+            for planned in self.events.get((step, moment), ()):
+                ends = self._send(planned)
+                if planned.event.due == planned.event.step:
+                    self._wait(step, planned.groups, ends)
                 else:
-                    self.due.setdefault((event.due, moment), []).append((groups, ends))
+                    self.due.setdefault((planned.event.due, moment), []).append((planned.groups, ends))
             for groups, ends in self.due.pop((step, moment), ()):
                 self._wait(step, groups, ends)
 
-    def _send(self, event: Any, groups: _Groups, price: Floats) -> Floats:
-        """Put an event on the lines; return when each of its groups is done: (groups,)."""
+    def _send(self, planned: _Planned) -> Floats:
+        """Put an event on the lines; return when each of its groups is done: (N, groups)."""
+        event, groups, parts, prices = planned
+        price = np.stack(prices, 1)[:, groups.which]
+        ready = self._ready(parts)
         if event.collective in ("push", "pull"):
-            return self._through_server(event, groups, price)
+            return self._through_server(event, groups, ready, price, parts)
         if groups.whole and event.collective != "send":
-            first = max(self.ready.max(), self.busy.max())
-            ends = np.maximum(first + self.layers * price, self.now.max() + price)
-            self.busy = np.full((2, 1), ends[0])
-            self._show("send", event.step, np.array([first]), ends, label=event.label)
+            first = np.maximum(ready.max(1), self.busy.max((0, 2)))[:, None]
+            ends = np.maximum(first + parts * price, self.now.max(1, keepdims=True) + price)
+            self.busy = np.stack([ends, ends])
+            self._show("send", event.step, first, ends, label=event.label)
             return ends
         self._spread()
+        ready = np.broadcast_to(ready, self.now.shape)
         if event.collective == "send" and not groups.apart:  # messages of one line queue in their order
             alone = np.zeros(1, dtype=np.int64), np.full(1, 2)
-            pairs = zip(groups.nodes.reshape(-1, 2), price[:, None], strict=True)
-            return np.concatenate([self._in_parallel(event, pair, *alone, own) for pair, own in pairs])
-        return self._in_parallel(event, groups.nodes, groups.starts, groups.sizes, price)
+            pairs = enumerate(groups.nodes.reshape(-1, 2))
+            each = [self._in_parallel(event, pair, *alone, ready, price[:, i : i + 1], parts) for i, pair in pairs]
+            return np.concatenate(each, 1)
+        return self._in_parallel(event, groups.nodes, groups.starts, groups.sizes, ready, price, parts)
+
+    def _ready(self, parts: int) -> Floats:
+        """Return when the first of so many parts can be sent."""
+        layers = self.settings.layers
+        if parts in (1, layers):
+            return self.now if parts == 1 else self.ready
+        return self.ready + (self.now - self.ready) * ((layers / parts - 1) / (layers - 1))
 
     def _in_parallel(
-        self, event: Any, nodes: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64], price: Floats
+        self,
+        event: Any,
+        nodes: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        ready: Floats,
+        price: Floats,
+        parts: int,
     ) -> Floats:
         out, into = self.busy
         pair = event.collective == "send"
-        free = np.maximum(out, into)[nodes]
+        free = np.maximum(out, into)[:, nodes]
         if pair:  # out of the first, into the second
-            free = np.stack([out[nodes[::2]], into[nodes[1::2]]], 1).flatten()
-        first = np.maximum.reduceat(np.maximum(self.ready[nodes], free), starts)
-        last = np.maximum.reduceat(self.now[nodes], starts)
-        ends: Floats = np.maximum(first + self.layers * price, last + price)
-        spread = np.repeat(ends, sizes)
-        out[nodes[::2] if pair else nodes] = ends if pair else spread
-        into[nodes[1::2] if pair else nodes] = ends if pair else spread
-        self._show("send", event.step, np.repeat(first, sizes), spread, nodes, event.label)
+            free = np.stack([out[:, nodes[::2]], into[:, nodes[1::2]]], 2).reshape(len(free), -1)
+        first = np.maximum.reduceat(np.maximum(ready[:, nodes], free), starts, axis=1)
+        last = np.maximum.reduceat(self.now[:, nodes], starts, axis=1)
+        ends: Floats = np.maximum(first + parts * price, last + price)
+        spread = np.repeat(ends, sizes, axis=1)
+        out[:, nodes[::2] if pair else nodes] = ends if pair else spread
+        into[:, nodes[1::2] if pair else nodes] = ends if pair else spread
+        self._show("send", event.step, np.repeat(first, sizes, axis=1), spread, nodes, event.label)
         return ends
 
-    def _through_server(self, event: Any, groups: _Groups, price: Floats) -> Floats:
-        """A message waits on the server's line for those before it alone, however slow the lines of their nodes."""
+    def _through_server(self, event: Any, groups: _Groups, ready: Floats, price: Floats, parts: int) -> Floats:
+        """Push or pull: on the server's line a message waits for the messages in front of it, not for slow lines."""
         self._spread()
+        ready = np.broadcast_to(ready, self.now.shape)
         inward = event.collective == "push"
         way = int(not inward)
-        ends = np.zeros(len(price))
+        ends = np.zeros(price.shape)
         for i, nodes in enumerate(np.split(groups.nodes, groups.starts[1:])):
-            held = self.network.server_seconds(inward, len(nodes) * event.payload_bytes / self.layers)
-            first = max(self.ready[nodes].max(), self.busy[way, nodes].max())
-            part = max(first + price[i], self.server[way] + held)
-            ends[i] = max(part + (self.layers - 1) * price[i], self.now[nodes].max() + price[i])
-            last = first if self.layers == 1 else ends[i] - price[i]  # when its last part starts
-            self.busy[way, nodes], self.server[way] = ends[i], max(last, self.server[way]) + held
-            self._show("send", event.step, np.array([first]), ends[i : i + 1], nodes, event.label)
+            held = self.network.server_seconds(inward, len(nodes) * event.payload_bytes / parts)
+            first = np.maximum(ready[:, nodes].max(1), self.busy[way][:, nodes].max(1))
+            part = np.maximum(first + price[:, i], self.server[way] + held)
+            ends[:, i] = np.maximum(part + (parts - 1) * price[:, i], self.now[:, nodes].max(1) + price[:, i])
+            last = first if parts == 1 else ends[:, i] - price[:, i]  # when its last part starts
+            self.busy[way][:, nodes] = ends[:, i : i + 1]
+            self.server[way] = np.maximum(last, self.server[way]) + held
+            self._show("send", event.step, first[:, None], ends[:, i : i + 1], nodes, event.label)
         return ends
 
     def _wait(self, step: int, groups: _Groups, ends: Floats) -> None:
-        """Let the nodes of groups wait until these are done; what they send then follows."""
+        """Keep the nodes of groups waiting until `ends`; what they send next follows then."""
         before = self.now
         if groups.whole:
             self.now = np.maximum(self.now, ends)
         else:
             self._spread()
-            np.maximum.at(self.now, groups.nodes, np.repeat(ends, groups.sizes))
+            np.maximum.at(self.now.T, groups.nodes, np.repeat(ends, groups.sizes, axis=1).T)
         self.ready = np.where(self.now > before, self.now, self.ready)
-        if groups.whole and (self.now == self.now[0]).all() and (self.ready == self.ready[0]).all():
-            self.now, self.ready = self.now[:1], self.ready[:1]  # alike again
+        if groups.whole and (self.now == self.now[:, :1]).all() and (self.ready == self.ready[:, :1]).all():
+            self.now, self.ready = self.now[:, :1], self.ready[:, :1]  # alike again
         self._show("wait", step, before, self.now)
 
     def _spread(self) -> None:
         """Give every node entries of its own."""
-        self.now, self.ready = (np.broadcast_to(row, (self.num_nodes,)).copy() for row in (self.now, self.ready))
-        self.busy = np.broadcast_to(self.busy, (2, self.num_nodes)).copy()
+        many = len(self.now), self.num_nodes
+        self.now, self.ready = (np.broadcast_to(row, many).copy() for row in (self.now, self.ready))
+        self.busy = np.broadcast_to(self.busy, (2, *many)).copy()
 
     def _show(self, what: str, step: int, start: Floats, end: Floats, nodes: Any = None, label: str = "") -> None:
-        if self.watch is not None:
-            self.watch(Span(what, step, start, end, nodes, label))
+        if self.watch is not None:  # of the first network: pictures have one
+            self.watch(Span(what, step, start[0], end[0], nodes, label))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vsim.arguments import known_keywords, real_number, whole_number
-from vsim.network.units import seconds
+from vsim.network.links import seconds
+
+_PLAIN = ("num_nodes", "layers", "jitter", "seed", "bucket_bytes", "dollars_per_hour")
 
 
 class Compute:
@@ -19,12 +22,15 @@ class Compute:
         seconds_per_step: forward, backward and optimizer together, in seconds or as text ("800 ms"): one number, or one
             per node.
         layers: L layers of equal size. The gradient of a layer is ready when the backward pass has reached it, and what
-            is sent at the end of the step is sent layer by layer from then on, in L parts. A step is a chain of 3L − 1
-            equal pieces: L forward; backward the gradients of weights and activations by turns, those of the weights of
-            the first layer last. None: everything is sent when the step is computed.
+            a step sends is sent in parts from then on. A step is a chain of 3L − 1 equal pieces: L forward; backward
+            the gradients of weights and activations by turns, ending with the weights of the first layer. Default:
+            everything is sent when the step is computed.
         speeds: relative, one per node: node k takes seconds_per_step / speeds[k].
-        jitter: σ at least 0: every step of every node takes exp(σ z − σ²/2) times as long, z normal, 1 in the mean.
+        jitter: σ, at least 0: each step of each node takes exp(σ z − σ²/2) times as long, z standard normal.
         seed: of the jitter.
+        bucket_bytes: layers that are smaller travel together, in as few parts of about this size as there can be;
+            default 25e6, as in PyTorch's DDP. 0: every layer by itself. It needs `layers`.
+        dollars_per_hour: what a node costs.
 
     Attributes:
         node_seconds: (1,) where all nodes are alike, else (K,).
@@ -43,6 +49,8 @@ class Compute:
         speeds: Sequence[float] | None = None,
         jitter: float | None = None,
         seed: int | None = None,
+        bucket_bytes: float | None = None,
+        dollars_per_hour: float | None = None,
     ) -> None:
         per_node = not isinstance(seconds_per_step, str) and bool(np.ndim(seconds_per_step))
         given = _listed(seconds_per_step) if per_node else [seconds_per_step]
@@ -63,6 +71,12 @@ class Compute:
         if seed is not None and not self.jitter:
             raise TypeError("seed is that of the jitter, and has no effect without jitter=")
         self.seed = 42 if seed is None else whole_number("seed", seed, at_least=0)
+        if bucket_bytes is not None and layers is None:
+            raise TypeError("bucket_bytes has no effect without layers=: everything is sent at once")
+        self.bucket_bytes = 25e6 if bucket_bytes is None else real_number("bucket_bytes", bucket_bytes, at_least=0)
+        self.dollars_per_hour: float | None = None
+        if dollars_per_hour is not None:
+            self.dollars_per_hour = real_number("dollars_per_hour", dollars_per_hour, at_least=0)
 
     @classmethod
     def from_flops(cls, flops_per_step: float, flops_per_second: float, mfu: float = 1.0, **options: Any) -> Compute:
@@ -73,7 +87,7 @@ class Compute:
 
         Args:
             flops_per_step: of one node; training a transformer takes about 6 · parameters · tokens.
-            flops_per_second: the peak. mfu: in (0, 1]. options: as of `Compute`.
+            flops_per_second: the peak. mfu: in (0, 1]. options: see `Compute`.
         """
         step = real_number("flops_per_step", flops_per_step, above=0)
         peak = real_number("flops_per_second", flops_per_second, above=0)
@@ -81,10 +95,10 @@ class Compute:
 
     @classmethod
     def of(cls, given: Compute | float | str | None) -> Compute:
-        """Return `given`, or the compute of so many seconds a step.
+        """Return `given` if it is a compute; take a number or a text as its seconds a step.
 
         Raises:
-            TypeError: there is none: a record of a run says what was sent, not how long nodes compute.
+            TypeError: it is None: a run's record says what was sent, not how long nodes compute.
         """
         if given is None:
             raise TypeError("compute is missing: give Compute(seconds_per_step), or the seconds a step takes")
@@ -92,26 +106,37 @@ class Compute:
 
     def as_plain(self) -> dict[str, Any]:
         """Return the compute as lists and numbers, which JSON can hold."""
-        own = {key: getattr(self, key) for key in ("num_nodes", "layers", "jitter", "seed")}
-        return {"node_seconds": self.node_seconds.tolist(), **own}
+        return {key: getattr(self, key) for key in _PLAIN} | {"node_seconds": self.node_seconds.tolist()}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Compute:
-        """Make the compute that `as_plain` was of."""
-        made = cls(plain["node_seconds"], layers=plain["layers"])
-        made.num_nodes, made.jitter, made.seed = plain["num_nodes"], plain["jitter"], plain["seed"]
+        """Make a compute from what `as_plain` returned."""
+        made = cls(plain["node_seconds"])
+        vars(made).update({key: plain[key] for key in _PLAIN if key in plain})
         return made
 
+    def decides_as(self, other: Compute) -> bool:
+        """Whether every step takes as long as with `other`: stragglers and asynchronous runs depend on it."""
+        own, its = ([c.node_seconds.tolist(), c.jitter, c.seed if c.jitter else 0] for c in (self, other))
+        return own == its
+
+    def parts(self, payload_bytes: float) -> int:
+        """Return the number of messages in which the layers of a payload travel."""
+        if not self.bucket_bytes:
+            return self.layers
+        layers_a_part = self.layers * min(1.0, self.bucket_bytes / payload_bytes) if payload_bytes else self.layers
+        return math.ceil(self.layers / math.ceil(layers_a_part))
+
     def steps(self, num_nodes: int) -> ComputedSteps:
-        """Return the compute seconds of a run of `num_nodes` nodes, step by step from the first."""
+        """Return the compute seconds of a run of `num_nodes` nodes, from the first step on."""
         if self.num_nodes not in (None, num_nodes):
             raise ValueError(f"compute has {self.num_nodes} nodes, and the run {num_nodes}")
         return ComputedSteps(self, num_nodes)
 
     def totals(self, num_nodes: int) -> Callable[..., NDArray[np.float64]]:
-        """Return a function of steps first … last, from 1, for the seconds (K,) that every node computes in them.
+        """Return a function (first, last) → (K,), the seconds that every node computes in these steps, counted from 1.
 
-        With a third argument (K,) a node computes in so many of them, the first ones.
+        Its third argument (K,) limits how many of the steps a node computes in, from the first on.
         """
         done, steps = 0, self.steps(num_nodes)
 
@@ -136,7 +161,7 @@ class Compute:
 
 
 def _listed(values: Any) -> Any:
-    """An array or a tensor as a list."""
+    """Turn an array or a tensor into a list."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 
@@ -148,7 +173,7 @@ class ComputedSteps:
         self._generator = np.random.default_rng(compute.seed)
 
     def next(self, steps: int) -> NDArray[np.float64]:
-        """Return those of the next `steps` steps: (steps, K), or (steps, 1) where all nodes are alike."""
+        """Return the seconds of the next `steps` steps: (steps, K), or (steps, 1) where all nodes are alike."""
         own, jitter = self.compute.node_seconds, self.compute.jitter
         if not jitter:
             return np.broadcast_to(own, (steps, len(own)))

@@ -1,8 +1,9 @@
-"""The network between the nodes: links, and how long a collective takes on them."""
+"""The network between the nodes: its links, how people write them, and how long a collective takes on them."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -10,14 +11,75 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vsim.arguments import known_keywords, one_of, whole_number
-from vsim.network.prices import ALGORITHMS, COLLECTIVES, rounds, ways
-from vsim.network.ring import slowest_on_best_ring
-from vsim.network.units import bits_per_second, delay, rate, seconds
+from vsim.arguments import known_keywords, one_of, real_number, whole_number
+from vsim.network.cost import ALGORITHMS, COLLECTIVES, rounds, slowest_on_best_ring, ways
 
 Floats = NDArray[np.float64]
 Link = str | tuple[float | str, float | str]
 Crowd = tuple[tuple[int, int], ...]
+# Every node takes some arrays' entries and some Python; more are a typing error or a job for another tool.
+MOST_NODES = 10**6
+
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+_NUMBER = r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*"
+
+
+def bits_per_second(name: str, value: Any) -> float:
+    """Return a rate in bit/s, given as a number (possibly infinite) or as text: "100 Mbit/s", "1 Gbps".
+
+    Raises:
+        TypeError: neither. ValueError: not above 0, a text that is not a rate, or a rate in bytes.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(_NUMBER + r"([kMGT]?)(bit/s|bits/s|bps|bit|b/s)\s*", value, flags=re.ASCII)
+        if match is None:
+            amount = re.fullmatch(_NUMBER + r"([kKMGT]?)(?:B|bytes?)(/s|ps)?\s*", value)
+            hint = ""
+            if amount is not None:
+                what = "bytes a second" if amount[3] else "bytes, and no rate"
+                hint = f": that is {what}; as a rate {8 * float(amount[1]):g} {amount[2].replace('K', 'k')}bit/s"
+            raise ValueError(f"{name} must be a rate in bits, such as '200 Mbit/s', got {value!r}{hint}")
+        bits = float(match[1]) * _PREFIXES[match[2]]
+        if bits == math.inf:
+            raise ValueError(f"{name} must be below 1.8e308 bit/s, got {value!r}; for an infinite rate give math.inf")
+        value = bits
+    return math.inf if isinstance(value, Real) and value == math.inf else real_number(name, value, above=0)
+
+
+def seconds(name: str, value: Any, **bounds: float) -> float:
+    """Return a duration in seconds, given as a number of them or as text: "50 ms".
+
+    Raises:
+        TypeError: neither. ValueError: outside the bounds of `real_number`, or a text that is not a duration.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(_NUMBER + "(s|ms|us|µs|μs|ns)" + r"\s*", value)
+        if match is None:
+            raise ValueError(f"{name} must be a duration, such as '50 ms', got {value!r}")
+        value = float(match[1]) * _SECONDS[match[2]]
+    return real_number(name, value, **bounds)
+
+
+def rate(bits: float) -> str:
+    """Return a rate as text.
+
+    >>> rate(2e8)
+    '200 Mbit/s'
+    """
+    for prefix, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if unit <= bits < math.inf:
+            return f"{bits / unit:.4g} {prefix}bit/s"
+    return f"{bits:g} bit/s"
+
+
+def delay(value: float) -> str:
+    """Return a short duration as text.
+
+    >>> delay(0.05)
+    '50 ms'
+    """
+    return f"{value * 1e3:.4g} ms"
 
 
 class Network:
@@ -29,12 +91,12 @@ class Network:
         bandwidth: of a node's line, each way, in bit/s or text: "200 Mbit/s", "1 Gbit/s".
         latency: of a message, one way, in seconds or text: "50 ms".
         collective: how collectives are made of messages: "ring", "tree", "halving-doubling" or "server"; see
-            `vsim.network.prices`.
+            `vsim.network.cost`.
         server: bandwidth of the server's line, for collectives through a server, and for pushes and pulls whatever
-            `collective` is. Default: that of the nodes. Where links differ, the server stands beside node 0.
+            `collective` is. Default: that of the nodes. Where links differ, the server stands next to node 0.
 
     Raises:
-        TypeError, ValueError: a bandwidth is not above 0 or no rate ("10 MB" is bytes), a latency is below 0.
+        TypeError, ValueError: a bandwidth is not above 0 or not a rate ("10 MB" is bytes), a latency is below 0.
 
     >>> Network("200 Mbit/s", "50 ms").seconds("all_reduce", 8, 100e6)  # 14 messages of 12.5 MB
     array([7.7])
@@ -44,13 +106,14 @@ class Network:
     def __init__(
         self,
         bandwidth: float | str,
-        latency: float | str = 0,
+        latency: float | str = 0.0,
         *,
         collective: str = "ring",
         server: float | str | None = None,
     ) -> None:
         self.collective = one_of("collective", collective, ALGORITHMS)
-        # Nodes are at places, and a link's figures are those from place to place; on the diagonal: inside of a place.
+        # Nodes are at places, and links lead from place to place; the diagonal holds the links inside a place. In front
+        # of the two dimensions of places there may be one of alternative networks, see `grid`.
         try:
             self._bits = np.array([[bits_per_second("bandwidth", bandwidth)]])
         except TypeError as error:
@@ -61,7 +124,7 @@ class Network:
 
     @classmethod
     def parse(cls, text: str) -> Network:
-        """Return the network that "bandwidth, latency, collective" says; only the first is needed.
+        """Return the network that a text "bandwidth, latency, collective" describes; only the first is required.
 
         >>> Network.parse("200 Mbit/s, 50 ms, tree")
         Network(200 Mbit/s, 50 ms, tree)
@@ -77,7 +140,7 @@ class Network:
 
     @classmethod
     def of(cls, given: Network | str | float | None) -> Network:
-        """Return `given`, or the network that text says; a number is its bandwidth."""
+        """Return `given` if it is a network; parse a text, and take a number as the bandwidth."""
         if given is None:
             raise TypeError("network is missing: give a Network, or text such as '200 Mbit/s, 50 ms'")
         if isinstance(given, Network):
@@ -91,10 +154,10 @@ class Network:
         Args:
             bandwidth: (K, K), row i and column j from node i to node j, in bit/s or text; the diagonal has no meaning.
             latency: (K, K) likewise, or one for all links.
-            options: `collective` and `server`, as of `Network`.
+            options: `collective` and `server`, see `Network`.
 
         Raises:
-            ValueError: a matrix is not square, or not as large as the other.
+            ValueError: a matrix is not square, or the two differ in size.
         """
         bits = _matrix("bandwidth", bandwidth, bits_per_second)
         one = isinstance(latency, str | Real)
@@ -113,25 +176,26 @@ class Network:
         between: Link | Mapping[tuple[str, str], Link],
         **options: Any,
     ) -> Network:
-        """Return the network of nodes in regions, those of the first in front.
+        """Return a network of nodes in regions; nodes are numbered region by region.
 
         >>> Network.regions({"eu": 4, "us": 4}, inside="10 Gbit/s, 1 ms", between="200 Mbit/s, 80 ms")
         Network(8 nodes at 2 places, 200 Mbit/s … 10 Gbit/s, 1 ms … 80 ms, ring)
 
         Args:
-            regions: name → nodes.
-            inside: the links inside of a region, as "bandwidth, latency" or a pair of these; or name → links.
+            regions: name → number of nodes, at most 10⁶ in total.
+            inside: the links inside a region, as "bandwidth, latency" or a pair of these; or name → links.
             between: likewise the links between regions; or (name, name) → links, for both directions unless the
                 reverse is given, too.
-            options: `collective` and `server`, as of `Network`.
+            options: `collective` and `server`, see `Network`.
 
         Raises:
-            ValueError: a region or a pair of regions has no links.
+            ValueError: a region or a pair of regions has no links, or there are too many nodes.
         """
         if not isinstance(regions, Mapping) or not regions:
             raise TypeError(f"regions must be a mapping, name to nodes, such as {{'eu': 4, 'us': 4}}, got {regions!r}")
         names = list(regions)
         counts = [whole_number(f"regions[{name!r}]", regions[name]) for name in names]
+        whole_number("regions: the number of all nodes", sum(counts), at_most=MOST_NODES)
         given: dict[tuple[str, str], Any] = dict(between) if isinstance(between, Mapping) else {}
         odd = [pair for pair in given if not (isinstance(pair, tuple) and len(pair) == 2)]
         if odd:
@@ -150,6 +214,16 @@ class Network:
         return cls._of_places(bits, delays, np.repeat(np.arange(len(names)), counts), options)
 
     @classmethod
+    def grid(cls, bandwidths: ArrayLike, latencies: ArrayLike, **options: Any) -> Network:
+        """Return N alternative networks of equal links, which are priced together; see `Clock`.
+
+        Args:
+            bandwidths: (N,) in bit/s. latencies: (N,) in seconds. options: `collective` and `server`, see `Network`.
+        """
+        bits, delays = (np.asarray(own, dtype=np.float64)[:, None, None] for own in (bandwidths, latencies))
+        return cls._of_places(bits, delays, None, options)
+
+    @classmethod
     def _of_places(
         cls, bits: Floats, latency: Floats, place: NDArray[np.int64] | None, options: dict[str, Any]
     ) -> Network:
@@ -162,6 +236,11 @@ class Network:
         """K, or None: any."""
         return None if self._place is None else len(self._place)
 
+    @property
+    def alternatives(self) -> int:
+        """N, the networks of a `grid`; 1 otherwise."""
+        return len(self._bits) if self._bits.ndim > 2 else 1
+
     def as_plain(self) -> dict[str, Any]:
         """Return the network as lists, numbers and text, which JSON can hold."""
         place = None if self._place is None else self._place.tolist()
@@ -171,19 +250,19 @@ class Network:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Network:
-        """Make the network that `as_plain` was of."""
+        """Make a network from what `as_plain` returned."""
         options = {key: plain[key] for key in ("collective", "server")}
         bits, latency, place = (plain[key] for key in ("bits_per_second", "latency", "place"))
         place = None if place is None else np.array(place)
         return cls._of_places(np.array(bits, dtype=np.float64), np.array(latency, dtype=np.float64), place, options)
 
     def check(self, num_nodes: int) -> None:
-        """Raise a ValueError if this is the network of another number of nodes."""
+        """Raise a ValueError if this network is for another number of nodes."""
         if self.num_nodes not in (None, whole_number("num_nodes", num_nodes)):
             raise ValueError(f"the network has {self.num_nodes} nodes, and the run {num_nodes}")
 
     def kind(self, group: Sequence[int]) -> Hashable:
-        """Return what the price of a collective of these nodes depends on: their number, or where they are."""
+        """Return what the price of a collective of these nodes depends on: their number, or their places."""
         if len(set(group)) < len(group):
             raise ValueError(f"a group has every node once, got {list(group)}")
         if self._place is None:
@@ -191,21 +270,20 @@ class Network:
         if not 0 <= min(group, default=0) <= max(group, default=0) < len(self._place):
             raise ValueError(f"nodes must be from 0 to {len(self._place) - 1}, got {list(group)}")
         places = self._place[list(group)].tolist()
-        return tuple(
-            sorted(places) if self.collective == "ring" and len(group) > 2 else places
-        )  # a ring is without order
+        # The best ring does not depend on the order of its nodes.
+        return tuple(sorted(places) if self.collective == "ring" and len(group) > 2 else places)
 
     def seconds(self, collective: str, kind: Hashable, payload_bytes: ArrayLike, crowd: Crowd = ()) -> Floats:
-        """Return how long a collective takes from when all of its group have come.
+        """Return how long a collective takes once all nodes of its group are ready.
 
         Args:
-            collective: as in the ledger. kind: of the group, from `kind`; its size where all links are alike.
+            collective: a name as in the ledger. kind: of the group, from `kind`; its size if all links are alike.
             payload_bytes: (E,) what a node hands in, of several calls.
-            crowd: how many groups of which size go through a server at the same time, (size, groups) of each size;
-                this one is among them. Default: this one alone.
+            crowd: (size, number of groups) of all groups that use a server at the same time, this one included.
+                Default: this one alone.
 
         Returns:
-            (E,).
+            (E,); on a `grid` (N, E).
 
         Raises:
             ValueError: there is no such collective, bytes are negative, or links differ and `kind` is a number.
@@ -217,7 +295,7 @@ class Network:
             raise ValueError(f"payload_bytes must be >= 0, got {payload.min()}")
         if collective in ("push", "pull") or (self.collective == "server" and collective != "send" and len(places) > 1):
             return self._through_server(collective, places, payload, crowd or ((len(places), 1),))
-        total = np.zeros_like(payload)
+        total = np.zeros((*self._bits.shape[:-2], len(payload)))
         if len(places) < 2:
             return total
         if collective == "all_to_all":
@@ -232,9 +310,9 @@ class Network:
         return total
 
     def _places(self, kind: Hashable) -> NDArray[np.int64]:
-        """The places of the nodes of a group, in order."""
+        """Return the places of the nodes of a group, in order."""
         if isinstance(kind, tuple):
-            places, most = np.array(kind), len(self._bits) - 1
+            places, most = np.array(kind), self._bits.shape[-1] - 1
             if len(kind) and not (places.dtype.kind == "i" and 0 <= places.min() <= places.max() <= most):
                 raise ValueError(f"kind must be of kind(nodes), which are places from 0 to {most}, got {kind}")
             return places
@@ -244,23 +322,24 @@ class Network:
         return np.zeros(size, dtype=np.int64)
 
     def _messages(self, sources: NDArray[np.int64], targets: NDArray[np.int64], size: Floats) -> Floats:
-        """The time of messages that travel at once, from place to place."""
-        link = sources, targets
-        return (self._latency[link][:, None] + 8 * size / self._bits[link][:, None]).max(0)
+        """Return the seconds of messages (E,) that travel at the same time, from places to places."""
+        link = ..., sources, targets
+        return (self._latency[link][..., None] + 8 * size / self._bits[link][..., None]).max(-2)
 
     def _to_each(self, places: NDArray[np.int64], size: Floats) -> Floats:
-        """The time in which every node sends a message to every other: that of the busiest line, out or in.
+        """Return the seconds in which every node sends a message to every other: those of the busiest line.
 
         As messages may be cut, there is an order in which no line waits for another [Gonzalez and Sahni 1976].
         """
         there, nodes = np.unique(places, return_counts=True)
-        link = np.ix_(there, there)
+        link = ..., there[:, None], there
         cost = self._latency[link][..., None] + 8 * size / self._bits[link][..., None]
-        others = (nodes - np.eye(len(there)))[..., None]  # that a node at a place has at each
-        return np.maximum((others * cost).sum(1).max(0), (others.swapaxes(0, 1) * cost).sum(0).max(0))
+        others = (nodes - np.eye(len(there)))[..., None]  # which a node at a place has at each
+        out, into = (others * cost).sum(-2).max(-2), (others.swapaxes(0, 1) * cost).sum(-3).max(-2)
+        return np.maximum(out, into)
 
     def _around(self, places: NDArray[np.int64], size: Floats) -> Floats:
-        """The time of messages that travel at once around the best ring."""
+        """Return the seconds of messages that travel at the same time around the best ring."""
         there, nodes = np.unique(places, return_counts=True)
         if len(there) == 1:
             return self._messages(there, there, size)
@@ -268,13 +347,13 @@ class Network:
         return slowest_on_best_ring(self._latency[link], 8 / self._bits[link], size, nodes)
 
     def _through_server(self, collective: str, places: NDArray[np.int64], payload: Floats, crowd: Crowd) -> Floats:
-        total = np.zeros_like(payload)
+        total = np.zeros((*self._bits.shape[:-2], len(payload)))
         for i, (inward, who, share) in enumerate(ways(collective, len(places))):
             nodes, size = places[who], share * payload
             server = np.full(len(nodes), self._home)
             own = self._messages(nodes, server, size) if inward else self._messages(server, nodes, size)
             payloads = sum(groups * ways(collective, n)[i].payloads(n) for n, groups in crowd)
-            total += np.maximum(self.server_seconds(inward, payloads * payload), own)
+            total += np.maximum(8 * (payloads * payload) / self._server_bits(inward)[..., None], own)
         return total
 
     @property
@@ -282,16 +361,24 @@ class Network:
         """The place of the server."""
         return 0 if self._place is None else int(self._place[0])
 
-    def server_seconds(self, inward: bool, size: Any) -> Any:
-        """Return how long so many bytes take on the server's line, in or out."""
-        lines = self._bits[:, self._home] if inward else self._bits[self._home]
-        return 8 * size / (self._server or lines.max(where=np.isfinite(lines), initial=0) or math.inf)
+    def _server_bits(self, inward: bool) -> Floats:
+        """Return the bandwidth of the server's line, in or out: (), on a `grid` (N,)."""
+        if self._server:
+            return np.full(self._bits.shape[:-2], self._server)
+        lines = self._bits[..., self._home] if inward else self._bits[..., self._home, :]
+        fastest = lines.max(-1, where=np.isfinite(lines), initial=0)
+        return np.where(fastest > 0, fastest, math.inf)
+
+    def server_seconds(self, inward: bool, size: float) -> Floats:
+        """Return how long this many bytes take on the server's line, in or out: (), on a `grid` (N,)."""
+        return np.asarray(8 * size / self._server_bits(inward))
 
     def __repr__(self) -> str:
-        other = ~np.eye(len(self._bits), dtype=bool) | (self._bits < math.inf) | (len(self._bits) == 1)
+        places = self._bits.shape[-1]
+        other = ~np.eye(places, dtype=bool) | (self._bits < math.inf) | (places == 1)
         shown = [_span(self._bits[other], rate), _span(self._latency[other], delay), self.collective]
         if self._place is not None:
-            shown.insert(0, f"{self.num_nodes} nodes at {len(self._bits)} places")
+            shown.insert(0, f"{self.num_nodes} nodes at {places} places")
         return f"Network({', '.join(shown)})"
 
 

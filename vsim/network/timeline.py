@@ -1,7 +1,9 @@
-"""What a run would have taken on a network: seconds, derived from its ledger at any time."""
+"""A run in time: when each step would be done, how much of it is waiting, and a picture of both."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.network.clock import Clock, Record
+from vsim.figures.style import STYLE, styled
+from vsim.network.clock import Clock, Record, Span
 from vsim.network.compute import Compute
-from vsim.network.gantt import gantt, window
 from vsim.network.links import Network
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Floats = NDArray[np.float64]
+# Of a map of networks, at most this many numbers are held at a time.
+_NUMBERS = 1 << 22
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,15 +30,15 @@ class Timeline:
 
     Attributes:
         seconds: (T + 1,) when the last node is done with step t; the first is 0.
-        compute_seconds: (T,) what a node computed in step t + 1. stalls: (T,) what it waited: for others, and for what
-            was sent; that of the last step includes the wait for the last node. Both in the mean of the nodes, and
-            their sum over all steps is `seconds[-1]`.
-        ledger, network, compute: what all of it follows from.
+        compute_seconds: (T,) what a node computed in step t + 1. stalls: (T,) what it waited for other nodes and for
+            messages; the last step includes the wait for the last node. Both are means over the nodes, and their sum
+            over all steps is `seconds[-1]`.
+        ledger, network, compute: what the times follow from.
     """
 
-    seconds: NDArray[np.float64]
-    compute_seconds: NDArray[np.float64]
-    stalls: NDArray[np.float64]
+    seconds: Floats
+    compute_seconds: Floats
+    stalls: Floats
     ledger: Record
     network: Network
     compute: Compute
@@ -43,22 +49,28 @@ class Timeline:
         total = float(self.seconds[-1])
         return float(self.compute_seconds.sum()) / total if total else 1.0
 
+    @property
+    def dollars(self) -> float:
+        """What all nodes cost until the run ends; NaN if the compute has no `dollars_per_hour`."""
+        price = self.compute.dollars_per_hour
+        return math.nan if price is None else price * self.ledger.num_nodes * float(self.seconds[-1]) / 3600
+
     def plot(
         self, steps: tuple[int, int] | None = None, nodes: Sequence[int] | None = None, ax: Axes | None = None
     ) -> Axes:
         """Draw what nodes compute, what their lines carry and where they wait; needs matplotlib.
 
         Args:
-            steps: the first and the last that are drawn. Default: those around the first event.
-            nodes: which; by default the first four.
-            ax: where to draw; default the axes of a new figure.
+            steps: the first and the last step to draw. Default: the steps around the first event.
+            nodes: nodes to draw. Default: the first four.
+            ax: default: the axes of a new figure.
 
         Raises:
-            ValueError: there are no such steps or nodes.
+            ValueError: there are no such steps or nodes, or the run is asynchronous.
         """
-        if self.ledger.clock is not None:
+        if self.ledger.seconds:
             raise ValueError("the timeline of an asynchronous run has no picture: its nodes are at no common step")
-        first, last = window(self.ledger) if steps is None else steps
+        first, last = _around_first_event(self.ledger) if steps is None else steps
         total, num_nodes = self.ledger.steps, self.ledger.num_nodes
         if not 1 <= first <= last <= total:
             raise ValueError(f"steps must be the first and the last that are drawn, of 1 … {total}, got {steps}")
@@ -66,7 +78,7 @@ class Timeline:
         odd = [node for node in shown if not 0 <= node < num_nodes]
         if odd or not len(shown):
             raise ValueError(f"nodes must be some of 0 … {num_nodes - 1}, got {nodes}")
-        return gantt(self.ledger, self.network, self.compute, (first, last), shown, ax)
+        return _gantt(self, (first, last), shown, ax)
 
     def __repr__(self) -> str:
         return (
@@ -87,13 +99,13 @@ def timeline(
         its end    is waited for in the step in which it is due, at the same moment
 
     Args:
-        run: a ledger, or what has one: a Trainer, a History, a run of a Comparison.
+        run: a ledger, or an object that has one: a Trainer, a History, a run of a Comparison.
         network: a `Network`, or text: "200 Mbit/s, 50 ms". compute: a `Compute`, or the seconds of a step.
 
     Raises:
         TypeError: `run` has no ledger; network or compute is missing.
-        ValueError: the run has taken no step; the network or the compute is that of another number of nodes, or not
-            that of the run, if it is asynchronous.
+        ValueError: the run has taken no step; the network or the compute has another number of nodes; or they are not
+            those that decided the run's course: an asynchronous run depends on both, stragglers on the compute.
     """
     ledger = getattr(run, "ledger", run)
     if not isinstance(ledger, Record):
@@ -101,25 +113,56 @@ def timeline(
     if ledger is not run and not ledger.steps:
         raise ValueError(f"run has taken no step yet: train it first, or see vsim.price; got {run!r}")
     network, compute = Network.of(network), Compute.of(compute)
-    if ledger.clock is not None:
-        return _recorded(ledger, network, compute)
+    _check_decided(ledger, network, compute)
+    if ledger.seconds:  # of an asynchronous run, recorded as it went
+        seconds, computed = np.array([(0.0, 0.0), *ledger.seconds]).T
+        return Timeline(seconds, np.diff(computed), np.diff(seconds - computed), ledger, network, compute)
     clock = Clock(ledger, network, compute).run()
-    return Timeline(clock.seconds, clock.compute, clock.stalls, ledger, network, compute)
+    return Timeline(clock.seconds[:, 0], clock.compute, clock.stalls[:, 0], ledger, network, compute)
 
 
-def _recorded(ledger: Record, network: Network, compute: Compute) -> Timeline:
-    """Return the timeline of an asynchronous run, whose course depended on its network and compute."""
-    of_run: dict[str, Any] = ledger.clock or {}
-    given: dict[str, Any] = {"network": network, "compute": compute}
-    odd = [name for name, one in given.items() if one.as_plain() != of_run[name]]
+def seconds_on(
+    ledger: Record, bandwidths: Floats, latencies: Floats, collective: str, compute: Compute, steps: Sequence[int]
+) -> Floats:
+    """Return when the last node is done with each of these steps, on N networks of equal links: (N, steps).
+
+    Any timeline scales, T(c · seconds, B, a) = c · T(seconds, c · B, a / c): one map serves nodes of every speed.
+
+    Args:
+        bandwidths: (N,) in bit/s. latencies: (N,) in seconds. collective: see `Network`.
+
+    Raises:
+        ValueError: the run is asynchronous and has the seconds of its own network only.
+    """
+    _check_decided(ledger, None, compute)
+    last, found = max(steps, default=0), []
+    many = max(1, _NUMBERS // max(last + 1, ledger.num_nodes))
+    for start in range(0, len(bandwidths), many):
+        part = slice(start, start + many)
+        networks = Network.grid(bandwidths[part], latencies[part], collective=collective)
+        found.append(Clock(ledger, networks, compute).run(last).seconds[list(steps)].T)
+    return np.concatenate(found)
+
+
+def _check_decided(ledger: Record, network: Network | None, compute: Compute) -> None:
+    """Raise a ValueError if a run took its course with another network or compute; None: any other network."""
+    decided, own, odd = ledger.clock or {}, [], []
+    if "network" in decided:
+        its_network = Network.from_plain(decided["network"])
+        own.append(repr(its_network))
+        if network is None or network.as_plain() != its_network.as_plain():
+            odd.append("network")
+    if "compute" in decided:
+        its_compute = Compute.from_plain(decided["compute"])
+        own.append(repr(its_compute))
+        if not compute.decides_as(its_compute):
+            odd.append("compute")
     if odd:
-        own = {"network": Network.from_plain(of_run["network"]), "compute": Compute.from_plain(of_run["compute"])}
+        why = "is asynchronous" if "network" in decided else "dropped stragglers by their compute seconds"
         raise ValueError(
-            f"the run is asynchronous, so that another {' or '.join(odd)} is another run: this one has the seconds of "
-            f"{own['network']!r} and {own['compute']!r}; train it on what is asked for, {network!r} and {compute!r}"
+            f"the run {why}, so that another {' or '.join(odd)} is another run: this one has the seconds of "
+            f"{' and '.join(own)}; train it on what is asked for, {network or 'other networks'!r} and {compute!r}"
         )
-    seconds, computed = np.array([(0.0, 0.0), *ledger.seconds]).T
-    return Timeline(seconds, np.diff(computed), np.diff(seconds - computed), ledger, network, compute)
 
 
 def duration(seconds: float) -> str:
@@ -132,3 +175,85 @@ def duration(seconds: float) -> str:
         if seconds >= (3 if unit == 86400 else 1) * unit:
             return f"{seconds / unit:.3g} {name}"
     return f"{seconds * 1e3:.3g} ms"
+
+
+# The picture ----------------------------------------------------------------------------------------------------------
+
+# Told apart with any kind of colour vision, and in grey.
+_COMPUTE, _WAIT, _HATCH = "#999999", "#FBE0D0", "#D55E00"
+_SENT = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+# Steps shown next to those of the first event.
+_AROUND = 2
+
+
+def _around_first_event(ledger: Record) -> tuple[int, int]:
+    """Return the first and the last step that show the first event, from before it is sent to after it is due."""
+    first = next((event for event in ledger if event.step > 0), None)
+    if first is None:
+        return 1, min(ledger.steps, 1 + 2 * _AROUND)
+    return max(1, first.step - _AROUND), min(ledger.steps, first.due + _AROUND)
+
+
+def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axes | None) -> Axes:
+    """Draw some steps of some nodes; see `Timeline.plot`."""
+    from matplotlib.patches import Patch
+
+    from vsim.figures.paper import new_figure
+
+    ax = new_figure(6.8, 1.1 + 0.5 * len(nodes)).subplots() if ax is None else ax
+    watched: list[Span] = []
+    Clock(line.ledger, line.network, line.compute, watched.append).run(steps[1])
+    # (what, step, label, row, start, end) of every bar.
+    bars = [
+        (span.what, span.step, span.label, row, *times)
+        for row, node in enumerate(nodes)
+        for span in watched
+        if (times := _of_node(span, node)) is not None
+    ]
+    shown = [start for what, step, _, _, start, _ in bars if what == "compute" and step == steps[0]]
+    began, end = min(shown, default=0.0), max((bar[-1] for bar in bars), default=1.0)
+    labels = dict.fromkeys(s.label for s in watched if s.what == "send" and s.step >= steps[0])
+    colours = dict(zip(labels, itertools.cycle(_SENT), strict=False))
+    look: dict[str, Any] = {
+        "compute": {"facecolor": _COMPUTE, "edgecolor": "white", "linewidth": 0.6},
+        "wait": {"facecolor": _WAIT, "edgecolor": _HATCH, "linewidth": 0.6, "hatch": "////"},
+    }
+    numbered = -math.inf  # where the last number of a step stands, over the first node
+    for what, step, label, row, start, stop in bars:
+        start = max(start, began)
+        if stop <= start:
+            continue
+        if what == "send":
+            ax.broken_barh([(start, stop - start)], (row + 0.12, 0.3), facecolor=colours.get(label, _SENT[0]))
+            continue
+        ax.broken_barh([(start, stop - start)], (row - 0.3, 0.36), **look[what])
+        middle, wide = (start + stop) / 2, (end - began) / 28
+        if what == "compute" and row == 0 and step >= steps[0] and middle - numbered >= wide:
+            text = f"step {step}" if numbered == -math.inf and stop - start > 3 * wide else f"{step}"
+            ax.text(middle, -0.38, text, ha="center", va="bottom", fontsize=7, color="0.35")
+            numbered = middle
+    ax.set(xlim=(began, end), ylim=(len(nodes) - 0.4, -0.75), xlabel="seconds")
+    ax.set_yticks(range(len(nodes)), [f"node {node}" for node in nodes])
+    ax.tick_params(axis="y", length=0)
+    styled(ax)
+    ax.grid(False, axis="y")
+    ax.spines["left"].set_visible(False)
+    handles = [Patch(**look["compute"], label="computes"), Patch(**look["wait"], label="waits")]
+    handles += [Patch(facecolor=colour, label=f"its line: {label}") for label, colour in colours.items()]
+    width = ax.get_window_extent().width / ax.get_figure(root=True).dpi  # type: ignore[union-attr]
+    columns = max(1, int(width * 15 / (max(len(str(handle.get_label())) for handle in handles) + 7)))
+    place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+    size: Any = {"fontsize": STYLE["legend.fontsize"], "handlelength": 1.4, "columnspacing": 1.2}
+    ax.legend(handles=handles, ncols=columns, frameon=False, **place, **size)
+    if len(nodes) < line.ledger.num_nodes:
+        ax.set_ylabel(f"{len(nodes)} of {line.ledger.num_nodes:,} nodes", fontsize=7.5, color="0.4")
+    return ax
+
+
+def _of_node(span: Span, node: int) -> tuple[float, float] | None:
+    """Return the start and end of what a node did; None if the span is of other nodes."""
+    if span.nodes is not None and node not in span.nodes:
+        return None
+    place = node if span.nodes is None else int(np.flatnonzero(span.nodes == node)[0])
+    start, end = (float(times[place] if len(times) > 1 else times[0]) for times in (span.start, span.end))
+    return start, end

@@ -14,8 +14,8 @@ import numpy as np
 
 from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
-from vsim.network.many import seconds_on
-from vsim.network.units import bits_per_second, seconds
+from vsim.network.links import bits_per_second, seconds
+from vsim.network.timeline import seconds_on
 from vsim.records.compared import ComparedRun
 from vsim.records.history import History
 from vsim.records.looks import MANY, Looks, looks_of
@@ -120,13 +120,13 @@ class Comparison(Runs):
         """
         bits = ascending("bandwidths", bandwidths, BANDWIDTHS, bits_per_second)
         delays = ascending("latencies", latencies, LATENCIES, lambda name, one: seconds(name, one, at_least=0))
-        networks = [Network(b, d, collective=collective) for d in delays.tolist() for b in bits.tolist()]
+        grid = np.tile(bits, len(delays)), np.repeat(delays, len(bits)), collective
         own, never = Compute.of(self.compute if compute is None else compute), self._never(loss)
         took = {}
         for name, steps in self.steps_to(loss).items():
             if name not in never:
                 runs = zip(self.runs(name), steps, strict=True)
-                each = [seconds_on(run.ledger, networks, own, [int(step)])[:, 0] for run, step in runs]
+                each = [seconds_on(run.ledger, *grid, own, [int(step)])[:, 0] for run, step in runs]
                 took[name] = np.mean(each, axis=0).reshape(len(delays), len(bits))
         return Winners(loss, bits, delays, took, never, self._looks())
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vsim.extras import extra
 from vsim.network import Network
-from vsim.network.units import delay, rate
+from vsim.network.links import delay, rate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

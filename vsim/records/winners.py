@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vsim.figures.style import STYLE, literal, sized
+from vsim.network.links import delay, rate
 from vsim.network.timeline import duration
-from vsim.network.units import delay, rate
 from vsim.records.looks import Looks
 from vsim.records.table import aligned
 

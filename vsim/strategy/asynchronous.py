@@ -16,7 +16,7 @@ from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import clip_by_node
 from vsim.cluster.optimizers import JointOptimizers, evaluating, torch_optimizers
-from vsim.network.virtual import ARRIVAL, RETURN, STEP, VirtualClock
+from vsim.network.event_clock import ARRIVAL, RETURN, STEP, VirtualClock
 from vsim.private_torch import mark_stepped
 from vsim.strategy.base import Strategy, StrategyOptions
 

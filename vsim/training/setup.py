@@ -28,7 +28,7 @@ from vsim.data.joint import BatchSource, Source, joint_batches, one_in_memory
 from vsim.engine import Executor, Settings, VmapExecutor, executor_class, first_calls
 from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
-from vsim.network.virtual import VirtualClock
+from vsim.network.event_clock import VirtualClock
 from vsim.records.history import COLUMNS, History
 from vsim.records.report import Reporter
 from vsim.strategy.asynchronous import AsynchronousStrategy

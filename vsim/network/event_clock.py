@@ -1,4 +1,4 @@
-"""Virtual time of an asynchronous run: which worker's step, or which message, is done next."""
+"""The event clock of an asynchronous run: which worker's step, or which message, is done next."""
 
 from __future__ import annotations
 
