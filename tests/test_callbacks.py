@@ -348,7 +348,7 @@ def test_metrics_of_a_comparison_and_a_run_that_resumes(tmp_path: Path) -> None:
         (
             {"callbacks": [EarlyStopping]},
             TypeError,
-            r"of a class of vsim\.Callback, or functions f\(run\), got",
+            r"vsim\.Callback objects, or functions f\(run\), got",
         ),
         ({"callbacks": [3]}, TypeError, r"functions f\(run\), got 3"),
         (

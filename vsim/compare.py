@@ -7,11 +7,10 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from vsim.arguments import naming, true_or_false, whole_number
@@ -22,47 +21,26 @@ from vsim.grid import merged
 from vsim.network import Compute, Network
 from vsim.race import Race, Runner, saving_in
 from vsim.records.comparison import ComparedRun, Comparison
-from vsim.records.loggers import Logger, check_run_name, date_and_time, folder_name, for_one_run
+from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
 from vsim.strategy.base import Strategy
 from vsim.trainer import Trainer
 from vsim.training.callbacks import LossHooks, Originals
 from vsim.training.interrupt import Interrupted
+from vsim.training.spec import takes_options
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One name of a comparison: its own arguments; all others are the same for every name.
-
-    Attributes:
-        num_nodes: K.
-        batch_size: examples per node and step; None: that of the others.
-    """
-
-    strategy: Strategy
-    num_nodes: int
-    batch_size: int | None = None
-
-
+@takes_options("strategy")
 def compare(
     model: nn.Module | Callable[[int], nn.Module],
     train_dataset: Data,
     val_dataset: Data | None = None,
     *,
-    strategies: Mapping[str, Strategy],
+    strategies: Mapping[str, Any],
     num_nodes: int,
     loss_fn: LossFunction | None = None,
-    device: str | torch.device | None = None,
-    logger: Logger | Sequence[Logger] | None = None,
-    run_name: str | None = None,
-    wandb_project: str | None = None,
     seeds: Sequence[int] | None = None,
     together: bool = True,
-    save_dir: str | Path | None = None,
-    checkpoint_interval: int | None = None,
-    resume: bool = False,
-    network: Network | str | float | None = None,
-    compute: Compute | float | str | None = None,
-    **fit_options: Any,
+    **options: Any,
 ) -> Comparison:
     """Train the same model on the same data in the same order with several strategies, all of them together.
 
@@ -73,7 +51,7 @@ def compare(
     Args:
         model: the model that all runs start from; or a function f(seed) → model, so that every seed has its own initial
             weights, the same for all strategies.
-        train_dataset, val_dataset, loss_fn, device: as of `Trainer`.
+        train_dataset, val_dataset, loss_fn: see `Trainer`.
         strategies: name → strategy; or name → dict of these, such as a `vsim.grid`, whose names then begin with it.
         num_nodes: K.
         seeds: train every strategy once with each seed, instead of once with `seed`: tables then show mean ± standard
@@ -90,7 +68,7 @@ def compare(
         network, compute: what hours are derived from, as of `vsim.timeline`; kept in the comparison, whose tables then
             show hours and utilization. They can be given afterwards, too; but asynchronous strategies train by
             them.
-        fit_options: every other argument of `Trainer.fit`, the same for all.
+        options: every other argument of `Trainer.fit`, the same for all.
 
     Returns:
         A `Comparison`. All strategies are set up before the first one trains, so that mistakes are found early, and
@@ -105,74 +83,52 @@ def compare(
     """
     if not isinstance(strategies, Mapping):
         raise TypeError(f"strategies must be a dict of name → strategy, got {type(strategies).__name__}")
-    if not strategies:
-        raise ValueError("strategies is empty: give at least one, as a dict of name → strategy")
     strategies = merged(strategies)
     odd = [f"{name}: {value!r}" for name, value in strategies.items() if not isinstance(value, Strategy)]
     if odd:
         raise TypeError(f"strategies must be Strategy objects, got {', '.join(odd)}")
-    return run_members(
-        {name: Entry(strategy, num_nodes) for name, strategy in strategies.items()},
-        model,
-        train_dataset,
-        val_dataset,
-        loss_fn=loss_fn,
-        device=device,
-        logger=logger,
-        run_name=run_name,
-        wandb_project=wandb_project,
-        seeds=seeds,
-        together=together,
-        save_dir=save_dir,
-        checkpoint_interval=checkpoint_interval,
-        resume=resume,
-        network=network,
-        compute=compute,
-        **fit_options,
+    entries = {name: {"strategy": strategy, "num_nodes": num_nodes} for name, strategy in strategies.items()}
+    return train_entries(
+        entries, model, train_dataset, val_dataset, loss_fn=loss_fn, seeds=seeds, together=together, **options
     )
 
 
-def run_members(
-    entries: Mapping[str, Entry],
+def train_entries(
+    entries: Mapping[str, Mapping[str, Any]],
     model: nn.Module | Callable[[int], nn.Module],
     train_dataset: Data,
     val_dataset: Data | None = None,
     *,
     loss_fn: LossFunction | None = None,
-    device: str | torch.device | None = None,
-    logger: Logger | Sequence[Logger] | None = None,
-    run_name: str | None = None,
-    wandb_project: str | None = None,
     seeds: Sequence[int] | None = None,
-    halving: int | None = None,
     together: bool = True,
-    save_dir: str | Path | None = None,
-    checkpoint_interval: int | None = None,
-    resume: bool = False,
+    halving: int | None = None,
     network: Network | str | float | None = None,
     compute: Compute | float | str | None = None,
-    **fit_options: Any,
+    **options: Any,
 ) -> Comparison:
     """Train every entry with every seed; see `compare` for the arguments and for what it raises.
 
     Args:
+        entries: name → its own options of `Trainer.fit`; `options` are the same for all.
         halving: only the best 1 / halving of the entries (on average over the seeds) continue at each of the `rungs`.
             The others are kept with `stopped_at`.
     """
-    seeds = _checked_seeds(seeds, fit_options)
-    participation: Participation | None = fit_options.get("participation")
-    waits = participation is not None and participation.needs_compute
-    on_clock = waits or any(entry.strategy.is_asynchronous for entry in entries.values())
-    if network is None and compute is not None and on_clock:
+    seeds = _checked_seeds(seeds, options)
+    participation: Participation | None = options.get("participation")
+    waits = isinstance(participation, Participation) and participation.needs_compute
+    on_clock = {name for name, own in entries.items() if own["strategy"].is_asynchronous}
+    if network is None and compute is not None and (waits or on_clock):
         network = Network(math.inf)  # messages take no time
     priced = None if network is None and compute is None else (Network.of(network), Compute.of(compute))
     if priced is not None:
-        for entry in entries.values():
-            everyone = entry.num_nodes if participation is None else participation.population(entry.num_nodes)
+        for own in entries.values():
+            everyone = own["num_nodes"]
+            everyone = participation.population(everyone) if isinstance(participation, Participation) else everyone
             priced[0].check(everyone)
             priced[1].steps(everyone)
-    if run_name is not None:
-        check_run_name(run_name)
+    save_dir, resume = options.pop("save_dir", None), options.pop("resume", False)
+    checkpoint_interval = options.pop("checkpoint_interval", None)
     if not isinstance(resume, bool):
         raise TypeError(f"resume must be True or False, the comparison in save_dir is what resumes; got {resume!r}")
     if resume and save_dir is None:
@@ -181,52 +137,52 @@ def run_members(
         whole_number("checkpoint_interval", checkpoint_interval)
         if save_dir is None:
             raise ValueError("checkpoint_interval has no effect without save_dir, the folder to save to")
-    logs = logger is not None or run_name is not None or wandb_project is not None
+    logger, run_name = options.pop("logger", None), options.pop("run_name", None)
+    if run_name is not None:
+        check_run_name(run_name)
+    logs = logger is not None or run_name is not None or options.get("wandb_project") is not None
     folder = run_name or date_and_time()
     models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}
     runners: list[Runner] = []
     for seed in seeds:
-        trainer = Trainer(models[seed], train_dataset, val_dataset, loss_fn=loss_fn, device=device)
+        trainer = Trainer(models[seed], train_dataset, val_dataset, loss_fn=loss_fn)
         for name, entry in entries.items():
             label = name if len(seeds) == 1 else f"{name}, seed {seed}"
-            own: dict[str, Any] = {
-                "seed": seed,
-                "logger": for_one_run(logger),
-                "run_name": f"{folder}/{folder_name(label)}" if logs else None,
-            }
-            if entry.strategy.is_asynchronous:
+            own = {**options, **entry, "seed": seed, "logger": for_one_run(logger)}
+            if logs:
+                own["run_name"] = f"{folder}/{folder_name(label)}"
+            if name in on_clock:
                 own |= {"network": network, "compute": compute}
             elif waits:
                 own |= {"compute": compute}
             with naming(name):
-                options = trainer.options(**{**fit_options, **own, **_own(entry), "wandb_project": wandb_project})
-                spec = trainer.spec(options, label)
-            if save_dir is not None:
-                saving = saving_in(save_dir, folder_name(label), checkpoint_interval)
-                spec = replace(spec, saving=saving)
-            if participation is not None:
-                spec = replace(spec, participation=participation.of_run(len(runners)))
+                spec = trainer.spec(label, **own)
+            saving = None if save_dir is None else saving_in(save_dir, folder_name(label), checkpoint_interval)
+            if spec.participation is not None:
+                spec = replace(spec, participation=spec.participation.of_run(len(runners)))
             # What callbacks hold is copied, but not what all runs share.
             shared = {id(one): one for one in (models[seed], train_dataset, val_dataset, loss_fn)}
-            spec = replace(spec, callbacks=copy.deepcopy(spec.callbacks, shared))
-            runners.append(Runner(name, spec, trainer.log(options)))
-    if options.backend != "stacked":
+            spec = replace(spec, saving=saving, callbacks=copy.deepcopy(spec.callbacks, shared))
+            runners.append(Runner(name, spec, trainer.log(own, spec, spec.loggers)))
+    if spec.backend != "stacked":
         raise ValueError("compare() runs in the simulator; backend='process' is for Trainer.fit and verify()")
     folders = [runner.folder for runner in runners if runner.folder is not None]
     if len({str(own).casefold() for own in folders}) < len(folders):  # not every file system knows upper case
         raise ValueError("the names of strategies become folders, and two of them are the same there")
     kept: list[tuple[int, int]] = []
     if halving is not None:
-        if options.max_steps is None:
+        if spec.max_steps is None:
             raise ValueError("halving needs max_steps, of which its rungs are parts")
-        kept = rungs(len(entries), options.max_steps, whole_number("halving", halving, at_least=2))
+        if not true_or_false("together", together):
+            raise ValueError("halving compares all runs at every rung, which together=False trains one after the other")
+        kept = rungs(len(entries), spec.max_steps, whole_number("halving", halving, at_least=2))
     race = Race(
         runners,
-        trainer.device_of(options),
+        trainer.device_of(spec),
         together=true_or_false("together", together),
-        memory_share=options.max_memory_usage,
+        memory_share=spec.max_memory_usage,
         rungs=kept,
-        progress=options.progress,
+        progress=spec.progress,
         title=f"{len(entries)} × {len(seeds)} runs" if len(seeds) > 1 else f"{len(entries)} runs",
         folder=None if save_dir is None else Path(save_dir),
         resume=resume,
@@ -243,12 +199,12 @@ def run_members(
     return comparison
 
 
-def _checked_seeds(seeds: Sequence[int] | None, fit_options: dict[str, Any]) -> list[int]:
-    """Return the seeds of all runs; a single one may be among `fit_options`, which it leaves."""
+def _checked_seeds(seeds: Sequence[int] | None, options: dict[str, Any]) -> list[int]:
+    """Return the seeds of all runs; a single one is taken out of `options`."""
     what = "seed" if seeds is None else "every one of seeds"
     if seeds is None:
-        seeds = [fit_options.pop("seed", 42)]
-    elif "seed" in fit_options:
+        seeds = [options.pop("seed", 42)]
+    elif "seed" in options:
         raise TypeError("seed and seeds say the same thing; give one of them")
     if isinstance(seeds, int):
         raise TypeError(f"seeds must be a list of numbers, got {seeds}; seed={seeds} gives one")
@@ -299,12 +255,6 @@ def rungs(count: int, max_steps: int, factor: int) -> list[tuple[int, int]]:
     for _ in steps:
         kept.append(-(-kept[-1] // factor))
     return list(zip(steps, kept[1:], strict=True))
-
-
-def _own(entry: Entry) -> dict[str, Any]:
-    """Return the entry's own arguments of `fit`."""
-    own = {"strategy": entry.strategy, "num_nodes": entry.num_nodes}
-    return own if entry.batch_size is None else {**own, "batch_size": entry.batch_size}
 
 
 def _made(model: Any, seed: int) -> nn.Module:

@@ -86,6 +86,8 @@ def merged(strategies: Mapping[str, Any]) -> dict[str, Any]:
     >>> merged({"a": 1, "b": {"b H=5": 2, "c": 3}})
     {'a': 1, 'b H=5': 2, 'b, c': 3}
     """
+    if not strategies:
+        raise ValueError("strategies is empty: give at least one, as a dict of name → strategy")
     unnamed = [repr(name) for name in strategies if not isinstance(name, str)]
     if unnamed:
         raise TypeError(f"the names of strategies must be strings, got {', '.join(unnamed)}")
@@ -95,6 +97,8 @@ def merged(strategies: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in strategies.items():
         own = {name: value}
         if isinstance(value, Mapping):
+            if not value:
+                raise ValueError(f"strategies[{name!r}] is an empty dict: give at least one strategy")
             own = {i if i.startswith(name) else f"{name}, {i}": strategy for i, strategy in merged(value).items()}
         twice = found.keys() & own.keys()
         if twice:

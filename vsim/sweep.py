@@ -7,16 +7,18 @@ from typing import Any
 
 from torch import nn
 
-from vsim.compare import Entry, run_members
+from vsim.compare import compare, train_entries
 from vsim.data.batches import Data
 from vsim.grid import known_settings, made, points
 from vsim.records.swept import Sweep
 from vsim.strategy.base import Strategy
+from vsim.training.spec import takes_options
 
 # Arguments of a run that may be settings, beside those of the strategy.
 OF_THE_RUN = ("num_nodes", "batch_size")
 
 
+@takes_options("strategies", of=compare)
 def sweep(
     model: nn.Module | Callable[[int], nn.Module],
     train_dataset: Data,
@@ -69,12 +71,14 @@ def sweep(
         raise TypeError("sweep() needs num_nodes, as an argument or in settings")
     known_settings(strategy, settings, OF_THE_RUN)
     found = points(strategy, settings)
-    entries = {}
+    entries: dict[str, dict[str, Any]] = {}
     for name, point in found.items():
         own = {key: value for key, value in point.values.items() if key not in OF_THE_RUN}
         nodes: Any = point.values.get("num_nodes", num_nodes)
-        entries[name] = Entry(made(strategy, name, own), nodes, point.values.get("batch_size"))
-    runs = run_members(entries, model, train_dataset, val_dataset, seeds=seeds, halving=halving, **options)
+        entries[name] = {"strategy": made(strategy, name, own), "num_nodes": nodes}
+        if "batch_size" in point.values:
+            entries[name]["batch_size"] = point.values["batch_size"]
+    runs = train_entries(entries, model, train_dataset, val_dataset, seeds=seeds, halving=halving, **options)
     result = Sweep(runs.allreduce_bytes, found, getattr(strategy, "__name__", "strategy").removesuffix("Strategy"))
     result.network, result.compute = runs.network, runs.compute
     for name in runs:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,33 +12,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from vsim.arguments import known_keywords, reject_unknown
+from vsim.arguments import known_keywords
 from vsim.checkpoint.files import Checkpoint, load_checkpoint, saving_of, start_of
 from vsim.checkpoint.folder import Saving, checkpoints_in, held
 from vsim.cluster.ledger import Ledger
-from vsim.cluster.participation import Participation
 from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Data
 from vsim.doctor import Explanation, explain
 from vsim.engine.devices import devices_of_nodes, pick_device
 from vsim.engine.objective import LossFunction
-from vsim.network import Compute, Network
 from vsim.process import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
 from vsim.records.description import describe_run
 from vsim.records.history import History
 from vsim.records.loggers import Logger, RunLog
 from vsim.records.progress import Recorder
-from vsim.records.report import Hook, StepReport
+from vsim.records.report import StepReport
 from vsim.strategy.base import Strategy
-from vsim.training.callbacks import Callback, apart, ended_apart, hear
+from vsim.training.callbacks import by_place, tell, tell_row, with_hooks
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import train
-from vsim.training.options import FitOptions
 from vsim.training.run import Ensemble, Run
-from vsim.training.saving import captured
+from vsim.training.saving import captured, savable
 from vsim.training.setup import prepare
-from vsim.training.spec import Metric, RunSpec
+from vsim.training.spec import RunSpec, option_defaults, takes_options, typed_by
 
 
 class Trainer:
@@ -106,55 +102,38 @@ class Trainer:
         """What was communicated in the last run."""
         return self.history.ledger
 
-    def options(self, **options: Any) -> FitOptions:
-        """Return the arguments of `fit`, checked, with their defaults."""
-        signature = inspect.signature(inspect.unwrap(type(self).fit))
-        reject_unknown(options, [name for name in signature.parameters if name != "self"], "Trainer.fit()")
-        bound = signature.bind(self, **options)
-        bound.apply_defaults()
-        chosen = {name: value for name, value in bound.arguments.items() if name != "self"}
-        if chosen["devices"] is None and chosen["device"] is None and chosen["backend"] == "process":
-            chosen["devices"] = self.devices
-        return FitOptions(**chosen)
-
-    def spec(self, options: FitOptions, label: str = "") -> RunSpec:
-        """Return the configuration of a run of this trainer."""
-        for name in ("eval_loss_hook", "metrics"):
-            if getattr(options, name) and self.val_dataset is None:
-                raise ValueError(f"{name} has no effect without a val_dataset")
-        if options.resume is True and options.save_dir is None and under_torchrun():
+    def spec(self, label: str = "", **options: Any) -> RunSpec:
+        """Return what `fit(**options)` asks for, checked."""
+        if options.get("backend") == "process" and options.get("device") is options.get("devices") is None:
+            options["devices"] = self.devices
+        spec = RunSpec(self.model, self.train_dataset, self.val_dataset, self.loss_fn, label, **options)
+        if spec.resume is True and spec.save_dir is None and under_torchrun():
             raise ValueError("under torchrun resume=True needs save_dir: no process has the state of all nodes")
         last = self._last
         if isinstance(last, Run):
-            last = captured(last) if options.resume is True and options.save_dir is None else None
-        start = start_of(options.resume, options.save_dir, last)
-        return options.spec(
-            label,
-            start,
-            saving_of(options.checkpoint_interval, options.save_dir, start),
-            model=self.model,
-            train_dataset=self.train_dataset,
-            val_dataset=self.val_dataset,
-            loss_fn=self.loss_fn,
-        )
+            last = captured(last) if spec.resume is True and spec.save_dir is None else None
+        start = start_of(spec.resume, spec.save_dir, last)
+        saving = saving_of(spec.checkpoint_interval, spec.save_dir, start)
+        return replace(spec, start=start, saving=saving, callbacks=with_hooks(spec))
 
+    @takes_options()
     def prepare(self, **options: Any) -> Ensemble:
-        """Return the run of `fit(**options)` in the simulator before its first step; nothing is trained or logged.
+        """Return what `fit(**options)` would train in the simulator, before its first step; nothing is logged.
 
-        `vsim.training.loop.steps(run)` takes its steps one by one.
+        `vsim.training.loop.steps(ensemble)` takes its steps one by one.
 
         Raises:
-            TypeError, ValueError: as `fit`; or the backend is not the simulator.
+            TypeError, ValueError: see `fit`; or the backend is not the simulator.
         """
-        chosen = self.options(**options)
-        if chosen.backend != "stacked":
+        spec = self.spec(**options)
+        if spec.backend != "stacked":
             raise ValueError("only the simulator prepares a run in this process; backend='process' runs eager PyTorch")
-        device = self.device_of(chosen)
-        with isolated(chosen.seed, device):
-            spec = self.spec(chosen)
-            history = History(type(chosen.strategy).__name__, chosen.num_nodes, spec.population)
+        device = self.device_of(spec)
+        with isolated(spec.seed, device):
+            history = History(type(spec.strategy).__name__, spec.num_nodes, spec.population)
             return prepare([spec], [Recorder(history)], [history], device)
 
+    @takes_options()
     def explain(self, **options: Any) -> Explanation:
         """Take the first steps of `fit(**options)` and tell how they are computed; nothing is kept of them.
 
@@ -168,51 +147,9 @@ class Trainer:
         unheard = dict.fromkeys(("callbacks", "train_loss_hook", "eval_loss_hook"))
         return explain(self.prepare(**{"progress": False, **options, **unheard}))
 
-    @known_keywords
-    def fit(
-        self,
-        *,
-        strategy: Strategy,
-        num_nodes: int,
-        num_epochs: int = 1,
-        max_steps: int | None = None,
-        batch_size: int = 16,
-        minibatch_size: int | None = None,
-        gradient_accumulation: int | None = None,
-        shuffle: bool = True,
-        val_size: int | None = None,
-        val_interval: int | None = 100,
-        seed: int = 42,
-        participation: Participation | None = None,
-        device: str | torch.device | None = None,
-        autocast: bool = False,
-        executor: str = "auto",
-        deterministic: bool = False,
-        compile: bool | str = False,
-        chunk_size: int | None = None,
-        backend: str = "stacked",
-        devices: Sequence[str | torch.device] | None = None,
-        threads_per_process: int | None = None,
-        timeout_seconds: float | None = None,
-        compute: Compute | float | str | None = None,
-        network: Network | str | float | None = None,
-        checkpoint_interval: int | None = None,
-        save_dir: str | Path | None = None,
-        resume: bool | str | Path | Checkpoint | None = False,
-        correlation_interval: int | None = None,
-        dataloader_kwargs: Mapping[str, Any] | None = None,
-        max_memory_usage: float | None = None,
-        logger: Logger | Sequence[Logger] | None = None,
-        log_interval: int = 1,
-        run_name: str | None = None,
-        wandb_project: str | None = None,
-        log_x_axis: str = "step",
-        progress: bool | str = True,
-        callbacks: Sequence[Callback | Callable[[Run], Any]] | None = None,
-        metrics: Mapping[str, Metric] | None = None,
-        train_loss_hook: Hook | None = None,
-        eval_loss_hook: Hook | None = None,
-    ) -> nn.Module:
+    @typed_by(RunSpec)
+    @takes_options()
+    def fit(self, **options: Any) -> nn.Module:
         """Train, and return the mean of the nodes' final models as an ordinary nn.Module.
 
         Args:
@@ -289,40 +226,33 @@ class Trainer:
             NodeFailure: with backend="process", a node's process died; what a node raises is raised here, caused by a
                 NodeFailure that has its rank and traceback.
         """
-        options = self.options(**{name: value for name, value in locals().items() if name != "self"})
-        is_other_rank = options.backend == "process" and under_torchrun() and int(os.environ["RANK"]) > 0
-        with held(None if is_other_rank else options.save_dir):
-            return self._fit(options)
+        is_other_rank = options.get("backend") == "process" and under_torchrun() and int(os.environ["RANK"]) > 0
+        with held(None if is_other_rank else options.get("save_dir")):
+            name = type(options.get("strategy")).__name__
+            label = self.run_label or f"{name.removesuffix('Strategy')} × {options.get('num_nodes')}"
+            spec = self.spec(label, **options)
+            device = self.device_of(spec)
+            self.history, self.strategy = History(self.run_label or name, spec.num_nodes, spec.population), None
+            if spec.start is not None:
+                spec.start.fill(self.history)
+            self.loggers = [] if is_other_rank else spec.loggers
+            log = self.log(options, spec, self.loggers)
+            with Recorder(self.history, spec.progress, label, log) as recorder:
+                if spec.backend == "stacked":
+                    return self._simulate(spec, device, recorder)
+                return self._train_in_processes(spec, recorder)
 
-    def _fit(self, options: FitOptions) -> nn.Module:
-        strategy, num_nodes = type(options.strategy).__name__, options.num_nodes
-        name = self.run_label or strategy
-        label = self.run_label or f"{strategy.removesuffix('Strategy')} × {num_nodes}"
-        spec = self.spec(options, label)
-        device = self.device_of(options)
-        self.history, self.strategy = History(name, num_nodes, spec.population), None
-        if spec.start is not None:
-            spec.start.fill(self.history)
-        self.loggers = options.loggers
-        if options.backend == "process" and under_torchrun() and int(os.environ["RANK"]):
-            self.loggers = options.loggers = []  # rank 0's are enough
-        log = self.log(options)
-        with Recorder(self.history, options.progress, label, log) as recorder:
-            if options.backend == "stacked":
-                return self._simulate(spec, device, recorder)
-            return self._train_in_processes(spec, options, recorder)
-
-    def log(self, options: FitOptions) -> RunLog | None:
+    def log(self, options: Mapping[str, Any], spec: RunSpec, loggers: Sequence[Logger]) -> RunLog | None:
         """Return what drives the loggers of a run, None without any."""
-        if not options.loggers:
+        if not loggers:
             return None
-        given = {**options.given, "logger": [type(one).__name__ for one in options.loggers]}
+        given = {**option_defaults(), **options, "logger": [type(one).__name__ for one in loggers]}
         about = describe_run(given, self.model, self.train_dataset, self.val_dataset, self.loss_fn)
-        return RunLog(options.loggers, about, options.log_interval)
+        return RunLog(loggers, about, spec.log_interval)
 
-    def device_of(self, options: FitOptions) -> torch.device:
+    def device_of(self, spec: RunSpec) -> torch.device:
         """Return where a run in the simulator computes."""
-        return pick_device(self.device if options.device is None else options.device)
+        return pick_device(self.device if spec.device is None else spec.device)
 
     def _simulate(self, spec: RunSpec, device: torch.device, recorder: Recorder) -> nn.Module:
         """Train all nodes as rows of one matrix in this process."""
@@ -337,18 +267,19 @@ class Trainer:
                 self.strategy = self._last.strategy
             return self._last.mean_model()
 
-    def _train_in_processes(self, spec: RunSpec, options: FitOptions, recorder: Recorder) -> nn.Module:
+    def _train_in_processes(self, spec: RunSpec, recorder: Recorder) -> nn.Module:
         """Train every node in a process of its own, or as the rank that this process is."""
         if under_torchrun() and spec.participation is not None:
             raise ValueError("participation: nodes cannot join or leave under torchrun, only on this machine without")
         nodes_here = local_ranks()[1] if under_torchrun() else spec.num_nodes
         process_options = ProcessOptions(
-            devices_of_nodes(options.devices, self.device if options.device is None else options.device, nodes_here),
-            options.threads_per_process or default_threads(nodes_here),
-            600.0 if options.timeout_seconds is None else options.timeout_seconds,
+            devices_of_nodes(spec.devices, self.device if spec.device is None else spec.device, nodes_here),
+            spec.threads_per_process or default_threads(nodes_here),
+            spec.timeout_seconds or 600.0,
         )
-        if spec.memory_share is not None:
-            spec = replace(spec, memory_share=spec.memory_share / process_options.most_on_a_device(nodes_here))
+        if spec.max_memory_usage is not None:
+            share = spec.max_memory_usage / process_options.most_on_a_device(nodes_here)
+            spec = replace(spec, max_memory_usage=share)
 
         def record(report: StepReport) -> None:
             for event in report.events:
@@ -356,10 +287,11 @@ class Trainer:
             if report.segment is not None:
                 self.history.ledger.attend(report.segment)
             recorder(report)
-            hear(here, report)
+            tell_row(here, report)
 
-        here, there = apart(spec.callbacks)
-        spec = replace(spec, callbacks=there)
+        here, there = by_place(spec.callbacks or ())
+        spec = replace(spec, callbacks=there, logger=None, run_name=None, wandb_project=None, log_x_axis="step")
+        spec = replace(spec, log_interval=1, train_loss_hook=None, eval_loss_hook=None)
         self._last = None
         if under_torchrun():
             recorder.progress = int(os.environ["RANK"]) == 0 and recorder.progress
@@ -376,7 +308,10 @@ class Trainer:
                         last = load_checkpoint(saving.folder)
                         self._last = last if saving.wanted else replace(last, path=None)
                     raise
-        ended_apart(here, there, outcome.callbacks)
+        for callback in here:
+            tell(callback, "on_end", None)
+        for name, callback in savable(there).items():
+            callback.load_state_dict(outcome.callbacks[name])
         skeleton = Replicas.of(self.model, 1, torch.device("cpu"))
         return skeleton.as_module(outcome.weights, outcome.buffers, like=self.model)
 

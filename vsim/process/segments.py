@@ -94,4 +94,4 @@ def joined(config: RunSpec, meeting: Meeting, copying: Sequence[int], step: int)
     text, contents, minibatch_size = meeting.passed_on(None, copying, step)
     tree = unpacked(text, contents)
     start = Checkpoint(tree["step"], History.from_plain(tree["history"]), {}, tree["state"], together=False)
-    return replace(config, start=start, memory_share=None), minibatch_size
+    return replace(config, start=start, max_memory_usage=None), minibatch_size

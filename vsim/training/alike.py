@@ -14,11 +14,11 @@ from vsim.training.spec import RunSpec
 
 def batch_shapes(batches: BatchSource, spec: RunSpec, num_steps: int) -> tuple[Any, ...]:
     """Return a key for the shapes of all batches of a run: equal only for runs with equal shapes at every step."""
-    drop_last = bool(spec.dataloader_kwargs.get("drop_last", False))
+    drop_last = bool((spec.dataloader_kwargs or {}).get("drop_last", False))
     # The nodes go through their data without a break: all batches are full.
     uneven = len(set(batches.lengths)) > 1 or spec.participation is not None
     last = int(batches.shard_sizes.max()) % spec.batch_size
-    own_collation = spec.dataloader_kwargs.get("collate_fn") is not None
+    own_collation = (spec.dataloader_kwargs or {}).get("collate_fn") is not None
     single = spec.batch_size == spec.num_nodes == 1 and one_in_memory(batches) is None  # of any length
     if own_collation or single:  # such as padding to the longest of a node's examples: equal only for equal examples
         return spec.batch_size, spec.num_nodes, spec.seed, spec.shuffle, id(spec.participation)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from vsim.arguments import one_of, real_number, whole_number
 from vsim.engine import python_state
 from vsim.records.report import Hook
 from vsim.training.run import Run
-from vsim.training.saving import savable
+from vsim.training.spec import RunSpec
 
 
 class Callback:
@@ -41,30 +41,20 @@ class Callback:
         """After the last step; not for a run that was interrupted, or has failed."""
 
 
-class Reported(Protocol):
-    """Whatever has the history's row of a step: a run, or the report from another process."""
+def tell(callback: Any, event: str, run: Any) -> None:
+    """Call the method `event` of a callback, if there is one; a function f(run) is the short form of `on_step`."""
+    method = getattr(callback, event, callback if event == "on_step" else None)
+    if method is not None:
+        method(run)
 
-    @property
-    def row(self) -> Mapping[str, float]: ...
 
-
-def hear(callbacks: Sequence[Callback], run: Any) -> None:
-    """Tell callbacks of the row of a run (see `Reported`)."""
+def tell_row(callbacks: Sequence[Any], run: Any) -> None:
+    """Tell callbacks of `run.row`, a new row of the history; `run` is a Run, or a report from another process."""
     for callback in callbacks:
         if "train_loss" in run.row:
-            callback.on_step(run)
+            tell(callback, "on_step", run)
         if "global_loss" in run.row:
-            callback.on_evaluation(run)
-
-
-class AfterStep(Callback):
-    """The short form of a callback: a function of the run, called after every step."""
-
-    def __init__(self, function: Callable[[Run], Any]) -> None:
-        self.function = function
-
-    def on_step(self, run: Run) -> None:
-        self.function(run)
+            tell(callback, "on_evaluation", run)
 
 
 class LossHooks(Callback):
@@ -73,11 +63,11 @@ class LossHooks(Callback):
     def __init__(self, train: Hook | None, evaluation: Hook | None) -> None:
         self.train, self.evaluation = train, evaluation
 
-    def on_step(self, run: Reported) -> None:
+    def on_step(self, run: Any) -> None:
         if self.train is not None:
             self.train(int(run.row["step"]), run.row["train_loss"])
 
-    def on_evaluation(self, run: Reported) -> None:
+    def on_evaluation(self, run: Any) -> None:
         if self.evaluation is not None:
             self.evaluation(int(run.row["step"]), run.row["global_loss"])
 
@@ -95,7 +85,7 @@ class Originals(Callback):
         self.model, self.loss_fn, self.has_warned = model, loss_fn, False
         self.before = self._now()
 
-    def on_step(self, run: Reported) -> None:
+    def on_step(self, run: Any) -> None:
         step = int(run.row["step"])
         if not step & (step - 1):
             self.on_end(run)
@@ -235,30 +225,15 @@ class KeepBest(Monitor):
         return {**super().state_dict(), "weights": self.weights}
 
 
-def apart(callbacks: Sequence[Callback]) -> tuple[list[Any], list[Callback]]:
-    """Return which hear of a run in processes where `fit` was called, and which work in the nodes' processes."""
+def with_hooks(spec: RunSpec) -> list[Any]:
+    """Return the callbacks of a run: those that were given, its hooks, and what watches over the user's objects."""
+    callbacks = list(spec.callbacks or ())
+    if spec.train_loss_hook or spec.eval_loss_hook:
+        callbacks.append(LossHooks(spec.train_loss_hook, spec.eval_loss_hook))
+    return [*callbacks, Originals(spec.model, spec.loss_fn)] if callbacks else []
+
+
+def by_place(callbacks: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """With backend="process", return the callbacks that work in the process of `fit`, and in those of the nodes."""
     here = [one for one in callbacks if isinstance(one, LossHooks | Originals)]
     return here, [one for one in callbacks if not isinstance(one, LossHooks)]
-
-
-def ended_apart(here: Sequence[Any], there: Sequence[Callback], states: Mapping[str, Any]) -> None:
-    """End those of `apart`, after the run: the latter get the states of node 0's."""
-    for callback in here:
-        callback.on_end(None)
-    for name, callback in savable(there).items():
-        callback.load_state_dict(states[name])
-
-
-def checked(callbacks: Any) -> list[Callback]:
-    """Return the callbacks that are given to `fit`; a function is the short form of one.
-
-    Raises:
-        TypeError: something is neither.
-    """
-    given = [] if callbacks is None else callbacks
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise TypeError(f"callbacks must be a list of callbacks, got {callbacks!r}")
-    odd = [one for one in given if isinstance(one, type) or not (isinstance(one, Callback) or callable(one))]
-    if odd:
-        raise TypeError(f"callbacks must be objects of a class of vsim.Callback, or functions f(run), got {odd[0]!r}")
-    return [one if isinstance(one, Callback) else AfterStep(one) for one in given]

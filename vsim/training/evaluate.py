@@ -102,7 +102,7 @@ class Evaluator:
             columns |= {"val_examples": count, "val_total": self.total}
             if count == self.num_examples and 0 in run.part.nodes:  # of several processes, one is enough
                 columns["global_loss_se"] = self._standard_error(own, columns["global_loss"])
-            columns |= {name: self._mean(f, name, own, pieces) for name, f in run.spec.metrics.items()}
+            columns |= {name: self._mean(f, name, own, pieces) for name, f in (run.spec.metrics or {}).items()}
         return found
 
     def _pieces(self, count: int) -> list[Any]:

@@ -23,7 +23,7 @@ from vsim.engine.misfit import explained
 from vsim.records.report import StepReport
 from vsim.training import saving
 from vsim.training.attendance import attend
-from vsim.training.callbacks import hear
+from vsim.training.callbacks import tell, tell_row
 from vsim.training.evaluate import replica_spread, validate
 from vsim.training.interrupt import Interrupted
 from vsim.training.regroup import regroup
@@ -72,7 +72,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
     for run in ensemble.training:
         with _own(ensemble, run):
             for callback in run.spec.callbacks:
-                callback.on_start(run)
+                tell(callback, "on_start", run)
     first = min((run.done for run in ensemble.unfinished), default=ensemble.max_steps)
     for run in ensemble.training:
         run.known_events = len(run.ledger)
@@ -333,7 +333,7 @@ def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
     run.report(report if 0 in run.part.nodes else replace(report, row=run.row))
     if not run.spec.callbacks:
         return
-    hear(run.spec.callbacks, run)
+    tell_row(run.spec.callbacks, run)
     if not ensemble.is_alone:  # a callback may stop the run in one process alone
         with collectives.unbilled():
             last = collectives.all_gather(torch.full((held, 1), run.max_steps), label="last step")
@@ -345,7 +345,7 @@ def _tell_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
         if run.trains and run.done == run.max_steps:
             with _own(ensemble, run):
                 for callback in run.spec.callbacks:
-                    callback.on_end(run)
+                    tell(callback, "on_end", run)
 
 
 def _measurements(ensemble: Ensemble, runs: Sequence[Run], first: bool = False) -> Mapping[Run, dict[str, float]]:

@@ -29,7 +29,7 @@ def regroup(ensemble: Ensemble) -> None:
     kept = sum(run.cluster.replicas.num_held for run in remaining)
     if not remaining or not ensemble.regroups or rows - kept < _SHARE * rows:
         return
-    if remaining[0].spec.dataloader_kwargs.get("num_workers"):
+    if (remaining[0].spec.dataloader_kwargs or {}).get("num_workers"):
         return
     try:
         ensemble.stacks = put_together(ensemble, remaining, [snapshot(run) for run in remaining])
@@ -62,7 +62,7 @@ def snapshot(run: Run) -> Part:
     part = run.part
     return replace(
         part,
-        spec=replace(part.spec, start=captured(run, apart=True), memory_share=None),
+        spec=replace(part.spec, start=captured(run, apart=True), max_memory_usage=None),
         collectives=part.collectives.anew(run.cluster.active),
         globals=None if part.globals is None else part.globals.anew(),
         minibatch_size=run.minibatch_size,

@@ -183,7 +183,7 @@ class Run:
         validated = self.evaluator is not None
         apart = self.spec.correlation_interval is not None
         own = [c for c in COLUMNS if (validated or c not in VALIDATED) and (apart or c not in SPREAD)]
-        return [*own, *self.strategy.measured(), *self.spec.metrics]
+        return [*own, *self.strategy.measured(), *(self.spec.metrics or ())]
 
     def stop(self) -> None:
         """Let the step that is done be the last, as if the run had been asked for so many."""

@@ -28,6 +28,7 @@ from vsim.data.joint import BatchSource, Source, joint_batches, one_in_memory
 from vsim.engine import Executor, Settings, VmapExecutor, executor_class, first_calls
 from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
+from vsim.network import Compute, Network
 from vsim.network.event_clock import VirtualClock
 from vsim.records.history import COLUMNS, History
 from vsim.records.report import Reporter
@@ -88,7 +89,7 @@ def plan_of(spec: RunSpec, batches: BatchSource | None) -> Plan | None:
     """
     if spec.participation is None:
         return None
-    seconds = None if spec.compute is None else spec.compute.totals(spec.population)
+    seconds = spec.compute.totals(spec.population) if isinstance(spec.compute, Compute) else None
     sizes = torch.zeros(spec.population) if batches is None else batches.shard_sizes
     epochs = sizes.numpy() / spec.batch_size
     return spec.participation.plan(Round(spec.num_nodes, spec.seed, spec.strategy.period, seconds, epochs))
@@ -181,7 +182,7 @@ def _assemble_group(
     fetching: dict[Hashable, Part] = {}
     batches = joint_batches([source(part, runs[0].done, fetching) for part in parts], runs[0].done)
     minibatch_size = parts[0].minibatch_size or spec.minibatch_size
-    if spec.memory_share is not None and runs[0].done < steps:
+    if spec.max_memory_usage is not None and runs[0].done < steps:
         first = next(batches)
         batches = itertools.chain([first], batches)
         minibatch_size = _fitting_minibatch(spec, runs, engine, first)
@@ -218,12 +219,12 @@ def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, i
     strategy = copy.deepcopy(spec.strategy)
     strategy.settings = settings_of(spec.strategy)
     if isinstance(strategy, AsynchronousStrategy):
-        assert spec.network is not None and spec.compute is not None
+        assert isinstance(spec.network, Network) and isinstance(spec.compute, Compute)
         strategy.clock = VirtualClock(spec.num_nodes, spec.network, spec.compute)
     strategy.setup(cluster)
     for own in (strategy, *strategy.communication_modules):
         check_rows(own, cluster.replicas.num_held)
-    taken = [name for name in strategy.measured() if name in (*COLUMNS, *spec.metrics)]
+    taken = [name for name in strategy.measured() if name in (*COLUMNS, *(spec.metrics or ()))]
     if taken:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
     if spec.start is None and 0 in part.nodes:  # once a run
@@ -284,7 +285,8 @@ def _validation_examples(parts: Sequence[Part], device: torch.device) -> list[Va
         if spec.val_dataset is not None:
             with part.here():  # a dataset may draw from the global generators
                 (dataset,) = resolve(spec.val_dataset, spec.num_nodes, range(1), False, "val_dataset")
-                examples = validation_examples(dataset, spec.val_size, spec.dataloader_kwargs.get("collate_fn"))
+                collate = (spec.dataloader_kwargs or {}).get("collate_fn")
+                examples = validation_examples(dataset, spec.val_size, collate)
             known = (other for other in found if other is not None and _equal_examples(other.batch, examples.batch))
             on_device = tree_map(lambda t: t.to(device), examples.batch)
             examples = next(known, None) or examples._replace(batch=on_device)
@@ -301,20 +303,20 @@ def _equal_examples(one: Any, other: Any) -> bool:
 
 def _fitting_minibatch(spec: RunSpec, runs: Sequence[Run], engine: Executor, batch: Any) -> int | None:
     """Return the largest minibatch that fits on all nodes into their share of memory, None for the whole batch."""
-    assert spec.memory_share is not None
+    assert spec.max_memory_usage is not None
     cluster = runs[0].cluster
     device = cluster.weights.device
     total = total_bytes(device)
     batch = tree_map(lambda t: t.to(device), batch)
     optimizers = [run.strategy.optim for run in runs]
-    size = fitting_minibatch(engine, optimizers, batch, spec.batch_size, spec.memory_share * total)
+    size = fitting_minibatch(engine, optimizers, batch, spec.batch_size, spec.max_memory_usage * total)
     with cluster.collectives.unbilled():
         rows = torch.full((cluster.replicas.num_held,), size, device=device)
         size = int(cluster.collectives.all_gather(rows, label="minibatch sizes").min())
     if size == 0:
         raise ValueError(
-            f"max_memory_usage leaves this process {spec.memory_share * total / 1e9:.3g} GB of the {total / 1e9:.3g} "
-            f"GB of {device.type}, and a minibatch of one example a node does not fit: raise it, or take fewer nodes "
-            "or a smaller model"
+            f"max_memory_usage leaves this process {spec.max_memory_usage * total / 1e9:.3g} GB of the "
+            f"{total / 1e9:.3g} GB of {device.type}, and a minibatch of one example a node does not fit: "
+            "raise it, or take fewer nodes or a smaller model"
         )
     return None if size == spec.batch_size else size

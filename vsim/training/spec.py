@@ -1,68 +1,246 @@
-"""The checked arguments of a run."""
+"""What is asked of a run: the one list of options, each checked once, before anything is set up."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
+from vsim.arguments import a_function, one_of, real_number, reject_unknown, true_or_false, whole_number
 from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.folder import Saving
-from vsim.cluster.participation import Participation
-from vsim.data.batches import Data
+from vsim.cluster.participation import Deadline, Participation, Sample
+from vsim.data.batches import Data, loader_options
+from vsim.engine import COMPILE, EXECUTORS
 from vsim.engine.objective import LossFunction
 from vsim.network import Compute, Network
+from vsim.records.history import COLUMNS
+from vsim.records.loggers import Logger, run_loggers
+from vsim.records.report import Hook
 from vsim.strategy.base import Strategy
 
 Metric = Callable[[nn.Module, Any], Any]  # of the model in evaluation mode and a batch of validation examples: a number
 
+_COUNTS = ("num_nodes", "batch_size", "num_epochs", "log_interval")
+_COUNTS_OR_NONE = (
+    *("max_steps", "val_size", "val_interval", "checkpoint_interval", "correlation_interval"),
+    *("chunk_size", "threads_per_process"),
+)
+_FLAGS = ("shuffle", "autocast", "deterministic")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class RunSpec:
-    """One run of a run, for any backend: the arguments of `Trainer` and `fit`, checked. See there.
+    """What is asked of a run. The keyword arguments are those of `Trainer.fit`, which documents them.
 
-    Attributes:
-        label: its name in messages and progress.
-        executor: the name of one of EXECUTORS.
-        callbacks: see `vsim.training.callbacks`. metrics: name of a column → f(model, batch) → number.
-        participation: who takes part in which steps; None: all nodes in all.
-        compute, network: the virtual clock of an asynchronous strategy, or of stragglers; None: the run has none.
-        memory_share: the share of the device's memory for this process, by which the minibatch size is chosen.
+    To add an option, add a field here and a line to the docstring of `fit`: the signatures of `fit`, `compare` and
+    `sweep` are made from this class.
+
+    Args:
+        model, train_dataset, val_dataset, loss_fn: see `Trainer`.
+        label: the run's name in messages and progress.
         start: the checkpoint that the run resumes or forks from. saving: where it is saved.
+
+    Raises:
+        TypeError, ValueError: an option is out of range, contradicts another, or would have no effect.
     """
 
     model: nn.Module
     train_dataset: Data
-    val_dataset: Data | None
-    loss_fn: LossFunction | None
-    strategy: Strategy
-    num_nodes: int
-    num_epochs: int
-    max_steps: int | None
-    batch_size: int
-    minibatch_size: int | None
-    shuffle: bool
-    val_size: int | None
-    val_interval: int | None
-    seed: int
-    autocast: bool
-    deterministic: bool
-    compile: bool | str
-    chunk_size: int | None
-    correlation_interval: int | None
-    dataloader_kwargs: Mapping[str, Any]
-    executor: str = "auto"
+    val_dataset: Data | None = None
+    loss_fn: LossFunction | None = None
     label: str = ""
-    callbacks: Sequence[Any] = ()
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    participation: Participation | None = None
-    compute: Compute | None = None
-    network: Network | None = None
-    memory_share: float | None = None
     start: Checkpoint | None = None
     saving: Saving | None = None
+    _: KW_ONLY
+    strategy: Strategy
+    num_nodes: int
+    num_epochs: int = 1
+    max_steps: int | None = None
+    batch_size: int = 16
+    minibatch_size: int | None = None
+    gradient_accumulation: int | None = None
+    shuffle: bool = True
+    val_size: int | None = None
+    val_interval: int | None = 100
+    seed: int = 42
+    participation: Participation | None = None
+    device: str | torch.device | None = None
+    autocast: bool = False
+    executor: str = "auto"
+    deterministic: bool = False
+    compile: bool | str = False
+    chunk_size: int | None = None
+    backend: str = "stacked"
+    devices: Sequence[str | torch.device] | None = None
+    threads_per_process: int | None = None
+    timeout_seconds: float | None = None
+    compute: Compute | float | str | None = None
+    network: Network | str | float | None = None
+    checkpoint_interval: int | None = None
+    save_dir: str | Path | None = None
+    resume: bool | str | Path | Checkpoint | None = False
+    correlation_interval: int | None = None
+    dataloader_kwargs: Mapping[str, Any] | None = None
+    max_memory_usage: float | None = None
+    logger: Logger | Sequence[Logger] | None = None
+    log_interval: int = 1
+    run_name: str | None = None
+    wandb_project: str | None = None
+    log_x_axis: str = "step"
+    progress: bool | str = True
+    callbacks: Sequence[Any] = ()  # of `vsim.Callback`, or functions f(run)
+    metrics: Mapping[str, Metric] | None = None
+    train_loss_hook: Hook | None = None
+    eval_loss_hook: Hook | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options, and replace them by their checked values, which pass a second check unchanged."""
+        if not isinstance(self.strategy, Strategy):
+            raise TypeError(f"strategy must be a vsim Strategy object, got {self.strategy!r}")
+        if not hasattr(self.strategy, "communication_modules"):
+            raise TypeError(f"{type(self.strategy).__name__}.__init__() must call super().__init__()")
+        for name in _COUNTS:
+            self._set(name, whole_number(name, getattr(self, name)))
+        for name in _COUNTS_OR_NONE:
+            value = getattr(self, name)
+            self._set(name, None if value is None else whole_number(name, value))
+        for name in _FLAGS:
+            self._set(name, true_or_false(name, getattr(self, name)))
+        self._set("seed", whole_number("seed", self.seed, at_least=0, at_most=2**63 - 1))
+        if not isinstance(self.participation, Participation | None):
+            raise TypeError(
+                f"participation must be a Sample, Dropout, Schedule or the like, got {self.participation!r}"
+            )
+        if self.progress not in (True, False, "plot"):
+            raise ValueError(f"progress must be True, False or 'plot', got {self.progress!r}")
+        self._check_callbacks()
+        self._check_data()
+        self._check_computing()
+        self._check_backend()
+        self._check_clock()
+        if self.log_interval != 1 and not self.loggers:
+            raise ValueError("log_interval has no effect without a logger, run_name or wandb_project")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_callbacks(self) -> None:
+        for name in ("train_loss_hook", "eval_loss_hook"):
+            a_function(name, getattr(self, name), "step, loss")
+        if not isinstance(self.callbacks, Sequence | None) or isinstance(self.callbacks, str):
+            raise TypeError(f"callbacks must be a list of callbacks, got {self.callbacks!r}")
+        self._set("callbacks", list(self.callbacks or ()))
+        odd = [c for c in self.callbacks or () if isinstance(c, type) or not (callable(c) or hasattr(c, "on_step"))]
+        if odd:
+            raise TypeError(f"callbacks must be vsim.Callback objects, or functions f(run), got {odd[0]!r}")
+        if not isinstance(self.metrics, Mapping | None):
+            raise TypeError(f"metrics must be a dict of name → function of (model, batch), got {self.metrics!r}")
+        self._set("metrics", dict(self.metrics or {}))
+        for column, metric in self.metrics.items():  # type: ignore[union-attr]
+            if not isinstance(column, str) or not column or column in COLUMNS:
+                raise ValueError(f"metrics: {column!r} cannot name a new column of the history")
+            a_function(f"metrics[{column!r}]", metric, "model, batch")
+        for name in ("eval_loss_hook", "metrics"):
+            if getattr(self, name) and self.val_dataset is None:
+                raise ValueError(f"{name} has no effect without a val_dataset")
+
+    def _check_data(self) -> None:
+        if not isinstance(self.dataloader_kwargs, Mapping | None):
+            raise TypeError(
+                f"dataloader_kwargs must be a dict of arguments of DataLoader, got {self.dataloader_kwargs!r}"
+            )
+        self._set("dataloader_kwargs", dict(self.dataloader_kwargs or {}))
+        loader_options(self.dataloader_kwargs)
+        if self.max_memory_usage is not None:
+            real_number("max_memory_usage", self.max_memory_usage, above=0, at_most=1)
+            by_hand = [n for n in ("minibatch_size", "gradient_accumulation") if getattr(self, n) is not None]
+            if by_hand:
+                raise TypeError(f"max_memory_usage chooses the minibatch; leave out {' and '.join(by_hand)}")
+        self._set("minibatch_size", _minibatch_size(self.batch_size, self.minibatch_size, self.gradient_accumulation))
+        self._set("gradient_accumulation", None)
+
+    def _check_computing(self) -> None:
+        one_of("executor", self.executor, EXECUTORS)
+        if not isinstance(self.compile, bool | str) or self.compile not in COMPILE:
+            raise ValueError(f"compile must be True, False, 'trace' or 'auto', got {self.compile!r}")
+        inexact = {"autocast=True": self.autocast, "compile=True": self.compile is True}
+        if self.deterministic and any(inexact.values()):
+            given = next(name for name, chosen in inexact.items() if chosen)
+            raise ValueError(f"deterministic=True is bitwise equal to eager float32, which {given} is not")
+        if self.executor == "vmap" and self.compile == "auto":
+            allowed = "give True, False or 'trace' with 'vmap'"
+            raise ValueError(f"compile='auto' is a choice that executor='auto' makes; {allowed}")
+        if self.executor == "loop" and (self.compile or self.chunk_size is not None):
+            given = f"compile={self.compile!r}" if self.compile else f"chunk_size={self.chunk_size}"
+            raise ValueError(f"{given} has no effect with executor='loop', which is eager and takes one node at a time")
+
+    def _check_backend(self) -> None:
+        one_of("backend", self.backend, ("stacked", "process"))
+        changing = isinstance(self.participation, Sample) and isinstance(self.participation.stragglers, Deadline)
+        if changing and self.backend == "process":
+            raise ValueError(f"{self.participation}: cohorts of changing size are simulated only, not in processes")
+        of_processes = ("devices", "threads_per_process", "timeout_seconds")
+        if self.backend == "stacked":
+            idle = [name for name in of_processes if getattr(self, name) is not None]
+            if idle:
+                raise ValueError(f"{', '.join(idle)} has no effect with backend='stacked'")
+        elif self.executor != "auto" or self.chunk_size is not None or self.compile in ("trace", "auto"):
+            given = f"executor={self.executor!r}" if self.executor != "auto" else f"compile={self.compile!r}"
+            given = given if self.chunk_size is None else f"chunk_size={self.chunk_size}"
+            raise ValueError(f"{given} has no effect with backend='process', which runs eager PyTorch")
+        elif self.device is not None and self.devices is not None:
+            raise TypeError("device and devices say the same thing; give one of them")
+        if self.timeout_seconds is not None:
+            self._set("timeout_seconds", real_number("timeout_seconds", self.timeout_seconds, above=0))
+
+    def _check_clock(self) -> None:
+        """Check what a virtual clock needs, and that the run has one: an asynchronous strategy, or stragglers."""
+        name, given = type(self.strategy).__name__, [n for n in ("compute", "network") if getattr(self, n) is not None]
+        if self.participation is not None and self.strategy.is_asynchronous:
+            raise TypeError(f"{name} is asynchronous: participation= is for strategies that train in lockstep")
+        if self.participation is not None and self.participation.needs_compute:
+            if self.compute is None:
+                raise TypeError(f"{self.participation} goes by compute seconds: give fit(…, compute=Compute(0.8, …))")
+            if self.network is not None:
+                raise TypeError("network has no effect with stragglers, who are late by the seconds that they compute")
+            self._set("compute", Compute.of(self.compute))
+            self.compute.steps(self.population)  # type: ignore[union-attr]
+            return
+        if not self.strategy.is_asynchronous:
+            if given:
+                raise TypeError(
+                    f"{' and '.join(given)} {'have' if len(given) > 1 else 'has'} no effect with {name}, which trains "
+                    "in lockstep; price the history with history.time(network, compute)"
+                )
+            return
+        if self.compute is None:
+            raise TypeError(
+                f"{name} is asynchronous: what its nodes do depends on how long they compute. Give fit(…, "
+                "compute=Compute(0.8, speeds=[1, 1, 1, 4])), and network= if messages take time"
+            )
+        if self.backend != "stacked":
+            raise ValueError(f"{name}: asynchronous strategies are simulated only, got backend={self.backend!r}")
+        compute, network = Compute.of(self.compute), Network(math.inf)
+        network = network if self.network is None else Network.of(self.network)
+        if compute.layers > 1:
+            raise ValueError(f"compute: layers has no effect with {name}, whose nodes send at the end of a phase")
+        compute.steps(self.num_nodes)
+        network.check(self.num_nodes)
+        self._set("compute", compute)
+        self._set("network", network)
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers that it asks for."""
+        return run_loggers(self.logger, self.run_name, self.wandb_project, self.log_x_axis)
 
     @property
     def population(self) -> int:
@@ -73,8 +251,81 @@ class RunSpec:
     def first_step(self) -> int:
         """The step with whose nodes the run is set up.
 
-        What resumes has those that it was saved with, also where others are to take part next.
+        A run that resumes starts with the nodes that it was saved with, also where others take part next.
         """
         done = 0 if self.start is None else self.start.step
         resumes = done > 0 and self.start is not None and not self.start.forks
         return done + (not resumes)
+
+
+def _minibatch_size(batch_size: int, minibatch_size: int | None, pieces: int | None) -> int | None:
+    """Return the size of the pieces that gradients are accumulated over, None for one piece."""
+    if minibatch_size is not None and pieces is not None:
+        raise TypeError("minibatch_size and gradient_accumulation say the same thing; give one of them")
+    name, value = ("gradient_accumulation", pieces) if minibatch_size is None else ("minibatch_size", minibatch_size)
+    if value is None:
+        return None
+    value = whole_number(name, value, at_most=batch_size)
+    if batch_size % value:
+        divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
+        raise ValueError(
+            f"batch_size {batch_size} cannot be divided by {name} {value}; {name} may be one of {divisors}"
+        )
+    size = value if minibatch_size is not None else batch_size // value
+    return None if size == batch_size else size
+
+
+# Signatures ----------------------------------------------------------------------------------------------------------
+
+Options = ParamSpec("Options")
+Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
+
+
+def takes_options(*but: str, of: Callable[..., Any] = RunSpec) -> Callable[[Function], Function]:
+    """Decorate a function with `**options` so that its signature has the keyword arguments of `of` in their place.
+
+    An unknown keyword raises a TypeError that names the nearest valid one.
+
+    Args:
+        but: arguments of `of` that the function does not take.
+    """
+
+    def decorate(function: Function) -> Function:
+        given = inspect.signature(function)
+        own = [p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        known = {*but, *(p.name for p in own)}
+        passed_on = inspect.signature(of).parameters.values()
+        parameters = [*own, *(p for p in passed_on if p.kind is p.KEYWORD_ONLY and p.name not in known)]
+        valid = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY and p.name != "self"]
+        required = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+        where = f"{function.__qualname__}()"
+
+        @functools.wraps(function)
+        def taking(*args: Any, **options: Any) -> Any:
+            reject_unknown(options, valid, where)
+            if missing := [name for name in required if name not in options]:
+                raise TypeError(f"{where} needs {' and '.join(missing)}")
+            return function(*args, **options)
+
+        taking.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]
+        taking.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": given.return_annotation}
+        return taking  # type: ignore[return-value]
+
+    return decorate
+
+
+def option_defaults() -> dict[str, Any]:
+    """Return option → default, for the options that have one."""
+    parameters = inspect.signature(RunSpec).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+
+
+def typed_by(
+    spec: Callable[
+        Concatenate[nn.Module, Data, Data | None, LossFunction | None, str, Checkpoint | None, Saving | None, Options],
+        RunSpec,
+    ],
+) -> Callable[[Callable[..., Result]], Callable[Concatenate[Any, Options], Result]]:
+    """Give a method the type that takes the keyword arguments of `spec`, for type checkers and editors."""
+    return lambda method: method
