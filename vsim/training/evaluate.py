@@ -100,8 +100,10 @@ class Evaluator:
         for run, own in zip(runs, to_measure[1::2], strict=True):
             columns = found[run]
             columns |= {"val_examples": count, "val_total": self.total}
-            if count == self.num_examples and 0 in run.part.nodes:  # of several processes, one is enough
-                columns["global_loss_se"] = self._standard_error(own, columns["global_loss"])
+            if count == self.num_examples:
+                columns["global_loss_se"] = math.nan  # known in one process, which is enough
+                if 0 in run.part.nodes:
+                    columns["global_loss_se"] = self._standard_error(own, columns["global_loss"])
             columns |= {name: self._mean(f, name, own, pieces) for name, f in (run.spec.metrics or {}).items()}
         return found
 
@@ -117,6 +119,8 @@ class Evaluator:
 
         NaN if the loss of a batch is not the mean of its examples' losses, as in contrastive learning.
         """
+        if self.num_examples < 2:
+            return math.nan
         objective = self.executor.objective
 
         def loss_of_one(example: Any) -> Tensor:
