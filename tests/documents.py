@@ -16,11 +16,8 @@ QUICK_TRAINING = ["--steps", "2", "--val-size", "16", "--quiet", "--out", "vsim-
 QUICK = {
     "compare": QUICK_TRAINING,
     "sweep": QUICK_TRAINING,
-    "train": QUICK_TRAINING,
     "verify": ["--steps", "2", "--quiet"],
-    "doctor": ["--steps", "2", "--quiet"],
     "time": ["--steps", "2"],
-    "bench": ["--rounds", "1", "--out", "vsim-out"],
 }
 
 

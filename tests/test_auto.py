@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.bench_step import SmallResNet
 from separate import TASKS, small_mlp, vectors
 from test_trace import captures_draws
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from vsim import Trainer
-from vsim.bench.workloads import SmallResNet
 from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.data import digits

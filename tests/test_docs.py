@@ -44,8 +44,8 @@ def test_a_page_that_is_wrong_fails(tmp_path: Path) -> None:
     page.write_text("```python\nprint(1)\n```\n```printed\n2\n```\n")
     with pytest.raises(AssertionError, match=r"page.md:5: the page says\s+2\s+but it prints\s+1"):
         run_page(page)
-    page.write_text("```sh\nls  # not run\nvsim train --strategy none\n```\n")
-    with pytest.raises(AssertionError, match="vsim train --strategy none"):
+    page.write_text("```sh\nls  # not run\nvsim compare --strategies none\n```\n")
+    with pytest.raises(AssertionError, match="vsim compare --strategies none"):
         run_page(page)
 
 

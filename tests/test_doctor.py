@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from vsim import Trainer
-from vsim.cli import main
 from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.data import digits
@@ -79,21 +78,9 @@ def test_explaining_leaves_the_trainer_as_it_was() -> None:
         trainer.explain(strategy=DiLoCoStrategy(H=5), num_nodes=2, max_steps=5, backend="process")
 
 
-def test_doctor_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--data", "digits", "--model", "mlp", "--nodes", "2", "--steps", "5"]) == 0
-    text = capsys.readouterr().out
-    assert "CPU threads" in text and "MLP on digits, 2 nodes" in text and "linear" in text
+def test_the_machine_is_described() -> None:
     assert str(torch.get_num_threads()) in machine()
     assert peak_flops(torch.device("cpu")) > 1e8
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
-def test_doctor_of_a_compiled_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["doctor", "--data", "digits", "--model", "mlp", "--nodes", "2", "--steps", "5", "--compile", "full"]) == 0
-    )
-    assert "executor: compiled (compiled in " in capsys.readouterr().out
 
 
 # Memory

@@ -565,7 +565,7 @@ def test_the_exit_status_tells_of_a_difference(
         given.update(options, strategy=strategy, counts=counts)
         return VerifyReport(2, 1, 0, KINDS, tuple(measured([1.0], [2.0])))
 
-    monkeypatch.setattr("vsim.cli.commands.verify", found)
+    monkeypatch.setattr("vsim.cli.verify_strategy", found)
     assert main([*COMMAND, "--strategy", "diloco:H=7", "--threads", "2", "--seed", "5"]) == 1
     assert "first difference: step 1, node 0, weights, w" in capsys.readouterr().out
     assert isinstance(given["strategy"], DiLoCoStrategy) and given["counts"] == (2, 50)

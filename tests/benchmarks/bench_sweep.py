@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import vsim
-from vsim.cli.problem import parse_strategy
+from vsim.cli import parse_strategy
 from vsim.data import digits, docs_text
 from vsim.models import CNN, GPT, MLP
 from vsim.strategy import STRATEGIES, DiLoCoStrategy

@@ -24,9 +24,11 @@ def check_run_name(run_name: str) -> str:
 
 
 def log_folder(log_dir: Any) -> Path:
-    """Return the folder of all runs; anything but a path is a TypeError."""
+    """Return the folder of all runs; raise a TypeError or ValueError for anything but a path."""
     if not isinstance(log_dir, str | Path):
         raise TypeError(f"log_dir must be the path of a folder, got {log_dir!r}")
+    if isinstance(log_dir, str) and not log_dir.strip():
+        raise ValueError(f"log_dir must be the path of a folder, got {log_dir!r}; '.' is the current one")
     return Path(log_dir)
 
 

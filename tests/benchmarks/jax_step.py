@@ -12,28 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vsim.bench.peers import Step
-from vsim.bench.workloads import LR
-from vsim.extras import extra
 from vsim.models import CNN, GPT, MLP
 
 Arrays = dict[str, Any]  # by the names of the torch model's parameters
 
 
-def load_jax() -> Any:
-    """Return JAX.
-
-    Raises:
-        ImportError: JAX is not installed; the message says how to get it.
-    """
-    return extra("jax", "vsim bench --jax", "jax", "bench")
-
-
-def jax_step(model: nn.Module, batch: Sequence[Tensor]) -> Step | None:
+def jax_step(model: nn.Module, batch: Sequence[Tensor], lr: float) -> Callable[[], list[float]] | None:
     """Return the step of K nodes that start from the model's weights, or None for a model without a form in JAX."""
+    import jax
+
     if type(model) not in _FORMS:
         return None
-    jax = load_jax()
     jnp, tree_map = jax.numpy, jax.tree_util.tree_map
     logits = _FORMS[type(model)](jax, model)
     x, y = (jnp.array(t.numpy()) for t in batch)
@@ -55,7 +44,7 @@ def jax_step(model: nn.Module, batch: Sequence[Tensor]) -> Step | None:
         v = tree_map(lambda v, g: beta2 * v + (1 - beta2) * g * g, v, grads)
 
         def stepped(w: Any, m: Any, v: Any) -> Any:
-            return w * (1 - LR * decay) - LR * m / (1 - beta1**t) / (jnp.sqrt(v / (1 - beta2**t)) + eps)
+            return w * (1 - lr * decay) - lr * m / (1 - beta1**t) / (jnp.sqrt(v / (1 - beta2**t)) + eps)
 
         return (tree_map(stepped, weights, m, v), m, v, t), losses
 
