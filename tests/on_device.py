@@ -12,7 +12,7 @@ from pretend import DEVICE, OnDevice, Reads, accelerator
 from test_strategies_common import STEPS, Row, every_row, examples, model, uneven
 
 from vsim import Callback, Compute, Network, Sample, Schedule, Trainer, load_checkpoint
-from vsim.engine.devices import devices_of_nodes
+from vsim.engine.machine import devices_of_nodes
 from vsim.process.node import backend_for
 from vsim.records.history import OF_THE_MACHINE
 from vsim.strategy import (

@@ -639,16 +639,10 @@ TABLE = [
         "device 'meta' is not available; this machine has .*cpu",
     ),
     Bad(
-        "processes that are traced",
-        lambda: fit(backend="process", compile="trace"),
-        ValueError,
-        "compile='trace' has no effect with backend='process'",
-    ),
-    Bad(
         "another word for compile",
-        lambda: fit(compile="yes"),
+        lambda: fit(compile="trace"),
         ValueError,
-        "compile must be True, False, 'trace' or 'auto', got 'yes'",
+        "compile must be True or False, got 'trace'",
     ),
     Bad(
         "a loop in chunks",
@@ -661,18 +655,6 @@ TABLE = [
         lambda: fit(executor="loop", compile=True),
         ValueError,
         "compile=True has no effect with executor='loop'",
-    ),
-    Bad(
-        "a traced loop",
-        lambda: fit(executor="loop", compile="trace"),
-        ValueError,
-        "compile='trace' has no effect with executor='loop'",
-    ),
-    Bad(
-        "a choice without a chooser",
-        lambda: fit(executor="vmap", compile="auto"),
-        ValueError,
-        "compile='auto' is a choice that executor='auto' makes",
     ),
     Bad("no chunk", lambda: fit(chunk_size=0), ValueError, "chunk_size must be .*1.*got 0"),
     Bad(

@@ -11,13 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lowering import One, make
-from test_trace import captures_draws
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vsim
 from vsim import Trainer
-from vsim.engine import AutoExecutor, Executor, LoopExecutor, StaleTraceError, TraceError, VmapError, VmapExecutor
+from vsim.engine import AutoExecutor, Executor, LoopExecutor, VmapError, VmapExecutor
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
 
 SIGNS = [1.0, -1.0, 1.0, 1.0]  # of the nodes' examples, where they differ
@@ -36,7 +35,7 @@ class Branching(nn.Module):
         super().__init__()
         self.inner = One(lambda x, m: m.own[0](x), nn.BatchNorm1d(6))
         self.look = look
-        self.calls = 0
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, batch: list[Tensor]) -> Tensor:
         self.calls += self.training
@@ -79,7 +78,6 @@ def assert_same(ours: Executor, theirs: Executor, exact: bool) -> None:
         torch.testing.assert_close(buffer, theirs.replicas.buffers[name], **tolerance)
     for one, other in zip(ours.generators, theirs.generators, strict=True):
         assert torch.equal(one.get_state(), other.get_state())
-    assert ours.objective.numbers == theirs.objective.numbers
 
 
 @pytest.mark.parametrize("options", [{}, {"exact": True}, {"chunk_size": 2}], ids=str)
@@ -220,42 +218,10 @@ def test_a_member_goes_its_own_way() -> None:
         assert np.array_equal(members[name].history.node_losses, trainer.history.node_losses)
 
 
-@captures_draws
-def test_a_trace_holds_an_answer_until_a_check_tells_that_it_has_changed() -> None:
-    options: dict[str, Any] = {"num_nodes": 2, "batch_size": 4, "executor": "vmap", "progress": False}
-    strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.01)
-    trainers = [Trainer(Model(), data(shift=3.0)) for _ in range(2)]
-    for trainer, compile in zip(trainers, (False, "trace"), strict=True):
-        trainer.fit(strategy=strategy, max_steps=6, compile=compile, **options)
-    assert np.array_equal(*(trainer.history.node_losses for trainer in trainers))
-    assert trainers[1].history.executor == "trace"
-
-    def change(step: int, loss: float) -> None:
-        module = trainer.strategy.cluster.replicas.module  # type: ignore[union-attr]
-        module.threshold = 100.0 if step >= 3 else 0.0
-
-    trainer = Trainer(Model(), data(shift=3.0))
-    with pytest.raises(StaleTraceError, match="differs at step 6"):
-        trainer.fit(strategy=strategy, max_steps=6, compile="trace", train_loss_hook=change, **options)
-
-
-@captures_draws
-def test_a_step_whose_nodes_differ_is_not_traced() -> None:
-    options: dict[str, Any] = {"num_nodes": 4, "max_steps": 4, "batch_size": 4, "progress": False}
-    strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.01)
-    with pytest.raises(TraceError, match=r"cannot be traced: .*__bool__ is .* on one node and not on another"):
-        Trainer(Model(), data()).fit(strategy=strategy, compile="trace", executor="vmap", **options)
-    loop = Trainer(Model(), data())
-    loop.fit(strategy=strategy, executor="loop", **options)
-    auto = Trainer(Model(), data())
-    auto.fit(strategy=strategy, executor="auto", compile="auto", **options)
-    np.testing.assert_allclose(auto.history.node_losses, loop.history.node_losses, rtol=1e-5)
-
-
 def test_auto_goes_on_with_vmap_after_a_step_of_the_loop() -> None:
     auto = make(AutoExecutor, Branching(LOOKS["a branch"]), 4)
     auto.losses_and_grads(batch_of([1.0] * 4, 0))
-    auto.losses_and_grads(batch_of(SIGNS, 1))  # by the first candidate, however long a step takes
-    assert auto.name == "vmap" and "went to the loop" in auto.reason
+    auto.losses_and_grads(batch_of(SIGNS, 1))
+    assert auto.name == "vmap, loop" and "went to the loop" in auto.reason
     auto.losses_and_grads(batch_of([1.0] * 4, 2))
-    assert auto.name == "vmap"
+    assert "1 calls went to the loop" in auto.reason

@@ -13,8 +13,9 @@ from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.data import digits
 from vsim.doctor import Explanation, machine, peak_flops
-from vsim.engine import Settings, VmapExecutor, allocator
-from vsim.engine.allocator import keeping_freed_memory
+from vsim.engine import Settings, VmapExecutor
+from vsim.engine import machine as allocator
+from vsim.engine.machine import keeping_freed_memory
 from vsim.engine.memory import step_moments
 from vsim.engine.objective import Objective
 from vsim.models import CNN, MLP

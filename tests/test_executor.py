@@ -28,7 +28,7 @@ from vsim.engine import (
     VmapExecutor,
     vmap,
 )
-from vsim.engine.base import minibatches
+from vsim.engine.executor import minibatches
 from vsim.engine.objective import Objective
 from vsim.strategy import SimpleReduceStrategy, Strategy
 from vsim.training.evaluate import Evaluator

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.engine import Executor, LoopExecutor, Settings, VmapExecutor, batched
-from vsim.engine.lowering import _DRAWS, _WHOLE
-from vsim.engine.nodes import InexactError
 from vsim.engine.objective import Objective
-from vsim.engine.rules import RULES
+from vsim.engine.rules import _DRAWS, _WHOLE, RULES, InexactError
 from vsim.models import CNN, GPT, MLP
 
 CPU = torch.device("cpu")

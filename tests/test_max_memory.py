@@ -31,7 +31,7 @@ from vsim.training import assemble as assembly
 
 CPU = torch.device("cpu")
 K = 3
-executors = pytest.mark.parametrize("kind", [VmapExecutor, LoopExecutor, AutoExecutor], ids=lambda k: k.name)
+executors = pytest.mark.parametrize("kind", [VmapExecutor, LoopExecutor, AutoExecutor], ids=lambda k: k.__name__)
 tasks = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from vsim_kernels.alignment import empty_rows
 
-from vsim.engine import products
+from vsim.engine import batched
 
 SIZES = st.sampled_from([1, 2, 3, 5, 8, 10, 16, 17, 24, 33, 48, 64, 97, 100, 128, 200, 256, 384])
 of_any_kind = given(num_nodes=st.integers(1, 17), examples=SIZES, inner=SIZES, outer=SIZES, with_bias=st.booleans())
@@ -38,7 +38,7 @@ def assert_each_is_as_alone(num_nodes: int, examples: int, inner: int, outer: in
     bias = draw_rows(num_nodes, outer).requires_grad_()
     grad = draw_rows(num_nodes, examples, outer)
     inputs = [x, weight, bias] if with_bias else [x, weight]
-    y = products.linear(*inputs)
+    y = batched.linear(*inputs)
     grads = torch.autograd.grad(y, inputs, grad)
     for node in range(num_nodes):
         own = [t[node].detach().clone().requires_grad_() for t in inputs]
@@ -86,24 +86,24 @@ def test_products_that_differ_in_a_batch_are_computed_one_by_one(monkeypatch: py
         dense.append(out is None)
         return baddbmm(bias, a, b, out=out)
 
-    monkeypatch.setattr(products, "agree", agree)
+    monkeypatch.setattr(batched, "agree", agree)
     monkeypatch.setattr(torch, "baddbmm", watched)
     assert_each_is_as_alone(3, 16, 64, 128, with_bias=True)
     assert dense == [not differ] and asked[0] == (3, 16, 64)
     x, weight, bias = draw_rows(3, 16, 64), draw_rows(3, 128, 64), draw_rows(3, 128)
     asked.clear()
-    products.linear(x, weight, bias, exact=False)
+    batched.linear(x, weight, bias, exact=False)
     assert dense[-1] and not asked
 
 
 def test_a_trial_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "batches_agree", lambda: False)
-    products._agree.cache_clear()
+    monkeypatch.setattr(batched, "batches_agree", lambda: False)
+    batched._agree.cache_clear()
     before = torch.get_rng_state()
     a, b = draw_rows(3, 16, 64), draw_rows(3, 64, 128)
     copies = a.clone(), b.clone()
     with torch.autocast("cpu", torch.bfloat16):  # does not change what is tried
-        first = products.agree(a, b)
-    assert products.agree(a, b) == first and products._agree.cache_info().hits == 1
+        first = batched.agree(a, b)
+    assert batched.agree(a, b) == first and batched._agree.cache_info().hits == 1
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(a, copies[0]) and torch.equal(b, copies[1])

@@ -31,7 +31,6 @@ from vsim.cluster.randomness import (
 from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Batches
 from vsim.engine import VmapExecutor
-from vsim.engine.base import evaluating
 from vsim.engine.objective import Objective
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
@@ -269,21 +268,6 @@ def test_batch_norm_is_evaluated_with_its_statistics_and_keeps_them(executor: st
     counts = [i for i, name in enumerate(names) if name.endswith("num_batches_tracked")]
     for step, buffers in enumerate(kept):  # evaluated at steps 0 … 3
         assert len(counts) == 2 and all(buffers[i].tolist() == [step, step] for i in counts)
-
-
-def test_every_submodule_gets_its_mode_back() -> None:
-    model = small_cnn()
-    model.features[1].eval()
-    before = [m.training for m in model.modules()]
-
-    def fail_meanwhile() -> None:
-        with evaluating(model):
-            assert not any(m.training for m in model.modules())
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail_meanwhile()
-    assert [m.training for m in model.modules()] == before
 
 
 # Dropout by node

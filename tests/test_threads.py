@@ -24,16 +24,18 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+THREADS: list[int] = []  # that compute each call of a model
+
+
 class Watched(nn.Module):
     """A model that notes how many threads compute it, and draws random numbers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layer = nn.Linear(8, width)
-        self.threads: list[int] = []
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        self.threads.append(torch.get_num_threads())
+        THREADS.append(torch.get_num_threads())
         return nn.functional.dropout(self.layer(batch[0]), 0.5).square().mean()
 
 
@@ -47,8 +49,8 @@ def trained(width: int, **options: Any) -> tuple[list[int], list[int], Tensor]:
 
     def note(run: Any) -> None:
         seen.append(torch.get_num_threads())
-        calls.extend(run.model.threads)
-        run.model.threads.clear()
+        calls.extend(THREADS)
+        THREADS.clear()
 
     result = Trainer(model, data).fit(
         strategy=SimpleReduceStrategy(),

@@ -22,7 +22,7 @@ from vsim import LocalTrainer, Trainer
 from vsim.data.batches import validation_examples
 from vsim.engine import VmapExecutor
 from vsim.engine.compiled import CompiledExecutor
-from vsim.engine.devices import pick_device
+from vsim.engine.machine import pick_device
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 from vsim.training import evaluate
 from vsim.training.evaluate import replica_spread

@@ -22,7 +22,7 @@ from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.engine import EXECUTORS, Settings, VmapExecutor
-from vsim.engine.lowering import Lowering
+from vsim.engine.rules import Lowering
 from vsim.models import CNN, GPT, MLP
 from vsim.process import NodeFailure
 from vsim.process.comparison import KINDS

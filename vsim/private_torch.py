@@ -160,3 +160,13 @@ def cpu_multiplies_bfloat16() -> bool:
         return False
     known: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return known
+
+
+def hooks_of(module: nn.Module) -> dict[str, Any]:
+    """Return name → hooks that a module calls around its forward. A public look at them would replace it."""
+    return {"forward hook": module._forward_hooks, "forward pre-hook": module._forward_pre_hooks}
+
+
+def without_compiler(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile(module)` wraps, or the module. A public attribute would replace it."""
+    return getattr(model, "_orig_mod", model)

@@ -20,7 +20,7 @@ from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Data
 from vsim.doctor import Explanation, explain
-from vsim.engine.devices import devices_of_nodes, pick_device
+from vsim.engine.machine import devices_of_nodes, pick_device
 from vsim.engine.objective import LossFunction
 from vsim.process import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
 from vsim.records.description import describe_run
@@ -29,7 +29,7 @@ from vsim.records.loggers import Logger, RunLog
 from vsim.records.progress import Recorder
 from vsim.records.report import StepReport
 from vsim.strategy.base import Strategy
-from vsim.training.callbacks import by_place, tell, tell_row, telling_exit, with_hooks
+from vsim.training.callbacks import by_place, tell, tell_row, with_hooks
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import train
 from vsim.training.run import Ensemble, Run
@@ -170,16 +170,14 @@ class Trainer:
                 stragglers; see `vsim.cluster.participation`. None: all nodes in all steps.
             device: as of Trainer, which it overrides.
             autocast: compute in bfloat16 where torch.autocast does; weights stay as they are.
-            executor: "vmap" (all nodes at once), "loop" (one by one) or "auto": whichever is fastest on the first steps
-                of this run; `history.executor_reason` has the times. See `vsim.engine.AutoExecutor`.
+            executor: "vmap" (all nodes at once), "loop" (one by one) or "auto": vmap, but the loop where that is as
+                fast or the only right one, by a rule of the model and its shapes; see `vsim.engine.AutoExecutor`.
+                `history.executor_reason` says why.
             deterministic: bitwise equal to separate processes in eager PyTorch, on CPU in float32. The first step is
                 then computed both ways and compared.
-            compile: "trace": the model's Python runs once for every shape of batch; from then on only its operations
-                are called, bitwise equal to False (see `vsim.engine.TraceExecutor`). True: torch.compile the loss and
-                its gradient, and those kernels of strategies for which that was measured to pay (see
-                `vsim_kernels.compiled`), in some ten seconds. "auto": trace a run of a thousand steps or more, and
-                compile if the remaining steps are expected to repay it. False: the model's own Python runs at every
-                step. Not for executor="loop".
+            compile: torch.compile the loss and its gradient, and those kernels of strategies for which that was
+                measured to pay (see `vsim_kernels.compiled`); the first step then takes 5 to 20 seconds. Not for
+                executor="loop".
             chunk_size: nodes that "vmap" computes at once. The activations of one chunk are in memory at a time.
             backend: "stacked", the simulator; or "process": a process for every node over torch.distributed, in
                 ordinary eager PyTorch on this machine, or under torchrun this process as one of its ranks.
@@ -236,19 +234,19 @@ class Trainer:
             if spec.start is not None:
                 spec.start.fill(self.history)
             self.loggers = [] if is_other_rank else spec.loggers
-            spec = self.logged(spec, options, self.loggers)
-            with Recorder(self.history, spec.progress, label) as recorder, telling_exit(spec.callbacks):
+            log = self.log(options, spec, self.loggers)
+            with Recorder(self.history, spec.progress, label, log) as recorder:
                 if spec.backend == "stacked":
                     return self._simulate(spec, device, recorder)
                 return self._train_in_processes(spec, recorder)
 
-    def logged(self, spec: RunSpec, options: Mapping[str, Any], loggers: Sequence[Logger]) -> RunSpec:
-        """Return `spec`, made of `options`, with the callback that passes its rows to these loggers."""
+    def log(self, options: Mapping[str, Any], spec: RunSpec, loggers: Sequence[Logger]) -> RunLog | None:
+        """Return what drives the loggers of a run, None without any."""
         if not loggers:
-            return spec
+            return None
         given = {**option_defaults(), **options, "logger": [type(one).__name__ for one in loggers]}
         about = describe_run(given, self.model, self.train_dataset, self.val_dataset, self.loss_fn)
-        return replace(spec, callbacks=[RunLog(loggers, about, spec.log_interval), *spec.callbacks])
+        return RunLog(loggers, about, spec.log_interval)
 
     def device_of(self, spec: RunSpec) -> torch.device:
         """Return where a run in the simulator computes."""
@@ -286,13 +284,10 @@ class Trainer:
                 self.history.ledger.record(event)
             if report.segment is not None:
                 self.history.ledger.attend(report.segment)
-            is_first = not len(self.history)
             recorder(report)
-            for callback in here if is_first else ():
-                tell(callback, "on_start", report)
             tell_row(here, report)
 
-        here, there = by_place(spec.callbacks)
+        here, there = by_place(spec.callbacks or ())
         spec = replace(spec, callbacks=there, logger=None, run_name=None, wandb_project=None, log_x_axis="step")
         spec = replace(spec, log_interval=1, train_loss_hook=None, eval_loss_hook=None)
         self._last = None

@@ -13,8 +13,8 @@ from torch import nn
 
 from vsim.arguments import reject_unknown, whole_number
 from vsim.data.batches import Data
+from vsim.engine.machine import using_threads
 from vsim.engine.objective import LossFunction
-from vsim.engine.threads import using_threads
 from vsim.process import default_threads, under_torchrun
 from vsim.process.comparison import KINDS, RunComparison
 from vsim.process.difference import Difference, only_rounding

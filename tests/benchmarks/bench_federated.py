@@ -45,7 +45,6 @@ from vsim.data import Partition, partition
 from vsim.strategy import FedAvgStrategy
 
 H = EXAMPLES // BATCH
-COMPILE: dict[str, Any] = {"none": False, "trace": "trace", "full": True}
 PEERS = ["pfl", "flower"]
 
 
@@ -122,7 +121,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="of every turn, beside the first (default: 10)")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of vsim and pfl, and of each of Flower's clients")
-    parser.add_argument("--compile", nargs="+", choices=list(COMPILE), default=["none", "trace"])
+    parser.add_argument("--compile", nargs="+", choices=["none", "full"], default=["none"])
     parser.add_argument("--growth", choices=["FedAvgStrategy", "ScaffoldStrategy"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -141,8 +140,8 @@ def main() -> None:
         found: dict[str, list[dict[str, Any]]] = {}
         for _ in range(arguments.turns):
             for mode in arguments.compile:
-                side = "vsim" if mode == "none" else f"vsim, compiled: {mode}"
-                found.setdefault(side, []).append(vsim_rounds(kind, arguments, compile=COMPILE[mode]))
+                side = "vsim" if mode == "none" else "vsim, compiled"
+                found.setdefault(side, []).append(vsim_rounds(kind, arguments, compile=mode == "full"))
             for peer in PEERS if arguments.peers else []:
                 if (one := peer_rounds(peer, kind, arguments)) is not None:
                     found.setdefault(peer, []).append(one)

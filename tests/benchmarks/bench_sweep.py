@@ -1,6 +1,6 @@
 """Members together against one after the other: the same runs, the same version, in turn, everything included.
 
-    python tests/benchmarks/bench_sweep.py [--rounds 3] [--compile trace full] [--only mlp cnn strategies gpt]
+    python tests/benchmarks/bench_sweep.py [--rounds 3] [--compile] [--only mlp cnn strategies gpt]
 
 Sweeps of DiLoCo over 9 settings × 3 seeds with K = 4 on digits (MLP 200 steps, CNN 60 steps), the default strategies of
 `vsim compare` on digits with the MLP (200 steps), and four strategies on a small GPT (20 steps). Seconds are of whole
@@ -88,7 +88,7 @@ def compiled(name: str, run: Callable[..., Any], rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--compile", nargs="*", choices=["trace", "full"], default=[], help="full: sweeps only")
+    parser.add_argument("--compile", action="store_true", help="of sweeps")
     parser.add_argument("--only", nargs="+")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -97,23 +97,20 @@ def main() -> None:
     for name, run in workloads().items():
         if arguments.only and name not in arguments.only:
             continue
-        if "full" in arguments.compile and name in ("mlp", "cnn"):
+        if arguments.compile and name in ("mlp", "cnn"):
             compiled(name, run, arguments.rounds)
-        for compile in [False, *(["trace"] if "trace" in arguments.compile else [])]:
-            options: dict[str, Any] = {"executor": "vmap", "compile": compile}
-            timed(run, **options)  # what is loaded once
-            orders = [(False, True), (True, False)] * arguments.rounds
-            apart, together = [], []
-            for order in orders[: arguments.rounds]:
-                both = {side: timed(run, together=side, **options) for side in order}
-                apart.append(both[False])
-                together.append(both[True])
-            whole, steps = (
-                statistics.median(a[i] / t[i] for a, t in zip(apart, together, strict=True)) for i in (0, 1)
-            )
-            seconds = [statistics.median(s for s, _ in side) for side in (apart, together)]
-            mode = compile or "eager"
-            print(f"{name:12}{mode:8}{seconds[0]:9.2f}{seconds[1]:12.2f}{whole:7.2f}{steps:10.2f}", flush=True)
+        options: dict[str, Any] = {"executor": "vmap", "compile": False}
+        timed(run, **options)  # what is loaded once
+        orders = [(False, True), (True, False)] * arguments.rounds
+        apart, together = [], []
+        for order in orders[: arguments.rounds]:
+            both = {side: timed(run, together=side, **options) for side in order}
+            apart.append(both[False])
+            together.append(both[True])
+        whole, steps = (statistics.median(a[i] / t[i] for a, t in zip(apart, together, strict=True)) for i in (0, 1))
+        seconds = [statistics.median(s for s, _ in side) for side in (apart, together)]
+        mode = "eager"
+        print(f"{name:12}{mode:8}{seconds[0]:9.2f}{seconds[1]:12.2f}{whole:7.2f}{steps:10.2f}", flush=True)
 
 
 if __name__ == "__main__":

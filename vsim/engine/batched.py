@@ -1,25 +1,172 @@
-"""The operations of K models at once, on stacked tensors (K, …); matrix products are in `vsim.engine.products`.
+"""The operations of K models at once, on stacked tensors (K, …), with a slice for every node.
 
-Products, attention and dropout masks are batched over the nodes. Operations that are cheap beside them (norms, losses,
+Products, attention and dropout masks are batched over the nodes. Operations that are cheap besides them (norms, losses,
 activations) or have a fast kernel for one node (convolution) run node by node: one node's activations fit in the
 caches, and every operation here is then bitwise equal to the eager operation on that node alone, forward and backward.
-Each is an ordinary function of plain tensors; `vsim.engine.lowering` puts them in the place of functorch's rules.
+Each is an ordinary function of plain tensors; `vsim.engine.rules` puts them in the place of functorch's rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from vsim_kernels.alignment import rows_apart
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from vsim_kernels.alignment import ALIGNMENT, are_apart, empty_rows_like, is_aligned, rows_apart
 
-from vsim.engine.stacked import Stacked, collected, each_node, may_fold, node_by_node
+from vsim.cluster.randomness import drawing_from
+from vsim.private_torch import unwatched, version
 
 aten = torch.ops.aten
+
+
+class VmapError(RuntimeError):
+    """The model works on one node but not under torch.func.vmap."""
+
+
+class NodesDifferError(VmapError):
+    """What the model's Python gets to know differs between the nodes, which may each go another way."""
+
+
+class Stacked:
+    """Marks a tensor (K, …) as one that holds a slice for every node."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def node_by_node(
+    function: Callable[..., Any],
+    num_nodes: int,
+    args: Any,
+    kwargs: Any,
+    streams: Sequence[torch.Generator] | None = None,
+) -> Any:
+    """Call `function` once for each node with its slice of every `Stacked` argument; stack the tensors it returns.
+
+    Differentiable, and exact: it *is* the eager operation on one node. What it writes into a slice is kept.
+
+    Args:
+        args, kwargs: the arguments; a tensor that differs between the nodes is wrapped in `Stacked`. The same object
+            given twice is the same slice twice.
+        streams: K generators that `function` draws from in place of the default generator, or None.
+
+    Raises:
+        NodesDifferError: what it returns is no tensor, and not the same on all nodes.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    stacked = {id(leaf): leaf.tensor for leaf in leaves if isinstance(leaf, Stacked)}
+    slices = {key: _Slices.apply(tensor) for key, tensor in stacked.items()}
+    at_first = {key: version(own[0]) for key, own in slices.items()}
+    outcomes = []
+    for node in range(num_nodes):
+        own = [slices[id(leaf)][node] if isinstance(leaf, Stacked) else leaf for leaf in leaves]
+        own_args, own_kwargs = tree_unflatten(own, spec)
+        with nullcontext() if streams is None else drawing_from(streams[node]):
+            outcomes.append(function(*own_args, **own_kwargs))
+    for key, own in slices.items():
+        if version(own[0]) != at_first[key]:
+            _keep_written(stacked[key], own)
+
+    def joined(*parts: Any) -> Any:
+        if isinstance(parts[0], Tensor):
+            return Stacked(_GradientApart.apply(_stack(parts)))
+        if any(part != parts[0] for part in parts):
+            name = getattr(function, "__name__", function)
+            raise NodesDifferError(f"{name} is {parts[0]} on one node and not on another")
+        return parts[0]
+
+    return tree_map(joined, *outcomes)
+
+
+class _Slices(torch.autograd.Function):
+    """x (K, …) → its K slices; the gradient is laid out in memory as theirs are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+        return rows_apart(x).unbind(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _stack(grads)
+
+
+class _GradientApart(torch.autograd.Function):
+    """The identity, whose gradient comes with its rows apart, see `vsim_kernels.alignment`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.data  # no view, so that the model may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return rows_apart(grad)
+
+
+@torch.no_grad()
+def _keep_written(stacked: Tensor, slices: Sequence[Tensor]) -> None:
+    """Copy back what a function has written into slices that are copies, and let others know of what it has in others.
+
+    Running statistics, say.
+    """
+    if slices[0].data_ptr() != stacked.data_ptr():
+        stacked.copy_(torch.stack(list(slices)))
+    else:
+        increment_version(stacked)
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    """Stack tensors of one layout and keep it: kernels that reduce them later go through memory in its order."""
+    first = parts[0]
+    if first.is_contiguous():
+        return torch.stack(list(parts))
+    for dim in range(first.dim()):
+        if first.stride(dim) == 0 and first.shape[dim] > 1:  # expanded
+            return _stack([part.narrow(dim, 0, 1) for part in parts]).expand(len(parts), *first.shape)
+    order = sorted(range(first.dim()), key=first.stride, reverse=True)
+    if not first.permute(order).is_contiguous():
+        return torch.stack(list(parts))
+    back = [order.index(d) + 1 for d in range(first.dim())]
+    return torch.stack([part.permute(order) for part in parts]).permute(0, *back)
+
+
+def collected(outcomes: Iterable[Sequence[Tensor | None]], num_nodes: int) -> list[Any]:
+    """Stack what a function returns for each node, part by part, each while it is in the caches; None stays None."""
+    stacked: list[Tensor | None] = []
+    for node, parts in enumerate(outcomes):
+        if not node:
+            stacked = [None if part is None else empty_rows_like(part, num_nodes) for part in parts]
+        for whole, part in zip(stacked, parts, strict=True):
+            if whole is not None and part is not None:
+                whole[node].copy_(part)
+    return stacked
+
+
+def each_node(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Return an iterator over the nodes, of each one's slices of stacked tensors (K, …); None stays None."""
+    columns = (itertools.repeat(None, first.shape[0]) if t is None else t.unbind(0) for t in others)
+    return zip(first.unbind(0), *columns, strict=True)
+
+
+def may_fold(*operands: Tensor | Sequence[int]) -> bool:
+    """Whether the nodes may become more of a batch of matrices: all these, or dense rows of such a shape, lie apart."""
+    dtype = next(t.dtype for t in operands if isinstance(t, Tensor))
+    sizes = [math.prod(t.shape[1:] if isinstance(t, Tensor) else t) for t in operands]
+    return all(size * dtype.itemsize % ALIGNMENT == 0 for size in sizes) and all(
+        are_apart(t) for t in operands if isinstance(t, Tensor)
+    )
+
+
+# Operations ---------------------------------------------------------------------------------------------------------
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
@@ -300,3 +447,187 @@ layer_norm: Callable[..., Tensor] = _LayerNorm.apply
 cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply
 convolution: Callable[..., Tensor] = _Convolution.apply
 batch_norm: Callable[..., Tensor] = _BatchNorm.apply
+
+
+# Matrix products, each bitwise equal to the product alone -----------------------------------------------------------
+#
+# A library's batched product computes every matrix as its single product does, mostly. Where it does not (very small
+# ones, sums so long that threads divide them, operands at odd places in memory, some processors with several threads)
+# the products of an exact run are computed one by one, without leaving the one call if there is a way.
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    weight_grad: Tensor | None = None,
+    bias_grad: Tensor | None = None,
+    exact: bool = True,
+) -> Tensor:
+    """x (K, …, in), weight (K, out, in), bias (K, out) → (K, …, out): one product for all nodes.
+
+    weight_grad, bias_grad: where the gradients are written, if they are wanted in a place of their own: rows of the
+    nodes' gradient matrix, for instance. The gradients of autograd are then these tensors. exact: bitwise equal
+    to one node alone, even where that takes a call for each, see `agree`.
+    """
+    if x.dim() == 2:  # one example a node, without a batch dimension
+        return linear(x[:, None], weight, bias, weight_grad, bias_grad, exact)[:, 0]
+    place = None if weight_grad is None else weight_grad.transpose(1, 2)
+    out: Tensor = _Product.apply(x.flatten(1, -2), weight.transpose(1, 2), bias, exact, place, bias_grad)
+    return out.view(*x.shape[:-1], weight.shape[1]) if x.dim() != 3 else out
+
+
+def matmul(a: Tensor, b: Tensor, exact: bool = True) -> Tensor:
+    """a (K, …, n, m), b (K, m, p) or (K, …, m, p) → (K, …, n, p); exact: as in `linear`."""
+    if b.dim() == 3 and a.dim() >= 3:
+        return _Product.apply(a.flatten(1, -2), b, None, exact, None, None).unflatten(1, a.shape[1:-1])
+    if (batches_agree() or not exact) and may_fold(a, b, (*a.shape[1:-1], b.shape[-1])):
+        return torch.matmul(a, b)
+    product: Stacked = node_by_node(torch.matmul, len(a), (Stacked(a), Stacked(b)), {})
+    return product.tensor
+
+
+class _Product(torch.autograd.Function):
+    """a (K, n, m) · b (K, m, p) + bias (K, p), forward and backward as torch.mm on one node computes it.
+
+    The gradient of a matrix that lies in memory by columns is computed as the transpose of that of its transpose; the
+    other way round the last bits differ.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, exact: bool, *places: Tensor | None) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.exact, ctx.places = exact, places
+        return _products(a, b, bias, exact)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        b_place, bias_place = ctx.places
+        for_a, for_b, for_bias = ctx.needs_input_grad[:3]
+        a_grad = b_grad = None
+        if for_a and _by_columns(a):
+            a_grad = _products(b, grad.transpose(1, 2), None, ctx.exact).transpose(1, 2)
+        elif for_a:
+            a_grad = _products(grad, b.transpose(1, 2), None, ctx.exact)
+        if for_b and _by_columns(b):
+            place = None if b_place is None else b_place.transpose(1, 2)
+            b_grad = _products_over_examples(grad.transpose(1, 2), a, place, ctx.exact).transpose(1, 2)
+        elif for_b:
+            b_grad = _products_over_examples(a.transpose(1, 2), grad, b_place, ctx.exact)
+        return a_grad, b_grad, torch.sum(grad, 1, out=bias_place) if for_bias else None, None, None, None
+
+
+def _by_columns(matrices: Tensor) -> bool:
+    return matrices.stride(1) == 1 and matrices.stride(2) == matrices.shape[1]
+
+
+def agree(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether one call computes the matrices of a (K, n, m) · b (K, m, p) + bias (K, p) bitwise as a call for each.
+
+    Several threads may divide a batch in another way than one matrix, and on some CPUs that shows in the last bits. The
+    library decides by shapes, places in memory and the number of threads. On a CPU where a sample of products shows a
+    difference, each kind of product is tried, on random numbers; on other CPUs none is.
+    """
+    if a.device.type != "cpu" or batches_agree():
+        return True
+    return _agree(_lie(a), _lie(b), bias is not None, a.dtype, torch.get_num_threads())
+
+
+def batches_agree() -> bool:
+    """Whether all products of a sample are bitwise equal in a batch and alone, on this CPU with its threads."""
+    return _sample_agrees(torch.get_num_threads())
+
+
+# Where a single column is computed in another way, the sums of one trial may be rounded alike by chance: in one of ten.
+_TRIALS = 8
+_Lie = tuple[torch.Size, tuple[int, ...], int]  # shape, strides, and the bytes from a multiple of 64 to the beginning
+
+
+def _lie(t: Tensor) -> _Lie:
+    return t.shape, t.stride(), t.data_ptr() % ALIGNMENT
+
+
+@functools.cache
+@unwatched()
+def _sample_agrees(threads: int) -> bool:
+    for rows, inner, columns in itertools.product((5, 10, 24, 48, 100), (8, 24, 64), (24, 48, 64, 128)):
+        a, b = (rows_apart(torch.empty(3, *shape)) for shape in ((rows, inner), (inner, columns)))
+        if not _agree(_lie(a), _lie(b), False, a.dtype, threads):
+            return False
+    return True
+
+
+@functools.cache
+@torch.no_grad()
+def _agree(a: _Lie, b: _Lie, with_bias: bool, dtype: torch.dtype, threads: int) -> bool:
+    stream = torch.Generator().manual_seed(0)
+    with unwatched(), torch.autocast("cpu", enabled=False):  # nobody watches, nothing is cast
+        return all(_agrees_once(a, b, with_bias, dtype, stream) for _ in range(_TRIALS))
+
+
+def _agrees_once(a: _Lie, b: _Lie, with_bias: bool, dtype: torch.dtype, stream: torch.Generator) -> bool:
+    left, right = (_filled(lie, dtype, stream) for lie in (a, b))
+    if not with_bias:
+        return _all_are(torch.bmm(left, right), torch.mm(left[0], right[0]))
+    bias = torch.randn(right.shape[2], dtype=dtype, generator=stream)
+    biases = bias.expand(len(left), 1, -1)
+    return _all_are(torch.baddbmm(biases, left, right), torch.addmm(bias, left[0], right[0]))
+
+
+def _filled(lie: _Lie, dtype: torch.dtype, stream: torch.Generator) -> Tensor:
+    """Return the same random matrix for all nodes, lying in memory as told."""
+    shape, strides, begin = lie
+    start = begin // dtype.itemsize
+    size = start + 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    matrices = torch.empty(size, dtype=dtype).as_strided(shape, strides, start)
+    return matrices.copy_(torch.randn(shape[1:], dtype=dtype, generator=stream))
+
+
+def _all_are(matrices: Tensor, matrix: Tensor) -> bool:
+    return torch.equal(matrices, matrix.expand_as(matrices))
+
+
+def _products(a: Tensor, b: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
+    """a (K, n, m), b (K, m, p), bias (K, p) → a · b + bias, (K, n, p); exact: each bitwise equal to one product."""
+    (nodes, rows, inner), columns = a.shape, b.shape[2]
+    if nodes == 1:
+        alone = a.new_empty(1, rows, columns)
+        torch.mm(a[0], b[0], out=alone[0]) if bias is None else torch.addmm(bias[0], a[0], b[0], out=alone[0])
+        return alone
+    a, b = rows_apart(a), rows_apart(b)
+    if rows * inner * columns < _TINY_PRODUCT or 1 in (rows, inner, columns):
+        each = each_node(a, b, bias)
+        return torch.stack([x @ y if z is None else torch.addmm(z, x, y) for x, y, z in each])
+    dense_rows_are_apart = rows * columns * a.element_size() % ALIGNMENT == 0
+    out = None if dense_rows_are_apart and (not exact or agree(a, b, bias)) else _with_gaps(a, (rows, columns))
+    return torch.bmm(a, b, out=out) if bias is None else torch.baddbmm(bias[:, None], a, b, out=out)
+
+
+def _products_over_examples(a: Tensor, b: Tensor, out: Tensor | None, exact: bool) -> Tensor:
+    """a (K, n, m) · b (K, m, p) as `_products`, where m may be so large that the sum is divided among threads.
+
+    It is divided otherwise in a batch, so that these are computed one by one.
+    """
+    (nodes, rows, inner), columns = a.shape, b.shape[2]
+    if 1 in (nodes, rows, inner, columns) or rows * inner * columns <= _SMALL_PRODUCT:
+        product = _products(a, b, None, exact)
+        return product if out is None else out.copy_(product)
+    a, b = rows_apart(a), rows_apart(b)
+    if out is not None and is_aligned(out) and are_apart(out) and not out.is_contiguous():
+        return torch.bmm(a, b, out=out)
+    product = torch.bmm(a, b, out=_with_gaps(a, (rows, columns)))
+    return product if out is None else out.copy_(product)
+
+
+def _with_gaps(like: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return room for (K, *shape) with gaps between the matrices: torch.bmm then computes them one by one."""
+    unit = ALIGNMENT // like.element_size()
+    pitch = math.prod(shape) // unit * unit + unit
+    return like.new_empty_strided((len(like), *shape), (pitch, shape[1], 1))  # no view: it may be written to in place
+
+
+# Multiplications in a matrix product below which torch.bmm has a kernel of its own that adds up in another order
+# (at::native, bmm_out_or_baddbmm_), and up to which it is not shared among threads. A vector times a matrix has another
+# kernel than a product, too.
+_TINY_PRODUCT, _SMALL_PRODUCT = 400, 2**16

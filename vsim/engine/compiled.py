@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from vsim_kernels.alignment import rows_apart
 
-from vsim.cluster.randomness import drawing_from
+from vsim.cluster.randomness import default_generator, drawing_from
 from vsim.cluster.replicas import Views
-from vsim.engine.base import Before, cloned
-from vsim.engine.casting import Casting, Casts
-from vsim.engine.kept import Apart, Kept
-from vsim.engine.loop import LoopExecutor
+from vsim.engine.executor import Before, cloned
+from vsim.engine.loop import agrees_with_loop, rounding
 from vsim.engine.memory import activation_bytes
-from vsim.engine.pair import gradient_off
+from vsim.engine.rules import cast, is_cast
 from vsim.engine.vmap import Piece, VmapExecutor, even_pieces
 from vsim.private_torch import (
     allow_saved_tensors_hooks,
@@ -81,7 +82,7 @@ class CompiledExecutor(VmapExecutor):
     Attributes:
         compile_seconds: the duration of the first step; None before it.
 
-    The gradients of the first step are compared with the loop's, unless the model draws.
+    The first step must agree with the loop's up to rounding, unless the model draws.
 
     Raises:
         CompileError: at the first step: the model breaks the graph (the operation and its line are named), the graph is
@@ -95,8 +96,6 @@ class CompiledExecutor(VmapExecutor):
         self.compile_seconds: float | None = None
         self.known: set[Any] = set()  # shapes for which there is a graph
         self._casts = self.settings.autocast  # or in a region of the model's own
-        self._places_of_kept: dict[str, tuple[nn.Module, str]] = {}  # modules and attributes where it leaves tensors
-        self._attached: set[str] = set()  # those of them that gradients depend on
         self.changes = 0  # of the model's Python, for which it was compiled anew
         self._pieces_of: dict[Any, list[slice]] = {}  # by the shapes of a batch
         of_weights = None if self.replicas.shares_grads else 0
@@ -104,41 +103,30 @@ class CompiledExecutor(VmapExecutor):
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 module.register_forward_hook(_without_gradient_of_padding)
 
-        def of_node(own: Views, buffers: Views, kept: Views, batch: Any) -> tuple[Tensor, Views]:
-            for name, tensor in kept.items():
-                setattr(*self._places_of_kept[name], tensor)
-            with self._precision(), Casting() if self._casts else nullcontext():
-                loss, _ = self._outcome(own, buffers, batch, False)
-            left = {name: getattr(*place) for name, place in self._places_of_kept.items()}
-            for place in self._places_of_kept.values():  # only what a graph returns can leave it
-                setattr(*place, None)
-            return loss, left
+        def of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
+            with self._precision(), Casting() if self._casts else nullcontext(), self.objective.placed(own, buffers):
+                return self.objective(batch, False)[0]
 
-        def total(weights: Views, buffers: Views, kept: Views, batch: Any) -> tuple[Tensor, tuple[Tensor, Views]]:
-            of_nodes = vmap(of_node, in_dims=(of_weights, 0, 0, 0), randomness="different")
-            losses, left = of_nodes(weights, buffers, kept, batch)
-            return losses.sum(), (losses, left)
+        def total(weights: Views, buffers: Views, batch: Any) -> tuple[Tensor, Tensor]:
+            losses = vmap(of_node, in_dims=(of_weights, 0, 0), randomness="different")(weights, buffers, batch)
+            return losses.sum(), losses
 
         def losses_and_grads(
             weights: Views,
             grads: Views,
             buffers: Views,
-            kept: Views,
             batch: Any,
             added: tuple[Tensor, Tensor] | None,
-        ) -> tuple[Tensor, Views]:
-            """Return losses and the tensors that the model keeps.
-
-            Write the gradients to `grads`, or share · gradients, or add these, as `added` says.
-            """
-            own, (_, outcomes) = grad_and_value(total, has_aux=True)(weights, buffers, kept, batch)
+        ) -> Tensor:
+            """Return losses; write the gradients to `grads`, or share · gradients, or add these, as `added` says."""
+            own, (_, losses) = grad_and_value(total, has_aux=True)(weights, buffers, batch)
             for name, place in grads.items():
                 if added is None:
                     place.copy_(own[name])
                 else:
                     share, adds = added
                     place.copy_(torch.where(adds, place, 0) + own[name] * share)
-            return outcomes
+            return losses
 
         # One graph of both: between a forward and a backward graph autograd would keep its books, which in a small
         # model takes longer than the arithmetic. It writes the gradients to where they belong, too: so they are still
@@ -157,35 +145,28 @@ class CompiledExecutor(VmapExecutor):
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         if self.compile_seconds is not None:
             return super().losses_and_grads(batch, minibatch_size)
-        expected = self._gradients_of_loop(batch, minibatch_size)
+        before, given = Before(self), cloned(batch)
+        draws = self._draws(tree_map(lambda t: t[0], batch))
         started = time.perf_counter()
         losses = super().losses_and_grads(batch, minibatch_size)
         self.compile_seconds = time.perf_counter() - started
-        if expected is not None:
-            self._compare(expected)
+        odd = "" if draws else agrees_with_loop(self, losses, before, given, rounding(self), minibatch_size)
+        if odd:
+            before.restore()
+            raise CompileError(f"the model cannot be compiled: in the first step {odd}")
         return losses
 
-    def _gradients_of_loop(self, batch: Any, minibatch_size: int | None) -> Tensor | None:
-        """Return the gradients as the loop computes them; None if the model draws, as the graph draws other numbers."""
-        before = Before(self)
-        loop = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
-        with unwatched(), Casts() as casts:
-            loop.losses_and_grads(cloned(batch), minibatch_size)
-        self._casts, self._places_of_kept = casts.seen, loop._own_state.kept()
-        self._attached = {name for name, place in self._places_of_kept.items() if getattr(*place).requires_grad}
-        gradients = self.replicas.grads.clone()
-        draws = any(not torch.equal(stream.get_state(), state) for stream, state in before.streams)
-        before.restore()
-        return None if draws else gradients
-
-    def _compare(self, gradients: Tensor) -> None:
-        """Compare the gradients of a step with those of the loop.
-
-        Raises:
-            CompileError: they differ by more than rounding explains, as where functorch has a wrong rule.
-        """
-        if odd := gradient_off(self.replicas.grads, gradients, self.replicas, self.settings):
-            raise CompileError(f"the model cannot be compiled: in the first step {odd}")
+    def _draws(self, batch: Any) -> bool:
+        """Whether the model draws random numbers, for which the graph has others; note as well whether it casts."""
+        generator = default_generator(self.replicas.weights.device)
+        with self.first_node(batch) as (objective, _, own), Casts() as casts:
+            state = generator.get_state()
+            try:
+                objective(own, False)
+            except Exception:  # which the step itself is going to raise
+                return True
+            self._casts = self._casts or casts.seen
+            return not torch.equal(generator.get_state(), state)
 
     @staticmethod
     def _laid_out(batch: Any) -> Any:
@@ -222,9 +203,7 @@ class CompiledExecutor(VmapExecutor):
             with drawing_from(self.generators[0]), torch.no_grad():
                 for number, piece in enumerate(self.pieces):
                     adds = not first or (self.replicas.shares_grads and number > 0)
-                    with self._own_state.of(range(piece.rows.start, piece.rows.stop)):
-                        own = self._own_batch(batch, piece)
-                        losses.append(self._computed_piece(number, own, shapes, of_grads, adds))
+                    losses.append(self._called(number, self._own_batch(batch, piece), shapes, of_grads, adds))
         except Exception as error:
             if self.compile_seconds is not None and not is_of_compiler(error):
                 raise
@@ -234,32 +213,14 @@ class CompiledExecutor(VmapExecutor):
         stacked = losses[0] if len(losses) == 1 else torch.cat(losses)
         return stacked if share == 1.0 else stacked * share
 
-    def _computed_piece(self, number: int, batch: Any, shapes: Any, share: float, adds: bool) -> Tensor:
+    def _called(self, number: int, batch: Any, shapes: Any, share: float, adds: bool) -> Tensor:
         """Return the losses of a piece; write share · gradients to their places, or add them."""
-        num_nodes, kept = len(self.pieces[number].numbers), {}
-        for name, place in self._places_of_kept.items():
-            own = getattr(*place, None)
-            if not isinstance(own, Tensor):
-                continue
-            if name in self._attached:
-                setattr(*place, Apart.of([]))  # whoever reads it is refused, as the graph that it belongs to is freed
-            else:
-                kept[name] = own.together() if isinstance(own, Apart) else own.expand(num_nodes, *own.shape)
-        losses, left = self._called(number, kept, batch, shapes, share, adds)
-        for name, of_nodes in left.items():
-            setattr(*self._places_of_kept[name], Apart.of([*map(Kept, of_nodes.unbind())]))
-        return losses
-
-    def _called(
-        self, number: int, kept: Views, batch: Any, shapes: Any, share: float, adds: bool
-    ) -> tuple[Tensor, Views]:
-        """Return the losses of a piece, and the tensors that the model keeps from now on."""
         piece, (weights, grads) = self.pieces[number], self._operands[number]
         whole = share == 1.0 and not adds
         precise = torch.promote_types(self.replicas.grads.dtype, torch.float32)  # some devices know no float64
         added = None if whole else (torch.tensor(share, dtype=precise), torch.tensor(adds))
-        call = partial(self.compiled, weights, grads, piece.buffers, kept, batch, added)
-        graph = (len(piece.numbers), whole, shapes, *((name, own.shape) for name, own in kept.items()))
+        call = partial(self.compiled, weights, grads, piece.buffers, batch, added)
+        graph = (len(piece.numbers), whole, shapes)
         if graph in self.known:
             try:
                 with torch.compiler.set_stance("fail_on_recompile"):
@@ -275,9 +236,9 @@ class CompiledExecutor(VmapExecutor):
                     ) from error
         # Other shapes and models need other graphs; torch's own limit would count those of all runs of the process.
         with recompile_limit(_MOST_GRAPHS), guarding_hooks(), without_messages(), without_performance_warnings():
-            outcomes: tuple[Tensor, Views] = call()
+            losses: Tensor = call()
         self.known.add(graph)
-        return outcomes
+        return losses
 
     def _try_uncompiled(self, batch: Any) -> None:
         """Raise an error that is the model's own, which the compiler's errors say badly, or not at all."""
@@ -301,3 +262,62 @@ def _summary(error: Exception) -> str:
     if of_operation := _OF_OPERATION.search(str(error)):
         summary = f"{of_operation['name']}: {of_operation['reason'].partition('. ')[0]}"
     return summary + (f" ({where[-1]})" if where else "")
+
+
+# What autocast does to operations that functorch takes apart before autocast sees them, done to their operands. Of a
+# convolution functorch leaves one of another name, which autocast does not know; of a loss in float32, its parts in
+# bfloat16. (Vmapped in eager PyTorch these are called node by node.) The lists are those of PyTorch's documentation
+# ("Automatic Mixed Precision package", operations by policy), as far as functorch takes these operations apart.
+_Function = Callable[..., Any]
+
+
+def _functions(modules: tuple[Any, ...], names: str) -> frozenset[_Function]:
+    return frozenset(getattr(m, name) for m in modules for name in names.split() if hasattr(m, name))
+
+
+_ANYWHERE = (torch, F, Tensor, torch.linalg)
+_LOWER = _functions(
+    _ANYWHERE,
+    """
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d addmm addbmm baddbmm prelu vecdot
+    linear matmul mm bmm __matmul__ __rmatmul__ scaled_dot_product_attention
+    """,
+)
+_FLOAT32 = _functions(
+    _ANYWHERE,
+    """
+    cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss kl_div l1_loss
+    mse_loss smooth_l1_loss huber_loss hinge_embedding_loss cosine_embedding_loss margin_ranking_loss
+    soft_margin_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss cdist trace prod
+    """,
+)
+# A CPU's kernels take an input in bfloat16 beside weights in float32, compute in float32, and return the input's dtype.
+_MIXED = _functions((F,), "layer_norm group_norm batch_norm instance_norm rms_norm")
+
+
+class Casting(TorchFunctionMode):
+    """Within this context functions of the lists above get their operands as autocast would have cast them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOWER:
+            args = [cast(a) for a in args]
+            kwargs = {name: cast(a) for name, a in kwargs.items()}
+        elif func in _FLOAT32:
+            args = [cast(a, torch.float32) for a in args]
+            kwargs = {name: cast(a, torch.float32) for name, a in kwargs.items()}
+        elif func in _MIXED and args and is_cast(args[0]) and args[0].device.type == "cpu":
+            return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+        if func is Tensor.unflatten:  # a method of Python's own, through which the compiler does not see
+            return torch.unflatten(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class Casts(TorchFunctionMode):
+    """Notes whether autocast is on for any function that is called within this context, as in a region of the model."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or any(is_cast(operand) for operand in args)
+        return func(*args, **(kwargs or {}))

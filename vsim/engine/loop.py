@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -11,11 +12,16 @@ from torch.utils._pytree import tree_map
 
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Views
-from vsim.engine.base import Executor, check_depends, write_or_add
+from vsim.engine.executor import Before, Executor, Settings, check_depends, write_or_add
+from vsim.engine.objective import listed
+from vsim.private_torch import unwatched
 
 
 class LoopExecutor(Executor):
-    """Node after node, in ordinary eager PyTorch: bitwise equal to K separate processes, for any model."""
+    """Node after node, in ordinary eager PyTorch: bitwise equal to K separate processes, for any model.
+
+    Of a model that changes attributes in `forward`, every node has a copy.
+    """
 
     name = "loop"
 
@@ -37,6 +43,31 @@ class LoopExecutor(Executor):
             for k in range(r.num_held)
         ]
 
+    @property
+    def reason(self) -> str:  # type: ignore[override]
+        changes = self.objective.changes
+        return f"the model changes {listed(changes)} in forward: every node has a copy of it" if changes else ""
+
+    def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
+        losses = super().losses_and_grads(batch, minibatch_size)
+        if self.objective.changes:
+            self.objective.note()
+        return losses
+
+    def _use_python(self, changes: list[str]) -> None:
+        if not changes:
+            return
+        if self._steps == 1 and self.step > 1 and (unsaved := self.objective.unsaved()):
+            warnings.warn(
+                f"the model changes {listed(unsaved)} in forward, which a checkpoint does not hold: this run continues "
+                "with the values of the model that was given; make it a buffer (register_buffer), or define "
+                "get_extra_state and set_extra_state",
+                UserWarning,
+                stacklevel=3,
+            )
+        self.objective.follow()
+        self.objective.part(self.objective.callers or range(len(self.nodes)))
+
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         return self.compute(range(len(self.nodes)), batch, share, first)
 
@@ -45,15 +76,13 @@ class LoopExecutor(Executor):
         losses, row = [], None
         with self._moved_up_to_date():
             for number in numbers:
-                node = self.nodes[number]
+                node, objective = self.nodes[number], self.objective.of_row(number)
                 own_batch = tree_map(lambda t, number=number: t[number], batch)
                 parameters = dict(zip(self.names, node.leaves, strict=True))
                 # Until the gradients are computed: a checkpointed part of the model runs again for them.
-                streams, tensors = drawing_from(self.generators[number]), self._placed(parameters, node.buffers)
-                with self._own_state.of(range(number, number + 1)), streams, tensors:
+                with drawing_from(self.generators[number]), objective.placed(parameters, node.buffers):
                     with self._precision():
-                        loss, _ = self.objective(own_batch, False)
-                    self._own_state.check_reached(loss)
+                        loss, _ = objective(own_batch, False)
                     own_share = share / len(self.nodes) if self.replicas.shares_grads else share
                     gradients = _gradients(loss, node.leaves, own_share)
                 write_or_add(node.grads, gradients, first and (number == 0 or not self.replicas.shares_grads))
@@ -91,3 +120,64 @@ def _keep_assigned(node: _Node) -> None:
         if leaf.data_ptr() != home.data_ptr():
             home.copy_(leaf.detach())
             leaf.data = home
+
+
+# Of the norm of a parameter's gradients, or of that share of all gradients' norm. Where a rule of functorch is wrong
+# they are off by about as much as they are. Gradients that cancel out to nothing are all rounding.
+ROUNDING, ROUNDING_OF_BFLOAT16, _LEAST_SHARE = 0.1, 0.5, 0.05
+
+
+def rounding(executor: Executor) -> float:
+    """Return the relative difference from the loop that rounding may make."""
+    precise = executor.replicas.weights.dtype in (torch.float32, torch.float64) and not executor.settings.autocast
+    return ROUNDING if precise else ROUNDING_OF_BFLOAT16
+
+
+def agrees_with_loop(
+    executor: Executor, losses: Tensor, before: Before, batch: Any, rtol: float, minibatch_size: int | None = None
+) -> str:
+    """Return what differs between a step that an executor has computed and the loop's; nothing if they agree.
+
+    Losses and gradients are compared, and with rtol 0 the bits of buffers as well. The executor's results stay.
+
+    Args:
+        losses: the executor's, whose gradients are in the replicas.
+        before: the state from which the step was taken. batch: its stacked batch.
+        rtol: 0: bitwise equal; else the norm of a difference, relative to that of a parameter's gradient.
+    """
+    replicas = executor.replicas
+    left = Before(executor)
+    ours = {
+        "gradient": replicas.views(replicas.grads.clone()),
+        "buffer": {n: b.clone() for n, b in replicas.buffers.items()},
+    }
+    before.restore()
+    loop = LoopExecutor(replicas, executor.objective, executor.generators, Settings(executor.settings.autocast))
+    loop.step = executor.step - 1
+    with unwatched():  # a mode that counts operations must not see this
+        expected = loop.losses_and_grads(batch, minibatch_size)
+    theirs = {"gradient": replicas.views(replicas.grads), "buffer": replicas.buffers}
+    odd = ""
+    if rtol == 0:
+        odd = "" if _equal(losses, expected) else "the loss"
+        for kind, tensors in ours.items() if not odd else ():
+            odd = odd or next((f"the {kind} of {n}" for n, t in tensors.items() if not _equal(t, theirs[kind][n])), "")
+    else:
+        least = max(_LEAST_SHARE * replicas.grads.norm(), 100 * torch.finfo(replicas.grads.dtype).eps)
+        for name, own in ours["gradient"].items():
+            error, norm = (own - theirs["gradient"][name]).norm(), theirs["gradient"][name].norm()
+            if error > rtol * max(norm, least):
+                off = f"by {error:.2g} where its norm is {norm:.2g}"
+                odd = f"the gradient of {name} differs from that of eager PyTorch, {off}"
+                break
+        if not odd and not torch.allclose(losses, expected, rtol=rtol, atol=rtol, equal_nan=True):
+            odd = f"the losses {losses.tolist()} differ from those of the nodes alone, {expected.tolist()}"
+    left.restore()
+    for name, own in ours["gradient"].items():
+        theirs["gradient"][name].copy_(own)
+    return odd
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, NaN to NaN: a node that has diverged says nothing against its form."""
+    return torch.equal(one, other) or bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())

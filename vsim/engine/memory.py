@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim_kernels.alignment import rows_apart
 
 from vsim.cluster.optimizers import StackedOptimizer, torch_optimizers
-from vsim.engine.base import Executor, cloned, undone
+from vsim.engine.executor import Executor, cloned, undone
 from vsim.private_torch import TorchDispatchMode, storage_key
 
 # Bytes beside those of tensors: workspaces inside of kernels, and an allocator's loss to fragmentation. On the
@@ -134,11 +134,7 @@ def activation_bytes(executor: Executor, batch: Any) -> int:
             much. Nothing in it changes.
         batch: one node's batch (B, …), on the device of the replicas.
     """
-    node, batch = executor.replicas.rows(0, 1), cloned(batch)
-    weights = {name: w[0].detach().requires_grad_() for name, w in node.views(node.weights).items()}
-    buffers = {name: b[0].clone() for name, b in node.buffers.items()}
-    there = [*weights.values(), *buffers.values(), *node.frozen.values(), *tree_leaves(batch)]
-    addresses = {t.untyped_storage().data_ptr() for t in there}
+    addresses: set[int] = set()
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -148,9 +144,12 @@ def activation_bytes(executor: Executor, batch: Any) -> int:
         return tensor
 
     keeping = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-    with undone(executor), torch.enable_grad(), executor._precision(), keeping:
-        outcome = executor._outcome(weights, buffers, batch, False)
-    del outcome  # not before: a storage that is freed leaves its address to another
+    with executor.first_node(batch) as (objective, tensors, own):
+        there = [*tensors.values(), *objective.parameters(), *tree_leaves(own)]
+        addresses.update(t.untyped_storage().data_ptr() for t in there)
+        with keeping:
+            outcome = objective(own, False)
+        del outcome  # not before: a storage that is freed leaves its address to another
     return sum(kept.values())
 
 
@@ -193,6 +192,7 @@ def step_moments(executor: Executor, batch: Any) -> list[int]:
     The gradients are computed as in training, in the executor's own way, and left in `replicas.grads`; buffers and
     random streams are restored afterwards.
     """
+    executor.prepare(batch)
     batch = tree_map(rows_apart, cloned(batch))  # as a step's are
     with undone(executor), _Moments() as watch:
         executor._backward(batch, 1.0, True)

@@ -1,17 +1,36 @@
-"""The function that is minimised: the user's model and loss as one module from a batch to a scalar."""
+"""The function that is minimised: the user's model and loss as one module from a batch to a scalar.
+
+A node's own state is its parameters and buffers, which are stacked. A model that changes anything else in `forward`
+(a counter, a running mean in a plain attribute) is computed node by node, each with a copy of its Python: see
+`Objective.changes` and `kept_in_python`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import copy
+import functools
+import inspect
+import itertools
+import random
+import re
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from traceback import walk_tb
+from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from vsim.engine import python_state
-from vsim.engine.kept import as_kept, content
-from vsim.engine.python_state import Change, Place, State, at, changed, with_changes, with_each
+from vsim.arguments import retold
+from vsim.cluster.randomness import GENERATORS
+from vsim.cluster.state import CheckpointError
+from vsim.private_torch import hooks_of, is_wrapped, tensor_tables, version
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -26,9 +45,7 @@ class Objective(nn.Module):
 
     Attributes:
         originals: the user's own models, of which this one is a copy.
-        at_setup: the numbers that its Python kept at first (see `vsim.engine.python_state`).
-        numbers: node → its own, for models that count. others: those of nodes that have not called it yet.
-        left: those that the last call has left.
+        changes: what `forward` changes besides parameters and buffers; None before the first step.
         callers: the nodes whose rows are computed; None: row k is node k.
     """
 
@@ -39,68 +56,103 @@ class Objective(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self.originals: tuple[nn.Module, ...] = ()
-        self.at_setup = self.others = self.left = self.read()
-        self.numbers: dict[int, State] = {}
+        self.changes: list[str] | None = None
         self.callers: Sequence[int] | None = None
-        self._restored: set[Place] = set()
+        self.places = Places(model)
+        self._of_nodes: dict[int, Objective] = {}  # of the nodes but the first
+        self._at_first: Objective | None = None  # what the copy of a node that is yet to come is made of
+        self._left: dict[tuple[str, str], Any] = {}
 
-    def read(self) -> State:
-        """Return the numbers that its Python keeps now."""
-        return python_state.read(self.model, self.loss_fn)
+    # Nodes with Python of their own
 
-    def write(self, numbers: State) -> None:
-        """Let the numbers be these."""
-        python_state.write(numbers, self.model, self.loss_fn)
+    def copied(self) -> Objective:
+        """Return a copy that shares the tensors of parameters, buffers and graphs, and has its own of all else."""
+        tensors = [t for m in self.modules() for table in tensor_tables(m) for t in table.values() if t is not None]
+        attached = [t for m in self.modules() for t in tree_leaves(list(vars(m).values())) if _is_attached(t)]
+        memo: dict[int, Any] = {id(t): t for t in (*tensors, *attached)}
+        model, loss_fn = copy.deepcopy((self.model, self.loss_fn), memo)
+        other = Objective(model, loss_fn)
+        other.originals, other.changes = self.originals, self.changes
+        return other
 
-    def follow(self, now: State) -> None:
-        """Let a change since the last call, as by a callback, be one for all nodes."""
-        if now == self.left:
-            return
-        for node, own in self.numbers.items():
-            self.numbers[node] = with_changes(own, self.left, now)
-        self.others, self.left = with_changes(self.others, self.left, now), now
+    def of_row(self, row: int) -> Objective:
+        """Return the objective that computes a row: this one, or for a model that `changes` the node's own copy."""
+        node = row if self.callers is None else self.callers[row]
+        return self._of_nodes.get(node, self)
 
-    def states(self, nodes: Sequence[int]) -> list[Any]:
-        """Return the numbers of each node; None for all where they are the same."""
-        found = [self.numbers.get(node, self.others) for node in nodes]
-        if all(own is found[0] or own == found[0] for own in found):
-            return [None] * len(found)
-        self.follow(self.read())
-        return [self.numbers.get(node, self.others) for node in nodes]
+    def part(self, nodes: Iterable[int]) -> None:
+        """Give each of these nodes Python of its own, if it has none yet; the first node's is this objective's."""
+        self._at_first = self._at_first or self.copied()
+        for node in nodes:
+            if node and node not in self._of_nodes:
+                self._of_nodes[node] = self._at_first.copied()
 
-    def differing(self) -> set[Place]:
-        """Return where the numbers of nodes differ, those that have not called it included."""
-        return {place for own in self.numbers.values() for place in changed(self.others, own)}
+    def snapshot(self) -> tuple[Objective, dict[int, Objective]] | None:
+        """Return the nodes' Python as it is, for `restore`; None where they have none of their own."""
+        if not self._of_nodes:
+            return None
+        return self.copied(), {node: own.copied() for node, own in self._of_nodes.items()}
+
+    def restore(self, before: tuple[Objective, dict[int, Objective]] | None) -> None:
+        """Restore what `snapshot` returned."""
+        if before is not None:
+            own, self._of_nodes = before
+            self.model, self.loss_fn, self.places = own.model, own.loss_fn, own.places
+
+    def follow(self) -> None:
+        """Hand on to all nodes the attributes that were assigned since the last step, as by a callback."""
+        now = _assigned(self.model)
+        for place, value in now.items() if self._left else ():
+            if place not in self._left or self._left[place] is not value:
+                for other in (*self._of_nodes.values(), *filter(None, [self._at_first])):
+                    setattr(other.model.get_submodule(place[0]), place[1], copy.deepcopy(value))
+
+    def note(self) -> None:
+        """Note the attributes at the end of a step, for `follow`."""
+        self._left = _assigned(self.model)
+
+    def unsaved(self) -> list[str]:
+        """Return what it changes that no `get_extra_state` holds."""
+        holding = {f"model.{path}".rstrip(".") for path, _ in _with_extra_state(self.model)}
+        return [name for name in self.changes or () if not any(_is_in(name, path) for path in holding)]
+
+    def check_portable(self) -> None:
+        """Check that rows may be given to other nodes.
+
+        Raises:
+            CheckpointError: the model changes attributes, which would stay with the row.
+        """
+        if unsaved := self.unsaved():
+            raise CheckpointError(
+                f"the model changes {listed(unsaved)} in forward, which cannot be moved when nodes leave and join: "
+                "make it a buffer (register_buffer), or define get_extra_state and set_extra_state"
+            )
+
+    def extra_states(self, rows: Iterable[int]) -> list[dict[str, Any]]:
+        """Return for each row: path of a module → its `get_extra_state()`, where it defines one."""
+        return [{p: m.get_extra_state() for p, m in _with_extra_state(self.of_row(row).model)} for row in rows]
+
+    def set_extra_states(self, rows: Sequence[int], states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore what `extra_states` returned."""
+        if any(states):
+            self.part(rows)
+        for row, state in zip(rows, states, strict=True):
+            for path, value in state.items():
+                self.of_row(row).model.get_submodule(path).set_extra_state(value)
+
+    # One call
 
     @contextmanager
-    def having(self, numbers: State | None) -> Iterator[None]:
-        """Let the numbers be these within a block; None: as they are."""
-        before = None if numbers is None else self.read()
-        if numbers is not None:
-            self.write(numbers)
+    def placed(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model compute with the tensors of one node; what it assigns in a buffer's place is copied there."""
+        before = self.places.put({**parameters, **buffers})
         try:
             yield
         finally:
-            if before is not None:
-                self.write(before)
-
-    def changes(self, nodes: Iterable[int]) -> list[list[Change]]:
-        """Return what has changed since the setup, or since that of a run that this one resumes, for each node."""
-        self.follow(self.read())
-        found = []
-        for node in nodes:
-            own = self.numbers.get(node, self.others)
-            places = dict.fromkeys([*changed(self.at_setup, own), *self._restored])
-            found.append([content(at(own, place), copies=True) for place in places])
-        return found
-
-    def put_back(self, nodes: Iterable[int], changes: Iterable[Sequence[Change]]) -> None:
-        """Let nodes have the numbers of which `changes` was returned."""
-        for node, own in zip(nodes, changes, strict=True):
-            self.numbers[node] = with_each(self.at_setup, as_kept(own))
-            self._restored |= {(path, name) for path, name, *_ in own}
-            self.write(self.numbers[node])
-        self.left = self.read()
+            after = self.places.put(before)
+        for name, buffer in buffers.items():
+            if after[name] is not buffer:
+                keep_assigned(name, buffer, after[name])
 
     def forward(self, batch: Any, with_accuracy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return (loss, accuracy): scalars; accuracy is None unless asked for and known."""
@@ -157,3 +209,244 @@ def _accuracy(outputs: Any, targets: Any) -> Tensor | None:
         and outputs.shape[:1] + outputs.shape[2:] == targets.shape
     )
     return (outputs.argmax(1) == targets).to(torch.float32).mean() if classifies else None
+
+
+class Places:
+    """The places of a module's tensors in its tree, where other tensors can take their place.
+
+    As torch.func.functional_call, which searches the tree at every call, while here it is searched once.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        tables = [table for m in module.modules() for table in tensor_tables(m)]
+        where: dict[int, list[tuple[Any, str]]] = {}
+        for table in tables:
+            for key, tensor in table.items():
+                where.setdefault(id(tensor), []).append((table, key))
+        named = itertools.chain(module.named_parameters(), module.named_buffers())
+        self._of = {name: where[id(tensor)] for name, tensor in named}  # of tied tensors, several
+
+    def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Put tensors in the places of these names, and return the tensors that were there."""
+        before = {}
+        for name, tensor in tensors.items():
+            for table, key in self._of[name]:
+                before[name], table[key] = table[key], tensor
+        return before
+
+
+def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:
+    """Write to a buffer the tensor that the model has assigned in its place.
+
+    Raises:
+        ValueError: it has another shape or dtype, or is no tensor.
+    """
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+        now = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"the model assigns buffer {name}, which is {buffer.dtype} {list(buffer.shape)}, anew as {now}: the nodes' "
+            "buffers are stacked, so register it with the dtype and shape that it is going to have"
+        )
+    buffer.copy_(value.detach())
+
+
+# What a model keeps in Python -----------------------------------------------------------------------------------------
+
+_COMMON = frozenset(vars(nn.Module()))
+_PLAIN = (int, float, complex, str, bytes, type(None), Enum)
+_MOST = 1000  # entries of a container that is looked into; larger ones are data, such as a vocabulary
+_LIBRARIES = ("torch", "numpy", "logging", "threading", "multiprocessing", "_io", "io", "weakref")
+
+
+def kept_in_python(model: nn.Module, loss_fn: Any = None, own: Container[int] = ()) -> dict[str, Any]:
+    """Return path → comparable copy of every attribute of the modules that is no parameter, buffer or submodule.
+
+    Numbers, text, tensors and generators are compared by value, also within lists, dicts and plain objects; all else by
+    its type.
+
+    Args:
+        own: ids of tensors that stand for parameters: a list of references to them, as of nn.LSTM, is no state.
+    """
+    found: dict[str, Any] = {}
+    for name, root in (("model", model), ("loss_fn", loss_fn)):
+        if not isinstance(root, nn.Module):
+            found[name] = _comparable(root, own, set())
+            continue
+        for path, module in root.named_modules():
+            for key, value in vars(module).items():
+                is_of_rnn = isinstance(module, nn.RNNBase) and key == "_flat_weights"  # references to its parameters
+                if key not in _COMMON and not is_of_rnn:
+                    found[f"{name}.{path}.{key}".replace("..", ".")] = _comparable(value, own, set())
+    return found
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the paths at which two results of `kept_in_python` differ."""
+    return [path for path in {**before, **now} if before.get(path, _MOST) != now.get(path, _MOST)]
+
+
+def listed(paths: Sequence[str]) -> str:
+    """Return the first of several paths as text."""
+    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+
+
+def _comparable(value: Any, own: Container[int], seen: set[int]) -> Any:
+    if isinstance(value, _PLAIN):
+        return type(value).__name__, value if value == value else "nan"
+    if isinstance(value, nn.Parameter) or id(value) in own:
+        return "parameter"
+    if isinstance(value, Tensor):
+        if is_wrapped(value):  # left by a vmapped call, such as in a list of references to parameters
+            return "parameter"
+        if value.is_meta or value.layout is not torch.strided:
+            return "tensor", id(value)
+        content = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        return "tensor", value.dtype, value.shape, content.view(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, np.generic | np.ndarray):
+        return "array", value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, torch.Generator):
+        return "generator", value.get_state().numpy().tobytes()
+    for kind, (read, _) in GENERATORS.items():
+        if isinstance(value, kind):
+            return "generator", repr(read(value))
+    if id(value) in seen or isinstance(value, nn.Module | type):
+        return type(value).__name__
+    seen.add(id(value))
+    if isinstance(value, list | tuple | deque | set | frozenset) and len(value) <= _MOST:
+        return type(value).__name__, [_comparable(part, own, seen) for part in value]
+    if isinstance(value, Mapping) and len(value) <= _MOST:
+        return type(value).__name__, [(repr(k), _comparable(part, own, seen)) for k, part in value.items()]
+    of_library = type(value).__module__.partition(".")[0] in _LIBRARIES
+    if not of_library and hasattr(value, "__dict__") and not isinstance(value, FunctionType | MethodType):
+        return type(value).__name__, [(k, _comparable(part, own, seen)) for k, part in vars(value).items()]
+    return type(value).__name__
+
+
+def functions_naming(model: nn.Module, originals: Sequence[nn.Module]) -> list[str]:
+    """Return the paths of functions that a model keeps, hooks included, whose closures hold modules of `originals`."""
+    theirs = {id(m) for original in originals for m in original.modules()}
+    theirs |= {id(t) for original in originals for t in (*original.parameters(), *original.buffers())}
+    found = []
+    for path, module in model.named_modules():
+        kept = {**{k: v for k, v in vars(module).items() if k not in _COMMON}, **hooks_of(module)}
+        for name, value in kept.items():
+            functions = [
+                _function(f) for f in tree_leaves(value if isinstance(value, dict | list | tuple) else [value])
+            ]
+            cells = [cell for f in functions if f is not None for cell in f.__closure__ or ()]
+            if any(id(_content(cell)) in theirs for cell in cells):
+                found.append(f"model.{path}.{name}".replace("..", "."))
+    return found
+
+
+def global_generators() -> tuple[Any, ...]:
+    """Return the states of the global random generators of Python and NumPy."""
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
+    return random.getstate(), numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["has_gauss"]
+
+
+def versions(modules: Iterable[nn.Module]) -> list[int]:
+    """Return how often each parameter and buffer of some modules was written to."""
+    return [version(t) for m in modules for t in (*m.parameters(), *m.buffers())]
+
+
+def _function(value: Any) -> FunctionType | None:
+    while isinstance(value, functools.partial):
+        value = value.func
+    return value if isinstance(value, FunctionType) else None
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _is_attached(value: Any) -> bool:
+    return isinstance(value, Tensor) and (is_wrapped(value) or value.grad_fn is not None)
+
+
+def _assigned(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return (path, name) → value of the attributes of a model's modules, parameters and the like left out."""
+    return {(p, k): v for p, m in model.named_modules() for k, v in vars(m).items() if k not in _COMMON}
+
+
+def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(p, m) for p, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+
+
+def _is_in(name: str, path: str) -> bool:
+    """Whether an attribute is one of the module at a path itself."""
+    return name.rpartition(".")[0] == path
+
+
+# Why a batch was not taken --------------------------------------------------------------------------------------------
+
+
+def explained(error: Exception, objective: Objective, batch: Any, nodes: int, when: str) -> Exception:
+    """Return an error that names what the model and its loss were given, for one that they raised; others as they are.
+
+    Args:
+        batch: what was computed, (K, B, …), or (B, …) with `nodes` 0.
+        nodes: the number of dimensions before those of a node's own batch.
+        when: names the step.
+    """
+    frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    kept = _attached_in(objective.model) if re.search("escaped|graph a second time", str(error)) else []
+    raised_there = Objective.forward.__code__ in frames and Path(frames[-1].co_filename).parent != Path(__file__).parent
+    if not (kept or raised_there) or type(error).__module__ != "builtins":
+        return error
+    given = [f"batch{keystr(path)}: {_described(t, nodes)}" for path, t in tree_flatten_with_path(batch)[0]]
+    advice = _advice(error, objective, batch, kept)
+    return retold(error, f"{error} — the model or its loss raised this {when}, given {', '.join(given)}{advice}")
+
+
+def _advice(error: Exception, objective: Objective, batch: Any, kept: list[str]) -> str:
+    model, loss_fn = objective.model, objective.loss_fn
+    if kept:
+        return (
+            f". {', '.join(kept)} keeps a tensor of an earlier call, which cannot be computed with again: make it a "
+            "buffer (register_buffer), and detach what is written there"
+        )
+    if isinstance(error, TypeError | AttributeError):
+        if loss_fn is not None:
+            return f". With loss_fn= the model is called as model(x), with x as the dataset has it: {_kind(batch[0])}"
+        parameters = inspect.signature(model.forward).parameters.values()
+        takes = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        call = f". Without loss_fn= the model is called as model(batch), with {_kind(batch)}, and returns the loss"
+        by_name = isinstance(batch, Mapping) and bool(set(takes) & set(batch))
+        if by_name or len(takes) > 1:
+            own = "model(**batch).loss" if by_name else "the loss of model(*batch)"
+            return f"{call}; this one takes {', '.join(takes[:4])}: give a module whose forward(batch) returns {own}"
+        return f"{call}; a model that is called as model(x) needs loss_fn=, such as torch.nn.functional.cross_entropy"
+    name, weight = next(iter(model.named_parameters()))
+    if re.search("dtype|scalar type|same type", str(error)):
+        labels = "class labels are torch.int64 (y.long())"
+        return f". The weights are {weight.dtype}, and so is what they multiply (x.float()); {labels}"
+    if re.search(
+        r"Target -?\d+ is out of bounds|index out of range in self|embedding: an index|num_classes", str(error)
+    ):
+        return ". Labels and token ids count from 0, and stay below the number of classes, or of rows of an embedding"
+    return f". The first weight, {name}, has shape {tuple(weight.shape)}" if re.search("shape|size", str(error)) else ""
+
+
+def _described(tensor: Tensor, nodes: int) -> str:
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape[nodes:])}"
+    whole = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel()
+    return f"{text} from {int(tensor.min())} to {int(tensor.max())}" if whole else text
+
+
+def _kind(value: Any) -> str:
+    of = f" of {len(value)}" if isinstance(value, list | tuple | Mapping) else ""
+    return f"a {type(value).__name__}{of}"
+
+
+def _attached_in(model: nn.Module) -> list[str]:
+    """Return the names of modules' attributes that hold tensors of an earlier call."""
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _COMMON and any(map(_is_attached, tree_leaves(value)))
+    ]

@@ -1,7 +1,25 @@
-"""The table of rules: the form of each operation of torch for K nodes at once.
+"""The forms of operations for K nodes at once, under torch.func.vmap, and what keeps them exact.
 
-A rule takes the vmapped nodes and the operation's arguments, and returns its result, or NotImplemented to leave the
-operation to functorch's own rule or to a call for each node.
+functorch has a rule for most operations that puts the node dimension into the operation. For some it is slow, for some
+its result differs in the last bits from the operation on one node, and random ones do not draw from the nodes' own
+generators. Within a `Lowering` the functions of this module, each marked with `rule`, take their place, while the
+model's code stays as it is. CONTRIBUTING.md ("Add a lowering") shows one.
+
+**Exactness.** With `exact=True` every operation is bitwise equal to eager PyTorch on one node:
+
+- an operation with a rule that is marked exact uses it: products and attention are batched, as their kernels compute
+  every matrix alike (`vsim.engine.batched` says where they do not);
+- exactly rounded arithmetic and mere moves of data are left to functorch (`_EXACT_ARITHMETIC`, `_MOVES_DATA`), unless a
+  tensor that needs a gradient is broadcast, whose gradient is then a sum;
+- all others are called once for each node. One that cannot be called so is refused by name, with an InexactError.
+
+Otherwise all rules are used, and an operation without one is left to functorch. `Lowering.differing` names those whose
+form may differ in the last bits, `unproven` those of them that functorch computed: its rule may be wrong, so that the
+first step is compared with the loop's.
+
+Under autocast operations without a rule are called once for each node as well. Autocast casts the operands of an
+operation as it is called: of a convolution, of a loss. functorch takes these apart first, and their parts are cast
+otherwise.
 """
 
 from __future__ import annotations
@@ -9,70 +27,314 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from vsim.engine import batched, products
-from vsim.engine.casting import cast
-from vsim.engine.nodes import Nodes, name_of
+from vsim.engine import batched
+from vsim.engine.batched import Stacked, node_by_node
 from vsim.private_torch import (
     add_batch_dim,
     batch_dim,
     batch_level,
-    is_batched,
     is_wrapped,
     outside_of_vmap,
+    unwatched,
     unwrapped,
     verify_batch_size,
 )
 
-Rule = Callable[..., Any]
+
+class InexactError(ValueError):
+    """An operation has no form for all nodes at once that is known to be bitwise equal to one node alone."""
 
 
-def _one_dtype(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether the tensors are of one real dtype, which autocast keeps where the operation is none of products."""
-    if first.is_complex() or (torch.is_autocast_enabled(first.device.type) and first.dtype != torch.float32):
-        return False
-    return all(t is None or t.dtype == first.dtype for t in others)
+class Nodes:
+    """The nodes of one vmapped call, whose tensors rules take apart and put together.
+
+    Args:
+        streams: a generator for each node of the vmapped call, in order, for random operations. None: they draw from
+            the default generator, the same for all nodes.
+        exact: only operations that are bitwise equal to one node alone; others raise an InexactError.
+        places: id of a stacked parameter → the tensor for its gradient. An operation that computes a parameter's whole
+            gradient may write it there and return that tensor as the gradient; each place is used once.
+
+    Attributes:
+        num_nodes: the nodes of this vmapped call.
+        shared: id of a tensor that `spread_all` has expanded → the tensor, which is the same for all nodes.
+        way: how the operation that is being computed is called, as its rule says.
+        differing: the operations whose form may differ from one node alone in the last bits.
+        failed: the first error of an operation, which the model may have handled.
+    """
+
+    def __init__(
+        self, streams: Sequence[Any] | None, exact: bool = False, places: Mapping[int, Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self.streams = streams
+        self.exact = exact
+        self.places = dict(places or {})
+        self.way = ""
+        self.shared: dict[int, Tensor] = {}
+        self.differing: set[str] = set()
+        self.failed: Exception | None = None
+        self._undrawn: list[tuple[torch.Generator, Tensor]] = []  # the streams' states before the first draw
+        self._level = -1
+        self._node: Tensor | None = None
+
+    @property
+    def node(self) -> Tensor | None:
+        """Any tensor on their device that is batched over the nodes. The vmapped function sets it when it starts."""
+        return self._node
+
+    @node.setter
+    def node(self, node: Tensor) -> None:
+        self._device_type = node.device.type
+        self._level = batch_level(node)
+        self.num_nodes = len(unwrapped(node))
+        self._node = node
+
+    @property
+    def are_cast(self) -> bool:
+        """Whether autocast is on."""
+        return torch.is_autocast_enabled(self._device_type)
+
+    def of(self, t: Any) -> Tensor | None:
+        """Return the stacked tensor (K, …) behind one that is batched over the nodes alone, else None."""
+        if not isinstance(t, Tensor) or batch_level(t) != self._level:
+            return None
+        stacked, dim = unwrapped(t), batch_dim(t)
+        if is_wrapped(stacked):
+            return None
+        return stacked.movedim(dim, 0) if dim else stacked
+
+    def spread_all(self, arguments: Iterable[Any]) -> list[Any] | None:
+        """Return arguments with (K, …) for every tensor, also for those that are the same for all nodes.
+
+        None if one of them belongs to another transform. `has_spread_own` says whether one differs between the nodes.
+        """
+        found, self.has_spread_own = [], False
+        for argument in arguments:
+            if not isinstance(argument, Tensor):
+                found.append(argument)
+                continue
+            stacked = self.of(argument)
+            if stacked is not None:
+                self.has_spread_own = True
+            elif is_wrapped(argument):
+                return None
+            else:
+                stacked = argument.expand(self.num_nodes, *argument.shape)
+                self.shared[id(stacked)] = argument
+            found.append(stacked)
+        return found
+
+    def batch(self, stacked: Tensor) -> Tensor:
+        """Wrap a stacked tensor (K, …) for the vmapped function."""
+        return add_batch_dim(stacked, 0, self._level)
+
+    def draw(self) -> Sequence[torch.Generator] | None:
+        """Return the streams that an operation is about to draw from."""
+        if self.streams is not None and not self._undrawn:
+            self._undrawn = [(stream, stream.get_state()) for stream in self.streams]
+        return self.streams
+
+    def undraw(self) -> None:
+        """Let the streams be as if nothing had been drawn."""
+        for stream, state in self._undrawn:
+            stream.set_state(state)
+
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what `func` tells the model's Python of its tensors, where it is the same on all nodes.
+
+        Raises:
+            NodesDifferError: it is not.
+        """
+        if all(self.of(t) is None for t in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        with torch.no_grad(), unwatched():  # a number, which a mode that captures operations could not give
+            return self._each(func, args, kwargs, None)
+
+    def alone(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call `func` once for each node, whose generator it draws from.
+
+        Raises:
+            InexactError: it writes into its arguments, works on tensors of another transform in the model, or draws
+                from a generator of the model's own, of which every node has one.
+        """
+        if why_not := self.why_not_alone(func, args, kwargs):
+            raise self.refusal(func, why_not)
+        return self._each(func, args, kwargs, self.draw())
+
+    def why_not_alone(self, func: Any, args: Any, kwargs: Any) -> str:
+        """Return why `func` cannot be called once for each node; empty if it can."""
+        if kwargs.get("out") is not None or kwargs.get("inplace") or _writes(func):
+            return "writes into a tensor"
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            return "draws from the model's own generator"
+        if any(isinstance(t, Tensor) and is_wrapped(t) and self.of(t) is None for t in leaves):
+            return "is inside another functorch transform"
+        return ""
+
+    def _each(self, func: Any, args: Any, kwargs: Any, streams: Sequence[torch.Generator] | None) -> Any:
+        known: dict[int, Stacked] = {}  # F.multi_head_attention_forward asks whether query, key and value are one
+
+        def mark(leaf: Any) -> Any:
+            stacked = self.of(leaf)
+            return leaf if stacked is None else known.setdefault(id(leaf), Stacked(stacked))
+
+        marked = tree_map(mark, (args, kwargs))
+        with outside_of_vmap():
+            outcome = node_by_node(func, self.num_nodes, marked[0], marked[1], streams)
+        return tree_map(lambda t: self.batch(t.tensor) if isinstance(t, Stacked) else t, outcome)
+
+    def refusal(self, func: Any, why: str) -> Exception:
+        """Return the error of an operation that has no form for all nodes."""
+        if not self.exact:
+            return NotImplementedError(f"{name_of(func)} {why} and has no form for all nodes at once")
+        return InexactError(
+            f"{name_of(func)} {why} and has no form for all nodes at once that is known to be bitwise equal to one "
+            "node alone; with deterministic=True use executor='loop'"
+        )
+
+    def needs_grad(self, t: Tensor) -> bool:
+        """Whether a gradient flows into a tensor of the vmapped function."""
+        while is_wrapped(t):
+            t = unwrapped(t)
+        return t.requires_grad
+
+    def note_product(self, name: str) -> None:
+        """Note that a product is batched, which may differ in the last bits."""
+        if not self.exact and not batched.batches_agree():
+            self.differing.add(name)
 
 
-def _linear(nodes: Nodes, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if not nodes.exact and not is_wrapped(weight):
-        x = nodes.of(input)
-        if x is not None and not (bias is not None and is_wrapped(bias)):
-            nodes.differing.add("linear")  # one large product
-            return nodes.batch(F.linear(x, weight, bias))
-    all_stacked = nodes.spread_all(input, weight, bias)
-    if all_stacked is None or input.is_complex():
+def name_of(func: Any) -> str:
+    """Return the name of an operation."""
+    return str(getattr(func, "__name__", func))
+
+
+def _writes(func: Any) -> bool:
+    name = name_of(func)
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def is_cast(operand: Any) -> bool:
+    """Whether autocast casts such an operand of an operation that it knows: what is in float64 it leaves alone."""
+    eligible = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64
+    return eligible and torch.is_autocast_enabled(operand.device.type)
+
+
+def cast(operand: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return an operand in a dtype, None for autocast's own; what autocast leaves alone, as it is."""
+    if not is_cast(operand):
+        return operand
+    return operand.to(torch.get_autocast_dtype(operand.device.type) if dtype is None else dtype)
+
+
+Form = Callable[..., Any]
+
+RULES: dict[Any, Form] = {}  # operation → what computes it for all nodes: f(nodes, operation, *args, **kwargs)
+
+
+def rule(*operations: Any, exact: bool, with_nodes: bool = False, draws: bool = False) -> Callable[[Form], Form]:
+    """Mark a function of stacked tensors as the form of these operations for all nodes.
+
+    It gets the arguments of the operation, with (K, …) in the place of every tensor (expanded, if it is the same for
+    all nodes), and returns the stacked result; or NotImplemented, for arguments that are to be left to functorch or,
+    with `Lowering.exact`, to a call for each node.
+
+    Args:
+        exact: it is bitwise equal to the operation on one node alone. Others are not used in exact runs.
+        with_nodes: it gets the `Nodes` as its first argument.
+        draws: it draws random numbers from the nodes' streams, also for a tensor that is the same for all nodes.
+    """
+
+    def register(form: Form) -> Form:
+        def of_wrapped(nodes: Nodes, operation: Any, *args: Any, **kwargs: Any) -> Any:
+            spread = None if nodes.exact and not exact else nodes.spread_all((*args, *kwargs.values()))
+            if spread is None or not (draws or nodes.has_spread_own):
+                return NotImplemented
+            own = [nodes] if with_nodes else []
+            with outside_of_vmap():
+                outcome = form(*own, *spread[: len(args)], **dict(zip(kwargs, spread[len(args) :], strict=True)))
+            if not exact and outcome is not NotImplemented:
+                nodes.differing.add(name_of(operation))
+            return nodes.batch(outcome) if isinstance(outcome, Tensor) else outcome
+
+        RULES.update(dict.fromkeys(operations, of_wrapped))
+        return form
+
+    return register
+
+
+def rule_of_wrapped(*operations: Any) -> Callable[[Form], Form]:
+    """Mark f(nodes, operation, *args, **kwargs), of the vmapped tensors as the model has them."""
+
+    def register(form: Form) -> Form:
+        RULES.update(dict.fromkeys(operations, form))
+        return form
+
+    return register
+
+
+# Products and attention -----------------------------------------------------------------------------------------------
+
+
+@rule(F.linear, exact=True, with_nodes=True)
+def _linear(nodes: Nodes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    of_all: Any = nodes.shared.get(id(weight)), nodes.shared.get(id(bias))
+    if (
+        not nodes.exact
+        and of_all[0] is not None
+        and id(x) not in nodes.shared
+        and (bias is None) == (of_all[1] is None)
+    ):
+        nodes.differing.add("linear")  # one large product
+        return F.linear(x, *of_all)
+    if x.is_complex():
         return NotImplemented
-    x, w, b = map(cast, all_stacked)
-    place_of_w, place_of_b = (nodes.places.pop(id(t), None) for t in (w, b))  # of what was cast, none
-    with outside_of_vmap():
-        nodes.note_product("linear")
-        return nodes.batch(products.linear(x, w, b, place_of_w, place_of_b, nodes.exact))
+    x, weight, bias = map(cast, (x, weight, bias))
+    place_of_weight, place_of_bias = (nodes.places.pop(id(t), None) for t in (weight, bias))  # of what was cast, none
+    nodes.note_product("linear")
+    return batched.linear(x, weight, bias, place_of_weight, place_of_bias, nodes.exact)
 
 
-def _matmul(nodes: Nodes, input: Tensor, other: Tensor | None = None, mat2: Tensor | None = None) -> Any:
-    other = mat2 if other is None else other  # which mm and bmm call so
-    if other is None or input.dim() < 2 or other.dim() < 2 or (other.dim() > 2 and input.dim() != other.dim()):
+@rule(
+    *(
+        torch.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.bmm,
+        torch.Tensor.bmm,
+        torch.mm,
+        torch.Tensor.mm,
+    ),
+    exact=True,
+    with_nodes=True,
+)
+def _matmul(nodes: Nodes, a: Tensor, other: Tensor | None = None, mat2: Tensor | None = None) -> Any:
+    b = mat2 if other is None else other  # which mm and bmm call so
+    if b is None or a.dim() < 3 or b.dim() < 3 or (b.dim() > 3 and a.dim() != b.dim()):
         return NotImplemented
-    both = nodes.spread_all(input, other)
-    if both is None:
-        return NotImplemented
-    a, b = map(cast, both)
+    a, b = map(cast, (a, b))
     if a.dtype != b.dtype or a.is_complex():  # whose gradients are of conjugates
         return NotImplemented
-    with outside_of_vmap():
-        nodes.note_product("matmul")
-        return nodes.batch(products.matmul(a, b, nodes.exact))
+    nodes.note_product("matmul")
+    return batched.matmul(a, b, nodes.exact)
 
 
+@rule_of_wrapped(F.scaled_dot_product_attention)
 def _attention(
     nodes: Nodes,
+    operation: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -81,170 +343,169 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Any:
+    options |= {"dropout_p": dropout_p, "is_causal": is_causal}
     learned_mask = attn_mask is not None and nodes.needs_grad(attn_mask)
     if (dropout_p > 0.0 and nodes.streams is not None) or learned_mask:
-        kwargs = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, **options}
-        return nodes.alone(F.scaled_dot_product_attention, (query, key, value), kwargs)
-    stacked = nodes.spread_all(query, key, value)
+        return nodes.alone(operation, (query, key, value), {"attn_mask": attn_mask, **options})
+    stacked = nodes.spread_all((query, key, value, attn_mask))
     if stacked is None or query.dim() < 3:
         return NotImplemented
-    mask = None if attn_mask is None else nodes.spread(attn_mask)
-    if attn_mask is not None and mask is None:
-        return NotImplemented
     with outside_of_vmap():
-        q, k, v = stacked
-        out = batched.attention(q, k, v, mask, dropout_p=dropout_p, is_causal=is_causal, **options)
-    return nodes.batch(out)
+        return nodes.batch(batched.attention(*stacked, **options))
 
 
-def _dropout_rule(whole_features: bool, without_batch: int | None = None) -> Rule:
-    """Return the rule of a kind of dropout. An input of `without_batch` dimensions is (C, …) and not (B, C, …)."""
+# Random operations ----------------------------------------------------------------------------------------------------
 
-    def rule(nodes: Nodes, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+
+def _dropout(operation: Any, whole_features: bool, without_batch: int | None = None) -> None:
+    """Register a kind of dropout. An input of `without_batch` dimensions is (C, …) and not (B, C, …)."""
+
+    @rule(operation, exact=True, with_nodes=True, draws=True)
+    def dropout(nodes: Nodes, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout probability must be between 0 and 1, got {p}")
-        if not training or p == 0.0 or input.numel() == 0:
-            return input
-        streams, x = nodes.draw(), nodes.spread(input)
+        if not training or p == 0.0 or x.numel() == 0:
+            return x
+        streams = nodes.draw()
         if streams is None:
             return NotImplemented
-        if x is None:  # a transform of the user's own, inside the model
-            if not is_batched(input):
-                return NotImplemented
-            if whole_features:
-                raise NotImplementedError("feature dropout inside a vmap within the model; use executor='loop'")
-            level, dim = batch_level(input), batch_dim(input)
-            dropped = rule(nodes, unwrapped(input).movedim(dim, 0), p)  # a dimension like any other
-            return add_batch_dim(dropped, 0, level)
-        one_example = input.dim() == without_batch
-        with outside_of_vmap():
-            dropped = batched.dropout(x[:, None] if one_example else x, p, whole_features, streams)
-            dropped = dropped[:, 0] if one_example else dropped
-        return input.copy_(nodes.batch(dropped)) if inplace else nodes.batch(dropped)
-
-    return rule
+        one_example = x.dim() - 1 == without_batch
+        dropped = batched.dropout(x[:, None] if one_example else x, p, whole_features, streams)
+        dropped = dropped[:, 0] if one_example else dropped
+        return x.copy_(dropped) if inplace else dropped
 
 
-def _filling_rule(function: Rule) -> Rule:
-    """Return the rule of an operation that fills a tensor with random numbers in place."""
-
-    def rule(nodes: Nodes, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.pop("generator", None) is not None:
-            raise nodes.refusal(function, "draws from the model's own generator")
-        streams, stacked = nodes.draw(), nodes.of(input)
-        if streams is None or stacked is None:
-            return NotImplemented  # one tensor for all nodes, of which functorch says that it cannot be filled
-        columns = [itertools.repeat(a) if (own := nodes.of(a)) is None else own for a in (*args, *kwargs.values())]
-        with outside_of_vmap():
-            for node, (stream, *own_args) in enumerate(zip(streams, *columns, strict=False)):
-                named = dict(zip(kwargs, own_args[len(args) :], strict=True))
-                function(stacked[node], *own_args[: len(args)], **{"generator": stream, **named})
-        return input
-
-    return rule
+_dropout(F.dropout, whole_features=False)
+_dropout(F.dropout1d, whole_features=True, without_batch=2)
+_dropout(F.dropout2d, whole_features=True)  # which takes (B, C, L), but no single example
+_dropout(F.dropout3d, whole_features=True, without_batch=4)
 
 
-def _empty_rule(function: Rule) -> Rule:
-    """Return the rule of a constructor of memory, which every node is going to fill with its own numbers."""
-
-    def rule(nodes: Nodes, *args: Any, **kwargs: Any) -> Any:
-        like = any(isinstance(t, Tensor) and is_wrapped(t) for t in (*args, *kwargs.values()))
-        if nodes.streams is None or kwargs.get("out") is not None or like:
-            return NotImplemented  # what is made like a tensor of each node is each node's own
-        with outside_of_vmap():
-            return nodes.batch(torch.stack([function(*args, **kwargs)] * nodes.num_nodes))
-
-    return rule
-
-
-def _gelu(nodes: Nodes, input: Tensor, *, approximate: str = "none") -> Any:
-    x = nodes.of(input)
-    if x is None:
-        return NotImplemented
+@rule_of_wrapped(
+    *(
+        getattr(torch.Tensor, f"{kind}_")
+        for kind in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
+    )
+)
+def _filling(nodes: Nodes, operation: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Fill a tensor with random numbers in place."""
+    if kwargs.pop("generator", None) is not None:
+        raise nodes.refusal(operation, "draws from the model's own generator")
+    streams, stacked = nodes.draw(), nodes.of(input)
+    if streams is None or stacked is None:
+        return NotImplemented  # one tensor for all nodes, of which functorch says that it cannot be filled
+    columns = [itertools.repeat(a) if (own := nodes.of(a)) is None else own for a in (*args, *kwargs.values())]
     with outside_of_vmap():
-        return nodes.batch(batched.gelu(x, approximate))
+        for node, (stream, *own_args) in enumerate(zip(streams, *columns, strict=False)):
+            named = dict(zip(kwargs, own_args[len(args) :], strict=True))
+            operation(stacked[node], *own_args[: len(args)], **{"generator": stream, **named})
+    return input
 
 
+@rule_of_wrapped(torch.empty, torch.empty_like, torch.Tensor.new_empty)
+def _empty(nodes: Nodes, operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return memory that every node is going to fill with its own numbers."""
+    like = any(isinstance(t, Tensor) and is_wrapped(t) for t in (*args, *kwargs.values()))
+    if nodes.streams is None or kwargs.get("out") is not None or like:
+        return NotImplemented  # what is made like a tensor of each node is each node's own
+    with outside_of_vmap():
+        return nodes.batch(torch.stack([operation(*args, **kwargs)] * nodes.num_nodes))
+
+
+# What a model is told of a tensor -------------------------------------------------------------------------------------
+
+
+def _is_of_torch() -> bool:
+    """Whether torch's own code asks, to which a wrapper says, as ever, that it needs no gradient."""
+    return str(sys._getframe(3).f_globals.get("__name__")).startswith("torch.")
+
+
+@rule_of_wrapped(torch.Tensor.requires_grad.__get__)  # type: ignore[attr-defined]
+def _requires_grad(nodes: Nodes, operation: Any, tensor: Tensor) -> Any:
+    return NotImplemented if _is_of_torch() else nodes.needs_grad(tensor)
+
+
+@rule_of_wrapped(torch.Tensor.grad_fn.__get__)  # type: ignore[union-attr]
+def _grad_fn(nodes: Nodes, operation: Any, tensor: Tensor) -> Any:
+    if _is_of_torch() or not nodes.needs_grad(tensor):
+        return NotImplemented
+    raise NotImplementedError("grad_fn is none of one node's, and a hook on it would never be called")
+
+
+@rule_of_wrapped(torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+def _hook(nodes: Nodes, operation: Any, tensor: Tensor, hook: Any) -> Any:
+    raise NotImplementedError("a hook on a tensor would never be called")
+
+
+# Lookups, activations, norms and losses -------------------------------------------------------------------------------
+
+
+@rule(F.gelu, exact=True)
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    return batched.gelu(x, approximate)
+
+
+@rule(F.embedding, exact=True, with_nodes=True)
 def _embedding(
     nodes: Nodes,
-    input: Tensor,
-    weight: Tensor,
+    indices: Tensor,
+    table: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    table = nodes.spread(weight) if scale_grad_by_freq else nodes.of(weight)  # frequencies are of a node's own batch
-    indices = nodes.spread(input)
-    if table is None or indices is None or (max_norm is not None and nodes.of(weight) is None):
-        return NotImplemented
-    with outside_of_vmap():
-        if max_norm is not None:
-            with torch.no_grad():
-                for own_table, own_indices in zip(table, indices, strict=True):
-                    torch.embedding_renorm_(own_table, own_indices.contiguous(), max_norm, norm_type)
-        return nodes.batch(batched.embedding(indices, table, padding_idx, scale_grad_by_freq))
+    if id(table) in nodes.shared and (max_norm is not None or not scale_grad_by_freq):
+        return NotImplemented  # but frequencies are of a node's own batch
+    if max_norm is not None:
+        with torch.no_grad():
+            for own_table, own_indices in zip(table, indices, strict=True):
+                torch.embedding_renorm_(own_table, own_indices.contiguous(), max_norm, norm_type)
+    return batched.embedding(indices, table, padding_idx, scale_grad_by_freq)
 
 
+@rule(torch.embedding, exact=True, with_nodes=True)
 def _torch_embedding(
     nodes: Nodes,
-    weight: Tensor,
+    table: Tensor,
     indices: Tensor,
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
     padding = None if padding_idx < 0 else padding_idx
-    return _embedding(nodes, indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    return _embedding(nodes, indices, table, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
 
 
-def _requires_grad(nodes: Nodes, tensor: Tensor) -> Any:
-    """What a model is told; to torch's own code a wrapper says, as ever, that it needs none."""
-    of_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")
-    return NotImplemented if of_torch else nodes.needs_grad(tensor)
-
-
-def _hook(nodes: Nodes, tensor: Tensor, hook: Any) -> Any:
-    raise NotImplementedError("a hook on a tensor would never be called")
-
-
-def _grad_fn(nodes: Nodes, tensor: Tensor) -> Any:
-    of_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")
-    if of_torch or not nodes.needs_grad(tensor):
-        return NotImplemented
-    raise NotImplementedError("grad_fn is none of one node's, and a hook on it would never be called")
-
-
+@rule(F.layer_norm, exact=True)
 def _layer_norm(
-    nodes: Nodes,
-    input: Tensor,
+    x: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Any:
-    stacked = nodes.spread_all(input, weight, bias)
-    if stacked is None or not _one_dtype(input, weight, bias):
+    lowered = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32
+    if lowered or x.is_complex() or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
         return NotImplemented
-    x, w, b = stacked
-    with outside_of_vmap():
-        return nodes.batch(batched.layer_norm(x, normalized_shape, w, b, eps))
+    return batched.layer_norm(x, normalized_shape, weight, bias, eps)
 
 
-def _group_norm(nodes: Nodes, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+@rule_of_wrapped(F.group_norm)
+def _group_norm(nodes: Nodes, operation: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     x = None if nodes.exact or torch.is_autocast_enabled(input.device.type) else nodes.of(input)
     if x is None or x.is_contiguous():
         return NotImplemented
     nodes.way = "functorch"  # which fails where there is something between the nodes
     nodes.differing.add("group_norm")
-    return F.group_norm(nodes.batch(x.contiguous()), *args, **kwargs)
+    return operation(nodes.batch(x.contiguous()), *args, **kwargs)
 
 
+@rule(F.cross_entropy, exact=True)
 def _cross_entropy(
-    nodes: Nodes,
-    input: Tensor,
-    target: Tensor,
+    logits: Tensor,
+    targets: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
     ignore_index: int = -100,
@@ -253,50 +514,63 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     unusual = weight is not None or size_average is not None or reduce is not None or label_smoothing
-    if unusual or reduction != "mean" or input.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+    if unusual or reduction != "mean" or logits.dim() != 3 or targets.dim() != 2 or targets.is_floating_point():
         return NotImplemented
-    stacked = nodes.spread_all(input, target)
-    if stacked is None:
-        return NotImplemented
-    logits, targets = cast(stacked[0], torch.float32), stacked[1]
-    with outside_of_vmap():
-        return nodes.batch(batched.cross_entropy(logits, targets, ignore_index))
+    return batched.cross_entropy(cast(logits, torch.float32), targets, ignore_index)
 
 
-def _convolution_rule(dims: int) -> Rule:
+@rule(F.batch_norm, exact=True, with_nodes=True)
+def _batch_norm(
+    nodes: Nodes,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if id(running_mean) in nodes.shared or id(running_var) in nodes.shared or x.device.type != "cpu":
+        return NotImplemented
+    if training:
+        verify_batch_size(x[0].size())
+    return batched.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+# Convolution and pooling ----------------------------------------------------------------------------------------------
+
+
+@rule(F.conv1d, F.conv2d, F.conv3d, exact=True, with_nodes=True)
+def _convolution(
+    nodes: Nodes,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    dims = weight.dim() - 3
+    if not nodes.exact and id(weight) in nodes.shared:
+        return NotImplemented  # shared weights: to functorch the nodes are more of the batch
+    if isinstance(padding, str) or x.dim() != dims + 3:
+        return NotImplemented
+    x, weight, bias = map(cast, (x, weight, bias))
+    if len({t.dtype for t in (x, weight, bias) if t is not None}) > 1:
+        return NotImplemented
+
     def listed(value: int | Sequence[int]) -> list[int]:
         given = [value] if isinstance(value, int) else list(value)
         return given * dims if len(given) == 1 else given
 
-    def rule(
-        nodes: Nodes,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Any:
-        if not nodes.exact and not is_wrapped(weight):
-            return NotImplemented  # shared weights: to functorch the nodes are more of the batch
-        stacked = nodes.spread_all(input, weight, bias)
-        if stacked is None or isinstance(padding, str) or input.dim() != dims + 2:
-            return NotImplemented
-        stacked = [cast(t) for t in stacked]
-        if len({t.dtype for t in stacked if t is not None}) > 1:
-            return NotImplemented
-        geometry = (listed(stride), listed(padding), listed(dilation), False, [0] * dims, groups)
-        if nodes.exact or not _is_better_as_groups(input, weight, geometry):
-            nodes.way = "node by node"
-            with outside_of_vmap():
-                return nodes.batch(batched.convolution(*stacked, *geometry))
-        nodes.differing.add(f"conv{dims}d")
-        place = nodes.places.pop(id(stacked[1]), None)
-        with outside_of_vmap():
-            return nodes.batch(batched.grouped_convolution(*stacked, *geometry, weight_grad=place))
-
-    return rule
+    geometry = (listed(stride), listed(padding), listed(dilation), False, [0] * dims, groups)
+    if nodes.exact or not _is_better_as_groups(x[0], weight[0], geometry):
+        nodes.way = "node by node"
+        return batched.convolution(x, weight, bias, *geometry)
+    nodes.differing.add(f"conv{dims}d")
+    return batched.grouped_convolution(x, weight, bias, *geometry, weight_grad=nodes.places.pop(id(weight), None))
 
 
 def _is_better_as_groups(x: Tensor, weight: Tensor, geometry: Any) -> bool:
@@ -311,69 +585,143 @@ def _is_better_as_groups(x: Tensor, weight: Tensor, geometry: Any) -> bool:
     return x.device.type != "cpu" or channels == 1 or (channels >= 32 and outputs < 2**15)
 
 
-def _batch_norm(
-    nodes: Nodes,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    mean, var = (None if t is None else nodes.of(t) for t in (running_mean, running_var))
-    are_shared = (mean is None) != (running_mean is None) or (var is None) != (running_var is None)
-    stacked = nodes.spread_all(input, weight, bias)
-    if are_shared or stacked is None or input.device.type != "cpu":
-        return NotImplemented
-    if training:
-        verify_batch_size(input.size())
-    x, w, b = stacked
-    with outside_of_vmap():
-        return nodes.batch(batched.batch_norm(x, mean, var, w, b, training, momentum, eps))
-
-
-def _pooling_rule(function: Rule, dims: int, is_exact: bool) -> Rule:
-    def rule(nodes: Nodes, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        x = nodes.of(input)
-        if x is None or input.dim() != dims + 2 or (nodes.exact and not is_exact):
+def _pooling(function: Any, dims: int, exact: bool) -> None:
+    @rule(function, exact=exact)
+    def pooling(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dim() != dims + 3:
             return NotImplemented
-        if not is_exact:
-            nodes.differing.add(name_of(function))
-        with outside_of_vmap():
-            return nodes.batch(batched.of_examples(lambda examples: function(examples, *args, **kwargs), x))
-
-    return rule
+        return batched.of_examples(lambda examples: function(examples, *args, **kwargs), x)
 
 
-RULES: dict[Any, Rule] = {
-    F.linear: _linear,
-    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _matmul),
-    **dict.fromkeys((torch.bmm, torch.Tensor.bmm, torch.mm, torch.Tensor.mm), _matmul),
-    F.scaled_dot_product_attention: _attention,
-    F.dropout: _dropout_rule(whole_features=False),
-    F.dropout1d: _dropout_rule(whole_features=True, without_batch=2),
-    F.dropout2d: _dropout_rule(whole_features=True),  # which takes (B, C, L), but no single example
-    F.dropout3d: _dropout_rule(whole_features=True, without_batch=4),
-    **{function: _empty_rule(function) for function in (torch.empty, torch.empty_like, torch.Tensor.new_empty)},
-    F.gelu: _gelu,
-    F.embedding: _embedding,
-    torch.embedding: _torch_embedding,
-    torch.Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
-    torch.Tensor.grad_fn.__get__: _grad_fn,  # type: ignore[union-attr]
-    torch.Tensor.register_hook: _hook,
-    torch.Tensor.register_post_accumulate_grad_hook: _hook,
-    F.layer_norm: _layer_norm,
-    F.group_norm: _group_norm,
-    F.cross_entropy: _cross_entropy,
-    F.batch_norm: _batch_norm,
-}
-for kind in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform"):
-    function = getattr(torch.Tensor, f"{kind}_")
-    RULES[function] = _filling_rule(function)
-for dims in (1, 2, 3):
-    RULES[getattr(F, f"conv{dims}d")] = _convolution_rule(dims)
-    for kind, is_exact in (("max_pool", True), ("avg_pool", True), ("adaptive_avg_pool", False)):
-        function = getattr(F, f"{kind}{dims}d")
-        RULES[function] = _pooling_rule(function, dims, is_exact)
+for _dims in (1, 2, 3):
+    _pooling(getattr(F, f"max_pool{_dims}d"), _dims, exact=True)
+    _pooling(getattr(F, f"avg_pool{_dims}d"), _dims, exact=True)
+    _pooling(getattr(F, f"adaptive_avg_pool{_dims}d"), _dims, exact=False)
+
+
+# All other operations -------------------------------------------------------------------------------------------------
+
+
+class Lowering(Nodes, TorchFunctionMode):
+    """Within this context a function vmapped over nodes uses the forms of this module.
+
+    Args:
+        streams, exact, places: see `Nodes`.
+
+    Attributes:
+        watch: keep the account of `calls` and `differing`; off unless it is set.
+        calls: (operation, way) → calls; the ways are "batched", "node by node" and "functorch".
+        unproven: operations that functorch computes in a form of its own, by rules that vsim's tests may not know.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.watch = False
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.unproven: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._node is None:  # nothing is vmapped yet
+            return func(*args, **kwargs)
+        try:
+            form = RULES.get(func)
+            if form is not None:
+                self.way = "batched"
+                self.shared.clear()
+                outcome = form(self, func, *args, **kwargs)
+                if outcome is not NotImplemented:
+                    return self._note(func, self.way, outcome)
+            if (name := name_of(func)) in _READS:
+                return self.read(func, args, kwargs)
+            if name in _WHOLE or (name.removesuffix("_") in _DRAWS and self.streams is not None):
+                return self._note(func, "node by node", self.alone(func, args, kwargs))
+            if (self.exact or self.watch or self.are_cast) and self._may_differ(func, args, kwargs):
+                if self.exact or (self.are_cast and not self.why_not_alone(func, args, kwargs)):
+                    return self._note(func, "node by node", self.alone(func, args, kwargs))
+                self.differing.add(name)
+                if name.removesuffix("_") not in _EXACT_ARITHMETIC and name not in _EXACT_ARITHMETIC:
+                    self.unproven.add(name)
+            return self._note(func, "functorch", func(*args, **kwargs))
+        except Exception as error:
+            self.failed = self.failed or error
+            raise
+
+    def _may_differ(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether functorch's form of the operation may differ from the operation on one node in the last bits."""
+        name = name_of(func)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if name == "__get__" or not tensors:
+            return False
+        if any(t.is_complex() for t in tensors):  # a product, a magnitude: several operations each
+            return True
+        if name in _EXACT_ARITHMETIC or name.removesuffix("_") in _EXACT_ARITHMETIC:
+            return self._sums_in_backward([*args, *kwargs.values()])
+        if name in _MOVES_DATA:
+            return False
+        if name in ("__getitem__", "__setitem__") and not any(isinstance(i, Tensor) for i in tree_leaves(args[1])):
+            return False
+        return not all(self.of(t) is None for t in tree_leaves((args, kwargs)))
+
+    def _sums_in_backward(self, args: Iterable[Any]) -> bool:
+        """Whether a tensor that needs a gradient is broadcast: its gradient is then a sum, whose order matters."""
+        tensors = [t for t in args if isinstance(t, Tensor)]
+        if len({t.shape for t in tensors}) == 1:
+            return False
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+        return any(t.shape != shape and self.needs_grad(t) for t in tensors)
+
+    def _note(self, func: Any, way: str, outcome: Any) -> Any:
+        if self.watch and any(isinstance(t, Tensor) for t in tree_leaves(outcome)):
+            self.calls[name_of(func), way] += 1
+        return outcome
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Correctly rounded, entry by entry: bitwise equal wherever an entry lies in memory.
+_EXACT_ARITHMETIC = _names(
+    """
+    add sub mul div neg abs square sqrt reciprocal true_divide subtract multiply divide negative absolute sign
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __abs__ __iadd__ __isub__
+    __imul__ __itruediv__ relu relu6 hardtanh leaky_relu threshold clamp clamp_min clamp_max clip maximum minimum
+    where eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isnan isinf isfinite logical_and logical_or
+    logical_not bitwise_and bitwise_or bitwise_not __and__ __or__ __invert__ floor ceil round trunc masked_fill
+    floor_divide remainder
+    """
+)
+# These only move or name entries, or make new ones that do not depend on any.
+_MOVES_DATA = _names(
+    """
+    view view_as reshape reshape_as flatten unflatten ravel transpose swapaxes t permute movedim moveaxis squeeze
+    unsqueeze split chunk tensor_split unbind select narrow contiguous clone detach to float double half bfloat16 long
+    int bool type type_as cpu cuda cat concat stack hstack vstack flip roll tril triu diagonal copy_ zero_ fill_
+    zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_tensor size dim numel
+    is_floating_point is_complex is_contiguous stride ndimension requires_grad_ __len__ argmax one_hot unfold
+    max_pool1d max_pool2d max_pool3d _max_pool1d _max_pool2d _max_pool3d avg_pool1d avg_pool2d avg_pool3d
+    """
+)
+# These tell the model's Python something of a tensor's entries.
+_READS = _names(
+    "__bool__ __int__ __float__ __complex__ __index__ __format__ __contains__ item tolist is_nonzero equal allclose"
+)
+# Run for every node as a whole: functorch has no rule for them, or a wrong one (it fills by the last node's value, and
+# sums a gradient over what it has expanded), they draw out of sight, or compute no gradient of what is a wrapper.
+_WHOLE = _names(
+    """
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell multi_head_attention_forward
+    index_fill index_fill_ select_scatter linear_cross_entropy
+    """
+)
+# These draw, as `vsim.engine.rules` has no form for.
+_DRAWS = _names(
+    """
+    rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial poisson binomial dropout
+    native_dropout feature_dropout alpha_dropout feature_alpha_dropout rrelu gumbel_softmax _standard_gamma
+    _sample_dirichlet fractional_max_pool2d fractional_max_pool3d
+    _fractional_max_pool2d fractional_max_pool2d_with_indices
+    _fractional_max_pool3d fractional_max_pool3d_with_indices
+    """
+)

@@ -17,12 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Replicas, Views
-from vsim.engine.base import Before, Executor, Settings, check_depends, cloned, minibatches, write_gradients
-from vsim.engine.loop import LoopExecutor
-from vsim.engine.lowering import Lowering
-from vsim.engine.nodes import InexactError
-from vsim.engine.pair import check_pair
-from vsim.engine.stacked import NodesDifferError, VmapError
+from vsim.engine.batched import NodesDifferError, VmapError
+from vsim.engine.executor import Before, Executor, Settings, check_depends, cloned, write_gradients
+from vsim.engine.loop import LoopExecutor, agrees_with_loop, rounding
+from vsim.engine.objective import Objective, listed
+from vsim.engine.rules import InexactError, Lowering
 from vsim.private_torch import has_backward_hooks, version, without_performance_warnings
 
 # A vmapped call takes as many nodes at once as have this many weights together. Larger pieces gain nothing (their
@@ -75,28 +74,30 @@ class VmapExecutor(Executor):
     If it is not, or if the model handles an error of an operation, the loop computes the nodes of this call at this
     step; so it does if a call fails after one has worked.
 
-    With `settings.exact` the first step with a batch of every shape is computed by the loop as well; an InexactError is
-    raised if the results are not bitwise equal.
+    A step is computed by the loop as well, and must agree with it, where that is not known: the first step, up to
+    rounding, if functorch has computed an operation in a form of its own, whose rule may be wrong (a VmapError names
+    these operations); and with `settings.exact` the first with batches of every shape, bitwise (an InexactError).
 
     Attributes:
         calls: how often the first step called each operation in each way, see `Lowering`.
-        differing: its operations that may differ from the loop in the last bits. unproven: those that functorch has
-            computed; if there are any, two nodes are computed by the loop as well, and must agree up to rounding.
+        differing: its operations that may differ from the loop in the last bits. unproven: those of them that functorch
+            has computed.
         not_vmapped: how many calls were left to the loop.
     """
-
-    name = "vmap"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.at_once = self.nodes_at_once(self.replicas, self.settings)
-        self.proven: set[Any] = set()  # shapes of batches for which the results were compared
+        self.proven: set[Any] = (
+            set()
+        )  # shapes of batches for which the results agree with the loop, where that is asked
         self.calls: Counter[tuple[str, str]] = Counter()
         self.differing: set[str] = set()
         self.unproven: set[str] = set()
         self.not_vmapped = 0
         self._why_not_vmapped = ""
         self._has_worked = False
+        self._left_nodes = False  # to the loop, in training
         self.pieces: list[Piece] = []
         self._submodules = list(self.objective.modules())
         self._cut(even_pieces(self.replicas.num_held, self.at_once))
@@ -127,6 +128,10 @@ class VmapExecutor(Executor):
         return min(replicas.num_held, settings.chunk_size or max(1, WEIGHTS_AT_ONCE // replicas.num_parameters))
 
     @property
+    def name(self) -> str:  # type: ignore[override]
+        return "vmap, loop" if self._left_nodes else "vmap"
+
+    @property
     def reason(self) -> str:  # type: ignore[override]
         if not self.not_vmapped:
             return ""
@@ -134,46 +139,41 @@ class VmapExecutor(Executor):
 
     @functools.cached_property
     def _loop(self) -> LoopExecutor:
-        loop = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
-        loop._own_state = self._own_state
-        return loop
+        return LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
+
+    def _use_python(self, changes: list[str]) -> None:
+        if changes:
+            raise VmapError(
+                f"the model changes {listed(changes)} in forward, and its Python runs once for all nodes: make it a "
+                "buffer (register_buffer), of which every node has its own, or take executor='loop', where every node "
+                "has a copy of the model"
+            )
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         shapes = (minibatch_size, *(t.shape for t in tree_leaves(batch))) if self.settings.exact else ()
-        if not self.settings.exact:
-            is_first = not self.calls
-            losses = super().losses_and_grads(batch, minibatch_size)
-            if is_first and self.unproven and not self.replicas.weights.is_meta:
-                check_pair(self, VmapExecutor, self.unproven, next(minibatches(batch, minibatch_size))[0])
-            return losses
-        if shapes in self.proven:
+        if shapes in self.proven or self.replicas.weights.is_meta:
             return super().losses_and_grads(batch, minibatch_size)
-        before, not_vmapped = Before(self), self.not_vmapped
-        reference = LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
-        expected_losses = reference.losses_and_grads(cloned(batch), minibatch_size)
-        expected = {
-            "gradient": self.replicas.views(self.replicas.grads.clone()),
-            "buffer": {name: b.clone() for name, b in self.replicas.buffers.items()},
-        }
-        before.restore()
+        before, given, not_vmapped = Before(self), cloned(batch), self.not_vmapped
         losses = super().losses_and_grads(batch, minibatch_size)
-        ours = {"gradient": self.replicas.views(self.replicas.grads), "buffer": self.replicas.buffers}
-        odd = [
-            f"the {kind} of {name}"
-            for kind in expected
-            for name, value in expected[kind].items()
-            if not _equal(ours[kind][name], value)
-        ]
-        if not _equal(losses, expected_losses) or odd:
-            before.restore()
-            first = odd[0] if odd else "the loss"
-            raise InexactError(
-                f"the vectorized form of this model is not bitwise equal to its nodes alone: {first} differs; with "
-                "deterministic=True use executor='loop'"
-            )
+        if self.settings.exact or self.unproven:
+            rtol = 0.0 if self.settings.exact else rounding(self)
+            if odd := agrees_with_loop(self, losses, before, given, rtol, minibatch_size):
+                before.restore()
+                raise self._disagreement(odd)
         if self.not_vmapped == not_vmapped:
             self.proven.add(shapes)
         return losses
+
+    def _disagreement(self, odd: str) -> Exception:
+        if self.settings.exact:
+            return InexactError(
+                f"the vectorized form of this model is not bitwise equal to its nodes alone: {odd} differs; with "
+                "deterministic=True use executor='loop'"
+            )
+        return VmapError(
+            f"the model cannot be vectorised over nodes: {odd}; functorch's rule is wrong for one of its operations "
+            f"({', '.join(sorted(self.unproven))}), or its own — executor='loop' runs it node by node"
+        )
 
     def lowering(self, piece: int = 0, first: bool = False) -> Lowering:
         """Return the context in which the nodes of a piece are computed."""
@@ -207,7 +207,7 @@ class VmapExecutor(Executor):
             lowering, own_batch = self.lowering(number, first=first and share == 1.0), self._own_batch(batch, piece)
             before = _BeforeCall(lowering, piece, tree_leaves(own_batch))
             try:
-                with self._own_state.of(range(piece.rows.start, piece.rows.stop)), lowering, self._precision():
+                with lowering, self._precision():
                     stacked = self._losses(piece, own_batch, lowering)
             except VmapError as error:
                 before.restore(error)
@@ -231,6 +231,7 @@ class VmapExecutor(Executor):
         losses = self._loop.compute(range(piece.rows.start, piece.rows.stop), batch, share, first)
         if not self._has_worked and not isinstance(error, NodesDifferError):
             raise error
+        self._left_nodes = True
         self._leave_to_the_loop(error)
         return losses
 
@@ -242,7 +243,6 @@ class VmapExecutor(Executor):
         self, losses: Tensor, piece: Piece, batch: Any, share: float, first: bool, number: int
     ) -> None:
         leaves = list(piece.leaves.values())
-        self._own_state.check_reached(losses)
         check_depends(losses)
         try:
             if self.replicas.shares_grads:
@@ -266,7 +266,8 @@ class VmapExecutor(Executor):
             raise VmapError(_explain_vmap_failure(ValueError("a module's hook on gradients would never be called")))
 
         def loss_of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
-            return self._outcome(own, buffers, batch, False)[0]
+            with self.objective.placed(own, buffers):
+                return self.objective(batch, False)[0]
 
         parts = (piece.leaves, piece.buffers, batch)
         of_all = self.replicas.shares_grads  # one leaf for all nodes
@@ -274,13 +275,14 @@ class VmapExecutor(Executor):
         return losses
 
     def _evaluate(
-        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+        self, objective: Objective, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
     ) -> tuple[Tensor, Tensor | None]:
         if self.settings.exact:
-            return super()._evaluate(weights, buffers, batch, stream)
+            return super()._evaluate(objective, weights, buffers, batch, stream)
 
         def outcome_of_node(own: Views, buffers: Views, batch: Any) -> tuple[Tensor, ...]:
-            return tuple(x for x in self._outcome(own, buffers, batch, True) if x is not None)
+            with objective.placed(own, buffers):
+                return tuple(x for x in objective(batch, True) if x is not None)
 
         outcomes = []
         state = stream.get_state()
@@ -294,7 +296,7 @@ class VmapExecutor(Executor):
                     outcomes.append(self._vmapped(outcome_of_node, lowering, numbers, *parts, batch_of_all=True))
             except VmapError as error:
                 stream.set_state(state)
-                evaluated = super()._evaluate(weights, buffers, batch, stream)
+                evaluated = super()._evaluate(objective, weights, buffers, batch, stream)
                 self._leave_to_the_loop(error)
                 return evaluated
         columns = [torch.cat(column) for column in zip(*outcomes, strict=True)]
@@ -347,11 +349,6 @@ def even_pieces(num_nodes: int, at_once: int) -> list[slice]:
     count = -(-num_nodes // at_once)
     bounds = [num_nodes * i // count for i in range(count + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, NaN to NaN: a node that has diverged says nothing against its form."""
-    return torch.equal(one, other) or bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
 
 
 def _explain_vmap_failure(error: Exception) -> str:

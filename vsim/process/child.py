@@ -18,7 +18,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from vsim.engine import first_calls
+from vsim.engine.machine import settle_vector_functions
 from vsim.process import settings
 from vsim.process.collectives import CollectiveFailure
 from vsim.process.node import run_node
@@ -56,7 +56,7 @@ def _train(setup: dict[str, Any], parent: Connection, interrupt: Interrupt) -> N
     settings.apply(setup["torch"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    first_calls.settle()  # before any code of the user's computes
+    settle_vector_functions()  # before any code of the user's computes
     config = _load(folder / "config")
     store, patience = dist.FileStore(str(folder / "rendezvous")), timedelta(seconds=setup["timeout_seconds"])
     nodes, step, copying = setup["nodes"], setup["step"], setup["copying"]

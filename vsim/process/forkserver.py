@@ -187,10 +187,10 @@ def prepare(modules: Sequence[str]) -> None:
         importlib.import_module(module)
     import torch
 
-    from vsim.engine import first_calls
+    from vsim.engine.machine import settle_vector_functions
 
     torch.compiler.disable(_fork)  # imports what optimizers do in their first step, which takes as long as torch itself
-    first_calls.settle()  # by one thread, and for all
+    settle_vector_functions()  # by one thread, and for all
     gc.collect()
     gc.freeze()  # so that a collection in a fork does not write to what all share
 

@@ -30,8 +30,9 @@ from vsim.cluster.replicas import Views
 from vsim.data.batches import check_tensors, digest_of, fetched_by_loader, loader_options, resolve
 from vsim.data.order import Order
 from vsim.engine import Executor
-from vsim.engine.base import check_depends, keep_assigned, write_or_add
-from vsim.engine.threads import using_threads
+from vsim.engine.executor import check_depends, write_or_add
+from vsim.engine.machine import using_threads
+from vsim.engine.objective import keep_assigned
 from vsim.process.collectives import ProcessCollectives
 from vsim.process.segments import Left, Meeting, NodePart
 from vsim.records.history import History
@@ -149,7 +150,7 @@ class EagerExecutor(Executor):
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         for p in self.parameters:
             p.grad = None
-        with self._moved_up_to_date(), self._own_state.of(range(1)), drawing_from(self.generators[0]):
+        with self._moved_up_to_date(), drawing_from(self.generators[0]):
             with self._precision():
                 loss, _ = self.objective(tree_map(lambda t: t[0], batch))
             if share != 1.0:

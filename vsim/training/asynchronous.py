@@ -22,7 +22,7 @@ from vsim.cluster.replicas import Replicas, matrix
 from vsim.data.batches import Batches
 from vsim.data.joint import one_in_memory, sizes_of
 from vsim.engine import Executor
-from vsim.engine.misfit import explained
+from vsim.engine.objective import explained
 from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.training.run import Run
 

@@ -133,6 +133,7 @@ def _end_round(run: Run) -> None:
     """Keep what belongs to the clients that have been here, and give all rows the global weights and buffers."""
     assert run.clients is not None
     if not run.starts:
+        run.objective.check_portable()
         run.clients.leave(run.cluster)
     replicas, strategy = run.cluster.replicas, run.strategy
     with strategy.evaluating():

@@ -7,18 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.cluster.randomness import EVALUATION, generator
 from vsim.cluster.replicas import Views
 from vsim.engine import Executor
-from vsim.engine.base import check_examples
-from vsim.engine.kept import joined
-from vsim.engine.misfit import explained
-from vsim.engine.python_state import State
-from vsim.engine.stacked import NodesDifferError
+from vsim.engine.executor import check_examples
+from vsim.engine.objective import Objective, explained
 from vsim.private_torch import without_performance_warnings
 from vsim.training.run import Run
 from vsim.training.spec import Metric
@@ -29,14 +26,14 @@ _ONE_BY_ONE = 256  # examples for a standard error, where the model cannot be ve
 
 
 class _Rows(NamedTuple):
-    """Models to be measured: stacked weights (R, P), stacked buffers, the seed of what they draw, and of each what its
-    Python keeps, None where that is the same for all.
+    """Models to be measured: stacked weights (R, P), stacked buffers, the seed of what they draw, and of each the row
+    of the node whose Python computes it, 0 where that is the same for all.
     """
 
     weights: Tensor
     buffers: Views
     seed: int
-    states: Sequence[State | None]
+    python: Sequence[int]
 
 
 class _Measured(NamedTuple):
@@ -74,7 +71,6 @@ class Evaluator:
         if self.num_examples > min(batch_size, self.curve):
             check_examples(batch, 0)
         self._draws = False  # whether the model draws random numbers in evaluation mode
-        self._reads: bool | None = None  # whether it reads tensors that nodes keep; None: not known
 
     def __call__(self, runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
         """Return run → its validation columns of `History`: on all examples after a run's last step."""
@@ -90,8 +86,8 @@ class Evaluator:
         """Validate runs on the first `count` examples."""
         pieces = self._pieces(count)
         try:
-            states = self._states(runs, pieces[0])
-            to_measure = [f(m, states[m]) for m in runs for f in (_of_nodes, _of_cluster)]
+            own_python = bool(self.executor.objective.changes)
+            to_measure = [f(m, own_python) for m in runs for f in (_of_nodes, _of_cluster)]
             measured = iter(self._measure(to_measure, pieces))
         except Exception as error:
             when = f"in the validation after step {runs[0].done}"
@@ -121,18 +117,18 @@ class Evaluator:
         """
         if self.num_examples < 2:
             return math.nan
-        objective = self.executor.objective
 
-        def loss_of_one(example: Any) -> Tensor:
-            return objective(tree_map(lambda t: t[None], example))[0].detach()
+        def loss_of_one(model: nn.Module) -> Callable[[Any], Tensor]:
+            objective = Objective(model, self.executor.objective.loss_fn)
+            return lambda example: objective(tree_map(lambda t: t[None], example))[0].detach()
 
-        def at_once(_: Any, batch: Any) -> Tensor:
+        def at_once(model: nn.Module, batch: Any) -> Tensor:
             with without_performance_warnings():
-                return vmap(loss_of_one, randomness="same")(batch)
+                return vmap(loss_of_one(model), randomness="same")(batch)
 
-        def one_by_one(_: Any, batch: Any) -> Tensor:
+        def one_by_one(model: nn.Module, batch: Any) -> Tensor:
             examples = (tree_map(lambda t, i=i: t[i], batch) for i in range(len(tree_leaves(batch)[0])))
-            return torch.stack([loss_of_one(example) for example in examples])
+            return torch.stack([*map(loss_of_one(model), examples)])
 
         for function, most in ((at_once, self.num_examples), (one_by_one, _ONE_BY_ONE)):
             try:
@@ -150,34 +146,7 @@ class Evaluator:
         """Return function(model, batch) for the first of these models."""
         stream = generator(rows.seed, EVALUATION, device=rows.weights.device)
         buffers = {name: b[0] for name, b in rows.buffers.items()}
-        with self.executor.objective.having(rows.states[0]):
-            return self.executor.apply(function, rows.weights[0], buffers, piece, stream)
-
-    def _states(self, runs: Sequence[Run], piece: Any) -> dict[Run, list[State | None]]:
-        """Return what the Python of every run's nodes keeps, as far as the model may read it."""
-        own = self.executor.objective.states([row for run in runs for row in run.rows])
-        try:
-            together: State | None = None if self._reads else joined(own)
-        except ValueError:  # numbers differ
-            together = None
-        if together is not None:
-            if self._reads is None:
-                self._reads = self._is_refused(runs[0], together, piece)
-            own = own if self._reads else [together] * len(own)
-        each = iter(own)
-        return {run: [next(each) for _ in run.rows] for run in runs}
-
-    def _is_refused(self, run: Run, state: State, piece: Any) -> bool:
-        """Whether the model computes with tensors that differ between nodes, for which others stand in this state."""
-        objective, (weights, buffers, seed, _) = self.executor.objective, _of_nodes(run, [None])
-        of_first = {name: b[0] for name, b in buffers.items()}
-        stream = generator(seed, EVALUATION, device=weights.device)
-        try:
-            with objective.having(state):
-                self.executor.apply(lambda _, batch: objective(batch), weights[0], of_first, piece, stream)
-        except NodesDifferError:
-            return True
-        return False
+        return self.executor.apply(function, rows.weights[0], buffers, piece, stream, rows.python[0])
 
     def _mean(self, metric: Metric, name: str, rows: _Rows, pieces: Sequence[Any]) -> float:
         """Return the mean over the examples of a user's metric of the first of these models."""
@@ -196,7 +165,7 @@ class Evaluator:
         calls: list[list[_Rows]] = []
         for own in distinct:
             alike = bool(calls) and (not self._draws or calls[-1][0].seed == own.seed)
-            if alike and calls[-1][0].states[0] is own.states[0] and len(calls[-1]) < self.rows_at_once:
+            if alike and calls[-1][0].python[0] == own.python[0] and len(calls[-1]) < self.rows_at_once:
                 calls[-1].append(own)
             else:
                 calls.append([own])
@@ -223,8 +192,7 @@ class Evaluator:
         examples = sum(len(tree_leaves(piece)[0]) for piece in pieces)
         for piece in pieces:
             share = len(tree_leaves(piece)[0]) / examples
-            with self.executor.objective.having(rows[0].states[0]):
-                outcomes = self.executor.evaluate(weights, buffers, piece, stream)
+            outcomes = self.executor.evaluate(weights, buffers, piece, stream, rows[0].python[0])
             shares = [share * outcome.to(doubles).double() for outcome in outcomes if outcome is not None]
             totals = [total + own for total, own in zip(totals, shares, strict=False)] if totals else shares
         drew = not torch.equal(stream.get_state(), before)
@@ -244,20 +212,21 @@ def validate(runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
     return found
 
 
-def _of_nodes(run: Run, states: Sequence[State | None]) -> _Rows:
+def _of_nodes(run: Run, own_python: bool) -> _Rows:
     """The nodes' own models; one where they are one by construction."""
     replicas = run.cluster.replicas
-    if replicas.shares_weights and not replicas.buffers and all(state is states[0] for state in states):
-        return _Rows(replicas.weights, {}, run.spec.seed, states[:1])
-    return _Rows(replicas.weights.expand(replicas.num_held, -1), replicas.buffers, run.spec.seed, states)
+    if replicas.shares_weights and not replicas.buffers and not own_python:
+        return _Rows(replicas.weights, {}, run.spec.seed, [0])
+    python = [*run.rows] if own_python else [0] * replicas.num_held
+    return _Rows(replicas.weights.expand(replicas.num_held, -1), replicas.buffers, run.spec.seed, python)
 
 
-def _of_cluster(run: Run, states: Sequence[State | None]) -> _Rows:
+def _of_cluster(run: Run, own_python: bool) -> _Rows:
     """The global model and the mean replica, whose Python is that of the first node."""
     assert run.global_weights is not None
     candidates = torch.stack([run.global_weights, run.cluster.mean_weights()])  # (2, P)
     buffers = {n: b.expand(2, *b.shape) for n, b in run.cluster.mean_buffers().items()}
-    return _Rows(candidates, buffers, run.spec.seed, [states[0], states[0]])
+    return _Rows(candidates, buffers, run.spec.seed, 2 * [run.rows.start if own_python else 0])
 
 
 def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
@@ -269,7 +238,7 @@ def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
         places.append([])
         for row, total in enumerate(own.weights.sum(1).tolist()):
             of = slice(row, row + 1)
-            one = _Rows(own.weights[of], {n: b[of] for n, b in own.buffers.items()}, own.seed, own.states[of])
+            one = _Rows(own.weights[of], {n: b[of] for n, b in own.buffers.items()}, own.seed, own.python[of])
             candidates = known.setdefault((own.seed, total), [])
             place = next((at for at in candidates if _equal(distinct[at], one)), len(distinct))
             if place == len(distinct):
@@ -280,9 +249,9 @@ def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
 
 
 def _equal(one: _Rows, other: _Rows) -> bool:
-    """Whether two rows have the same weights, buffers, and state of their Python."""
+    """Whether two rows have the same weights, buffers and Python."""
     tensors = [(one.weights, other.weights), *((b, other.buffers[n]) for n, b in one.buffers.items())]
-    return one.states[0] is other.states[0] and all(torch.equal(a, b) for a, b in tensors)
+    return one.python[0] == other.python[0] and all(torch.equal(a, b) for a, b in tensors)
 
 
 def _columns(run: Run, nodes: _Measured, overall: _Measured) -> dict[str, float]:

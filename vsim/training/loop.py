@@ -18,8 +18,8 @@ from vsim.arguments import naming, retold
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import global_states, same_states
 from vsim.data.joint import sizes_of
-from vsim.engine.allocator import keeping_freed_memory
-from vsim.engine.misfit import explained
+from vsim.engine.machine import keeping_freed_memory
+from vsim.engine.objective import explained
 from vsim.records.report import StepReport
 from vsim.training import saving
 from vsim.training.attendance import attend

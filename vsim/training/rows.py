@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from vsim.cluster.replicas import Replicas, matrix
-from vsim.engine.base import bits_of
+from vsim.engine.executor import bits_of
 from vsim.training.part import Part
 
 # Models of at most so many weights are computed with a row per node also where the nodes are equal: a call of its own

@@ -17,9 +17,9 @@ from vsim.cluster.cluster import Cluster
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import OwnGlobals, global_states
 from vsim.engine import Executor
+from vsim.engine.machine import Threads
 from vsim.engine.memory import Held
 from vsim.engine.objective import Objective
-from vsim.engine.threads import Threads
 from vsim.records.history import COLUMNS, SPREAD, VALIDATED, History
 from vsim.records.report import Reporter
 from vsim.strategy.base import Strategy
@@ -168,7 +168,8 @@ class Run:
     def model(self) -> nn.Module:
         """The live model, whose Python computes the losses of all nodes; its tensors are those of no node.
 
-        A change of its attributes takes effect at the next step, for all runs of its group.
+        An attribute that is assigned takes effect at the next step, for all runs of its group. Of a model that changes
+        attributes in `forward` this is the first node's, and what is assigned to it is assigned to all nodes'.
         """
         return self.objective.model
 

@@ -53,7 +53,7 @@ def _roots(run: Run) -> dict[str, tuple[Any, str | None]]:
         "strategy": (strategy, None),
         **({} if run.clients is None else {"clients": (run.clients, "shared")}),
         **{f"callback {name}": (one, "shared") for name, one in savable(run.spec.callbacks).items()},
-        "python": (run.objective.changes(run.rows), "stacked"),
+        "extra state": (run.objective.extra_states(run.rows), "stacked"),
     }
 
 
@@ -116,6 +116,8 @@ def captured(run: Run, apart: bool = False) -> Checkpoint:
     Raises:
         CheckpointError: the run stopped in the middle of a step, or has a state that cannot be saved.
     """
+    if apart:
+        run.objective.check_portable()
     history = run.history
     if run.cluster.step != run.done or (history is not None and run.done not in history["step"][-1:]):
         raise CheckpointError(
@@ -197,7 +199,7 @@ def _put_back(run: Run, checkpoint: Checkpoint) -> None:
             for name, (live, placement) in _roots(run).items()
             if name in state or not name.startswith("callback ")  # which may be given only now
         }
-        run.objective.put_back(run.rows, restored["python"])
+        run.objective.set_extra_states(run.rows, restored["extra state"])
         if not restorer.moves:
             set_global_states(restorer.restore(state["process"], {}, "process"), run.cluster.weights.device)
     except CheckpointError:

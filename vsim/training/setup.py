@@ -25,7 +25,8 @@ from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import check_rows
 from vsim.data.batches import Batches, ValidationExamples, resolve, validation_examples
 from vsim.data.joint import BatchSource, Source, joint_batches, one_in_memory
-from vsim.engine import Executor, Settings, VmapExecutor, executor_class, first_calls
+from vsim.engine import Executor, Settings, VmapExecutor, executor_class
+from vsim.engine.machine import settle_vector_functions
 from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
 from vsim.network import Compute, Network
@@ -104,7 +105,7 @@ def assemble(
         executor: called with (replicas, objective, generators, settings).
         interrupt: asks the run to stop.
     """
-    first_calls.settle()
+    settle_vector_functions()
     interrupt = interrupt or Interrupt()
     runs: dict[int, Run] = {}
     stacks = []
@@ -161,7 +162,7 @@ def _assemble_group(
     whole.module.train()
     objective = Objective(whole.module, copy.deepcopy(spec.loss_fn)).to(device)
     objective.originals = tuple(part.spec.model for part in parts)
-    settings = Settings(spec.autocast, spec.deterministic, spec.chunk_size, spec.compile, steps)
+    settings = Settings(spec.autocast, spec.deterministic, spec.chunk_size, spec.compile)
     runs: list[Run] = []
     for part, replicas in zip(parts, rows.parts, strict=True):
         first = runs[-1].rows.stop if runs else 0
@@ -213,7 +214,7 @@ def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, i
         part.batches.shard_sizes,
         part.steps,
         spec.deterministic,
-        spec.compile is True,
+        spec.compile,
         part.plan,
     )
     strategy = copy.deepcopy(spec.strategy)

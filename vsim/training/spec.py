@@ -18,7 +18,7 @@ from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.folder import Saving
 from vsim.cluster.participation import Deadline, Participation, Sample
 from vsim.data.batches import Data, loader_options
-from vsim.engine import COMPILE, EXECUTORS
+from vsim.engine import EXECUTORS
 from vsim.engine.objective import LossFunction
 from vsim.network import Compute, Network
 from vsim.records.history import COLUMNS
@@ -76,7 +76,7 @@ class RunSpec:
     autocast: bool = False
     executor: str = "auto"
     deterministic: bool = False
-    compile: bool | str = False
+    compile: bool = False
     chunk_size: int | None = None
     backend: str = "stacked"
     devices: Sequence[str | torch.device] | None = None
@@ -138,9 +138,7 @@ class RunSpec:
         if not isinstance(self.callbacks, Sequence | None) or isinstance(self.callbacks, str):
             raise TypeError(f"callbacks must be a list of callbacks, got {self.callbacks!r}")
         self._set("callbacks", list(self.callbacks or ()))
-        events = ("on_start", "on_step", "on_evaluation", "on_end", "on_exit")
-        hearing = [c for c in self.callbacks if callable(c) or any(hasattr(c, event) for event in events)]
-        odd = [c for c in self.callbacks if isinstance(c, type) or c not in hearing]
+        odd = [c for c in self.callbacks or () if isinstance(c, type) or not (callable(c) or hasattr(c, "on_step"))]
         if odd:
             raise TypeError(f"callbacks must be vsim.Callback objects, or functions f(run), got {odd[0]!r}")
         if not isinstance(self.metrics, Mapping | None):
@@ -171,15 +169,12 @@ class RunSpec:
 
     def _check_computing(self) -> None:
         one_of("executor", self.executor, EXECUTORS)
-        if not isinstance(self.compile, bool | str) or self.compile not in COMPILE:
-            raise ValueError(f"compile must be True, False, 'trace' or 'auto', got {self.compile!r}")
-        inexact = {"autocast=True": self.autocast, "compile=True": self.compile is True}
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"compile must be True or False, got {self.compile!r}")
+        inexact = {"autocast=True": self.autocast, "compile=True": self.compile}
         if self.deterministic and any(inexact.values()):
             given = next(name for name, chosen in inexact.items() if chosen)
             raise ValueError(f"deterministic=True is bitwise equal to eager float32, which {given} is not")
-        if self.executor == "vmap" and self.compile == "auto":
-            allowed = "give True, False or 'trace' with 'vmap'"
-            raise ValueError(f"compile='auto' is a choice that executor='auto' makes; {allowed}")
         if self.executor == "loop" and (self.compile or self.chunk_size is not None):
             given = f"compile={self.compile!r}" if self.compile else f"chunk_size={self.chunk_size}"
             raise ValueError(f"{given} has no effect with executor='loop', which is eager and takes one node at a time")
@@ -194,9 +189,8 @@ class RunSpec:
             idle = [name for name in of_processes if getattr(self, name) is not None]
             if idle:
                 raise ValueError(f"{', '.join(idle)} has no effect with backend='stacked'")
-        elif self.executor != "auto" or self.chunk_size is not None or self.compile in ("trace", "auto"):
-            given = f"executor={self.executor!r}" if self.executor != "auto" else f"compile={self.compile!r}"
-            given = given if self.chunk_size is None else f"chunk_size={self.chunk_size}"
+        elif self.executor != "auto" or self.chunk_size is not None:
+            given = f"executor={self.executor!r}" if self.chunk_size is None else f"chunk_size={self.chunk_size}"
             raise ValueError(f"{given} has no effect with backend='process', which runs eager PyTorch")
         elif self.device is not None and self.devices is not None:
             raise TypeError("device and devices say the same thing; give one of them")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from vsim_kernels.alignment import aligned, empty_rows, is_aligned, rows_apart
 
-from vsim.cluster.randomness import default_generator, drawing_from
+from vsim.cluster.randomness import default_generator, drawing_from, preserved
 from vsim.cluster.replicas import Replicas, Views
-from vsim.engine.objective import Objective
-from vsim.engine.own_state import OwnState
-from vsim.private_torch import storage_key, tensor_tables
+from vsim.engine.objective import (
+    Objective,
+    changed,
+    functions_naming,
+    global_generators,
+    kept_in_python,
+    listed,
+    versions,
+)
+from vsim.private_torch import is_wrapped, storage_key, unwatched, version
 
 
 @dataclass(frozen=True)
@@ -29,16 +35,13 @@ class Settings:
         autocast: compute in bfloat16 where torch.autocast does.
         exact: every node is bitwise equal to eager PyTorch on that node alone.
         chunk_size: nodes computed at once, where that is a choice; None: the best number.
-        compile: compile the loss and its gradient; "trace": capture their operations; "auto": trace, and compile if the
-            remaining steps repay it.
-        num_steps: the steps of the run, for choices that have to be repaid; None: unknown.
+        compile: compile the loss and its gradient.
     """
 
     autocast: bool = False
     exact: bool = False
     chunk_size: int | None = None
-    compile: bool | str = False
-    num_steps: int | None = None
+    compile: bool = False
 
 
 class Executor(ABC):
@@ -54,7 +57,6 @@ class Executor(ABC):
     Attributes:
         name: its name in the history.
         reason: why it was chosen, if there was a choice.
-        is_ready: whether the last step took as long as the next ones of its kind will.
         preparing: what the next step does beside computing, if that takes long: for those who wait.
         has_given_threads: whether the user has said how many threads compute it.
         step: the number of the run's step that is computed, from 1; a run that resumes sets the completed steps.
@@ -62,7 +64,6 @@ class Executor(ABC):
 
     name: str
     reason: str = ""
-    is_ready: bool = True
     preparing: str = ""
     has_given_threads: bool = False
     step: int = 0
@@ -79,8 +80,9 @@ class Executor(ABC):
         self.generators = generators
         self.settings = settings or Settings()
         self._moved: list[tuple[Tensor, Tensor]] = []
-        self._places = Places(objective.model)
-        self._own_state = OwnState(replicas, objective)
+        self._steps = 0  # that this executor has taken
+        self._shared = SharedState(replicas, objective)
+        self._writes_in_evaluation: bool | None = None  # whether the model writes to its weights then
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         """Return stacked losses (K,) of a stacked batch (K, B, …) and leave the gradients in `replicas.grads`.
@@ -89,14 +91,87 @@ class Executor(ABC):
         each weighted by its part of the batch.
         """
         self.step += 1
-        self._own_state.begin()
+        self._steps += 1
+        self.prepare(batch)
+        looks = not self.objective.changes and self._steps > 1 and self._steps.bit_count() == 1  # 2, 4, 8, …
+        before = self._kept() if looks else {}
+        self._shared.begin()
         total: Tensor | None = None
         for piece, share in minibatches(self._laid_out(batch), minibatch_size):
             losses = self._backward(piece, share, first=total is None)
             total = losses if total is None else total + losses
         assert total is not None
-        self._own_state.check()
+        self._shared.check()
+        if looks and (found := changed(before, self._kept())):
+            raise ValueError(
+                f"the model changes {listed(found)} in forward, but not in its first step, so that the nodes share it: "
+                "make it a buffer (register_buffer), or change it from the first step on"
+            )
         return total
+
+    def prepare(self, batch: Any) -> None:
+        """Find out, before the first step, what the model changes besides parameters and buffers."""
+        if self.objective.changes is None:
+            self.objective.changes = self._changes(batch)
+        self._use_python(self.objective.changes)
+
+    def _kept(self) -> dict[str, Any]:
+        own = {id(t) for t in (*self.objective.parameters(), *self.objective.buffers())}
+        return kept_in_python(self.objective.model, self.objective.loss_fn, own)
+
+    def _use_python(self, changes: list[str]) -> None:  # noqa: B027  # by default nothing follows
+        """Prepare for a model that changes these attributes in `forward`, if it does."""
+
+    @contextmanager
+    def first_node(self, batch: Any) -> Iterator[tuple[Objective, Views, Any]]:
+        """Place copies of all that the first node has in a copy of the model; yield it, the copies, and its batch.
+
+        What is computed within the block leaves no trace: not in weights, buffers, attributes or random streams.
+
+        Args:
+            batch: one node's (B, …).
+        """
+        node, device = self.replicas.rows(0, 1), self.replicas.weights.device
+        weights = {name: w[0].clone().requires_grad_() for name, w in node.views(node.weights).items()}
+        buffers = {name: b[0].clone() for name, b in node.buffers.items()}
+        objective, stream = self.objective.of_row(0).copied(), torch.Generator(device)
+        stream.set_state((*self.generators, default_generator(device))[0].get_state())
+        placed = objective.placed(weights, buffers)
+        with unwatched(), preserved(device), drawing_from(stream), torch.enable_grad(), self._precision(), placed:
+            yield objective, {**weights, **buffers}, cloned(batch)
+
+    def _changes(self, batch: Any) -> list[str]:
+        """Return what the model changes in `forward` besides parameters and buffers, as a trial with one node tells.
+
+        Raises:
+            ValueError: it changes the user's own model, by a function that names it.
+        """
+        originals = self.objective.originals
+
+        def of_originals() -> Any:
+            return [kept_in_python(m) for m in originals], versions(originals)
+
+        theirs = of_originals()
+        with self.first_node(tree_map(lambda t: t[0], batch)) as (objective, tensors, own_batch):
+            own = {id(t) for t in (*tensors.values(), *objective.parameters(), *objective.buffers())}
+            before, drawn = kept_in_python(objective.model, objective.loss_fn, own), global_generators()
+            try:
+                loss, _ = objective(own_batch, False)
+                self._shared.check_reached(loss)
+            except ValueError:
+                raise
+            except Exception:  # which the step itself is going to raise, and say more of
+                return []
+            found = changed(before, kept_in_python(objective.model, objective.loss_fn, own))
+            if global_generators() != drawn:
+                found.append("the global random generator of Python or NumPy")
+        if of_originals() != theirs:
+            by = functions_naming(self.objective.model, originals) or ["a function that names it"]
+            raise ValueError(
+                f"{listed(by)} changes the model that was given, not the copies that a run trains: take the module "
+                "from the hook's arguments, or use a bound method (self.register_forward_hook(self.method))"
+            )
+        return found
 
     @staticmethod
     def _laid_out(batch: Any) -> Any:
@@ -158,15 +233,19 @@ class Executor(ABC):
 
     @torch.no_grad()
     def evaluate(
-        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator, row: int = 0
     ) -> tuple[Tensor, Tensor | None]:
         """Return stacked (losses, accuracies), both (R,), of weights (R, P) on one shared batch (B, …).
 
-        The model is in evaluation mode meanwhile, and draws from `stream`, the same numbers for every row. Nothing of
-        the training state changes. `accuracies` is None where the objective knows none.
+        A copy of the model computes them, in evaluation mode, and draws from `stream`, the same numbers for every row.
+        Nothing of the training state changes. `accuracies` is None where the objective knows none.
+
+        Args:
+            row: the node whose Python evaluates, where a model has another for each.
         """
-        with evaluating(self.objective), self._own_state.untouched():
-            return self._evaluate(weights, buffers, batch, stream)
+        objective = self._for_evaluation(row)
+        with self._restored(weights):
+            return self._evaluate(objective, weights, buffers, batch, stream)
 
     @torch.no_grad()
     def apply(
@@ -176,20 +255,45 @@ class Executor(ABC):
         buffers: Views,
         batch: Any,
         stream: torch.Generator,
+        row: int = 0,
     ) -> Any:
         """Return function(model, batch) of the model as in `evaluate`, with shared weights (P,) and buffers."""
+        objective = self._for_evaluation(row)
         own_buffers = {name: b.clone() for name, b in buffers.items()}
-        parameters = {name: aligned(w) for name, w in self.replicas.views(weights).items()}
-        placed, own_state = self._placed(parameters, own_buffers), self._own_state.untouched()
-        with evaluating(self.objective), own_state, drawing_from(stream), self._precision(), placed:
-            return function(self.objective.model, cloned(batch))
+        parameters = {name: aligned(w) for name, w in self.replicas.views(weights.clone()).items()}
+        with drawing_from(stream), self._precision(), objective.placed(parameters, own_buffers):
+            return function(objective.model, cloned(batch))
+
+    def _for_evaluation(self, row: int) -> Objective:
+        objective = self.objective.of_row(row).copied()
+        objective.model.eval()
+        return objective
+
+    @contextmanager
+    def _restored(self, weights: Tensor) -> Iterator[None]:
+        """Restore weights at the end of a block, where the model writes to them in evaluation, too.
+
+        As nn.Embedding(max_norm=…) does. The first evaluation tells.
+        """
+        if self._writes_in_evaluation is False:
+            at_first = version(weights)
+            yield
+            if version(weights) != at_first:
+                raise ValueError("the model writes to its weights in evaluation, but not in the first one")
+            return
+        at_first, copies = version(weights), weights.clone()
+        yield
+        self._writes_in_evaluation = version(weights) != at_first or not _equal_bits(weights, copies)
+        if self._writes_in_evaluation:
+            shared = weights.stride(0) == 0  # one row for all
+            (weights[:1] if shared else weights).copy_(copies[:1] if shared else copies)
 
     @abstractmethod
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         """Return share · losses (K,); write (if first) or add share · gradients to `replicas.grads`."""
 
     def _evaluate(
-        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+        self, objective: Objective, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the results of `evaluate`; here row by row, in ordinary eager PyTorch."""
         outcomes = []
@@ -197,34 +301,14 @@ class Executor(ABC):
         for row, own_weights in enumerate(weights):
             own_buffers = {n: b[row].clone() for n, b in buffers.items()}
             stream.set_state(state)
-            with drawing_from(stream), self._precision(), self._own_state.untouched():
-                # Parameters, also to an operation that asks whether they need a gradient, as recurrent ones do.
-                parameters = {
-                    name: aligned(w).detach().requires_grad_() for name, w in self.replicas.views(own_weights).items()
-                }
-                outcomes.append(self._outcome(parameters, own_buffers, cloned(batch), True))
+            # Parameters, also to an operation that asks whether they need a gradient, as recurrent ones do.
+            parameters = {
+                name: aligned(w).detach().requires_grad_() for name, w in self.replicas.views(own_weights).items()
+            }
+            with drawing_from(stream), self._precision(), objective.placed(parameters, own_buffers):
+                outcomes.append(objective(cloned(batch), True))
         accuracies = [a for _, a in outcomes if a is not None]
         return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None
-
-    def _outcome(
-        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, with_accuracy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """The loss and accuracy of one node, from its own tensors."""
-        with self._placed(parameters, buffers):
-            outcome: tuple[Tensor, Tensor | None] = self.objective(batch, with_accuracy)
-        return outcome
-
-    @contextmanager
-    def _placed(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the model compute with the tensors of one node."""
-        before = self._places.put({**parameters, **buffers})
-        try:
-            yield
-        finally:
-            after = self._places.put(before)
-        for name, buffer in buffers.items():
-            if after[name] is not buffer:
-                keep_assigned(name, buffer, after[name])
 
     def _precision(self) -> AbstractContextManager[Any]:
         if not self.settings.autocast:
@@ -236,30 +320,6 @@ class Executor(ABC):
 def bits_of(t: Tensor) -> Tensor:
     """Return a floating-point tensor's bits as whole numbers: equal where it is, NaNs included."""
     return t.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
-
-
-class Places:
-    """The places of a module's tensors in its tree, where other tensors can take their place.
-
-    As torch.func.functional_call, which searches the tree at every call, while here it is searched once.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        tables = [table for m in module.modules() for table in tensor_tables(m)]
-        where: dict[int, list[tuple[Any, str]]] = {}
-        for table in tables:
-            for key, tensor in table.items():
-                where.setdefault(id(tensor), []).append((table, key))
-        named = itertools.chain(module.named_parameters(), module.named_buffers())
-        self._of = {name: where[id(tensor)] for name, tensor in named}  # of tied tensors, several
-
-    def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Put tensors in the places of these names, and return the tensors that were there."""
-        before = {}
-        for name, tensor in tensors.items():
-            for table, key in self._of[name]:
-                before[name], table[key] = table[key], tensor
-        return before
 
 
 def cloned(batch: Any) -> Any:
@@ -297,20 +357,8 @@ def check_examples(batch: Any, dim: int) -> None:
         )
 
 
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put `module` in evaluation mode for a block; every submodule gets back the mode that it had."""
-    modes = {m: m.training for m in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for m, training in modes.items():
-            m.training = training
-
-
 class Before:
-    """A snapshot of the state that a step changes beside gradients: buffers, random streams, a model's own numbers.
+    """A snapshot of the state that a step changes besides gradients: buffers, random streams, nodes' own Python.
 
     Args:
         executor: the executor that takes the step.
@@ -323,10 +371,9 @@ class Before:
         default = default_generator(replicas.weights.device)
         self.streams = [(g, g.get_state()) for g in [*executor.generators, default, *streams]]
         self.objective = executor.objective
-        objective = self.objective
-        self.numbers = objective.read(), dict(objective.numbers), objective.others, objective.left
-        changed = [*([replicas.weights] if weights else []), *replicas.buffers.values()]
-        self.tensors = [(t, t.clone()) for t in changed]
+        self.of_nodes = self.objective.snapshot()
+        written = [*([replicas.weights] if weights else []), *replicas.buffers.values()]
+        self.tensors = [(t, t.clone()) for t in written]
 
     def restore(self) -> None:
         """Restore the snapshot."""
@@ -334,25 +381,7 @@ class Before:
             stream.set_state(state)
         for tensor, value in self.tensors:
             tensor.copy_(value)
-        now, of_nodes, self.objective.others, self.objective.left = self.numbers
-        self.objective.write(now)
-        self.objective.numbers.clear()
-        self.objective.numbers.update(of_nodes)
-
-
-def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:
-    """Write to a buffer the tensor that the model has assigned in its place.
-
-    Raises:
-        ValueError: it has another shape or dtype, or is no tensor.
-    """
-    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
-        now = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(
-            f"the model assigns buffer {name}, which is {buffer.dtype} {list(buffer.shape)}, anew as {now}: the nodes' "
-            "buffers are stacked, so register it with the dtype and shape that it is going to have"
-        )
-    buffer.copy_(value.detach())
+        self.objective.restore(self.of_nodes)
 
 
 @contextmanager
@@ -390,3 +419,88 @@ def write_or_add(grads: list[Tensor], pieces: Sequence[Tensor], first: bool) -> 
     elsewhere = [(g, p) for g, p in zip(grads, pieces, strict=True) if g.data_ptr() != p.data_ptr()]
     if elsewhere:
         torch._foreach_copy_([g for g, _ in elsewhere], [p for _, p in elsewhere])
+
+
+def _equal_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(bits_of(one), bits_of(other))
+
+
+class SharedState:
+    """Refuses state that nodes would share silently: frozen parameters, buffers of a loss, parameters in closures.
+
+    Args:
+        replicas: the nodes. objective: whose tensors these are.
+    """
+
+    def __init__(self, replicas: Replicas, objective: Objective) -> None:
+        self.replicas, self.objective = replicas, objective
+        self._strangers = {
+            id(p): name for model in (objective.model, *objective.originals) for name, p in model.named_parameters()
+        }
+        self._made: dict[str, tuple[int, int]] | None = None  # buffers that forward has made, after the first step
+        self._may_make = True
+
+    def begin(self) -> None:
+        """Look at the state before a step."""
+        self._frozen = {name: (t, version(t)) for name, t in self.replicas.frozen.items()}
+        self._of_loss = {n: (b, version(b)) for n, b in self._loss_buffers() if self.replicas.num_held > 1}
+
+    def check_reached(self, losses: Tensor) -> None:
+        """Raise a ValueError if losses depend on parameters of the model that are no node's.
+
+        A node's own tensors take the places of its parameters: whoever holds a parameter in a list, say, has that of
+        before, and so has a loss function that names the model which was given to the trainer.
+        """
+        nodes = [losses.grad_fn]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            name = self._strangers.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                raise ValueError(
+                    f"the loss depends on {name} not by the module that has it but by another way, such as a list, a "
+                    "closure or a global variable, where it is no node's own and never trained: take it from its "
+                    "module, in forward"
+                )
+            found = {following for following, _ in getattr(node, "next_functions", ()) if following is not None}
+            nodes += found - seen
+            seen |= found
+
+    def check(self) -> None:
+        """Check the state after a step.
+
+        Raises:
+            ValueError: a frozen parameter or a buffer of the loss has changed, or forward has created a buffer that is
+                not the same for all nodes and steps. The first two steps tell; a constant buffer, such as a mask, does
+                no harm.
+        """
+        for name, (tensor, at_first) in self._frozen.items():
+            if version(tensor) != at_first:
+                raise ValueError(
+                    f"the model changes {name} in forward, a parameter that requires no gradient and that the nodes "
+                    "share: make it a buffer (register_buffer), of which every node has its own"
+                )
+        for name, buffer in self._loss_buffers() if self._of_loss else ():
+            tensor, at_first = self._of_loss.get(name, (buffer, version(buffer)))
+            if buffer is not tensor or version(tensor) != at_first:
+                raise ValueError(
+                    f"loss_fn changes its buffer {name}, which all nodes that are computed together share: make it "
+                    "a buffer of the model, which returns its loss itself, so that every node has its own"
+                )
+        if not self._may_make:
+            return
+        made = {n: b for n, b in self.objective.model.named_buffers() if n not in self.replicas.buffers}
+        now = {name: (id(b), version(b)) for name, b in made.items()}
+        own = [name for name, b in made.items() if is_wrapped(b)]
+        if self._made is not None:
+            own += [name for name in now if now[name] != self._made.get(name)]
+        if own:
+            raise ValueError(
+                f"the model makes buffers in forward: {', '.join(own)}; register them with a tensor of their shape, so "
+                "that every node has its own"
+            )
+        self._may_make, self._made = bool(made) and self._made is None, now
+
+    def _loss_buffers(self) -> list[tuple[str, Tensor]]:
+        loss_fn = self.objective.loss_fn
+        return list(loss_fn.named_buffers()) if isinstance(loss_fn, nn.Module) else []

@@ -1,0 +1,433 @@
+"""What a model changes in `forward` besides its parameters and buffers: every node has its own, in the loop."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from separate import Communication, Scaled, train_separately, vectors
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import vsim
+from vsim import Trainer
+from vsim.cluster.state import CheckpointError
+from vsim.engine import VmapError
+from vsim.engine.objective import changed, kept_in_python, listed
+from vsim.strategy import AsyncDiLoCoStrategy, SimpleReduceStrategy, Strategy
+
+OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": 6, "batch_size": 5, "val_interval": 2, "progress": False}
+SGD = Strategy(optim_spec="sgd", lr=0.5)
+
+
+def trained(model: nn.Module, **options: Any) -> Trainer:
+    trainer = Trainer(model, vectors(), vectors(7))
+    trainer.fit(**{"strategy": SGD, **OPTIONS, **options})
+    return trainer
+
+
+class Counter(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def number(self) -> Any:
+        self.calls += 1
+        return self.calls
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x / self.number() if self.training else x
+
+
+class InDict(Counter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {"of": [0]}
+
+    def number(self) -> Any:
+        self.seen["of"][0] += 1
+        return self.seen["of"][0]
+
+
+class InList(Counter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def number(self) -> Any:
+        self.seen.append(1)
+        return len(self.seen)
+
+
+class InObject(Counter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(calls=0)
+
+    def number(self) -> Any:
+        self.config.calls += 1
+        return self.config.calls
+
+
+class OwnGenerator(Counter):
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def number(self) -> Any:
+        if isinstance(self.stream, torch.Generator):
+            return 1 + torch.rand((), generator=self.stream)
+        return self.stream.uniform(1, 2)
+
+
+class Average(Counter):
+    """Outputs less their running mean, in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(5)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class AverageInPlace(Average):
+    def scaled(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+class Shown(Scaled):
+    """Keeps its outputs for whoever wants to see them."""
+
+    def scaled(self, x: Tensor) -> Tensor:
+        self.shown = x
+        return x
+
+
+class BoundHook(Counter):
+    """A hook that is a method of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.register_forward_hook(self.count)
+
+    def count(self, module: nn.Module, inputs: Any, outputs: Tensor) -> None:
+        self.calls += self.training
+
+    def number(self) -> Any:
+        return self.calls
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    **{kind.__name__: kind for kind in (Counter, InDict, InList, InObject, Average, AverageInPlace, Shown, BoundHook)},
+    "random.Random": lambda: OwnGenerator(random.Random(3)),
+    "np.random.Generator": lambda: OwnGenerator(np.random.default_rng(3)),
+    "torch.Generator": lambda: OwnGenerator(torch.Generator().manual_seed(3)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_node_has_its_own(kind: str) -> None:
+    """As separate modules in plain PyTorch have; validation changes nothing."""
+    make = KINDS[kind]
+    expected = train_separately(
+        make(), vectors(), Communication(), lambda p: torch.optim.SGD(p, lr=0.5), num_nodes=3, max_steps=6, batch_size=5
+    )
+    chosen, loop = trained(make()), trained(make(), executor="loop", val_interval=None)
+    np.testing.assert_allclose(chosen.history.node_losses, expected.losses, rtol=1e-5)
+    np.testing.assert_array_equal(chosen.history.node_losses, loop.history.node_losses)
+    assert chosen.history.executor == "loop" and "in forward: every node has a copy" in chosen.history.executor_reason
+    with pytest.raises(VmapError, match=r"changes model\..* in forward.*register_buffer.*executor='loop'"):
+        trained(make(), executor="vmap")
+
+
+def test_a_validation_reads_each_nodes_own() -> None:
+    class Buffer(Average):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.mean
+            self.register_buffer("mean", torch.zeros(5))
+
+    ours, theirs = trained(Average()).history, trained(Buffer(), executor="loop").history
+    for column in ("local_loss", "node_loss_min", "node_loss_max"):
+        np.testing.assert_allclose(ours[column], theirs[column], rtol=1e-6)
+
+
+def test_asynchronous_workers_have_their_own() -> None:
+    options: dict[str, Any] = {
+        "strategy": AsyncDiLoCoStrategy(H=2, optim_spec="sgd", lr=0.1),
+        "network": vsim.Network(1e9, 1e-3),
+        "compute": vsim.Compute([1.0, 2.0, 3.0]),
+        "max_steps": 9,
+    }
+
+    class Buffer(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def scaled(self, x: Tensor) -> Tensor:
+            self.calls += self.training
+            return x / self.calls if self.training else x
+
+    ours, expected = trained(Counter(), **options), trained(Buffer(), executor="loop", **options)
+    np.testing.assert_allclose(ours.history.node_losses, expected.history.node_losses, rtol=1e-5)
+
+
+def test_a_loss_may_count() -> None:
+    class Loss:
+        calls = 0
+
+        def __call__(self, outputs: Tensor, y: Tensor) -> Tensor:
+            self.calls += 1
+            return F.cross_entropy(outputs / self.calls, y)
+
+    trainer = Trainer(Counter().layer, vectors(), loss_fn=Loss())
+    trainer.fit(strategy=SGD, **{**OPTIONS, "val_interval": None})
+    np.testing.assert_allclose(trainer.history.node_losses, trained(Counter()).history.node_losses, rtol=1e-6)
+    assert "loss_fn" in trainer.history.executor_reason
+
+
+def test_runs_of_a_comparison_are_those_alone() -> None:
+    strategies = {"alone": SGD, "together": SimpleReduceStrategy(optim_spec="sgd", lr=0.5)}
+    compared = vsim.compare(Average(), vectors(), vectors(7), strategies=strategies, **OPTIONS)
+    for name, strategy in strategies.items():
+        alone = trained(Average(), strategy=strategy).history
+        np.testing.assert_allclose(compared[name].history.node_losses, alone.node_losses, rtol=1e-6)
+
+
+def test_a_callback_sees_the_first_nodes_and_assigns_to_all() -> None:
+    seen = []
+
+    def restart(run: Any) -> None:
+        seen.append(run.model.calls)
+        if run.done == 3:
+            run.model.calls = 0
+
+    losses = trained(Counter(), callbacks=[restart]).history.node_losses
+    assert seen == [1, 2, 3, 1, 2, 3]
+    before = trained(Counter()).history.node_losses
+    assert np.array_equal(losses[:3], before[:3]) and not np.isclose(losses[3:], before[3:], rtol=1e-3).any()
+
+
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+def test_an_attribute_or_global_that_a_callback_changes_is_read_at_the_next_step(executor: str) -> None:
+    class Read(Scaled):
+        scale = 1.0
+
+        def scaled(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    def double(run: Any) -> None:
+        if run.done == 3:
+            run.model.scale = 2.0
+
+    changing, plain = trained(Read(), executor=executor, callbacks=[double]), trained(Read(), executor=executor)
+    ours, theirs = changing.history.node_losses, plain.history.node_losses
+    assert np.array_equal(ours[:3], theirs[:3]) and (ours[3:] != theirs[3:]).all()
+
+
+# What is refused
+
+
+def test_a_hook_that_names_the_model_is_refused() -> None:
+    class Closure(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("n", torch.zeros(()))
+            self.layer.register_forward_hook(lambda m, i, o: self.n.add_(1) and None)
+
+    for options in ({}, {"executor": "loop"}, {"executor": "vmap"}):
+        with pytest.raises(
+            ValueError, match=r"model\.layer\.forward hook changes the model that was given.*bound method"
+        ):
+            trained(Closure(), val_interval=None, **options)
+
+    class Reading(Scaled):  # which does no harm
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = 2.0
+            self.layer.register_forward_hook(lambda m, i, o: o * self.factor)
+
+    assert trained(Reading()).history.executor == "vmap"
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["Python", "NumPy"])
+def test_global_generators_are_drawn_from_by_each_node(draw: Callable[[], float]) -> None:
+    class Stochastic(Scaled):
+        def scaled(self, x: Tensor) -> Tensor:
+            return x * draw() if self.training else x
+
+    ours, loop = trained(Stochastic()), trained(Stochastic(), executor="loop")
+    assert "global random generator" in ours.history.executor_reason and ours.history.executor == "loop"
+    np.testing.assert_array_equal(ours.history.node_losses, loop.history.node_losses)
+    with pytest.raises(VmapError, match="global random generator"):
+        trained(Stochastic(), executor="vmap")
+
+
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+def test_a_change_that_begins_later_is_refused(executor: str) -> None:
+    class Late(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+            self.calls = 0
+
+        def scaled(self, x: Tensor) -> Tensor:
+            self.steps += self.training
+            if int(self.steps) >= 4:
+                self.calls += 1
+            return x
+
+    with pytest.raises(ValueError, match=r"changes model\.calls in forward, but not in its first step"):
+        trained(Late(), executor=executor)
+
+
+class Remembered(Counter):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def test_what_a_resumed_run_continues_with(tmp_path: Path) -> None:
+    for kind in (Counter, Remembered):
+        whole = trained(kind()).history.node_losses
+        trained(kind(), max_steps=3, save_dir=tmp_path / kind.__name__)
+        saved = vsim.load_checkpoint(tmp_path / kind.__name__)
+        if kind is Remembered:
+            np.testing.assert_array_equal(trained(kind(), resume=saved).history.node_losses, whole)
+            continue
+        with pytest.warns(UserWarning, match=r"model\.calls in forward, which a checkpoint does not hold"):
+            resumed = trained(kind(), resume=saved).history.node_losses
+        assert np.array_equal(resumed[:3], whole[:3]) and not np.array_equal(resumed[3:], whole[3:])
+
+
+@pytest.mark.parametrize(
+    "plan", [vsim.Schedule({0: [0, 1, 2], 2: [0, 2], 4: [0, 1, 2]}), vsim.Sample(2, of=3)], ids=repr
+)
+def test_nodes_that_come_and_go_are_refused_without_extra_state(plan: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"changes model\.calls in forward, which cannot be moved"):
+        trained(Counter(), participation=plan, num_nodes=2 if isinstance(plan, vsim.Sample) else 3)
+
+
+def test_extra_state_moves_with_its_node() -> None:
+    plan = vsim.Schedule({0: [0, 1, 2], 2: [0, 2]})
+    ours = trained(Remembered(), participation=plan, executor="loop").history.node_losses
+    whole = trained(Counter(), participation=vsim.Schedule({0: [0, 1, 2]}), executor="loop").history.node_losses
+    np.testing.assert_array_equal(ours[:, [0, 2]], whole[:, [0, 2]])
+
+
+# Evaluation
+
+
+class MaxNorm(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4, max_norm=0.5)
+        with torch.no_grad():
+            self.table.weight.copy_(torch.arange(20.0).view(5, 4))
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        loss: Tensor = super().forward(batch)
+        return loss + (0.1 * self.table(batch[1]).square().mean() if not self.training else 0 * self.table.weight.sum())
+
+
+class Clamped(Scaled):
+    def scaled(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.layer.weight.data.clamp_(-0.01, 0.01)
+        return x
+
+
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
+@pytest.mark.parametrize("kind", [MaxNorm, Clamped])
+@pytest.mark.parametrize("strategy", [SGD, SimpleReduceStrategy(optim_spec="sgd", lr=0.5)], ids=["rows", "one row"])
+def test_weights_that_evaluation_writes_to_are_restored(kind: Any, executor: str, strategy: Strategy) -> None:
+    validated, plain = (
+        trained(kind(), executor=executor, strategy=strategy, val_interval=n, metrics={"m": lambda model, b: model(b)})
+        for n in (1, None)
+    )
+    np.testing.assert_array_equal(validated.history.node_losses, plain.history.node_losses)
+    assert validated.strategy is not None and plain.strategy is not None
+    assert torch.equal(validated.strategy.cluster.weights, plain.strategy.cluster.weights)
+
+
+# Recurrent models
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: str, packed: bool = False, **options: Any) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.rnn = getattr(nn, kind)(4, 6, batch_first=True, **options)
+            self.out = nn.Linear(12 if options.get("bidirectional") else 6, 5)
+        self.packed = packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 3, 4)
+        if not self.packed:
+            return self.out(self.rnn(x)[0].mean(1))
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((len(x),), 3), batch_first=True)
+        outputs, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        return self.out(outputs.mean(1))
+
+
+RECURRENT = [
+    Recurrent("RNN"),
+    Recurrent("GRU", bidirectional=True),
+    Recurrent("LSTM"),
+    Recurrent("LSTM", num_layers=2, dropout=0.3),
+    Recurrent("LSTM", packed=True, bidirectional=True),
+]
+
+
+@pytest.mark.filterwarnings("ignore:executor='auto' continues with 'loop'")  # packed sequences
+@pytest.mark.parametrize("strategy", [SGD, SimpleReduceStrategy(optim_spec="sgd", lr=0.5)], ids=["rows", "one row"])
+@pytest.mark.parametrize("model", RECURRENT, ids=lambda m: f"{m.rnn}{' packed' * m.packed}")
+def test_recurrent_models(model: nn.Module, strategy: Strategy) -> None:
+    losses = []
+    for executor in ("auto", "loop"):
+        trainer = Trainer(copy.deepcopy(model), vectors(), vectors(7), loss_fn=F.cross_entropy)
+        trainer.fit(**OPTIONS, strategy=strategy, executor=executor)
+        losses.append(trainer.history.node_losses)
+        assert "in forward" not in trainer.history.executor_reason
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [RECURRENT[3], Average(), Counter()], ids=["LSTM", "Average", "Counter"])
+def test_processes_have_the_same_bits(model: nn.Module) -> None:
+    loss_fn = F.cross_entropy if isinstance(model, Recurrent) else None
+    options = {"num_nodes": 2, "max_steps": 4, "val_dataset": vectors(7), "val_interval": 2, "loss_fn": loss_fn}
+    assert vsim.verify(model, vectors(), SGD, **options).identical
+
+
+# The comparison of attributes
+
+
+def test_what_is_compared() -> None:
+    model = InObject()
+    model.vocabulary = {str(i): i for i in range(5000)}  # type: ignore[assignment]
+    model.itself = [model.__dict__]  # type: ignore[assignment]
+    model.config.itself = model.config
+    before = kept_in_python(model)
+    assert changed(before, kept_in_python(model)) == []
+    model.config.calls, model.layer.new = 3, torch.tensor(float("nan"))  # type: ignore[assignment]
+    found = changed(before, kept_in_python(model))
+    assert {"model.config", "model.layer.new"} <= set(found)
+    assert changed(kept_in_python(model), kept_in_python(model)) == []
+    assert listed(list("abcdef")) == "a, b, c, d and 2 more"

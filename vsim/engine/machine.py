@@ -1,0 +1,174 @@
+"""What of this machine a run uses: its device, threads, and the allocator and vector functions of its libraries.
+
+Small steps are computed by one thread. An operation that two threads share ends when the slower one does, and where
+another program keeps a core busy that is after a slice of its time: a step of four small MLPs then takes seven times as
+long as with one thread, which on a quiet machine needs no longer than two for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from vsim.engine.executor import Executor
+
+# Multiplications and additions of a step below which one thread computes it: 4 MLPs of 26,000 weights with 16 examples
+# have 10 million, 16 of them 40.
+SMALL = 20_000_000
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """Return the device asked for, or the best there is: cuda, else mps, else cpu.
+
+    Raises:
+        ValueError: the name is unknown, or this machine has no such device.
+    """
+    available = {
+        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "mps": int(torch.backends.mps.is_available()),
+        "cpu": 1,
+    }
+    here = [name for name, count in available.items() if count]
+    if device is None or device == "":  # "" is what command lines of scripts for EXO Gym have as their default
+        return torch.device(here[0])
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"unknown device {device!r}; this machine has {', '.join(here)}") from error
+    if (chosen.index or 0) >= available.get(chosen.type, 0):
+        raise ValueError(f"device {str(device)!r} is not available; this machine has {', '.join(here)}")
+    return chosen
+
+
+def devices_of_nodes(
+    devices: Sequence[str | torch.device] | None, device: str | torch.device | None, nodes_here: int
+) -> list[torch.device]:
+    """Return the devices that the nodes' processes take in turn."""
+    if devices is not None:
+        if isinstance(devices, str) or not len(devices):
+            raise TypeError(f"devices must be a list of devices with at least one, got {devices!r}")
+        return [pick_device(d) for d in devices]
+    if device is not None:
+        return [pick_device(device)]
+    gpus = torch.cuda.device_count()
+    return [torch.device("cuda", i) for i in range(nodes_here)] if gpus >= nodes_here else [torch.device("cpu")]
+
+
+@contextmanager
+def using_threads(number: int) -> Iterator[None]:
+    """Let PyTorch's operations on the CPU use so many threads within a block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Threads:
+    """Chooses the threads of an executor's steps, by their shapes alone.
+
+    Args:
+        executor: whose choice it is. With `settings.exact` there is none, as the last bits may depend on it, and where
+            the threads are given, as to the processes of a run.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self._small: dict[Any, bool] = {}  # by the shapes of a batch
+
+    def of(self, batch: Any) -> AbstractContextManager[None]:
+        """Make a context to take a step with this stacked batch (R, B, …) in: with one thread if the step is small."""
+        alone = torch.get_num_threads() > 1 and self._is_small(batch)
+        return using_threads(1) if alone else nullcontext()
+
+    def _is_small(self, batch: Any) -> bool:
+        replicas = self.executor.replicas
+        settled = self.executor.settings.exact or self.executor.has_given_threads
+        if settled or replicas.weights.device.type != "cpu":
+            return False
+        shapes = tuple(t.shape for t in tree_leaves(batch))
+        if shapes not in self._small:
+            # Optimizers and communication go over all weights, even where a batch reaches few of them.
+            self._small[shapes] = replicas.num_held * replicas.num_parameters < SMALL / 50 and (
+                replicas.num_held * self._flops_of_node(tree_map(lambda t: t[0], batch)) < SMALL
+            )
+        return self._small[shapes]
+
+    def _flops_of_node(self, batch: Any) -> int:
+        """Return the multiplications and additions of one node's step: its forward pass, and twice that backward."""
+        with self.executor.first_node(batch) as (objective, _, own), FlopCounterMode(display=False) as counter:
+            try:
+                objective(own, False)
+            except Exception:  # which the step itself is going to raise, and say more of
+                return SMALL
+        return 3 * counter.get_total_flops()
+
+
+# A step allocates and frees the same tensors over and over. glibc gives large blocks back to the system as soon as they
+# are free, and each then costs page faults again at its next use: 20,000 of them in a step of four small GPTs, a
+# seventh of its time. While a run trains, blocks of up to 256 MB stay with the process; afterwards they are given back.
+# malloc.h: names of mallopt's settings, what runs set them to, and what they are afterwards (glibc's own limits).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_WHILE_TRAINING = {_MMAP_THRESHOLD: 2**28, _TRIM_THRESHOLD: 2**30}
+_AFTERWARDS = {_MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26}
+
+_runs = 0  # that train now, in this process
+
+
+@contextmanager
+def keeping_freed_memory() -> Iterator[None]:
+    """Keep freed memory within a block. Does nothing where the C library is not glibc."""
+    global _runs
+    library = _glibc()
+    if library is not None and _runs == 0:
+        _set(library, _WHILE_TRAINING)
+    _runs += 1
+    try:
+        yield
+    finally:
+        _runs -= 1
+        if library is not None and _runs == 0:
+            _set(library, _AFTERWARDS)
+            library.malloc_trim(0)
+
+
+def _set(library: Any, settings: dict[int, int]) -> None:
+    for name, value in settings.items():
+        library.mallopt(name, value)
+
+
+@functools.lru_cache(maxsize=1)
+def _glibc() -> Any:
+    try:
+        library = ctypes.CDLL(None)
+        library.gnu_get_libc_version  # noqa: B018
+        return library
+    except (OSError, AttributeError, TypeError):
+        return None
+
+
+# A workaround: MKL chooses a vector function's kernel when it is first called in a process. Where the threads of a
+# parallel operation make that call together, one of them may get a kernel of low accuracy, for that call: AdamW's first
+# √v is then off by up to 1e-3 in half of its entries, in about one of ten processes that start on a busy machine
+# [github.com/pytorch/pytorch/issues/188792].
+_FUNCTIONS = (
+    *("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "log", "log10", "log1p"),
+    *("sin", "sinh", "sqrt", "tan", "tanh"),
+)
+
+
+@functools.cache
+def settle_vector_functions() -> None:
+    """Call every vector function that torch takes from MKL once, in this thread, so that no run does it first."""
+    for dtype in (torch.float32, torch.float64):
+        one = torch.full((1,), 0.5, dtype=dtype)
+        for name in _FUNCTIONS:
+            getattr(torch, name)(one)
