@@ -43,7 +43,7 @@ class Callback:
 
 def tell(callback: Any, event: str, run: Any) -> None:
     """Call the method `event` of a callback, if there is one; a function f(run) is the short form of `on_step`."""
-    method = getattr(callback, event, callback if event == "on_step" else None)
+    method = getattr(callback, event, callback if event == "on_step" and callable(callback) else None)
     if method is not None:
         method(run)
 
