@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -410,3 +411,22 @@ def test_gradient_accumulation_is_the_whole_batch(options: dict[str, int], execu
         )
 
     torch.testing.assert_close(weights(**options), weights(), rtol=1e-5, atol=1e-6)
+
+
+# Threads
+
+
+def test_runs_in_threads_draw_what_each_draws_alone() -> None:
+    def trained(seed: int) -> tuple[Tensor, Any]:
+        trainer = Trainer(vsim.models.MLP(12, (16,), 5, dropout=0.5, seed=seed), vectors())
+        fit(trainer, Strategy(lr=0.1), seed=seed, max_steps=3, deterministic=True)
+        return parameters_to_vector(trainer.model.parameters()), trainer.history.node_losses
+
+    alone = [trained(seed) for seed in range(4)]
+    before = torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        in_threads = list(pool.map(trained, range(4)))
+    assert torch.equal(torch.get_rng_state(), before)
+    for (weights, losses), (own_weights, own_losses) in zip(in_threads, alone, strict=True):
+        assert torch.equal(weights, own_weights)
+        np.testing.assert_array_equal(losses, own_losses)

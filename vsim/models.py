@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vsim.cluster.randomness import preserved
+
 __all__ = ["CNN", "GPT", "MLP"]
 
 
@@ -323,7 +325,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
         raise ValueError(f"seed: got {seed!r}; None or an integer from 0 to 2**63 - 1 allowed")
     # On the CPU whatever the default device: a seed then means the same weights everywhere, and no
     # other device's generator is involved.
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with preserved(), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         yield
 

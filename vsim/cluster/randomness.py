@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -23,6 +24,9 @@ from vsim.private_torch import default_mps_generator
 # The first element of every stream's key: who draws from it.
 NODE, SHARED, GLOBAL, EVALUATION, LOADER, PARTICIPATION = range(6)
 _CPU = torch.device("cpu")
+# The global generators are the whole process's: one thread at a time seeds and restores them. Two fits in two threads
+# therefore train one after the other.
+_LOCK = threading.RLock()
 # Random generators: how their state is read, and put back.
 GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
@@ -94,14 +98,15 @@ def drawing_from(stream: torch.Generator) -> Iterator[None]:
 
     The default generator's own state is put back at the end, and `stream` has then moved on by what was drawn.
     """
-    default = default_generator(stream.device)
-    kept = default.get_state()
-    default.set_state(stream.get_state())
-    try:
-        yield
-    finally:
-        stream.set_state(default.get_state())
-        default.set_state(kept)
+    with _LOCK:
+        default = default_generator(stream.device)
+        kept = default.get_state()
+        default.set_state(stream.get_state())
+        try:
+            yield
+        finally:
+            stream.set_state(default.get_state())
+            default.set_state(kept)
 
 
 def global_states(device: torch.device) -> dict[str, Any]:
@@ -167,11 +172,12 @@ class OwnGlobals:
 @contextmanager
 def preserved(device: torch.device = _CPU) -> Iterator[None]:
     """Put the global generators of torch (on the CPU and `device`), numpy and Python back at the end of a block."""
-    before = global_states(device)
-    try:
-        yield
-    finally:
-        set_global_states(before, device)
+    with _LOCK:
+        before = global_states(device)
+        try:
+            yield
+        finally:
+            set_global_states(before, device)
 
 
 @contextmanager
