@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from separate import shard_batches
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from vsim.data import Batches, Order, epoch_indices
-from vsim.data.batches import resolve, validation_examples
+from vsim.data.batches import joined, of_rows, resolve, sizes_of, validation_examples
+from vsim.data.order import Uneven
 
 
 class Numbers(Dataset[Any]):
@@ -125,7 +126,7 @@ def test_starting_at_a_step_is_skipping_to_it(lengths: list[int], batch_size: in
     order = Order(lengths, num_nodes, batch_size, shuffle, seed=3)
     later = taken(order.batches(start), 6)
     skipped = taken(order.batches(), start + 6)[start:]
-    assert [b.tolist() for b in later] == [b.tolist() for b in skipped]
+    assert all(map(equal, map(by_row, later), map(by_row, skipped)))
 
 
 @given(length=st.integers(1, 12), num_nodes=st.integers(2, 4), batch_size=st.integers(1, 5), shuffle=st.booleans())
@@ -138,17 +139,29 @@ def test_equal_own_datasets_go_in_epochs(length: int, num_nodes: int, batch_size
         assert torch.equal(ours, alone + length * torch.arange(num_nodes)[:, None])
 
 
-@given(lengths=st.lists(st.integers(1, 12), min_size=2, max_size=4), batch_size=st.integers(1, 5))
-def test_unequal_own_datasets_go_round_without_a_break(lengths: list[int], batch_size: int) -> None:
-    order = Order([*lengths, max(lengths) + 1], len(lengths) + 1, batch_size, shuffle=True, seed=7)
-    assert order.steps_per_epoch == -(-(max(lengths) + 1) // batch_size)
-    seen = torch.cat(taken(order.batches(), 10), dim=1)  # (K, 10·B): every batch is full
-    assert seen.shape == (len(lengths) + 1, 10 * batch_size)
-    for node, length in enumerate(order.lengths):
-        own = seen[node] - sum(order.lengths[:node])
-        for epoch, part in enumerate(own.split(length)):
-            expected = epoch_indices(length, 1, True, 7, epoch)[0]
-            assert torch.equal(part, expected[: len(part)])
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=2, max_size=4), batch_size=st.integers(1, 5), drop_last=st.booleans()
+)
+def test_unequal_own_datasets_go_in_epochs_of_their_own(lengths: list[int], batch_size: int, drop_last: bool) -> None:
+    if drop_last:
+        lengths = [length + batch_size for length in lengths]
+    order = Order(lengths, len(lengths), batch_size, shuffle=True, seed=7, drop_last=drop_last)
+    whole = [length // batch_size if drop_last else math.ceil(length / batch_size) for length in lengths]
+    assert order.epoch_steps.tolist() == whole and order.steps_per_epoch == max(whole)
+    options: dict[str, Any] = {"shuffle": True, "seed": 7, "drop_last": drop_last}
+    loaders = [by_torch(length, 1, batch_size, 10, **options) for length in lengths]
+    for step, ours in enumerate(taken(order.batches(), 10)):
+        for node, own in enumerate(by_row(ours)):
+            assert torch.equal(own - sum(lengths[:node]), loaders[node][step][0])
+
+
+def by_row(batch: Any) -> list[Any]:
+    """Return the batch of every row."""
+    uneven = batch if isinstance(batch, Uneven) else Uneven([[*range(len(tree_leaves(batch)[0]))]], [batch])
+    found = {}
+    for rows, part in zip(uneven.rows, uneven.parts, strict=True):
+        found |= {row: tree_map(lambda t, i=i: t[i], part) for i, row in enumerate(rows)}
+    return [found[row] for row in sorted(found)]
 
 
 def test_shard_sizes() -> None:
@@ -211,7 +224,7 @@ def test_factories_in_memory_and_loaded_agree(sizes: tuple[int, ...]) -> None:
     for ours, theirs in zip(taken(fast.from_step(), 9), taken(slow.from_step(), 9), strict=True):
         assert equal(ours, theirs)
         for node in range(3):
-            assert ((ours[0][node] // 100) == node).all()  # a node sees its own examples only
+            assert ((by_row(ours)[node][0] // 100) == node).all()  # a node sees its own examples only
 
 
 def test_subsets_of_tensors_are_in_memory() -> None:
@@ -241,8 +254,9 @@ def test_clients_of_one_dataset_are_gathered_at_once() -> None:
         for d, o in ((counted, {}), (data, {"num_workers": 0}))
     ]
     fast, slow = (batches.attended([3, 0, 1], [0, 3, 1]) for batches in of)
-    assert all(map(equal, taken(fast.from_step(4), 9), taken(slow.from_step(4), 9)))
-    assert Counted.gathers == 9
+    ours = taken(fast.from_step(4), 9)
+    assert all(map(equal, ours, taken(slow.from_step(4), 9)))
+    assert Counted.gathers == sum(len(batch.parts) if isinstance(batch, Uneven) else 1 for batch in ours)
 
 
 STRUCTURES: dict[str, Callable[[int], Any]] = {
@@ -414,10 +428,14 @@ def test_batches_that_hold_no_tensors(options: dict[str, Any]) -> None:
 
 
 def test_fewer_examples_than_nodes_or_than_a_batch() -> None:
-    with pytest.raises(ValueError, match="has 2 examples, fewer than the 3 nodes"):
+    with pytest.raises(ValueError, match=r"has 2 examples for num_nodes=3.*lower num_nodes"):
         Batches([pairs(2)], 3, 1, True, 0)
-    with pytest.raises(ValueError, match="drop_last leaves no batch: 4 examples a node, batch_size 5"):
+    with pytest.raises(ValueError, match=r"has 2 examples for of=3.*lower of"):
+        Batches([pairs(2)], 3, 1, True, 0, population="of")
+    with pytest.raises(ValueError, match=r"drop_last leaves 2 of 2 nodes no batch of batch_size=5 .*0: 4, 1: 4"):
         Batches([pairs(8)], 2, 5, True, 0, {"drop_last": True})
+    with pytest.raises(ValueError, match=r"drop_last leaves 1 of 2 nodes no batch of batch_size=5 .*1: 3"):
+        Batches([pairs(8), pairs(3)], 2, 5, True, 0, {"drop_last": True})
     with pytest.raises(TypeError, match=r"dataloader_kwargs got an unknown argument 'num_worker'.*'num_workers'"):
         Batches([pairs(8)], 2, 2, True, 0, {"num_worker": 2})
     with pytest.raises(TypeError, match="dataloader_kwargs got an unknown argument 'shuffle'"):
@@ -441,9 +459,37 @@ def test_a_plain_loader_agrees_with_unshuffled_epochs() -> None:
 def test_nodes_that_attend_see_what_each_would_see_alone(
     lengths: list[int], missed: list[int], batch_size: int, reverse: bool
 ) -> None:
-    order = Order(lengths, max(4, len(lengths)) if len(lengths) == 1 else len(lengths), batch_size, True, 3)
+    if len(lengths) == 1:
+        lengths = [4 * lengths[0]]
+    order = Order(lengths, 4 if len(lengths) == 1 else len(lengths), batch_size, True, 3)
     nodes = list(range(order.num_nodes))[:: -1 if reverse else 1][:5]
     together = taken(order.attended(nodes, missed[: len(nodes)]).batches(5), 9)
-    alone = [order.attended([node], [m]).batches(5) for node, m in zip(nodes, missed, strict=False)]
+    alone = [order.of_node(node, 5 - m) for node, m in zip(nodes, missed, strict=False)]
     for batch, *rows in zip(together, *(taken(own, 9) for own in alone), strict=True):
-        assert torch.equal(batch, torch.cat(rows))
+        assert all(map(torch.equal, by_row(batch), rows))
+        assert not isinstance(batch, Uneven) or len({p.shape[1] for p in batch.parts}) == len(batch.parts) > 1
+
+
+def test_batches_of_several_runs_are_joined_by_size() -> None:
+    whole, uneven = (
+        torch.arange(6).view(2, 3),
+        Uneven([[2, 0], [1]], [torch.arange(6).view(2, 3) + 10, torch.ones(1, 2)]),
+    )
+    batch = joined([whole, uneven], [2, 3])
+    assert batch.rows == [[0, 1, 4, 2], [3]]
+    assert [b.tolist() for b in by_row(batch)] == [[0, 1, 2], [3, 4, 5], [13, 14, 15], [1, 1], [10, 11, 12]]
+    assert joined([whole, whole], [2, 2]).tolist() == [*whole.tolist(), *whole.tolist()]
+    assert sizes_of(batch, range(1, 4)) == (8, 0)
+    assert [b.tolist() for b in by_row(of_rows(batch, range(2, 5)))] == [b.tolist() for b in by_row(batch)[2:]]
+    same = Uneven([[1], [0]], [torch.ones(1), torch.zeros(1)])  # as a collate_fn may make them
+    assert joined([same], [2]).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}], ids=["", "drop_last"])
+def test_a_worker_init_fn_needs_batches_of_one_size(options: dict[str, Any]) -> None:
+    batches = Batches([pairs(21)], 3, 2, True, 4, {"worker_init_fn": print, **options}).attended([0, 2], [0, 3])
+    if options:
+        assert all(b[0].shape == (2, 2, 2, 3) for b in taken(batches.from_step(4), 5))
+    else:
+        with pytest.raises(ValueError, match=r"worker_init_fn .* give drop_last=True"):
+            taken(batches.from_step(4), 5)

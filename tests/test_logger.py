@@ -29,7 +29,7 @@ from torch import nn
 
 import vsim
 from vsim import CSVLogger, TensorBoardLogger, Trainer, WandbLogger
-from vsim.data.joint import sizes_of
+from vsim.data.batches import sizes_of
 from vsim.records.description import describe
 from vsim.records.history import History
 from vsim.records.loggers import Logger, RunLog, check_run_name, folder_name

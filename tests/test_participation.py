@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separate import Noisy, small_mlp, vectors
+from separate import Noisy, shard_batches, small_mlp, vectors
 from separate import own_examples as dataset
 from test_strategies_common import TABLE
 from torch import Tensor, nn
@@ -313,6 +313,64 @@ def test_a_cohort_of_all_is_all(strategy: Strategy, deterministic: bool) -> None
     assert np.array_equal(plain.history.node_losses, cohorts.history.node_losses)
 
 
+NOTHING: list[Participation] = [
+    Dropout(0.0),
+    Dropout(1e-300),
+    Schedule({}),
+    Schedule({35: [0, 1, 2]}),
+    Trace([(35, 3, "fail")]),
+    Sample(4, of=4),
+    Deadline(1e9),
+]
+
+
+@pytest.mark.filterwarnings("ignore:too few steps")
+@pytest.mark.parametrize("name", ["AllReduce", "DiLoCo", "SPARTA"])
+def test_a_plan_in_which_nothing_happens_is_no_plan(name: str) -> None:
+    """Over three epochs, whose last batches are smaller: 30 examples of 4 nodes are batches of 4 and 4."""
+    options: dict[str, Any] = {"num_nodes": 4, "data": vectors(30), "max_steps": None, "num_epochs": 3, "batch_size": 3}
+    model = MLP(12, (5,), 5, seed=0)
+    expected, plain = trained(STRATEGIES[name], model, **options)
+    assert plain.history["examples"].tolist() == [0, 12, 24, 32, 44, 56, 64, 76, 88, 96]
+    for plan in NOTHING:
+        clock = {"compute": 1.0} if isinstance(plan, Deadline) else {}
+        found, other = trained(STRATEGIES[name], model, participation=plan, **clock, **options)
+        assert torch.equal(found, expected), plan
+        assert list(plain.ledger) == list(other.ledger), plan
+        for column in (c for c in plain.history.columns if c not in OF_THE_MACHINE):
+            np.testing.assert_array_equal(plain.history[column], other.history[column], err_msg=f"{plan} {column}")
+        assert np.array_equal(plain.history.node_losses, other.history.node_losses)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+def test_nodes_of_unequal_size_train_as_each_alone(executor: str, drop_last: bool) -> None:
+    """Nodes with 6, 12 and 8 examples have batches of 4 and 2, three of 4, and two of 4; no example is repeated."""
+    sizes = (6, 12, 8)
+
+    def data(rank: int, num_nodes: int, train: bool) -> Subset[Any]:
+        return Subset(dataset(rank, num_nodes, train), range(sizes[rank]))
+
+    model, kwargs = Noisy(dropout=0.0), {"drop_last": drop_last}
+    strategy = FedAvgStrategy(H=100, optim_spec=OptimSpec("sgd", lr=0.1, momentum=0.5))
+    options: dict[str, Any] = {"executor": executor, "dataloader_kwargs": kwargs, "deterministic": True, "max_steps": 7}
+    _, trainer = trained(strategy, model, num_nodes=3, data=data, **options)
+    assert trainer.strategy is not None
+    for node in range(3):
+        own = copy.deepcopy(model).train()
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.5)
+        batches = shard_batches(data(node, 3, True), 1, 0, 4, True, 42, drop_last)
+        for step in range(7):
+            optimizer.zero_grad()
+            loss = own(next(batches))
+            loss.backward()
+            optimizer.step()
+            assert trainer.history.node_losses[step, node] == float(loss.detach())
+        assert torch.equal(trainer.strategy.cluster.weights[node], nn.utils.parameters_to_vector(own.parameters()))
+    small = 0 if drop_last else 3 * 2  # node 0's every second batch has two examples
+    assert trainer.history["examples"][-1] == 7 * 3 * 4 - small
+
+
 def test_cohorts_by_hand() -> None:
     """FedAvg of two out of five clients, each with its own data and place in them."""
     model, steps = MLP(6, (5,), 3, seed=0), 12
@@ -356,7 +414,7 @@ def test_cohorts_resume(strategy: Strategy, tmp_path: Path) -> None:
 
 
 def test_local_epochs() -> None:
-    """Clients of 4, 7 and 16 examples take 2, 4 and 8 steps for two epochs of full batches of four; then they rest."""
+    """Clients of 4, 7 and 16 examples take 2, 4 and 8 steps for two epochs of batches of four; then they rest."""
     sizes, steps = (4, 7, 16), (2, 4, 8)
 
     def data(rank: int, num_nodes: int, train: bool) -> Subset[Any]:
@@ -370,16 +428,15 @@ def test_local_epochs() -> None:
     for node, own_steps in enumerate(steps):
         own = copy.deepcopy(model).train()
         optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
-        epochs = [torch.randperm(sizes[node], generator=torch.Generator().manual_seed(42 + e)) for e in range(3)]
-        order = torch.cat(epochs).tolist()
-        for step in range(own_steps):
+        epochs = [torch.randperm(sizes[node], generator=torch.Generator().manual_seed(42 + e)) for e in range(2)]
+        for batch in (batch for epoch in epochs for batch in epoch.split(4)):  # the second of seven examples has three
             optimizer.zero_grad()
-            own(dataset(node, 3, True)[order[4 * step : 4 * step + 4]]).backward()
+            own(dataset(node, 3, True)[batch.tolist()]).backward()
             optimizer.step()
         moved.append(own.state_dict())
         there = ~np.isnan(trainer.history.node_losses[:, node])
         assert there.tolist() == [step < own_steps for step in range(8)]
-    assert trainer.history["examples"].tolist() == [0, 12, 24, 32, 40, 44, 48, 52, 56]
+    assert trainer.history["examples"].tolist() == [0, 12, 23, 31, 38, 42, 46, 50, 54]
     means = [torch.stack([m[name].double() for m in moved]).mean(0) for name in moved[0] if "num_batches" not in name]
     names = [name for name, t in model.state_dict().items() for _ in range(t.numel())]
     known = torch.tensor(["num_batches" not in name for name in names])

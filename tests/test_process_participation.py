@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from separate import Noisy
+from separate import Noisy, small_mlp, vectors
 from separate import own_examples as dataset
 from torch import Tensor
+from torch.utils.data import Subset
 
 import vsim
 from vsim import Compute, Deadline, Dropout, DropSlowest, OverCommit, Sample, Schedule, Trace
@@ -62,6 +63,19 @@ def check_equal(one: tuple[Tensor, vsim.Trainer], other: tuple[Tensor, vsim.Trai
 def test_one_joins_and_one_leaves() -> None:
     options: dict[str, Any] = {"num_nodes": 2, "participation": Schedule({0: [0], 3: [1]}), "max_steps": 4}
     check_equal(trained(DiLoCoStrategy(H=2), **options), trained(DiLoCoStrategy(H=2), **options, **PROCESSES))
+
+
+def few_examples(rank: int, num_nodes: int, train: bool) -> Subset[Any]:
+    return Subset(dataset(rank, num_nodes, train), range((6, 16)[rank]))
+
+
+@pytest.mark.parametrize(
+    ("data", "plan"), [(few_examples, None), (vectors(30), Schedule({8: [0]}))], ids=["unequal", "failure to come"]
+)
+def test_batches_are_those_of_loaders_over_three_epochs(data: Any, plan: Participation | None) -> None:
+    model = Noisy() if plan is None else small_mlp()
+    options: dict[str, Any] = {"num_nodes": 2, "batch_size": 4, "max_steps": 12, "participation": plan}
+    assert vsim.verify(model, data, DiLoCoStrategy(H=3, lr=1e-2), **options).identical
 
 
 # Random schedules -----------------------------------------------------------------------------------------------------

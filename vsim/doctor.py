@@ -16,6 +16,7 @@ from tabulate import tabulate
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from vsim.data.batches import evened
 from vsim.engine import AutoExecutor, VmapExecutor
 from vsim.engine.memory import activation_bytes, optimizer_bytes
 from vsim.private_torch import cpu_multiplies_bfloat16
@@ -101,7 +102,7 @@ def explain(ensemble: Ensemble, num_steps: int = 12) -> Explanation:
         moments.append(time.perf_counter())
         next(stepping)
         moments.append(time.perf_counter())
-    batch = tree_map(lambda t: t.to(replicas.weights.device), batch)
+    batch = tree_map(lambda t: t.to(replicas.weights.device), evened(batch))
     engine = stack.executor.chosen if isinstance(stack.executor, AutoExecutor) else stack.executor
     calls, differing = (engine.calls, engine.differing) if isinstance(engine, VmapExecutor) else (Counter(), set())
     operations = [

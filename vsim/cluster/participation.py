@@ -39,6 +39,10 @@ class Participation(ABC):
         """Return that of one of several runs, which keeps what it keeps apart from the others'."""
         return self
 
+    def changes_nothing(self, num_nodes: int) -> bool:
+        """Whether all of K nodes take part in all steps, as without a plan."""
+        return False
+
     @abstractmethod
     def plan(self, given: Round) -> Plan:
         """Return the plan of a run.
@@ -76,6 +80,9 @@ class Dropout(Participation):
         self.p = real_number("p", p, at_least=0, below=1)
         self.rounds = None if rounds is None else whole_number("rounds", rounds)
 
+    def changes_nothing(self, num_nodes: int) -> bool:
+        return self.p == 0
+
     def plan(self, given: Round) -> Plan:
         return Plan(self._segments(given, _period(self.rounds, given, "Dropout")), given.num_nodes)
 
@@ -109,6 +116,9 @@ class Schedule(Participation):
             found[whole_number("Schedule: a step", step, at_least=0)] = tuple(sorted(own))
         self.changes = dict(sorted(found.items()))
 
+    def changes_nothing(self, num_nodes: int) -> bool:
+        return all(nodes == tuple(range(num_nodes)) for nodes in self.changes.values())
+
     def plan(self, given: Round) -> Plan:
         everyone = tuple(range(given.num_nodes))
         for step, nodes in self.changes.items():
@@ -134,6 +144,9 @@ class Trace(Participation):
 
     def __init__(self, file: str | Path | Iterable[tuple[int, int, str]]) -> None:
         self.events = sorted(_events(file), key=lambda event: event[0])
+
+    def changes_nothing(self, num_nodes: int) -> bool:
+        return not self.events
 
     def plan(self, given: Round) -> Plan:
         first: dict[int, str] = {}
@@ -273,15 +286,17 @@ class Sample(Participation):
     """Cohorts: each round n rows serve n clients of a population of N, drawn anew without replacement.
 
     A client starts a round from the global weights, with a fresh inner optimizer, where it left off in its own data,
-    with its own lasting state (`keep_client` of `vsim.cluster.state.Stateful`) and random stream.
+    with its own lasting state (`keep_client` of `vsim.cluster.state.Stateful`) and random stream. With n = N there are
+    no cohorts: clients are nodes, which keep their weights and optimizers as in a run without `participation`.
 
     Args:
         n: clients of a cohort: the run's num_nodes.
         of: N, the population. A dataset is shared by N clients as DistributedSampler would; a factory is asked for
             f(client, N, True).
         rounds: local steps of a round. Default: from one sync of the strategy to the next.
-        epochs: each client goes through its own data so many times a round, rounded up to full batches, and rests until
-            the round ends; the round must be long enough for the client that has most. None: all steps of the round.
+        epochs: each client goes through its own data that many times a round, rounded up to whole batches, and rests
+            until the round ends; the round must be long enough for the client that has most. None: all steps of a
+            round.
         stragglers: `Deadline`, `DropSlowest` or `OverCommit`; None: all are waited for.
         store: a folder in which what belongs to clients is kept, a file a tensor (of a comparison, a folder for each of
             its runs); None: it is kept in memory.
@@ -309,6 +324,8 @@ class Sample(Participation):
             raise TypeError(f"stragglers must be Deadline, DropSlowest or OverCommit, got {stragglers!r}")
         self.stragglers = stragglers
         self.store = None if store is None else Path(store)
+        if self.store is not None and self.changes_nothing(n):
+            raise ValueError(f"store has no effect in {self}: all {n} clients take part in all rounds; leave it out")
 
     @property
     def needs_compute(self) -> bool:  # type: ignore[override]
@@ -316,6 +333,9 @@ class Sample(Participation):
 
     def population(self, num_nodes: int) -> int:
         return self.of
+
+    def changes_nothing(self, num_nodes: int) -> bool:
+        return num_nodes == self.n == self.of and self.epochs is None and self.stragglers is None
 
     def of_run(self, number: int) -> Sample:
         own = copy.copy(self)

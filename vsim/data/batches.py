@@ -7,20 +7,22 @@ import copy
 import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_structure
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_structure
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from vsim.arguments import a_function, is_factory, real_number, reject_unknown, retold, true_or_false, whole_number
 from vsim.cluster.randomness import EVALUATION, LOADER, derive_seed, generator, isolated
-from vsim.data.order import Order
+from vsim.data.order import Order, Uneven
 
 DatasetFactory = Callable[[int, int, bool], Dataset[Any]]
 Data = Dataset[Any] | DatasetFactory
@@ -40,12 +42,13 @@ class Batches:
         datasets: one dataset that the nodes share as DistributedSampler would, or one for each node.
         num_nodes: K.
         batch_size: examples per node and step.
-        shuffle, seed: as of DistributedSampler.
+        shuffle, seed: see DistributedSampler.
         dataloader_kwargs: more arguments for the DataLoader. A `collate_fn` gets the samples of one node at a time.
+        population: the user's name for the number of nodes.
 
     Attributes:
         lengths: examples of the shared dataset, or of each node's.
-        steps_per_epoch: steps until every example has been seen.
+        steps_per_epoch: steps until every example has been seen. epoch_steps: (K,) by node.
         shard_sizes: (K,) examples of every node.
     """
 
@@ -57,13 +60,14 @@ class Batches:
         shuffle: bool,
         seed: int,
         dataloader_kwargs: Mapping[str, Any] | None = None,
+        population: str = "num_nodes",
     ) -> None:
         options, drop_last = loader_options(dataloader_kwargs)
         lengths = [_length(dataset) for dataset in datasets]
         self.order = Order(lengths, num_nodes, batch_size, shuffle, seed, drop_last)
-        self.order.check()
+        self.order.check(population)
         self.lengths = lengths
-        self.steps_per_epoch = self.order.steps_per_epoch
+        self.steps_per_epoch, self.epoch_steps = self.order.steps_per_epoch, self.order.epoch_steps
         self.shard_sizes = self.order.shard_sizes
         self._datasets = list(datasets)
         self._gather = None if options else in_one_gather(datasets)
@@ -81,47 +85,91 @@ class Batches:
         return self._datasets[0] if len(self._datasets) == 1 and self._gather is not None else None
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Batches:
-        """Return the batches (n, B, …) of n of the nodes, which have missed so many of the run's steps."""
+        """Return the batches (n, B, …) of n of the nodes, each of which has missed that many of the run's steps."""
         own = copy.copy(self)
         own.order, own.shard_sizes = self.order.attended(nodes, missed), self.order.shard_sizes[list(nodes)]
         return own
 
     def from_step(self, start_step: int = 0) -> Iterator[Any]:
-        """Yield the stacked batch of every step from the 0-based `start_step` on, without end, on the CPU."""
+        """Yield the stacked batch of every step from the 0-based `start_step` on, without end, on the CPU.
+
+        It is an `Uneven` where the nodes' batches differ in size.
+        """
         return self._batches(self.order.batches(start_step), self.order.nodes)
 
     def of_node(self, node: int, start_step: int = 0) -> Iterator[Any]:
         """Yield one node's batch (1, B, …) for every step of its own from the 0-based `start_step` on."""
         return self._batches((own[None] for own in self.order.of_node(node, start_step)), [node])
 
-    def _batches(self, order: Iterator[Tensor], nodes: Sequence[int]) -> Iterator[Any]:
-        """Yield the batches of some nodes, whose positions (n, b) are those in `order`."""
+    def _batches(self, order: Iterator[Tensor | Uneven], nodes: Sequence[int]) -> Iterator[Any]:
+        """Yield the batches of some nodes, whose positions are those in `order`."""
+        if self._gather is None:
+            return self._loaded(order, nodes)
         # Contiguous per node: the layout of the gathered examples is that of the positions.
-        return self._loaded(order, nodes) if self._gather is None else map(self._gather, map(Tensor.contiguous, order))
+        gather = self._gather
+        return (tree_map(lambda own: gather(own.contiguous()), positions) for positions in order)
 
-    def _loaded(self, order: Iterator[Tensor], nodes: Sequence[int]) -> Iterator[Any]:
+    def _loaded(self, order: Iterator[Tensor | Uneven], nodes: Sequence[int]) -> Iterator[Any]:
         """Any dataset: one DataLoader, whose batches hold the samples of the nodes, those of the first one first."""
-        collate = self._options.get("collate_fn")
-        loader: DataLoader[Any] = DataLoader(
-            fetched_by_loader(self._datasets, nodes, self._options),
-            # The indices of a step, those of the first node first.
-            batch_sampler=(positions.flatten().tolist() for positions in order),
+        # A worker_init_fn may ask for the user's own dataset, which takes single positions.
+        one_by_one = len(self._datasets) == 1 and self._options.get("worker_init_fn") is not None
+        yield from DataLoader(
+            self._datasets[0] if one_by_one else _OfNodes(self._datasets, nodes),
+            batch_sampler=map(_one_by_one if one_by_one else _by_node, order),
             generator=generator(self._seed, LOADER),
-            **{
-                **self._options,
-                "collate_fn": _CollateTogether(len(nodes)) if collate is None else _CollateEach(collate, len(nodes)),
-            },
+            **{**self._options, "collate_fn": _Collate(self._options.get("collate_fn"), len(nodes), not one_by_one)},
         )
-        yield from loader
 
 
-def fetched_by_loader(
-    datasets: Sequence[Dataset[Any]], nodes: Sequence[int], options: Mapping[str, Any]
-) -> Dataset[Any]:
-    """Return the one dataset that a DataLoader fetches from, for nodes that share one or have one each."""
-    if len(datasets) == 1 and options.get("worker_init_fn") is not None:  # which may ask for the user's own object
-        return datasets[0]
-    return _OfNodes(datasets, nodes)
+def _by_node(positions: Tensor | Uneven) -> list[list[int]]:
+    """Return the positions of every node's examples."""
+    if isinstance(positions, Tensor):
+        return positions.tolist()
+    matrices = zip(positions.rows, positions.parts, strict=True)
+    found = {row: own for rows, matrix in matrices for row, own in zip(rows, matrix.tolist(), strict=True)}
+    return [found[row] for row in range(len(found))]
+
+
+def _one_by_one(positions: Tensor | Uneven) -> list[int]:
+    """Return the positions of all nodes' examples, those of the first node first."""
+    if isinstance(positions, Uneven):
+        raise ValueError(
+            "dataloader_kwargs: with worker_init_fn the nodes' batches must have one size, and here nodes have "
+            "different numbers of examples left in their epoch; give drop_last=True, too"
+        )
+    return positions.flatten().tolist()
+
+
+def joined(batches: Sequence[Any], counts: Sequence[int]) -> Any:
+    """Put the stacked batches of several runs below each other, which have that many rows each."""
+    alike: dict[Any, tuple[list[int], list[Any]]] = {}
+    first = 0
+    for batch, count in zip(batches, counts, strict=True):
+        uneven = batch if isinstance(batch, Uneven) else Uneven([list(range(count))], [batch])
+        for rows, part in zip(uneven.rows, uneven.parts, strict=True):
+            known = alike.setdefault(tuple(t.shape[1:] for t in tree_leaves(part)), ([], []))
+            known[0].extend(first + row for row in rows)
+            known[1].append(part)
+        first += count
+    parts = [tree_map(lambda *own: torch.cat(own), *own) for _, own in alike.values()]
+    if len(parts) > 1:
+        return Uneven([rows for rows, _ in alike.values()], parts)
+    ((rows, _),) = alike.values()
+    in_order = sorted(range(first), key=rows.__getitem__)
+    return parts[0] if in_order == list(range(first)) else tree_map(lambda t: t[in_order], parts[0])
+
+
+class OfNode(Dataset[Any]):
+    """One node's dataset; what an example raises names it and the node."""
+
+    def __init__(self, dataset: Dataset[Any], node: int) -> None:
+        self.dataset, self.node = dataset, node
+
+    def __len__(self) -> int:
+        return _length(self.dataset)
+
+    def __getitems__(self, positions: list[int]) -> list[Any]:
+        return fetch(self.dataset, positions, [self.node] * len(positions))
 
 
 class _OfNodes(ConcatDataset[Any]):
@@ -134,15 +182,17 @@ class _OfNodes(ConcatDataset[Any]):
         super().__init__(datasets)
         self.nodes = nodes
 
-    def __getitems__(self, positions: list[int]) -> list[Any]:
-        ends, examples, size = self.cumulative_sizes, [], len(positions) // len(self.nodes)
-        shared = len(self.datasets) == 1
-        found = [0 if shared else bisect.bisect_right(ends, position) for position in positions]
-        for which, places in itertools.groupby(range(len(positions)), key=found.__getitem__):
-            own, start = list(places), ends[which - 1] if which else 0
-            nodes = [self.nodes[place // size] for place in own]
-            examples += fetch(self.datasets[which], [positions[place] - start for place in own], nodes)
-        return examples
+    def __getitems__(self, by_node: list[list[int]]) -> list[list[Any]]:
+        """Return the examples of every node, from its positions in the concatenation."""
+        ends, shared = self.cumulative_sizes, len(self.datasets) == 1
+        asked = [(position, node) for own, node in zip(by_node, self.nodes, strict=True) for position in own]
+        examples: list[Any] = []
+        for which, group in itertools.groupby(asked, key=lambda a: 0 if shared else bisect.bisect_right(ends, a[0])):
+            positions, nodes = zip(*group, strict=True)
+            start = ends[which - 1] if which else 0
+            examples += fetch(self.datasets[which], [position - start for position in positions], nodes)
+        found = iter(examples)
+        return [list(itertools.islice(found, len(own))) for own in by_node]
 
 
 def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], bool]:
@@ -162,33 +212,40 @@ def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[st
     return options, options.pop("drop_last", False)
 
 
-class _CollateTogether:
-    """Collate the samples of all nodes as torch does, and split the result by node."""
+class _Collate:
+    """Collate the samples of all nodes, by the user's function node by node, or all at once as torch does.
 
-    def __init__(self, num_nodes: int) -> None:
-        self.num_nodes = num_nodes
+    Args:
+        by_node: whether it is given lists of every node's samples; False: equally many of each node in one list.
+    """
 
-    def __call__(self, samples: list[Any]) -> Any:
-        batch = _collated(samples)
-        check_tensors(batch)
-        return tree_map(lambda t: t.view(self.num_nodes, len(t) // self.num_nodes, *t.shape[1:]), batch)
-
-
-class _CollateEach:
-    """Collate the samples of every node by the user's function, and stack the results."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], num_nodes: int) -> None:
-        self.collate, self.num_nodes = collate, num_nodes
+    def __init__(self, collate: Callable[[list[Any]], Any] | None, num_nodes: int, by_node: bool) -> None:
+        self.collate, self.num_nodes, self.by_node = collate, num_nodes, by_node
 
     def __call__(self, samples: list[Any]) -> Any:
-        size = len(samples) // self.num_nodes
-        own = [self.collate(samples[i * size : (i + 1) * size]) for i in range(self.num_nodes)]
-        for batch in own:
+        if not self.by_node:
+            size = len(samples) // self.num_nodes
+            samples = [samples[i * size : (i + 1) * size] for i in range(self.num_nodes)]
+        alike: dict[int, list[int]] = {}
+        for row, own in enumerate(samples):
+            alike.setdefault(len(own), []).append(row)
+        by_size = [alike[size] for size in sorted(alike, reverse=True)]
+        parts = [self._stacked([samples[row] for row in rows]) for rows in by_size]
+        return parts[0] if len(parts) == 1 else Uneven(by_size, parts)
+
+    def _stacked(self, samples: list[list[Any]]) -> Any:
+        """Return the stacked batch of nodes with equally many samples."""
+        if self.collate is None:
+            batch = _collated([sample for own in samples for sample in own])
             check_tensors(batch)
-        structures = [tree_structure(batch) for batch in own]
+            return tree_map(lambda t: t.view(len(samples), len(t) // len(samples), *t.shape[1:]), batch)
+        batches = [self.collate(own) for own in samples]
+        for batch in batches:
+            check_tensors(batch)
+        structures = [tree_structure(batch) for batch in batches]
         if any(structure != structures[0] for structure in structures):
             raise ValueError(f"the nodes' batches have different fields and cannot be stacked: {structures}")
-        return tree_map(_stack, *own)
+        return tree_map(_stack, *batches)
 
 
 def _collated(samples: list[Any]) -> Any:
@@ -399,3 +456,130 @@ def _checked(dataset: Any, what: str) -> Dataset[Any]:
 
 def _length(dataset: Dataset[Any]) -> int:
     return len(dataset)  # type: ignore[arg-type]
+
+
+# The batches of several runs ------------------------------------------------------------------------------------------
+
+
+class BatchSource(Protocol):
+    """The source of a run's batches: `vsim.data.batches.Batches`, or one node's own loader."""
+
+    lengths: list[int]
+    steps_per_epoch: int
+    epoch_steps: Tensor
+    shard_sizes: Tensor
+
+    @property
+    def digests(self) -> list[int]: ...
+
+    def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> BatchSource: ...
+
+    def from_step(self, start_step: int = 0) -> Iterator[Any]: ...
+
+
+@dataclass
+class Source:
+    """The batches of one run.
+
+    Attributes:
+        key: equal for runs that see the same examples in the same order.
+        context: creates the context in which examples are fetched.
+    """
+
+    batches: BatchSource
+    key: Hashable
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def joint_batches(sources: Sequence[Source], start_step: int) -> Iterator[Any]:
+    """Yield stacked batches (R, B, …) of all runs from the 0-based `start_step` on, endlessly.
+
+    Args:
+        sources: one per run, in the order of their rows.
+    """
+    if len(sources) == 1:
+        return _fetched(sources[0], start_step)
+    distinct = {source.key: source for source in reversed(sources)}
+    keys = [source.key for source in sources]
+    datasets = {id(one_in_memory(source.batches)): one_in_memory(source.batches) for source in distinct.values()}
+    fields = in_memory(next(iter(datasets.values()))) if len(datasets) == 1 else None
+    if fields is not None:
+        return _gathered(fields, {key: source.batches for key, source in distinct.items()}, keys, start_step)
+    return _concatenated(distinct, keys, start_step)
+
+
+def one_in_memory(batches: BatchSource) -> Any:
+    """Return the dataset that all nodes share, if it is held in tensors, so that fetching runs no code of the user."""
+    return batches.shared_in_memory if isinstance(batches, Batches) else None
+
+
+def _fetched(source: Source, start_step: int) -> Iterator[Any]:
+    batches = source.batches.from_step(start_step)
+    while True:
+        with source.context():
+            batch = next(batches)
+        yield batch
+
+
+def _gathered(
+    fields: Callable[[Tensor], list[Tensor]], sources: dict[Hashable, Any], keys: Sequence[Hashable], start_step: int
+) -> Iterator[Any]:
+    """Yield batches of one dataset that is held in tensors: examples of all runs are one gather."""
+    orders = {key: batches.order.batches(start_step) for key, batches in sources.items()}
+    counts = [len(sources[key].order.nodes) for key in keys]
+    while True:
+        positions = {key: next(order) for key, order in orders.items()}
+        yield tree_map(fields, joined([positions[key] for key in keys], counts))
+
+
+def _concatenated(distinct: dict[Hashable, Source], keys: Sequence[Hashable], start_step: int) -> Iterator[Any]:
+    fetched = {key: _fetched(source, start_step) for key, source in distinct.items()}
+    counts = [len(distinct[key].batches.shard_sizes) for key in keys]
+    while True:
+        batches = {key: next(own) for key, own in fetched.items()}
+        yield joined([batches[key] for key in keys], counts)
+
+
+def sizes_of(batch: Any, rows: Iterable[int] = (0,)) -> tuple[int, int]:
+    """Return the examples and the token ids of some rows of a stacked batch (R, B, …), 0 if it holds no token ids.
+
+    Inputs (`batch["input_ids"]`, or the first tensor) are token ids if they are whole numbers of shape (R, B, T); all
+    of them count, padding too.
+
+    >>> sizes_of([torch.zeros(4, 8, 64, dtype=torch.long), torch.zeros(4, 8, 64, dtype=torch.long)], range(3))
+    (24, 1536)
+    >>> sizes_of([torch.zeros(4, 8, 1, 28, 28), torch.zeros(4, 8, dtype=torch.long)])
+    (8, 0)
+    """
+    rows = set(rows)
+    if isinstance(batch, Uneven):
+        own = [sizes_of(part, rows.intersection(those)) for those, part in zip(batch.rows, batch.parts, strict=True)]
+        return sum(examples for examples, _ in own), sum(tokens for _, tokens in own)
+    leaves = tree_leaves(batch)
+    largest = max(leaves, key=Tensor.dim)
+    named = isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor)
+    inputs = batch["input_ids"] if named else leaves[0]
+    whole = not (inputs.is_floating_point() or inputs.is_complex() or inputs.dtype is torch.bool)
+    tokens = math.prod(inputs.shape[1:]) if whole and inputs.dim() == 3 else 0
+    return len(rows) * (largest.shape[1] if largest.dim() > 1 else 1), len(rows) * tokens
+
+
+def evened(batch: Any) -> Any:
+    """Return a batch as large as one can be, to measure with: of an Uneven, all rows have the first one's examples."""
+    if not isinstance(batch, Uneven):
+        return batch
+    rows = [0] * sum(map(len, batch.rows))
+    return tree_map(lambda t: t[rows], batch.parts[0])
+
+
+def of_rows(batch: Any, rows: range) -> Any:
+    """Return the part of a stacked batch that some rows have: (n, B, …), or an Uneven."""
+    if not isinstance(batch, Uneven):
+        return tree_map(lambda t: t[rows.start : rows.stop], batch)
+    found = Uneven([], [])
+    for those, part in zip(batch.rows, batch.parts, strict=True):
+        own = [i for i, row in enumerate(those) if row in rows]
+        if own:
+            found.rows.append([those[i] - rows.start for i in own])
+            found.parts.append(tree_map(lambda t, own=own: t[own], part))
+    return found

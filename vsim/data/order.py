@@ -1,15 +1,18 @@
-"""Which example each node sees when: index matrices (K, L), one row a node."""
+"""Which example each node sees when: positions in datasets, epoch after epoch."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import SequenceKey, register_pytree_node
 
 
 def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
@@ -26,26 +29,51 @@ def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, e
     return padded.view(length, num_nodes).T  # node k takes every K-th, from k on
 
 
-# All nodes that share a dataset ask for the same epochs, and so do those whose own ones are of one length.
+# All nodes that share a dataset ask for the same epochs, and so do nodes whose own datasets have one length.
 _recent_epoch = lru_cache(maxsize=8)(epoch_indices)
 
-_AT_ONCE = 64  # batches of which the nodes' own positions are stacked in one call
+
+@dataclass
+class Uneven:
+    """The batches of a step in which they differ in size between nodes, or the positions of their examples.
+
+    Attributes:
+        rows: for each part, the rows of the nodes that it is of; together they are all rows.
+        parts: stacked batches (n, b, …).
+    """
+
+    rows: list[list[int]]
+    parts: list[Any]
+
+
+# What maps over the tensors of a batch, such as a copy to another device, maps over those of all parts.
+register_pytree_node(
+    Uneven,
+    lambda batch: (batch.parts, batch.rows),
+    lambda parts, rows: Uneven(list(rows), list(parts)),
+    flatten_with_keys_fn=lambda batch: ([(SequenceKey(i), part) for i, part in enumerate(batch.parts)], batch.rows),
+)
 
 
 @dataclass(eq=False)
 class Order:
     """The examples of every step of a run, as positions in the concatenation of all nodes' datasets.
 
-    Nodes with equally many examples iterate over them in epochs, whose last batch may be smaller. Where the numbers
-    differ, each node runs through its own epochs without a break, so that all batches are full; an epoch of the cluster
-    is then that of the node with the most examples.
+    Each node goes through its own examples in epochs, as a DataLoader with a DistributedSampler would: the last batch
+    of an epoch may be smaller. A node continues there after steps in which it took no part. Batches of one step thus
+    differ in size where nodes have different numbers of examples, or have taken different numbers of steps.
 
     Args:
         lengths: the number of examples of every dataset: one dataset that the nodes share, or one for each node.
         num_nodes: K.
         batch_size: examples per node and step.
-        shuffle, seed: as of DistributedSampler.
+        shuffle, seed: see DistributedSampler.
         drop_last: drop the smaller last batch of an epoch.
+
+    Attributes:
+        shard_sizes: (K,) examples of every node in an epoch.
+        epoch_steps: (K,) steps in which every node goes through them.
+        steps_per_epoch: the largest of these.
     """
 
     lengths: list[int]
@@ -59,82 +87,90 @@ class Order:
         self.lengths = lengths = list(self.lengths)
         self.shared = len(lengths) == 1
         self.offsets = [0, *accumulate(lengths[:-1])]
-        self.even = len(set(lengths)) == 1
         self.nodes: Sequence[int] = range(self.num_nodes)
         self.missed: Sequence[int] = [0] * self.num_nodes
         own = [-(-lengths[0] // self.num_nodes)] * self.num_nodes if self.shared else lengths
         self.shard_sizes = torch.tensor(own)
-        self.steps_per_epoch = max(own) // self.batch_size if self.drop_last else -(-max(own) // self.batch_size)
+        self.epoch_steps = (self.shard_sizes + (0 if self.drop_last else self.batch_size - 1)) // self.batch_size
+        self.steps_per_epoch = int(self.epoch_steps.max())
 
-    def check(self) -> None:
-        """Raise a ValueError if the shared dataset has fewer examples than nodes, or `drop_last` leaves no batch."""
+    def check(self, num_nodes: str = "num_nodes") -> None:
+        """Raise a ValueError if the shared dataset has fewer examples than nodes, or a node has no batch.
+
+        Args:
+            num_nodes: the user's name for the number of nodes.
+        """
         if self.shared and self.lengths[0] < self.num_nodes:
             raise ValueError(
-                f"the training dataset has {self.lengths[0]} examples, fewer than the {self.num_nodes} nodes; "
-                "lower num_nodes, or give more examples"
+                f"the training dataset has {self.lengths[0]} examples for {num_nodes}={self.num_nodes}, which share "
+                f"it; lower {num_nodes}, or give more examples"
             )
-        if self.steps_per_epoch == 0:
-            longest = int(self.shard_sizes.max())
-            raise ValueError(f"drop_last leaves no batch: {longest} examples a node, batch_size {self.batch_size}")
+        odd = (self.epoch_steps == 0).nonzero().flatten().tolist()
+        if odd:
+            few = ", ".join(f"{node}: {int(self.shard_sizes[node])}" for node in odd[:8])
+            raise ValueError(
+                f"drop_last leaves {len(odd)} of {self.num_nodes} nodes no batch of batch_size={self.batch_size} "
+                f"examples (node: examples: {few}); lower batch_size, or leave drop_last out"
+            )
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all nodes' batches have one size at every step."""
+        sizes = {int(self.shard_sizes[node]) for node in set(self.nodes)}
+        return len(sizes) == 1 and len(set(self.missed)) == 1
+
+    @property
+    def always_full(self) -> bool:
+        """Whether no batch is smaller than `batch_size`."""
+        return self.drop_last or not bool((self.shard_sizes % self.batch_size).any())
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Order:
-        """Return the order of n of the nodes that have missed so many of the run's steps.
-
-        Each goes through its own epochs without a break, so that all batches are full.
-        """
+        """Return the order of n of the nodes, each of which has missed that many of the run's steps."""
         order = copy.copy(self)
-        order.nodes, order.missed, order.even = nodes, missed, False
+        order.nodes, order.missed = nodes, missed
         return order
 
-    def batches(self, start_step: int = 0) -> Iterator[Tensor]:
-        """Yield (n, b) positions for every step from the 0-based `start_step` on, without end; n = K if all attend."""
-        return self._in_epochs(start_step) if self.even else self._in_streams(start_step)
+    def batches(self, start_step: int = 0) -> Iterator[Tensor | Uneven]:
+        """Yield the positions (n, b) for every step from the 0-based `start_step` on, without end.
+
+        Where the batches of a step differ in size, yield them by size, the largest first.
+        """
+        return self._together(start_step) if self.in_step else self._apart(start_step)
 
     def of_node(self, node: int, start_step: int = 0) -> Iterator[Tensor]:
         """Yield the (b,) positions of one node for every step of its own from the 0-based `start_step` on."""
-        if self.even:
-            return (positions[node] for positions in self._in_epochs(start_step))
-        return (positions[0] for positions in self.attended([node], [0])._in_streams(start_step))
+        size, steps = self.batch_size, int(self.epoch_steps[node])
+        first_epoch, first = divmod(start_step, steps)
+        for epoch in itertools.count(first_epoch):
+            examples = self._epoch([node], epoch)[0]
+            for batch in range(first if epoch == first_epoch else 0, steps):
+                yield examples[batch * size : (batch + 1) * size]
 
-    def _in_epochs(self, step: int) -> Iterator[Tensor]:
+    def _together(self, step: int) -> Iterator[Tensor]:
+        size, steps = self.batch_size, int(self.epoch_steps[self.nodes[0]])
+        first_epoch, first = divmod(step - self.missed[0], steps)
+        for epoch in itertools.count(first_epoch):
+            examples = self._epoch(self.nodes, epoch)  # (n, L)
+            for batch in range(first if epoch == first_epoch else 0, steps):
+                yield examples[:, batch * size : (batch + 1) * size]
+
+    def _apart(self, start_step: int) -> Iterator[Tensor | Uneven]:
+        batches = [
+            self.of_node(node, start_step - missed) for node, missed in zip(self.nodes, self.missed, strict=True)
+        ]
         while True:
-            epoch, first = divmod(step, self.steps_per_epoch)
-            order = self._epoch(epoch)  # (K, L)
-            for position in range(first, self.steps_per_epoch):
-                yield order[:, position * self.batch_size : (position + 1) * self.batch_size]
-                step += 1
+            by_size: dict[int, list[tuple[int, Tensor]]] = {}
+            for row, own in enumerate(map(next, batches)):
+                by_size.setdefault(len(own), []).append((row, own))
+            step = [by_size[size] for size in sorted(by_size, reverse=True)]
+            parts = [torch.stack([positions for _, positions in part]) for part in step]
+            yield Uneven([[row for row, _ in part] for part in step], parts) if len(parts) > 1 else parts[0]
 
-    def _in_streams(self, step: int) -> Iterator[Tensor]:
-        """Yield (n, B) positions: of every node its epochs end to end, from its own share of `step` on."""
-        size = self.batch_size
-        starts = torch.tensor([0 if self.shared else self.offsets[node] for node in self.nodes])[:, None, None]
-        # Nodes whose own datasets are of one length see them in the same order: those that are as far share a stream.
-        skips = [size * (step - missed) for missed in self.missed]
-        keys = [(node if self.shared else self.lengths[node], s) for node, s in zip(self.nodes, skips, strict=True)]
-        streams = dict(zip(keys, self.nodes, strict=True))  # a node of each
-        places = {key: place for place, key in enumerate(streams)}
-        stream_of = torch.tensor([places[key] for key in keys])
-        begun = [(node, *divmod(skip, int(self.shard_sizes[node]))) for (_, skip), node in streams.items()]
-        epochs = [epoch for _, epoch, _ in begun]
-        rests = [self._own_epoch(node, epoch)[skip:] for node, epoch, skip in begun]
-        while True:
-            for place, (node, _, _) in enumerate(begun):
-                while len(rests[place]) < size:
-                    epochs[place] += 1
-                    rests[place] = torch.cat([rests[place], self._own_epoch(node, epochs[place])])
-            full = min(_AT_ONCE, *(len(rest) // size for rest in rests))
-            positions = torch.stack([rest[: full * size] for rest in rests]).unflatten(1, (full, size))
-            yield from (positions[stream_of] + starts).unbind(1)
-            rests = [rest[full * size :] for rest in rests]
-
-    def _epoch(self, epoch: int) -> Tensor:
+    def _epoch(self, nodes: Sequence[int], epoch: int) -> Tensor:
+        """Return the positions (n, L) of nodes with equally many examples."""
         if self.shared:
-            return _recent_epoch(self.lengths[0], self.num_nodes, self.shuffle, self.seed, epoch)
-        return torch.stack([self._own_epoch(node, epoch) + self.offsets[node] for node in range(self.num_nodes)])
-
-    def _own_epoch(self, node: int, epoch: int) -> Tensor:
-        """Return one node's positions (L,) in its own dataset, or in the shared one."""
-        if self.shared:
-            return self._epoch(epoch)[node]
+            order = _recent_epoch(self.lengths[0], self.num_nodes, self.shuffle, self.seed, epoch)
+            return order if len(nodes) == self.num_nodes else order[list(nodes)]
         # Nodes with equally many examples see theirs in the same order, as each its own DistributedSampler's.
-        return _recent_epoch(self.lengths[node], 1, self.shuffle, self.seed, epoch)[0]
+        own = _recent_epoch(self.lengths[nodes[0]], 1, self.shuffle, self.seed, epoch)
+        return own + torch.tensor([self.offsets[node] for node in nodes])[:, None]

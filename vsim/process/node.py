@@ -27,7 +27,7 @@ from vsim.arguments import is_factory
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import LOADER, drawing_from, generator, isolated
 from vsim.cluster.replicas import Views
-from vsim.data.batches import check_tensors, digest_of, fetched_by_loader, loader_options, resolve
+from vsim.data.batches import OfNode, check_tensors, digest_of, loader_options, resolve
 from vsim.data.order import Order
 from vsim.engine import Executor
 from vsim.engine.executor import check_depends, write_or_add
@@ -164,10 +164,7 @@ class EagerExecutor(Executor):
 
 
 class NodeBatches:
-    """The batches of one node: DistributedSampler and DataLoader, epoch after epoch.
-
-    Nodes whose datasets differ in length iterate over them without epochs, in the simulator's `Order`.
-    """
+    """The batches of one node: DistributedSampler and DataLoader, epoch after epoch."""
 
     def __init__(self, config: RunSpec, rank: int, collectives: ProcessCollectives) -> None:
         self._config, everyone = config, config.population
@@ -181,8 +178,8 @@ class NodeBatches:
         lengths = self._of_all(len)  # type: ignore[arg-type]
         order = Order(lengths, everyone, config.batch_size, config.shuffle, config.seed, drop_last)
         order.check()
-        self.steps_per_epoch, self.shard_sizes = order.steps_per_epoch, order.shard_sizes
-        self.lengths = order.lengths
+        self.steps_per_epoch, self.epoch_steps = order.steps_per_epoch, order.epoch_steps
+        self.lengths, self.shard_sizes = order.lengths, order.shard_sizes
         self._order, self._node, self._missed, self._drop_last = order, rank, 0, drop_last
 
     @cached_property
@@ -209,37 +206,29 @@ class NodeBatches:
 
     def from_step(self, start_step: int = 0) -> Iterator[Any]:
         """Yield (1, B, …) for every step from the 0-based `start_step` on, without end."""
-        batches = self._in_epochs(start_step) if self._order.even else self._in_stream(start_step)
-        for batch in batches:
-            check_tensors(batch)
-            yield tree_map(lambda t: t[None], batch)
-
-    def _in_epochs(self, step: int) -> Iterator[Any]:
         config = self._config
         sampler: DistributedSampler[Any] = DistributedSampler(
             self._dataset,
-            num_replicas=1 if self._own else config.num_nodes,
+            num_replicas=1 if self._own else config.population,
             rank=0 if self._own else self._node,
             shuffle=config.shuffle,
             seed=config.seed,
         )
         batches = _From(BatchSampler(sampler, config.batch_size, self._drop_last))
-        loader = self._loader(batch_sampler=batches)
-        epoch, batches.start = divmod(step, self.steps_per_epoch)
+        named = self._options.get("worker_init_fn") is None  # which may ask for the user's own dataset
+        loader: DataLoader[Any] = DataLoader(
+            OfNode(self._dataset, self._node) if named else self._dataset,
+            generator=generator(config.seed, LOADER),
+            batch_sampler=batches,
+            **self._options,
+        )
+        epoch, batches.start = divmod(start_step - self._missed, int(self.epoch_steps[self._node]))
         while True:
             sampler.set_epoch(epoch)
-            yield from loader
+            for batch in loader:
+                check_tensors(batch)
+                yield tree_map(lambda t: t[None], batch)
             epoch, batches.start = epoch + 1, 0
-
-    def _in_stream(self, step: int) -> Iterator[Any]:
-        offset = self._order.offsets[self._node if self._own else 0]
-        positions = ((p - offset).tolist() for p in self._order.of_node(self._node, step - self._missed))
-        yield from self._loader(batch_sampler=positions)
-
-    def _loader(self, **kwargs: Any) -> DataLoader[Any]:
-        stream = generator(self._config.seed, LOADER)
-        dataset = fetched_by_loader([self._dataset], [self._node], self._options)
-        return DataLoader(dataset, generator=stream, **kwargs, **self._options)
 
 
 class _From:

@@ -41,7 +41,7 @@ class History:
     Columns:
         step: completed optimizer steps. examples: examples that all nodes have trained on so far.
         tokens: token ids that they have trained on so far, where batches hold token ids; see
-            `vsim.data.joint.sizes_of`.
+            `vsim.data.batches.sizes_of`.
         train_loss: mean over the nodes of the loss of their batches at this step. lr: the inner learning rate used.
         payload_bytes, wire_bytes: communicated so far, by the node that has most.
         seconds: wall-clock time of training so far. validation_seconds: of validation, which is not in `seconds`.

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vsim.data.joint import BatchSource, one_in_memory
+from vsim.data.batches import BatchSource, one_in_memory
 from vsim.strategy.base import CommunicationModule, Strategy
 from vsim.training.spec import RunSpec
 
 
 def batch_shapes(batches: BatchSource, spec: RunSpec, num_steps: int) -> tuple[Any, ...]:
-    """Return a key for the shapes of all batches of a run: equal only for runs with equal shapes at every step."""
+    """Return a key for the shapes of a run's batches, of which all rows of a stack have mostly the same."""
     drop_last = bool((spec.dataloader_kwargs or {}).get("drop_last", False))
-    # The nodes go through their data without a break: all batches are full.
+    # Nodes come to their smaller last batches at different steps, and are then computed by themselves.
     uneven = len(set(batches.lengths)) > 1 or spec.participation is not None
     last = int(batches.shard_sizes.max()) % spec.batch_size
     own_collation = (spec.dataloader_kwargs or {}).get("collate_fn") is not None

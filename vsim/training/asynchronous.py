@@ -8,41 +8,35 @@ no stream and fetches no data, so that the outcome does not depend on who went w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.arguments import retold
-from vsim.cluster.replicas import Replicas, matrix
-from vsim.data.batches import Batches
-from vsim.data.joint import one_in_memory, sizes_of
+from vsim.data.batches import Batches, one_in_memory, sizes_of
 from vsim.engine import Executor
 from vsim.engine.objective import explained
 from vsim.strategy.asynchronous import AsynchronousStrategy
+from vsim.training.rows import FewRows
 from vsim.training.run import Run
-
-Make = Callable[[Replicas, list[torch.Generator]], Executor]  # an executor for some rows
 
 
 class Workers:
     """The workers of a run, whose steps are computed in calls of as many rows as there are to be stepped.
 
     Args:
-        run: set up, and resumed if it resumes. engine: computes all its rows. make: makes executors for fewer.
+        run: set up, and resumed if it resumes. engine: computes all its rows. few: computes some of them.
         minibatch_size: examples per node at once; None: the whole batch.
     """
 
-    def __init__(self, run: Run, engine: Executor, make: Make, minibatch_size: int | None) -> None:
+    def __init__(self, run: Run, engine: Executor, few: FewRows, minibatch_size: int | None) -> None:
         strategy, batches = run.strategy, run.part.batches
         assert isinstance(strategy, AsynchronousStrategy) and isinstance(batches, Batches)
         self.run, self.strategy, self.engine, self.minibatch_size = run, strategy, engine, minibatch_size
-        self._make = make
-        self._fewer: dict[int, Executor] = {}  # by number of rows
+        self._few = few
         self._here = nullcontext if one_in_memory(batches) is not None else run.part.here
         skipped = run.done - strategy.clock.taken // run.cluster.num_nodes  # of a run that another forked from
         self._feeds = [batches.of_node(node, skipped + own) for node, own in enumerate(strategy.clock.steps)]
@@ -74,10 +68,14 @@ class Workers:
         """Let some workers take a local step on their stacked batch (n, B, …)."""
         replicas, run = self.engine.replicas, self.run
         batch = tree_map(lambda t: t.to(replicas.weights.device, non_blocking=True), batch)
-        if len(nodes) == replicas.num_held:
-            losses = self._losses_and_grads(self.engine, batch)
-        else:
-            losses = self._of_few(nodes, batch)
+        try:
+            with torch.enable_grad():  # which a strategy does without
+                if len(nodes) == replicas.num_held:
+                    losses = self.engine.losses_and_grads(batch, self.minibatch_size)
+                else:
+                    losses = self._few.losses_and_grads(nodes, batch, self.minibatch_size)
+        except Exception as error:
+            raise explained(error, self.engine.objective, batch, 1, f"at step {run.cluster.step}")  # noqa: B904
         run.check_losses(dict(zip(nodes, losses.tolist(), strict=True)), batch)
         self.strategy.losses[nodes] = losses.to(self.strategy.losses)
         examples, tokens = sizes_of(batch)
@@ -86,37 +84,3 @@ class Workers:
             self.strategy.seen[node] += tokens or examples
         run.examples += len(nodes) * examples
         run.tokens += len(nodes) * tokens
-
-    def _losses_and_grads(self, executor: Executor, batch: Any) -> Tensor:
-        objective = executor.objective
-        try:
-            with torch.enable_grad():  # which a strategy does without
-                losses = executor.losses_and_grads(batch, self.minibatch_size)
-        except Exception as error:
-            raise explained(error, objective, batch, 1, f"at step {self.run.cluster.step}")  # noqa: B904
-        return losses
-
-    def _of_few(self, nodes: list[int], batch: Any) -> Tensor:
-        """Return the losses (n,) of some workers and leave their gradients, computed on copies of their rows."""
-        whole = self.engine.replicas
-        if len(nodes) not in self._fewer:
-            size = len(nodes), whole.num_parameters
-            weights, grads = (matrix(*size, whole.weights.dtype, whole.weights.device) for _ in range(2))
-            buffers = {name: b[: len(nodes)].clone() for name, b in whole.buffers.items()}
-            few = replace(whole, weights=weights, grads=grads, buffers=buffers, num_held=len(nodes))
-            self._fewer[len(nodes)] = self._make(few, [])
-        executor = self._fewer[len(nodes)]
-        few = executor.replicas
-        executor.generators[:] = [self.run.streams[node] for node in nodes]  # type: ignore[index]
-        few.weights.copy_(whole.weights[nodes])
-        for name, buffer in few.buffers.items():
-            buffer.copy_(whole.buffers[name][nodes])
-        executor.objective.callers = nodes
-        try:
-            losses = self._losses_and_grads(executor, batch)
-        finally:
-            executor.objective.callers = None
-        whole.grads[nodes] = few.grads
-        for name, buffer in few.buffers.items():
-            whole.buffers[name][nodes] = buffer
-        return losses

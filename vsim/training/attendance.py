@@ -14,7 +14,7 @@ from vsim.cluster.optimizers import forget, torch_optimizers
 from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import NODE, derive_seeds
 from vsim.cluster.stacked import StackedCollectives
-from vsim.data.joint import joint_batches
+from vsim.data.batches import joint_batches
 from vsim.training.clients import lasting
 from vsim.training.part import Part
 from vsim.training.regroup import put_together, snapshot

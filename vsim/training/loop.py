@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.arguments import naming, retold
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import global_states, same_states
-from vsim.data.joint import sizes_of
+from vsim.data.batches import Uneven, sizes_of
 from vsim.engine.machine import keeping_freed_memory
 from vsim.engine.objective import explained
 from vsim.records.report import StepReport
@@ -132,24 +132,21 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     except Exception as error:
         _all_leave(ensemble, runs, retold(error, f"the batches of step {step}: {error}"))
         return False
-    with stack.threads.of(batch):
+    largest = batch.parts[0] if isinstance(batch, Uneven) else batch
+    with stack.threads.of(largest):
         try:
             losses = _computed(ensemble, stack, batch, device)
         except Exception as error:  # of the model or the data, which all runs of the group share
-            _all_leave(ensemble, runs, explained(error, stack.executor.objective, batch, 1, f"at step {step}"))
+            given = stack.few.batch if isinstance(batch, Uneven) else batch
+            _all_leave(ensemble, runs, explained(error, stack.executor.objective, given, 1, f"at step {step}"))
             return False
         stops = _keep_losses(ensemble, stack, losses, step, batch)
         _take_own_steps(ensemble, stack)
     runs = [run for run in runs if run.trains]
     seconds = time.perf_counter() - started
     num_nodes = sum(run.cluster.num_nodes for run in runs)
-    examples, tokens = sizes_of(batch)
     for run in runs:
-        nodes = run.cluster.num_nodes
-        run.seconds += seconds * nodes / num_nodes
-        nodes -= len(run.cluster.resting_nodes)
-        run.examples += examples * nodes
-        run.tokens += tokens * nodes
+        run.seconds += seconds * run.cluster.num_nodes / num_nodes
     return stops
 
 
@@ -175,7 +172,7 @@ def _warn_of_global_draws() -> None:
 
 
 def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, batch: Any) -> bool:
-    """Give every run the losses of its nodes (K,); a run with a non-finite loss leaves.
+    """Give every run the losses of its nodes (K,), and count their examples; a run with a non-finite loss leaves.
 
     Returns:
         Whether a process of the run has been asked to stop after this step.
@@ -185,15 +182,21 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
     for run, rows in stack.rows:
         if not run.trains or run.cluster.step != step:
             continue
+        resting = run.cluster.resting_nodes
         if ensemble.is_alone:
             run.node_losses = values[rows]
+            taking = (row for row in range(rows.start, rows.stop) if row - rows.start not in resting)
+            sizes = sizes_of(batch, taking)
         else:
-            run.node_losses, stops = _of_all_nodes(losses, ensemble, run)
+            run.node_losses, stops, of_nodes = _of_all_nodes(losses, batch, ensemble, run)
+            examples, tokens = (sum(n for node, n in enumerate(own) if node not in resting) for own in of_nodes)
+            sizes = int(examples), int(tokens)
+        run.examples, run.tokens = run.examples + sizes[0], run.tokens + sizes[1]
         try:
             run.check_losses(dict(zip(run.cluster.active, run.node_losses, strict=True)), batch, rows)
         except FloatingPointError as error:
             _leave(ensemble, run, error)
-        for node in run.cluster.resting_nodes:
+        for node in resting:
             run.node_losses[node] = math.nan
     return stops
 
@@ -384,10 +387,15 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run], first: bool = False) 
     return found
 
 
-def _of_all_nodes(losses: Tensor, ensemble: Ensemble, run: Run) -> tuple[list[float], bool]:
-    """Return the losses of all nodes (K,) as numbers, and whether all stop after this step because one was asked to."""
-    asked = torch.full((len(losses),), ensemble.interrupt.requested, dtype=torch.float64)
-    both = torch.stack([losses.cpu().double(), asked], dim=1)  # (R, 2): one message
+def _of_all_nodes(
+    losses: Tensor, batch: Any, ensemble: Ensemble, run: Run
+) -> tuple[list[float], bool, tuple[list[float], list[float]]]:
+    """Return the losses of all nodes (K,), whether one was asked to stop after this step, and their batches' sizes.
+
+    The sizes are the examples and the tokens of every node.
+    """
+    of_node = torch.tensor([ensemble.interrupt.requested, *sizes_of(batch)], dtype=torch.float64)
+    own = torch.cat([losses.cpu().double()[:, None], of_node.expand(len(losses), -1)], 1)  # (R, 4): one message
     with run.cluster.collectives.unbilled():
-        values, requests = run.cluster.collectives.all_gather(both, label="losses").T.tolist()
-    return values, any(requests)
+        values, requests, *sizes = run.cluster.collectives.all_gather(own, label="losses").T.tolist()
+    return values, any(requests), (sizes[0], sizes[1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import OwnGlobals
-from vsim.data.joint import BatchSource
+from vsim.data.batches import BatchSource
 from vsim.records.history import History
 from vsim.records.report import Reporter
 from vsim.training.spec import RunSpec

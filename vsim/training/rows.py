@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from vsim.cluster.replicas import Replicas, matrix
+from vsim.data.batches import Uneven
+from vsim.engine import Executor
 from vsim.engine.executor import bits_of
 from vsim.training.part import Part
 
 # Models of at most so many weights are computed with a row per node also where the nodes are equal: a call of its own
 # would take longer than the copies of the row.
 _SMALL = 2**16
+_SHARED = (
+    "the model changes its weights in forward, on each node in another way, and with this strategy all nodes share one "
+    "row of them: with deterministic=True every node has a row of its own"
+)
 
 
 def can_join(part: Part) -> bool:
@@ -53,10 +62,7 @@ class Rows:
             copies = self.whole.weights[rows]
             own.weights.copy_(copies[:1])
             if not torch.equal(bits_of(own.weights).expand_as(copies), bits_of(copies)):
-                raise ValueError(
-                    "the model changes its weights in forward, on each node in another way, and with this strategy all "
-                    "nodes share one row of them: with deterministic=True every node has a row of its own"
-                )
+                raise ValueError(_SHARED)
             if own.shares_grads:
                 torch.mean(self.whole.grads[rows], 0, keepdim=True, out=own.grads)
 
@@ -88,3 +94,75 @@ def rows_of(parts: Sequence[Part], device: torch.device) -> Rows:
         found.parts.append(own)
         start += count
     return found
+
+
+class FewRows:
+    """Computes some of the rows of an executor at a time, on copies: those whose batches have one size, for instance.
+
+    Args:
+        engine: computes all rows.
+        make: makes an executor for other rows and their random generators.
+
+    Attributes:
+        batch: the stacked batch (n, B, …) that was computed last.
+    """
+
+    def __init__(self, engine: Executor, make: Callable[[Replicas, list[torch.Generator]], Executor]) -> None:
+        self.engine, self._make = engine, make
+        self._made: dict[int, Executor] = {}  # by number of rows
+        self.batch: Any = None
+
+    @cached_property
+    def _copies(self) -> Replicas:
+        whole = self.engine.replicas
+        size = whole.num_held, whole.num_parameters, whole.weights.dtype, whole.weights.device
+        buffers = {name: b.clone() for name, b in whole.buffers.items()}
+        return replace(whole, weights=matrix(*size), grads=matrix(*size), buffers=buffers)
+
+    def of_uneven(self, batch: Uneven, minibatch_size: int | None) -> Tensor:
+        """Return the losses (R,) of all rows, and leave their gradients, part by part."""
+        losses, replicas = torch.empty(0), self.engine.replicas
+        if replicas.shares_grads:
+            replicas.grads.zero_()
+        for rows, part in zip(batch.rows, batch.parts, strict=True):
+            own = self.losses_and_grads(rows, part, minibatch_size)
+            losses = losses if len(losses) else own.new_empty(replicas.num_held)
+            losses[rows] = own
+        self.engine.step += 1
+        return losses
+
+    def losses_and_grads(self, rows: list[int], batch: Any, minibatch_size: int | None) -> Tensor:
+        """Return the losses (n,) of some rows on their stacked batch (n, B, …), and leave their gradients.
+
+        Where all nodes share one row of gradients, their part of the mean is added to it.
+
+        Raises:
+            ValueError: the model changes weights that nodes share.
+        """
+        whole, self.batch = self.engine.replicas, batch
+        if len(rows) not in self._made:
+            self._made[len(rows)] = self._make(self._copies.rows(0, len(rows)), [])
+        executor = self._made[len(rows)]
+        few = executor.replicas
+        executor.generators[:] = [self.engine.generators[row] for row in rows]  # type: ignore[index]
+        executor.step = self.engine.step
+        weights = whole.weights.expand(whole.num_held, -1)[rows]
+        few.weights.copy_(weights)
+        for name, buffer in few.buffers.items():
+            buffer.copy_(whole.buffers[name][rows])
+        executor.objective.callers = rows
+        try:
+            losses = executor.losses_and_grads(batch, minibatch_size)
+        finally:
+            executor.objective.callers = None
+        if not torch.equal(bits_of(few.weights), bits_of(weights)):
+            if whole.shares_weights:
+                raise ValueError(_SHARED)
+            whole.weights[rows] = few.weights
+        if whole.shares_grads:
+            whole.grads.add_(few.grads.sum(0), alpha=1 / whole.num_held)
+        else:
+            whole.grads[rows] = few.grads
+        for name, buffer in few.buffers.items():
+            whole.buffers[name][rows] = buffer
+        return losses

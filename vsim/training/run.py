@@ -16,6 +16,7 @@ from vsim.checkpoint.fingerprint import fingerprint
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import OwnGlobals, global_states
+from vsim.data.batches import Uneven, of_rows
 from vsim.engine import Executor
 from vsim.engine.machine import Threads
 from vsim.engine.memory import Held
@@ -27,6 +28,7 @@ from vsim.training.clients import Clients
 from vsim.training.interrupt import Interrupt
 from vsim.training.optimizers import Optimizers
 from vsim.training.part import Part
+from vsim.training.rows import FewRows
 from vsim.training.spec import RunSpec
 
 _WHAT_HELPS = "A lower learning rate, warmup_steps or max_norm usually helps"
@@ -232,7 +234,8 @@ class Run:
         odd = {node: value for node, value in losses.items() if value - value != 0}
         if odd:
             given, step = ", ".join(f"node {node}: {value}" for node, value in list(odd.items())[:8]), self.cluster.step
-            whole = {f"batch{keystr(path)}": t[rows] for path, t in tree_flatten_with_path(batch)[0]}
+            own = batch if rows == slice(None) else of_rows(batch, range(rows.start, rows.stop))
+            whole = {f"batch{keystr(path)}": t for path, t in tree_flatten_with_path(own)[0]}
             odd_data = [name for name, t in whole.items() if t.is_floating_point() and not bool(t.isfinite().all())]
             told = f"The data are not finite: {', '.join(odd_data)}" if odd_data else _WHAT_HELPS
             raise FloatingPointError(
@@ -281,6 +284,7 @@ class Stack:
         batches: stacked batches (R, B, …) for all rows, on any device.
         minibatch_size: examples per node at once; None: the whole batch.
         optimizers: those of its runs, stepped in few calls.
+        few: computes some of the rows, where batches differ in size between nodes.
         workers: those of its one run, if that is asynchronous: they take the steps then.
         has_stepped: whether a step has been taken since it was assembled.
     """
@@ -291,13 +295,17 @@ class Stack:
     batches: Iterator[Any]
     minibatch_size: int | None
     optimizers: Optimizers
+    few: FewRows
     workers: AsynchronousWorkers | None = None
     has_stepped: bool = False
 
     def losses_and_grads(self, batch: Any) -> Tensor:
-        """Return the losses (R,) of a stacked batch (R, B, …), and leave every run its gradients."""
+        """Return the losses (R,) of a stacked batch (R, B, …) or an Uneven, and leave every run its gradients."""
         self.matrix.copy_out()
-        losses = self.executor.losses_and_grads(batch, self.minibatch_size)
+        if isinstance(batch, Uneven):
+            losses = self.few.of_uneven(batch, self.minibatch_size)
+        else:
+            losses = self.executor.losses_and_grads(batch, self.minibatch_size)
         self.matrix.gather_gradients()
         return losses
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -23,8 +24,17 @@ from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import check_rows
-from vsim.data.batches import Batches, ValidationExamples, resolve, validation_examples
-from vsim.data.joint import BatchSource, Source, joint_batches, one_in_memory
+from vsim.data.batches import (
+    Batches,
+    BatchSource,
+    Source,
+    ValidationExamples,
+    evened,
+    joint_batches,
+    one_in_memory,
+    resolve,
+    validation_examples,
+)
 from vsim.engine import Executor, Settings, VmapExecutor, executor_class
 from vsim.engine.machine import settle_vector_functions
 from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
@@ -42,7 +52,7 @@ from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
 from vsim.training.optimizers import Optimizers
 from vsim.training.part import Part
-from vsim.training.rows import can_join, rows_of
+from vsim.training.rows import FewRows, can_join, rows_of
 from vsim.training.run import Ensemble, Run, Stack
 from vsim.training.saving import begin_fork, resume
 from vsim.training.spec import RunSpec
@@ -72,7 +82,9 @@ def prepare(
         everyone = spec.population
         with nullcontext() if own is None else own.here():
             datasets = resolve(spec.train_dataset, everyone, range(everyone), True, "train_dataset")
-            batches = Batches(datasets, everyone, spec.batch_size, spec.shuffle, spec.seed, spec.dataloader_kwargs)
+            noun = "num_nodes" if everyone == spec.num_nodes else "of"
+            options = spec.batch_size, spec.shuffle, spec.seed, spec.dataloader_kwargs, noun
+            batches = Batches(datasets, everyone, *options)
         if own is not None:
             own.at_setup = own.states
         with naming(spec.label if len(specs) > 1 else ""):
@@ -91,8 +103,7 @@ def plan_of(spec: RunSpec, batches: BatchSource | None) -> Plan | None:
     if spec.participation is None:
         return None
     seconds = spec.compute.totals(spec.population) if isinstance(spec.compute, Compute) else None
-    sizes = torch.zeros(spec.population) if batches is None else batches.shard_sizes
-    epochs = sizes.numpy() / spec.batch_size
+    epochs = np.zeros(spec.population) if batches is None else batches.epoch_steps.numpy().astype(np.float64)
     return spec.participation.plan(Round(spec.num_nodes, spec.seed, spec.strategy.period, seconds, epochs))
 
 
@@ -142,7 +153,7 @@ def _grouped(parts: Sequence[Part]) -> list[list[int]]:
 def _are_alike(first: Part, other: Part) -> bool:
     """Whether losses and gradients of two parts can be computed in one call."""
     one, two = first.spec, other.spec
-    if (first.plan is None) != (other.plan is None):  # with a plan all batches are full
+    if (first.plan is None) != (other.plan is None):  # whose batches get smaller at other steps
         return False
     return (
         (first.steps, first.start) == (other.steps, other.start)
@@ -197,10 +208,9 @@ def _assemble_group(
             evaluator = Evaluator(engine, own.batch, batch_size, at_once, own.curve, own.total)
             run.evaluator = evaluators.setdefault(id(own), evaluator)
     optimizers = Optimizers([run.strategy for run in runs])
-    workers = None
-    if spec.strategy.is_asynchronous:
-        workers = Workers(runs[0], engine, lambda few, own: executor(few, objective, own, settings), minibatch_size)
-    return Stack(runs, rows, engine, batches, minibatch_size, optimizers, workers), runs
+    few = FewRows(engine, lambda copies, own: executor(copies, objective, own, settings))
+    workers = Workers(runs[0], engine, few, minibatch_size) if spec.strategy.is_asynchronous else None
+    return Stack(runs, rows, engine, batches, minibatch_size, optimizers, few, workers), runs
 
 
 def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, interrupt: Interrupt) -> Run:
@@ -308,7 +318,7 @@ def _fitting_minibatch(spec: RunSpec, runs: Sequence[Run], engine: Executor, bat
     cluster = runs[0].cluster
     device = cluster.weights.device
     total = total_bytes(device)
-    batch = tree_map(lambda t: t.to(device), batch)
+    batch = tree_map(lambda t: t.to(device), evened(batch))
     optimizers = [run.strategy.optim for run in runs]
     size = fitting_minibatch(engine, optimizers, batch, spec.batch_size, spec.max_memory_usage * total)
     with cluster.collectives.unbilled():

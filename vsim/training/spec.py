@@ -126,6 +126,8 @@ class RunSpec:
         self._check_computing()
         self._check_backend()
         self._check_clock()
+        if self.participation is not None and self.participation.changes_nothing(self.num_nodes):
+            self._set("participation", None)
         if self.log_interval != 1 and not self.loggers:
             raise ValueError("log_interval has no effect without a logger, run_name or wandb_project")
 
