@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import uuid
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ["VSIM_TEST_SESSION"] = uuid.uuid4().hex  # tells the processes that this one starts from all others
 
 import hypothesis
 import pytest
 import torch
 from ranks import Ranks
 
-from vsim.process.forkserver import ForkServer
+from vsim.process.launch import PRELOAD
+
+PRELOAD.extend(["pytest", "hypothesis", "resumed"])  # modules of tests import them in the nodes' processes
 
 # They make a device for the whole process, so that test_device.py gives them one of their own.
 collect_ignore = ["pretend.py", "on_device.py"]
@@ -28,42 +30,6 @@ hypothesis.settings.load_profile("vsim")
 def _one_thread() -> None:
     # Small models gain nothing from a second thread, and wait for each other's when tests share the machine.
     torch.set_num_threads(1)
-
-
-class _Kept(ForkServer):
-    """A fork server that outlives the run, and so imports torch once for many."""
-
-    def end(self) -> None: ...
-
-
-@pytest.fixture(scope="session")
-def _fork_servers() -> Iterator[Callable[[Mapping[str, str]], ForkServer]]:
-    """From an environment to a server, the same as long as all that its processes take from it stays the same."""
-    kept: dict[Any, ForkServer] = {}
-
-    def of(environment: Mapping[str, str]) -> ForkServer:
-        lasting = {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
-        key = tuple(sorted(lasting.items())), tuple(sys.path), os.getcwd()
-        if key not in kept:
-            while len(kept) > 1:
-                ForkServer.end(kept.pop(next(iter(kept))))
-            kept[key] = _Kept(environment, ["vsim.process.child", "pytest", "hypothesis"])  # as modules of tests do
-        return kept[key]
-
-    yield of
-    for server in kept.values():
-        ForkServer.end(server)
-
-
-@pytest.fixture(autouse=True)
-def _keep_fork_servers(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    _fork_servers: Callable[[Mapping[str, str]], ForkServer],
-) -> None:
-    """Fork the processes of nodes from a server that is kept, but in tests that start them as users do."""
-    if "starts_processes" not in request.keywords:
-        monkeypatch.setattr("vsim.process.launch.ForkServer", _fork_servers)
 
 
 @pytest.fixture(scope="session")

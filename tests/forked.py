@@ -1,20 +1,24 @@
-"""Processes that tests start many of: forks of an interpreter that has imported vsim, and nothing of the test's."""
+"""Processes that tests start many of: forks of the interpreter that the nodes' processes are forks of."""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 
+from vsim.process.launch import PRELOAD, _starting
+
 
 def context() -> ForkServerContext:
     forking = multiprocessing.get_context("forkserver")
-    # An optimizer's first step imports torch._dynamo, for as long as torch itself.
-    forking.set_forkserver_preload(["vsim.process.child", "torch._dynamo", "resumed"])
+    forking.set_forkserver_preload(PRELOAD)
+    with _starting(1):
+        forkserver.ensure_running()
     return forking
 
 

@@ -7,7 +7,6 @@ import tempfile
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import cloudpickle
 import forked
@@ -37,9 +36,9 @@ class Ranks:
             self.connections.append(here)
             self.processes.append(process)
 
-    def train(self, config: RunSpec, options: ProcessOptions, report: Reporter, folder: Path) -> Outcome:
+    def train(self, spec: RunSpec, options: ProcessOptions, report: Reporter) -> Outcome:
         assert options.threads == 1
-        shipped = cloudpickle.dumps(config)
+        shipped = cloudpickle.dumps(spec)
         for connection in self.connections:
             connection.send_bytes(shipped)
         answers = [pickle.loads(connection.recv_bytes()) for connection in self.connections]

@@ -309,12 +309,11 @@ def test_every_strategy_has_the_same_bits_in_processes(
 
 
 @pytest.mark.slow
-@pytest.mark.starts_processes
-@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_processes_that_are_started_have_the_same_bits(
-    forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vsim.process.forkserver.FORKS", forks)
+    monkeypatch.setattr("vsim.process.launch.START_METHOD", method)
     everything = Variant(*5 * [True])
     simulated, processes = both(tmp_path, TASKS[1], everything, everything.strategy(BY_NAME["per-node code"]), 3)
     assert_same_bits(simulated, processes)

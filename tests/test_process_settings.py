@@ -11,14 +11,14 @@ from torch import Tensor
 from vsim import Trainer
 from vsim.data import digits
 from vsim.models import MLP
-from vsim.process import settings
+from vsim.process.child import apply_torch_settings, torch_settings
 from vsim.strategy import SimpleReduceStrategy
 
 
 @pytest.fixture
 def unusual_settings() -> Iterator[None]:
-    before = settings.current()
-    settings.apply(
+    before = torch_settings()
+    apply_torch_settings(
         {
             "default_dtype": torch.float64,
             "float32_matmul_precision": "medium",
@@ -28,14 +28,14 @@ def unusual_settings() -> Iterator[None]:
         }
     )
     yield
-    settings.apply(before)
+    apply_torch_settings(before)
 
 
 class Reports(MLP):
     """Adds to its loss a number that says what the settings are where it is computed."""
 
     def forward(self, batch: Tensor | list[Tensor]) -> Tensor:
-        now = settings.current()
+        now = torch_settings()
         code = [
             now["default_dtype"] == torch.float64,
             now["float32_matmul_precision"] == "medium",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -295,17 +297,17 @@ class Trainer:
             recorder.progress = int(os.environ["RANK"]) == 0 and recorder.progress
             outcome = join(spec, process_options, record)
         else:
-            with tempfile.TemporaryDirectory(prefix="vsim-") as name:
-                folder = Path(name)
-                saving = spec.saving or Saving(folder, None, wanted=False)
-                spec = replace(spec, saving=saving)
-                try:
-                    outcome = train_in_processes(spec, process_options, record, folder)
-                except Interrupted:
-                    if checkpoints_in(saving.folder):  # which may be gone when the run resumes
-                        last = load_checkpoint(saving.folder)
-                        self._last = last if saving.wanted else replace(last, path=None)
-                    raise
+            saving = spec.saving or Saving(Path(tempfile.gettempdir(), f"vsim-{uuid.uuid4().hex}"), None, wanted=False)
+            try:
+                outcome = train_in_processes(replace(spec, saving=saving), process_options, record)
+            except Interrupted:
+                if checkpoints_in(saving.folder):
+                    last = load_checkpoint(saving.folder)
+                    self._last = last if saving.wanted else replace(last, path=None)
+                raise
+            finally:
+                if not saving.wanted:
+                    shutil.rmtree(saving.folder, ignore_errors=True)
         for callback in here:
             tell(callback, "on_end", None)
         for name, callback in savable(there).items():

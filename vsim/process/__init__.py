@@ -4,14 +4,13 @@ The loop, strategies, history and ledger are the simulator's. Three parts differ
 and `loss.backward()`, batches come from DistributedSampler and DataLoader, collectives from torch.distributed.
 
 Definitions of the caller's main module are shipped by value; those of imported modules must be importable by name. On
-one machine the processes meet in a file and talk over the loopback interface: gloo, or nccl where each node has a GPU
-of its own. On several the same script runs under torchrun, a rank for every node; see docs/torchrun.md.
+one machine the processes talk over the loopback interface: gloo, or nccl where each node has a GPU of its own. On
+several the same script runs under torchrun, a rank for every node; see docs/torchrun.md.
 docs/exactness.md says what is promised of both backends together, and what is only bounded.
 """
 
 from vsim.process.collectives import CollectiveFailure
-from vsim.process.forkserver import ForkServerFailure
-from vsim.process.launch import NodeFailure, train_in_processes
+from vsim.process.launch import ForkServerFailure, NodeFailure, train_in_processes
 from vsim.process.node import ProcessOptions, default_threads, join, local_ranks, under_torchrun
 
 __all__ = [

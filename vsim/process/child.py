@@ -1,17 +1,24 @@
-"""The process of one node. `vsim.process.forkserver` starts it, and calls `main`."""
+"""The process of one node, which `vsim.process.launch` starts: it trains, and answers to its parent."""
 
 from __future__ import annotations
 
+import atexit
+import fcntl
+import mmap
+import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import DupFd
 from typing import Any, TextIO
 
 import cloudpickle
@@ -19,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 from vsim.engine.machine import settle_vector_functions
-from vsim.process import settings
 from vsim.process.collectives import CollectiveFailure
 from vsim.process.node import run_node
 from vsim.process.segments import Meeting, joined
@@ -30,17 +36,93 @@ from vsim.training.spec import RunSpec
 _speaking = threading.Lock()  # one message at a time
 
 
-def main(setup: dict[str, Any], parent: Connection) -> None:
-    """Train as the setup says, and answer to the parent.
+class Descriptor:
+    """The number of an open file. multiprocessing passes the file itself to the process that it starts."""
 
-    The connection stays open as long as the parent lives; what comes after its end is the parent's reaper.
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (DupFd(self.number),)
+
+
+def _received(descriptor: Any) -> Descriptor:
+    return Descriptor(descriptor.detach())
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the process of a node starts with, besides the run.
+
+    Attributes:
+        node: its number. nodes: the nodes of its first segment. step: the first step of the segment. copying: a peer,
+            and the nodes that join with its state; empty at the start of a run.
+        port: of the run's store, on this machine. backend: of torch.distributed. timeout_seconds: for a collective.
+        device, threads: where and how the node computes. settings: see `torch_settings`.
+        environment, signals, start_method: the caller's variables, blocked signals and multiprocessing's start method.
     """
+
+    node: int
+    nodes: Sequence[int]
+    step: int
+    copying: Sequence[int]
+    port: int
+    backend: str
+    timeout_seconds: float
+    device: torch.device
+    threads: int
+    settings: Mapping[str, Any]
+    environment: Mapping[str, str]
+    signals: set[int]
+    start_method: str
+
+
+def torch_settings() -> dict[str, Any]:
+    """Return the settings of this process that change torch's results."""
+    return {
+        "default_dtype": torch.get_default_dtype(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "mkldnn_enabled": torch.backends.mkldnn.enabled,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+    }
+
+
+def apply_torch_settings(settings: Mapping[str, Any]) -> None:
+    """Set in this process what `torch_settings` returned in another."""
+    torch.set_default_dtype(settings["default_dtype"])
+    torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
+    torch.backends.mkldnn.enabled = settings["mkldnn_enabled"]
+    torch.use_deterministic_algorithms(settings["deterministic_algorithms"], warn_only=settings["warn_only"])
+
+
+def main(
+    setup: Setup, shipped: Descriptor, outputs: Mapping[int, Descriptor], parent: Connection, alive: Connection
+) -> None:
+    """Train a node, in a session of this process's own.
+
+    Args:
+        shipped: a file with the `RunSpec`, pickled by cloudpickle.
+        outputs: the caller's standard output and error, by number, which may not be the fork server's any more.
+        parent: messages (kind, content) go there; anything that arrives interrupts the run after its step.
+        alive: closes when the parent ends the run or is gone; all processes of the session are killed then.
+    """
+    os.setsid()
+    _die_with(alive)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # forgets a Ctrl-C from before the session
+    signal.pthread_sigmask(signal.SIG_SETMASK, setup.signals)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the caller's is ignored, as by nohup
+    for number, output in outputs.items():
+        os.dup2(output.number, number)
+    os.environ.clear()
+    os.environ.update(setup.environment)
+    multiprocessing.set_start_method(setup.start_method, force=True)
     interrupt = Interrupt()
-    _obey(parent, interrupt)
-    sys.argv = setup["argv"]
+    threading.Thread(target=_listen, args=(parent, alive, interrupt), daemon=True).start()
     _forward_warnings(parent)
     try:
-        _train(setup, parent, interrupt)
+        _train(setup, shipped, parent, interrupt)
+        atexit._run_exitfuncs()  # as multiprocessing leaves out the user's
     except BaseException as error:
         with suppress(OSError):  # the parent is gone
             _say(parent, "lost" if _follows_from_a_loss(error) else "failed", (_pickled(error), traceback.format_exc()))
@@ -50,44 +132,63 @@ def main(setup: dict[str, Any], parent: Connection) -> None:
         os._exit(1)  # at once, so that the others notice: without waiting for threads, worker processes or peers
 
 
-def _train(setup: dict[str, Any], parent: Connection, interrupt: Interrupt) -> None:
-    folder, device = Path(setup["folder"]), torch.device(setup["device"])
-    torch.set_num_threads(setup["threads"])
-    settings.apply(setup["torch"])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+def _die_with(alive: Connection) -> None:
+    """Let the kernel kill this session when `alive` closes: code that holds Python's lock would not notice itself."""
+    if hasattr(fcntl, "F_SETSIG"):  # Linux; elsewhere `_listen` does it
+        fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _listen(parent: Connection, alive: Connection, interrupt: Interrupt) -> None:
+    with suppress(EOFError, OSError):
+        while alive not in wait([parent, alive]):
+            parent.recv_bytes()
+            interrupt.request()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _train(setup: Setup, shipped: Descriptor, parent: Connection, interrupt: Interrupt) -> None:
+    torch.set_num_threads(setup.threads)
+    apply_torch_settings(setup.settings)
+    if setup.device.type == "cuda":
+        torch.cuda.set_device(setup.device)
     settle_vector_functions()  # before any code of the user's computes
-    config = _load(folder / "config")
-    store, patience = dist.FileStore(str(folder / "rendezvous")), timedelta(seconds=setup["timeout_seconds"])
-    nodes, step, copying = setup["nodes"], setup["step"], setup["copying"]
+    spec = _load(shipped)
+    timeout = timedelta(seconds=setup.timeout_seconds)
+    store = dist.TCPStore("127.0.0.1", setup.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
     def send(report: StepReport) -> None:
         if dist.get_rank() == 0:
             _say(parent, "report", report)
 
-    meeting = Meeting(store, setup["backend"], setup["node"], patience, lambda *those: _say(parent, "joining", those))
-    minibatch_size = None
-    if copying:
-        config, minibatch_size = joined(config, meeting, copying, step)
-    meeting.meet(nodes, f"step {step}")
+    def call(*joining: Any) -> None:
+        _say(parent, "joining", joining)
+
+    meeting, minibatch_size = Meeting(store, setup.backend, setup.node, timeout, call), None
+    if setup.copying:
+        spec, minibatch_size = joined(spec, meeting, setup.copying, setup.step)
+    meeting.meet(setup.nodes, f"step {setup.step}")
     try:
-        outcome = run_node(config, device, send, interrupt, meeting, minibatch_size, joins=bool(copying))
+        outcome = run_node(spec, setup.device, send, interrupt, meeting, minibatch_size, joins=bool(setup.copying))
         _say(parent, "done", None if outcome is None or dist.get_rank() else outcome)
     except Interrupted:
         _say(parent, "interrupted", None)
     dist.destroy_process_group()
 
 
-def _load(path: Path) -> RunSpec:
-    with path.open("rb") as file:
-        try:
-            config: RunSpec = cloudpickle.load(file)
-        except (ImportError, AttributeError) as error:
-            raise type(error)(
-                f"a node's process cannot load the model, data or strategy: {error}. What is defined in the main "
-                "script or a notebook is shipped; everything else must be importable by its name from sys.path"
-            ) from error
-    return config
+def _load(shipped: Descriptor) -> RunSpec:
+    try:
+        # Mapped, as processes that share a file share the position in it.
+        with mmap.mmap(shipped.number, 0, access=mmap.ACCESS_READ) as content:
+            spec: RunSpec = cloudpickle.loads(content)
+    except (ImportError, AttributeError) as error:
+        raise type(error)(
+            f"a node's process cannot load the model, data or strategy: {error}. What is defined in the main script or "
+            "a notebook is shipped; everything else must be importable by its name from sys.path. Custom operators and "
+            "other registrations with torch must be made when the module that defines the model is imported"
+        ) from error
+    return spec
 
 
 def _say(parent: Connection, kind: str, content: Any) -> None:
@@ -98,7 +199,7 @@ def _say(parent: Connection, kind: str, content: Any) -> None:
 
 
 def _forward_warnings(parent: Connection) -> None:
-    """Let the parent issue this process's warnings: by its filters, and where its user looks."""
+    """Let the parent issue this process's warnings, by its own filters."""
     own_pid, print_here = os.getpid(), warnings.showwarning
 
     def show(
@@ -116,17 +217,6 @@ def _forward_warnings(parent: Connection) -> None:
         _say(parent, "warning", (str(message), known.__name__, filename, lineno))
 
     warnings.showwarning = show
-
-
-def _obey(parent: Connection, interrupt: Interrupt) -> None:
-    """Interrupt the run when the parent says so."""
-
-    def listen() -> None:
-        with suppress(EOFError, OSError):
-            while parent.recv_bytes():
-                interrupt.request()
-
-    threading.Thread(target=listen, daemon=True).start()
 
 
 def _follows_from_a_loss(error: BaseException | None) -> bool:

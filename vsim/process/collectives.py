@@ -1,8 +1,9 @@
-"""The collectives over torch.distributed: one node a process, so that stacked tensors have one row here."""
+"""The collectives over torch.distributed: stacked tensors have a row for each node that this process holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,18 +35,23 @@ def completing(what: str) -> Iterator[None]:
 
 
 class ProcessCollectives(Collectives):
-    """Collectives between the processes of the default process group, rank k being the k-th node that takes part.
+    """Collectives between the processes of the default process group, each of which holds a share of the nodes.
+
+    The shares are ranges of nodes in the order of the ranks, as equal as possible.
 
     Args:
         ledger: where calls are recorded; every rank records the same.
-        exact: gather the rows in rank order and reduce them with the simulator's kernel, for its bits; otherwise the
-            process group's own reduction.
-        active: who takes part; None: all.
+        exact: gather all rows in the order of the nodes and reduce them with the simulator's kernel, for its bits;
+            otherwise reduce the rows held here, then use the process group's reduction.
+        active: the nodes that take part; default all.
     """
 
     def __init__(self, ledger: Ledger, exact: bool, active: Sequence[int] | None = None) -> None:
-        self.rank = dist.get_rank()
-        super().__init__(ledger, range(self.rank, self.rank + 1), active)
+        self.rank, size = dist.get_rank(), dist.get_world_size()
+        n = ledger.num_nodes if active is None else len(active)
+        self.shares = [range(r * n // size, (r + 1) * n // size) for r in range(size)]
+        self.rank_of = [r for r, share in enumerate(self.shares) for _ in share]
+        super().__init__(ledger, self.shares[self.rank], active)
         self.exact = exact
         # Where the group's backend reaches tensors.
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -58,9 +64,11 @@ class ProcessCollectives(Collectives):
         if self.exact or stacked.dtype not in _NATIVE:
             rows = self._all_gather(stacked)
             return lambda: reduce_rows(rows(), op, shares)
-        total = stacked[0].to(self.device, copy=True, memory_format=torch.contiguous_format)
+        own = stacked.to(self.device, copy=True, memory_format=torch.contiguous_format)
         if shares is not None:
-            total *= shares[self.rank].item()
+            for row, share in zip(own, shares[self.nodes.start : self.nodes.stop].tolist(), strict=True):
+                row *= share
+        total = own[0] if len(own) == 1 else reduce_rows(own, "sum" if op == "mean" else op, None)
         wait = self._issue("all_reduce", lambda: [dist.all_reduce(total, _OPERATIONS[op], async_op=True)])
 
         def finish() -> Tensor:
@@ -73,63 +81,81 @@ class ProcessCollectives(Collectives):
     def _all_gather(self, stacked: Tensor) -> Finish:
         # In turns, so that a line has one message each way: in gloo's own ring a node's request for more waits behind
         # what it sends, which takes up to half as long again.
-        row, n = self._as_bytes(stacked), self.num_nodes
-        rows = row.expand(n, -1).clone()
-        self._messages += 1  # as in `_swapped`
+        own, size = self._as_bytes(stacked), len(self.shares)
+        rows = own.new_empty(self.num_nodes, own.shape[1])
+        by_rank = [rows[share.start : share.stop] for share in self.shares]
+        by_rank[self.rank].copy_(own)
+        self._messages += 1  # as in `_delivered`
         tag = self._messages
 
         def turn(by: int) -> Callable[[], None]:
-            src, dst = (self.rank - by) % n, (self.rank + by) % n
-            both = [dist.P2POp(dist.irecv, rows[src], src, tag=tag), dist.P2POp(dist.isend, row, dst, tag=tag)]
+            src, dst = (self.rank - by) % size, (self.rank + by) % size
+            both = [dist.P2POp(dist.irecv, by_rank[src], src, tag=tag), dist.P2POp(dist.isend, own, dst, tag=tag)]
             return self._issue("all_gather", lambda: dist.batch_isend_irecv(both))
 
-        first = [turn(1)] if n > 1 else []
+        first = [turn(1)] if size > 1 else []
 
         def wait() -> None:
             for arrived in first:
                 arrived()
-            for by in range(2, n):
+            for by in range(2, size):
                 turn(by)()
 
         return lambda: self._from_bytes(rows, stacked, wait)
 
     def _broadcast(self, stacked: Tensor, src: int) -> Finish:
-        row = self._as_bytes(stacked).clone()
-        wait = self._issue("broadcast", lambda: [dist.broadcast(row, src, async_op=True)])
+        row = self._as_bytes(stacked)[src - self.nodes.start if src in self.nodes else 0].clone()
+        wait = self._issue("broadcast", lambda: [dist.broadcast(row, self.rank_of[src], async_op=True)])
         return lambda: self._from_bytes(row[None], stacked, wait)[0]
 
     def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
         own = self._as_bytes(stacked)
-        parts = {dst: own for src, dst in pairs if src == self.rank}
-        return self._swapped(parts, [src for src, dst in pairs if dst == self.rank], stacked)
+        return self._delivered(pairs, lambda row, _: own[row], stacked)
+
+    def _rows(self, stacked: Tensor, sources: Sequence[int], receivers: Sequence[int]) -> Finish:
+        one_a_rank = {self.rank_of[dst]: dst for dst in receivers}.values()
+        return self._sent(stacked, [(src, dst) for dst in one_a_rank for src in sources])
 
     def _exchanged(self, stacked: Tensor, group: Sequence[int]) -> Finish:
-        group = group if self.rank in group else []
-        parts = self._as_bytes(stacked).view(stacked.shape[1], -1)
-        return self._swapped(dict(zip(group, parts, strict=False)), group, stacked[:, 0])
+        own, n = self._as_bytes(stacked), len(group)
+        parts = own.view(len(own), n, own.shape[1] // max(n, 1))
+        pairs = [(src, dst) for dst in group for src in group]
+        rows = self._delivered(pairs, lambda row, dst: parts[row, group.index(dst)], stacked[:, 0])
+        return lambda: (found := rows()).view(len(found) // max(n, 1), n, *found.shape[1:])
 
-    def _swapped(self, parts: Mapping[int, Tensor], sources: Sequence[int], like: Tensor) -> Finish:
-        """Send bytes to nodes, and receive rows like that of `like` (1, …) from n `sources`: (n, …)."""
-        # From node to node: groups that are drawn anew would need a new process group at every call.
+    def _delivered(self, pairs: Sequence[tuple[int, int]], part: Callable[[int, int], Tensor], like: Tensor) -> Finish:
+        """Send `part(row, dst)`, bytes, for every pair (src, dst); return those for nodes held here, in order, (n, …).
+
+        Args:
+            part: gets the number of the source's row among the rows held here.
+            like: stacked (R, …), of which every part is a row.
+        """
+        # From node to node: groups that are drawn each time would need a new process group at every call.
         self._messages += 1  # the same everywhere, so that no message is taken for another
-        rows = torch.empty(len(sources), like.numel() * like.element_size(), dtype=torch.uint8, device=self.device)
-        messages = [
-            dist.P2POp(dist.isend, part, dst, tag=self._messages) for dst, part in parts.items() if dst != self.rank
-        ]
-        for row, src in zip(rows, sources, strict=True):
-            if src == self.rank:
-                row.copy_(parts[src])
-            else:
-                messages.append(dist.P2POp(dist.irecv, row, src, tag=self._messages))
+        arriving = [src for src, dst in pairs if dst in self.nodes]
+        width = math.prod(like.shape[1:]) * like.element_size()
+        rows = torch.empty(len(arriving), width, dtype=torch.uint8, device=self.device)
+        places, messages = iter(rows), []
+        for src, dst in pairs:
+            sent = part(src - self.nodes.start, dst) if src in self.nodes else None
+            if dst in self.nodes:
+                place = next(places)
+                if sent is None:
+                    messages.append(dist.P2POp(dist.irecv, place, self.rank_of[src], tag=self._messages))
+                else:
+                    place.copy_(sent)
+            elif sent is not None:
+                messages.append(dist.P2POp(dist.isend, sent, self.rank_of[dst], tag=self._messages))
         wait = self._issue("messages", lambda: dist.batch_isend_irecv(messages) if messages else [])
         return lambda: self._from_bytes(rows, like, wait)
 
     def _as_bytes(self, stacked: Tensor) -> Tensor:
-        """The row held here as it travels: bytes, as not every backend knows every dtype, where the backend is."""
-        return stacked[0].to(self.device).contiguous().view(-1).view(torch.uint8)
+        """Return the rows held here as bytes (R, n) where the backend is: not every backend knows every dtype."""
+        rows = stacked.to(self.device).contiguous()
+        return rows.view(-1).view(torch.uint8).view(len(rows), rows[0].numel() * rows.element_size())
 
     def _from_bytes(self, rows: Tensor, stacked: Tensor, wait: Callable[[], None]) -> Tensor:
-        """Wait for the bytes of n rows that are like that of `stacked`."""
+        """Wait for the bytes of n rows, and return them in the dtype and shape of the rows of `stacked`."""
         wait()
         # Flat, as rows without a byte are no rows of another dtype.
         return rows.to(stacked.device).flatten().view(stacked.dtype).view(len(rows), *stacked.shape[1:])
@@ -137,7 +163,8 @@ class ProcessCollectives(Collectives):
     def _issue(self, name: str, call: Callable[[], Sequence[Any]]) -> Callable[[], None]:
         """Issue messages, and return what waits for all of them; what fails is raised as a `CollectiveFailure`."""
         label = name if self.label == name else f"{name} of {self.label!r}"
-        where = f"{label} at step {self.step} on node {self.active[self.rank]}"
+        own = [self.active[node] for node in self.nodes]
+        where = f"{label} at step {self.step} on node{'s' if len(own) > 1 else ''} {str(own).strip('[]')}"
         with completing(where):
             works = call()
 

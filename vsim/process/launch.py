@@ -1,54 +1,53 @@
-"""Starting a process a node on this machine, listening to them, and leaving none behind."""
+"""Start a process for every node on this machine, listen to them, and leave none behind."""
 
 from __future__ import annotations
 
 import builtins
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
+import socket
 import sys
+import tempfile
+import threading
 import time
+import types
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
-from functools import partial
-from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import IO, Any, NamedTuple, NoReturn
 
 import cloudpickle
 import torch
+import torch.distributed as dist
 
-from vsim.checkpoint.folder import Saving
 from vsim.engine.memory import check_room
-from vsim.process import settings
+from vsim.process.child import Descriptor, Setup, main, torch_settings
 from vsim.process.collectives import CollectiveFailure
-from vsim.process.forkserver import ForkServer, Process
 from vsim.process.node import Outcome, ProcessOptions, backend_for
 from vsim.records.report import Reporter
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.setup import plan_of
 from vsim.training.spec import RunSpec
 
+# "spawn" on macOS, whose frameworks do not survive a fork.
+START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
+PRELOAD = ["vsim.process.preload"]
+# How long processes may take to start, the first also to import torch.
+_START_SECONDS = 120.0
 # How long a run outlives a failure: the other nodes notice it and end by themselves, with their own messages.
 _GRACE_SECONDS = 2.0
 # How long a node that is done may take to exit (a user's exit handlers).
 _EXIT_SECONDS = 10.0
 # The memory that an interpreter with torch takes for itself.
 _LEAST_BYTES = 2**26
-# How often processes are polled: a pipe does not close while worker processes of a DataLoader hold it too.
+# How often a Ctrl-C is looked for.
 _POLL_SECONDS = 0.5
-
-# What ends the nodes of a parent that was killed, even those within C code, which notice nothing themselves: a shell
-# that reads their process groups until the parent's end of the pipe closes, then kills them and removes the folder, $0.
-_REAPER = """
-groups=
-while read -r group; do groups="$groups -$group"; done
-kill -9 $groups
-rm -rf -- "$0" || { sleep 1; rm -rf -- "$0"; }
-"""
 
 
 class NodeFailure(RuntimeError):
@@ -66,20 +65,8 @@ class NodeFailure(RuntimeError):
         return str(self.args[0])
 
 
-@dataclass
-class _Child:
-    """One child process as its parent sees it."""
-
-    rank: int
-    process: Process
-    interrupted: bool = False  # it has been told to stop after its step
-    done: bool = False
-    ended: bool = False  # no more messages will come
-    failure: _Failure | None = None
-
-    @property
-    def failed(self) -> bool:
-        return self.failure is not None or (self.ended and not self.done)
+class ForkServerFailure(RuntimeError):
+    """The interpreter that forks the nodes' processes has ended, or does not answer."""
 
 
 class _Failure(NamedTuple):
@@ -90,147 +77,189 @@ class _Failure(NamedTuple):
     lost: bool  # it follows from the failure of another node
 
 
-def train_in_processes(config: RunSpec, options: ProcessOptions, report: Reporter, folder: Path) -> Outcome:
-    """Train every node in a process of its own on this machine; return what the first has at the end.
+@dataclass(eq=False)
+class _Node:
+    """The process of one node as its parent sees it."""
+
+    rank: int
+    process: BaseProcess
+    connection: Connection
+    held: Connection  # closes with this process, which ends the node's
+    interrupted: bool = False  # it has been told to stop after its step
+    done: bool = False
+    ended: bool = False  # no more messages will come
+    failure: _Failure | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.failure is not None or (self.ended and not self.done)
+
+    def kill(self) -> None:
+        """Kill it and all processes of its session."""
+        try:
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # it has no session yet, or has ended
+            self.process.kill()
+
+
+def train_in_processes(spec: RunSpec, options: ProcessOptions, report: Reporter) -> Outcome:
+    """Train every node in a process of its own on this machine; return the outcome of the first.
 
     With a plan (`fit(participation=…)`) a node has a process while it takes part.
 
-    The processes are forks of a fresh interpreter: the caller's main module does not run again in them, and its
-    definitions (models, datasets, strategies) are shipped by value. Their warnings are issued here. However this call
-    ends, the processes and their children are gone afterwards, also if this process is killed, and then `folder` with
-    them.
+    multiprocessing's fork server starts the processes, and stays for later runs until the caller's program ends. The
+    caller's main module does not run again in the processes, and its definitions (models, datasets, strategies) are
+    shipped by value. Warnings of the processes are issued here. However this call ends, the nodes' processes and their
+    children are gone afterwards, also if this process is killed.
 
     Args:
-        config: the run.
-        options: devices, threads and patience.
-        report: gets the report of every step, of the first node that takes part.
-        folder: temporary and of this run alone; its processes meet in it.
+        spec: the run.
+        options: devices, threads and timeout.
+        report: gets the report of every step, from the first node that takes part.
 
     Raises:
-        TypeError: something in `config` cannot be shipped; it is named.
+        TypeError: something in `spec` cannot be pickled; it is named.
         Exception: what a node raised, caused by a `NodeFailure` with its rank and traceback.
         NodeFailure: a process was killed, or exited without a message.
-        ForkServerFailure: the interpreter that starts the processes was killed, or cannot import vsim.
+        ForkServerFailure: the fork server was killed, is stopped, or cannot import vsim.
         Interrupted: after a Ctrl-C, when the nodes have completed their step. A second Ctrl-C ends them at once.
     """
     if os.name != "posix":
         raise RuntimeError(f"backend='process' runs on Linux and macOS; this is {sys.platform}")
-    check_room(config.num_nodes, _LEAST_BYTES, torch.device("cpu"))
-    _ship(config, folder / "config")
-    plan, first = plan_of(config, None), config.first_step
-    with ExitStack() as ending:
-        reaper = subprocess.Popen(
-            ["/bin/sh", "-c", _REAPER, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
+    check_room(spec.num_nodes, _LEAST_BYTES, torch.device("cpu"))
+    plan, first = plan_of(spec, None), spec.first_step
+    with tempfile.TemporaryFile(prefix="vsim-") as file, ExitStack() as ending:
+        _ship(spec, file)
+        # The processes meet here. It listens to this machine alone.
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        store = dist.TCPStore(  # noqa: F841 (serves as long as it is referenced)
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-        ending.callback(reaper.communicate)
-        ending.callback(reaper.kill)
-        server = ForkServer(_environment(options))
-        ending.callback(server.end)
-        _tell_reaper(reaper, server.process.pid)
-        run = _Listener(config.saving, report, partial(_start, folder, config, options, reaper, server))
+        run = _Run(spec, options, report, Descriptor(file.fileno()), port)
         ending.callback(run.end)
         with run.interrupt:
-            nodes = range(config.num_nodes) if plan is None else plan.machines(first)
+            nodes = range(spec.num_nodes) if plan is None else plan.machines(first)
             run.start(nodes, nodes, first)
             return run.listen()
 
 
-def _environment(options: ProcessOptions) -> dict[str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-    # The nodes of one machine talk over its loopback interface only.
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    return environment
-
-
-def _tell_reaper(reaper: subprocess.Popen[bytes], group: int) -> None:
-    assert reaper.stdin is not None
-    reaper.stdin.write(f"{group}\n".encode())
-    reaper.stdin.flush()
-
-
-def _ship(config: RunSpec, path: Path) -> None:
+def _ship(spec: RunSpec, file: IO[bytes]) -> None:
     try:
-        with path.open("wb") as file:
-            cloudpickle.dump(config, file)
+        cloudpickle.dump(spec, file)
+        file.flush()
     except OSError:
         raise
     except Exception as whole:
-        for field in fields(config):
+        for field in fields(spec):
             try:
-                cloudpickle.dumps(getattr(config, field.name))
+                cloudpickle.dumps(getattr(spec, field.name))
             except Exception as error:
                 raise TypeError(
-                    f"backend='process' cannot ship {field.name} to the nodes' processes: {error}"
+                    f"backend='process' cannot ship {field.name} to the nodes' processes: {error}{_advice(error)}"
                 ) from error
         raise TypeError(f"backend='process' cannot ship the run to the nodes' processes: {whole}") from whole
 
 
-def _start(
-    folder: Path,
-    config: RunSpec,
-    options: ProcessOptions,
-    reaper: subprocess.Popen[bytes],
-    server: ForkServer,
-    node: int,
-    segment: dict[str, Any],
-) -> _Child:
-    setup = {
-        "argv": sys.argv,
-        "folder": str(folder),
-        "node": node,
-        **segment,
-        "device": str(options.devices[node % len(options.devices)]),
-        "backend": backend_for(options.devices, config.num_nodes),
-        "threads": options.threads,
-        "torch": settings.current(),
-        "timeout_seconds": options.timeout_seconds,
-    }
-    process = server.start()
+def _advice(error: Exception) -> str:
+    if "parametriz" not in str(error).lower():
+        return ""
+    return ". Give a model without parametrizations that adds them itself, in its first forward or in __setstate__"
+
+
+@contextmanager
+def _starting(threads: int) -> Iterator[None]:
+    """Within the block multiprocessing starts interpreters that find modules as this one does, and run no main module.
+
+    By itself it would run the caller's script again, and look for modules in the working folder first.
+    """
+    path = os.pathsep.join(entry for entry in sys.path if isinstance(entry, str))
+    changed = {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
+    before, main_module = {name: os.environ.get(name) for name in changed}, sys.modules["__main__"]
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
-        _tell_reaper(reaper, process.pid)  # before the setup, without which the process ends by itself
-        process.tell(pickle.dumps(setup))
-        return _Child(node, process)
-    except BaseException:
-        process.kill()
-        raise
+        os.environ.update(changed)
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        resource_tracker.ensure_running()  # which unblocks signals
+        # A Ctrl-C in a terminal reaches all processes that start there; they wait until they have a session.
+        signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
+        yield
+    finally:
+        sys.modules["__main__"] = main_module
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-class _Listener:
-    """The parent of K nodes: receives their messages, and ends them."""
+class _Run:
+    """The parent of the nodes' processes: starts them, receives their messages, and ends them."""
 
-    def __init__(self, saving: Saving | None, report: Reporter, begin: Callable[[int, dict[str, Any]], _Child]) -> None:
-        self.saving = saving
-        self.report = report
-        self.begin = begin
-        self.nodes: list[_Child] = []
-        self.failures: list[_Child] = []  # in the order in which they were noticed
+    def __init__(
+        self, spec: RunSpec, options: ProcessOptions, report: Reporter, shipped: Descriptor, port: int
+    ) -> None:
+        self.spec, self.options, self.report, self.shipped, self.port = spec, options, report, shipped, port
+        self.context: Any = multiprocessing.get_context(START_METHOD)
+        self.nodes: list[_Node] = []
+        self.failures: list[_Node] = []  # in the order in which they were noticed
         self.outcome: Outcome | None = None
         self.last_step = 0
         self.warned: set[Any] = set()
         self.interrupt = Interrupt()
 
     def start(self, joining: Sequence[int], nodes: Sequence[int], step: int, copying: Sequence[int] = ()) -> None:
-        """Start the processes of those who join the nodes that take part from a step on, copying a peer's state."""
-        for node in joining:
-            self.nodes.append(self.begin(node, {"nodes": nodes, "step": step, "copying": copying}))
+        """Start the processes of `joining`, of the `nodes` that take part from a step on, `copying` a peer's state."""
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads)}
+        # The nodes of one machine talk over its loopback interface only.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        setups = [
+            Setup(
+                node,
+                nodes,
+                step,
+                copying,
+                self.port,
+                backend_for(self.options.devices, self.spec.num_nodes),
+                self.options.timeout_seconds,
+                self.options.devices[node % len(self.options.devices)],
+                self.options.threads,
+                torch_settings(),
+                environment,
+                signal.pthread_sigmask(signal.SIG_BLOCK, []),
+                multiprocessing.get_start_method(),
+            )
+            for node in joining
+        ]
+        if START_METHOD == "forkserver":
+            self.context.set_forkserver_preload(PRELOAD)
+        with _starting(self.options.threads):
+            within(_START_SECONDS, lambda: self._start(setups))
+
+    def _start(self, setups: Sequence[Setup]) -> None:
+        outputs = {number: Descriptor(number) for number in (1, 2) if _is_open(number)}
+        for setup in setups:
+            connection, its_end = self.context.Pipe()
+            # Nothing is ever sent. Each has a pipe of its own, as the kernel notes one process group for an open file.
+            alive, held = self.context.Pipe(duplex=False)
+            process = self.context.Process(target=main, args=(setup, self.shipped, outputs, its_end, alive))
+            with its_end, alive:
+                process.start()
+            self.nodes.append(_Node(setup.node, process, connection, held))
 
     def listen(self) -> Outcome:
         """Pass the first node's reports on until all nodes are done, or a while after one has failed."""
         deadline: float | None = None
         while running := [node for node in self.nodes if not node.ended]:
-            ready = wait([node.process.connection for node in running], _POLL_SECONDS)
+            ready = wait([f for node in running for f in (node.connection, node.process.sentinel)], _POLL_SECONDS)
             if self.interrupt.requested:
                 self._tell_interrupt()
             for node in running:
-                connection = node.process.connection
-                if connection in ready:
+                if node.connection in ready:
                     self._receive(node)
-                elif node.process.exit_code() is not None and not connection.poll():
-                    node.ended = True
+                elif node.process.sentinel in ready and not node.connection.poll():
+                    node.ended = True  # a pipe does not close while worker processes of a DataLoader hold it too
                 if node.failed and node not in self.failures:
                     self.failures.append(node)
             if self.failures and deadline is None:
@@ -239,27 +268,35 @@ class _Listener:
                 break
         if self.failures:
             self._raise()
-        self._wait_for_exits()
+        for node in self.nodes:
+            node.process.join(_EXIT_SECONDS)
         if self.interrupt.requested or self.outcome is None:  # Ctrl-C, here or in a node's process
-            raise Interrupted(self.last_step, self.saving)
+            raise Interrupted(self.last_step, self.spec.saving)
         return self.outcome
 
     def end(self) -> None:
         """Leave no process behind, whatever happened."""
         for node in self.nodes:
-            node.process.kill()
+            node.kill()
         for node in self.nodes:  # all are killed already: another Ctrl-C may end this
+            node.process.join(_EXIT_SECONDS)
+            if node.process.exitcode is None:  # the fork server does not say that it has ended
+                _kill_fork_server()
+                node.process.join()
             node.process.close()
+            node.connection.close()
+            node.held.close()
 
     def _tell_interrupt(self) -> None:
         """Stop the nodes after their step. Once, as one that reads nothing may not keep this process waiting."""
         for node in [node for node in self.nodes if not (node.ended or node.interrupted)]:
             node.interrupted = True
-            node.process.tell(b"!")
+            with suppress(OSError):  # it has ended, which is noticed elsewhere
+                node.connection.send_bytes(b"!")
 
-    def _receive(self, node: _Child) -> None:
+    def _receive(self, node: _Node) -> None:
         try:
-            kind, content = pickle.loads(node.process.connection.recv_bytes())
+            kind, content = pickle.loads(node.connection.recv_bytes())
         except (EOFError, OSError):
             node.ended = True
             return
@@ -286,11 +323,6 @@ class _Listener:
             self.warned.add((message, category, filename, lineno))
             warnings.warn_explicit(message, getattr(builtins, category), filename, lineno)
 
-    def _wait_for_exits(self) -> None:
-        deadline = time.monotonic() + _EXIT_SECONDS
-        for node in self.nodes:
-            node.process.exit_code(max(0.0, deadline - time.monotonic()))
-
     def _raise(self) -> NoReturn:
         """Raise the first failure that does not follow from another's, if there is one."""
         causes = [node for node in self.failures if node.failure is None or not node.failure.lost]
@@ -311,12 +343,71 @@ class _Listener:
         raise error from failure
 
 
-def _how_it_ended(process: Process) -> str:
-    status = process.exit_code(_EXIT_SECONDS)
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def within(seconds: float, start: Callable[[], Any]) -> None:
+    """Call `start`, which starts processes, and wait for it.
+
+    Raises:
+        ForkServerFailure: it fails, or does not return in time; the fork server is killed, and the next run starts one.
+    """
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            start()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        _kill_fork_server()
+        raise ForkServerFailure(
+            f"the interpreter that starts the nodes' processes has not answered for {seconds:g} seconds: it is "
+            "stopped, or the machine is too busy"
+        )
+    if errors and isinstance(errors[0], EOFError | ConnectionError):
+        raise ForkServerFailure(
+            "the interpreter that starts the nodes' processes has ended; if it could not start them, its standard "
+            "error says why"
+        ) from errors[0]
+    if errors:
+        raise errors[0]
+
+
+def _kill_fork_server() -> None:
+    """Kill multiprocessing's fork server; who starts a process next starts another."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # multiprocessing takes the exit code
+
+
+def _how_it_ended(process: BaseProcess) -> str:
+    process.join(_EXIT_SECONDS)
+    status = process.exitcode
     if status is None:
         return "closed its connection"
+    if status == 255 and _is_alive(process):  # multiprocessing's answer if the fork server cannot be asked
+        raise ForkServerFailure("the interpreter that starts the nodes' processes has ended")
     if status >= 0:
         return f"exited with {status}"
     name = next((f" ({s.name})" for s in signal.Signals if s == -status), "")
     hint = ": by hand, or for lack of memory" if -status == signal.SIGKILL else ""
     return f"was ended by signal {-status}{name}{hint}"
+
+
+def _is_alive(process: BaseProcess) -> bool:
+    try:
+        os.kill(process.pid or 0, 0)
+    except ProcessLookupError:
+        return False
+    return True

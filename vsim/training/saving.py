@@ -101,6 +101,7 @@ def _save(run: Run, folder: Path) -> None:
     run.check_weights()
     checkpoint = captured(run)
     if 0 in run.part.nodes:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # only a temporary folder is not there yet
         checkpoint.save(checkpoint_path(folder, run.done))
         prune(folder, run.done)
     if not run.is_alone:  # no process continues before the file is there: it might look into the folder
