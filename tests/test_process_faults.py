@@ -319,6 +319,61 @@ def test_what_cannot_be_shipped_is_named(name: str) -> None:
         fit(trainer=Trainer(**given), **options)
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(12, 5))
+
+    def forward(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+
+class Shippable(Normed):
+    def __reduce__(self) -> Any:
+        return _of_state, (self.state_dict(),)
+
+
+def _of_state(state: Any) -> Shippable:
+    model = Shippable()
+    model.load_state_dict(state)
+    return model
+
+
+def test_parametrized_models_are_shipped_as_the_error_says() -> None:
+    with pytest.raises(TypeError, match=r"cannot ship model.*\n?.*__reduce__ that returns .*state_dict"):
+        fit(FedAvgStrategy(), trainer=Trainer(Normed(), vectors()))
+    losses = []
+    for options in ({"backend": "process"}, {"backend": "stacked", "threads_per_process": None}):
+        torch.manual_seed(0)
+        trainer = fit(FedAvgStrategy(H=2), trainer=Trainer(Shippable(), vectors()), deterministic=True, **options)
+        losses.append(trainer.history.node_losses.tolist())
+    assert losses[0] == losses[1]
+
+
+def test_the_way_to_ship_custom_operators_is_told() -> None:
+    code = """
+        import torch
+        from vsim import Trainer
+        from vsim.strategy import FedAvgStrategy
+
+        @torch.library.custom_op("test_faults::twice", mutates_args=())
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        class Model(torch.nn.Linear):
+            def forward(self, batch):
+                return twice(super().forward(batch[0]))
+
+        data = torch.utils.data.TensorDataset(torch.zeros(8, 3))
+        try:
+            Trainer(Model(3, 2), data).fit(strategy=FedAvgStrategy(), num_nodes=2, max_steps=1, backend="process")
+        except TypeError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert "cannot ship model" in done.stdout and "in a module that the script imports" in done.stdout, done.stderr
+
+
 # Scripts -------------------------------------------------------------------------------------------------------------
 
 # Everything is defined in the script, which has no `if __name__ == "__main__"`.

@@ -162,9 +162,14 @@ def _ship(spec: RunSpec, file: IO[bytes]) -> None:
 
 
 def _advice(error: Exception) -> str:
-    if "parametriz" not in str(error).lower():
-        return ""
-    return ". Give a model without parametrizations that adds them itself, in its first forward or in __setstate__"
+    if "parametrized modules" in str(error):
+        return (
+            ". Give the model a __reduce__ that returns a function of its state_dict() which builds it anew and loads "
+            "that, and (state_dict(),)"
+        )
+    if "torch._C" in str(error) or "torch._ops" in str(error):
+        return ". Define custom operators, and the functions that call them, in a module that the script imports"
+    return ""
 
 
 @contextmanager
