@@ -392,3 +392,22 @@ def test_steps_taken_by_hand_and_explanations() -> None:
     heard.words.clear()
     trainer.explain(**options)
     assert not heard.words
+
+
+def test_any_object_with_an_event_is_a_callback_and_hears_how_the_run_ended() -> None:
+    class Ends:
+        def __init__(self) -> None:
+            self.heard: list[str] = []
+
+        def on_exit(self, failure: str) -> None:
+            self.heard.append(failure)
+
+    def fail(run: Run) -> None:
+        raise RuntimeError("no more")
+
+    ends = Ends()
+    options: dict[str, Any] = {"strategy": Strategy(), "num_nodes": 2, "max_steps": 2, "progress": False}
+    Trainer(small_mlp(), vectors()).fit(callbacks=[ends], **options)
+    with pytest.raises(RuntimeError, match="no more"):
+        Trainer(small_mlp(), vectors()).fit(callbacks=[ends, fail], **options)
+    assert ends.heard == ["", "RuntimeError: no more"]

@@ -354,7 +354,7 @@ def test_a_logger_that_cannot_start_stops_the_run_before_its_first_step() -> Non
     trainer = Trainer(small_mlp(), vectors(), vectors())
     with pytest.raises(OSError, match="disk full"):
         fit(trainer, logger=[notes, failing])
-    assert trainer.history["step"].tolist() == [0]
+    assert trainer.history["step"].tolist() == []
     assert notes.heard[-1] == failing.heard[-1] == ("finish", "OSError: disk full")
 
 
@@ -666,7 +666,7 @@ def test_ours_are_loggers(tmp_path: Path) -> None:
 
 def test_nothing_is_logged_of_a_run_that_never_began() -> None:
     log = RunLog([Notes()], {})
-    log.finish("ValueError: no data")
+    log.on_exit("ValueError: no data")
     assert log._started == []
     history = History()
     assert history.minibatch_size is None
@@ -678,8 +678,9 @@ def test_nothing_is_logged_of_a_run_that_never_began() -> None:
 def test_a_run_that_goes_on_from_a_later_step_is_logged_from_there() -> None:
     notes = Notes()
     log = RunLog([notes], {})
+    log.on_start(StepReport({}, None, [], "vmap", 8))
     for step in (7, 8):
         row = {"step": step, "examples": 10 * step, "tokens": 20 * step, "train_loss": 1.0, "lr": 0.1}
-        log(StepReport({**row, "seconds": 2.0 * step}, [1.0], [], "vmap", 8))
+        log.on_step(StepReport({**row, "seconds": 2.0 * step}, [1.0], [], "vmap", 8))
     last = notes.heard[-1][1]
     assert last["examples_per_second"] == 5 and last["tokens_per_second"] == 10

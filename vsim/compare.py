@@ -24,7 +24,6 @@ from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
 from vsim.strategy.base import Strategy
 from vsim.trainer import Trainer
-from vsim.training.callbacks import LossHooks, Originals
 from vsim.training.interrupt import Interrupted
 from vsim.training.spec import takes_options
 
@@ -163,7 +162,7 @@ def train_entries(
             # What callbacks hold is copied, but not what all runs share.
             shared = {id(one): one for one in (models[seed], train_dataset, val_dataset, loss_fn)}
             spec = replace(spec, saving=saving, callbacks=copy.deepcopy(spec.callbacks, shared))
-            runners.append(Runner(name, spec, trainer.log(own, spec, spec.loggers)))
+            runners.append(Runner(name, trainer.logged(spec, own, spec.loggers)))
     if spec.backend != "stacked":
         raise ValueError("compare() runs in the simulator; backend='process' is for Trainer.fit and verify()")
     folders = [runner.folder for runner in runners if runner.folder is not None]
@@ -235,7 +234,7 @@ def _compared(runner: Runner) -> ComparedRun:
         error,
         runner.diverged_at,
         runner.stopped_at,
-        [one for one in runner.spec.callbacks if not isinstance(one, LossHooks | Originals)],
+        [one for one in runner.spec.callbacks if not getattr(one, "here", False)],
     )
 
 

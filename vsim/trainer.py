@@ -31,7 +31,7 @@ from vsim.records.loggers import Logger, RunLog
 from vsim.records.progress import Recorder
 from vsim.records.report import StepReport
 from vsim.strategy.base import Strategy
-from vsim.training.callbacks import by_place, tell, tell_row, with_hooks
+from vsim.training.callbacks import by_place, tell, tell_row, telling_exit, with_hooks
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import train
 from vsim.training.run import Ensemble, Run
@@ -236,19 +236,19 @@ class Trainer:
             if spec.start is not None:
                 spec.start.fill(self.history)
             self.loggers = [] if is_other_rank else spec.loggers
-            log = self.log(options, spec, self.loggers)
-            with Recorder(self.history, spec.progress, label, log) as recorder:
+            spec = self.logged(spec, options, self.loggers)
+            with Recorder(self.history, spec.progress, label) as recorder, telling_exit(spec.callbacks):
                 if spec.backend == "stacked":
                     return self._simulate(spec, device, recorder)
                 return self._train_in_processes(spec, recorder)
 
-    def log(self, options: Mapping[str, Any], spec: RunSpec, loggers: Sequence[Logger]) -> RunLog | None:
-        """Return what drives the loggers of a run, None without any."""
+    def logged(self, spec: RunSpec, options: Mapping[str, Any], loggers: Sequence[Logger]) -> RunSpec:
+        """Return `spec`, made of `options`, with the callback that passes its rows to these loggers."""
         if not loggers:
-            return None
+            return spec
         given = {**option_defaults(), **options, "logger": [type(one).__name__ for one in loggers]}
         about = describe_run(given, self.model, self.train_dataset, self.val_dataset, self.loss_fn)
-        return RunLog(loggers, about, spec.log_interval)
+        return replace(spec, callbacks=[RunLog(loggers, about, spec.log_interval), *spec.callbacks])
 
     def device_of(self, spec: RunSpec) -> torch.device:
         """Return where a run in the simulator computes."""
@@ -286,10 +286,13 @@ class Trainer:
                 self.history.ledger.record(event)
             if report.segment is not None:
                 self.history.ledger.attend(report.segment)
+            is_first = not len(self.history)
             recorder(report)
+            for callback in here if is_first else ():
+                tell(callback, "on_start", report)
             tell_row(here, report)
 
-        here, there = by_place(spec.callbacks or ())
+        here, there = by_place(spec.callbacks)
         spec = replace(spec, callbacks=there, logger=None, run_name=None, wandb_project=None, log_x_axis="step")
         spec = replace(spec, log_interval=1, train_loss_hook=None, eval_loss_hook=None)
         self._last = None

@@ -21,6 +21,7 @@ from vsim.race.runner import Runner, ended_by, read_end, take_end, write_end, wr
 from vsim.race.watch import Watch
 from vsim.records.history import History, read_json
 from vsim.records.progress import Recorder
+from vsim.training.callbacks import tell
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import train
 from vsim.training.run import Ensemble, Run
@@ -98,8 +99,8 @@ class Race:
         if not running:
             return
         with ExitStack() as stack:
-            recorders = {r: Recorder(r.history, False, r.spec.label, r.log) for r in running}
-            # Every log is told the end of its own run.
+            recorders = {r: Recorder(r.history, False, r.spec.label) for r in running}
+            # Every callback is told the end of its own run.
             for runner, recorder in recorders.items():
                 stack.push(lambda kind, error, trace, own=runner, recorder=recorder: _finish(recorder, own, error))
             seed = running[0].spec.seed
@@ -267,8 +268,10 @@ def _score(runner: Runner) -> float:
 
 def _finish(recorder: Recorder, runner: Runner, error: BaseException | None) -> bool:
     own = error if runner.error is None else runner.error
-    if own is None and runner.stopped_at is not None and recorder.log is not None:
-        recorder.log.finish(f"stopped after step {runner.stopped_at}")
-        recorder.log = None
+    failure = "" if own is None else f"{type(own).__name__}: {own}"
+    if own is None and runner.stopped_at is not None:
+        failure = f"stopped after step {runner.stopped_at}"
     recorder.__exit__(None if own is None else type(own), own, None)
+    for callback in runner.spec.callbacks:
+        tell(callback, "on_exit", failure)
     return False

@@ -12,7 +12,6 @@ from torch import nn
 
 from vsim.checkpoint.folder import replacing
 from vsim.records.history import History, write_json
-from vsim.records.report import Log
 from vsim.training.spec import RunSpec
 
 
@@ -22,7 +21,7 @@ class Runner:
 
     Attributes:
         name: of its strategy or setting, the same for all seeds.
-        config: its checked arguments. log: drives its loggers.
+        config: its checked arguments.
         history, model: its record, and the mean of its nodes' final models if it reached its end.
         error: why it left. stopped_at: the step after which a rung took it out. interrupted_at: the last step before an
             interrupt. finished_at: the step after which a callback stopped it, before the others.
@@ -30,7 +29,6 @@ class Runner:
 
     name: str
     spec: RunSpec
-    log: Log | None = None
     history: History = field(init=False)
     model: nn.Module | None = None
     error: Exception | None = None

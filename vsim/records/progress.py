@@ -1,4 +1,4 @@
-"""From reports to the record of a run: history, logs, and the progress that a user sees."""
+"""From reports to the record of a run: history, and the progress that a user sees."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from typing import Any
 
 from vsim.records.history import History
 from vsim.records.live import LiveRace
-from vsim.records.report import Log, StepReport
+from vsim.records.report import StepReport
 
 
 @dataclass(eq=False)
 class Recorder:
-    """Keeps what is reported: history, logs, progress. What was done stays on an interrupt.
+    """Keeps what is reported: history and progress. What was done stays on an interrupt.
 
     Attributes:
         history: gets a row a step.
         progress: show a progress bar, or with "plot" a figure in the notebook; description: what it says.
-        log: gets every report.
     """
 
     history: History
     progress: bool | str = False
     description: str = ""
-    log: Log | None = None
 
     def __post_init__(self) -> None:
         self.odd_validation: int | None = None  # the first step whose validation loss was not finite
@@ -41,8 +39,6 @@ class Recorder:
         self.history.executor, self.history.executor_reason = report.executor, report.executor_reason
         self.history.minibatch_size = report.minibatch_size
         self.history.append(row, report.node_losses)
-        if self.log is not None:
-            self.log(report)
         self._advance(int(row["step"]), report)
 
     def _note_validation(self, row: Mapping[str, float]) -> None:
@@ -96,5 +92,3 @@ class Recorder:
             self.live.close()
         if kind is None:
             self._warn_of_validation()
-        if self.log is not None:
-            self.log.finish("" if kind is None else f"{kind.__name__}: {error}")

@@ -31,14 +31,6 @@ class StepReport:
     preparing: str = ""
 
 
-class Log(Protocol):
-    """Takes the reports of a run for its loggers, and hears of its end; `failure` is empty if it got there."""
-
-    def __call__(self, report: StepReport) -> None: ...
-
-    def finish(self, failure: str) -> None: ...
-
-
 class Reporter(Protocol):
     """Takes the report of every step, step 0 included."""
 

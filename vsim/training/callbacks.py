@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,10 +24,19 @@ class Callback:
     last one; `run.model` and `run.loss_fn`, the live ones, whose attributes may be changed; `run.strategy`,
     `run.cluster`; and `run.stop()`, which ends it. An error ends the run.
 
+    A callback need not inherit from this class: any object with `on_step` is one, and a function f(run) is the short
+    form of `on_step`. The loss hooks of `fit` and its loggers are callbacks, too.
+
     A callback with `state_dict()` and `load_state_dict(state)` is saved with the run, under the name of its class, and
-    goes on when the run resumes. With backend="process" callbacks work in every node's process, and the state of node
-    0's comes back at the end. In a comparison every run has copies of its own, see `vsim.ComparedRun`.
+    continues when the run resumes. In a comparison every run has copies of its own, see `vsim.ComparedRun`.
+
+    Attributes:
+        here: with backend="process", whether the callback works in the process of `fit`, where it gets reports with
+            `row`, `max_steps` and `minibatch_size` only, and `on_end` gets None. If not, it works in every node's
+            process, and the state of node 0's comes back at the end.
     """
+
+    here = False
 
     def on_start(self, run: Run) -> None:
         """Before the first step of a new run (`run.starts`), or of one that resumes, with its state."""
@@ -39,6 +49,23 @@ class Callback:
 
     def on_end(self, run: Run) -> None:
         """After the last step; not for a run that was interrupted, or has failed."""
+
+    def on_exit(self, failure: str) -> None:
+        """However the run ended, in the process of `fit`; `failure` says why it did not reach its last step, or ""."""
+
+
+@contextmanager
+def telling_exit(callbacks: Sequence[Any]) -> Iterator[None]:
+    """Tell callbacks how what runs in this context ends."""
+    failure = ""
+    try:
+        yield
+    except BaseException as error:
+        failure = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        for callback in callbacks:
+            tell(callback, "on_exit", failure)
 
 
 def tell(callback: Any, event: str, run: Any) -> None:
@@ -60,6 +87,8 @@ def tell_row(callbacks: Sequence[Any], run: Any) -> None:
 class LossHooks(Callback):
     """`train_loss_hook` and `eval_loss_hook` of `fit`: functions of (step, loss), called in the process of `fit`."""
 
+    here = True
+
     def __init__(self, train: Hook | None, evaluation: Hook | None) -> None:
         self.train, self.evaluation = train, evaluation
 
@@ -80,6 +109,8 @@ class Originals(Callback):
 
     They are looked at after 1, 2, 4, 8, … steps and at the end, so that a step costs nothing.
     """
+
+    here = True
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         self.model, self.loss_fn, self.has_warned = model, loss_fn, False
@@ -234,5 +265,6 @@ def with_hooks(spec: RunSpec) -> list[Any]:
 
 def by_place(callbacks: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """With backend="process", return the callbacks that work in the process of `fit`, and in those of the nodes."""
-    here = [one for one in callbacks if isinstance(one, LossHooks | Originals)]
-    return here, [one for one in callbacks if not isinstance(one, LossHooks)]
+    here = [one for one in callbacks if getattr(one, "here", False)]
+    # Of a node's copies of model and loss, a callback there may change the wrong ones, too.
+    return here, [one for one in callbacks if one not in here or isinstance(one, Originals)]

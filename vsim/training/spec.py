@@ -140,7 +140,9 @@ class RunSpec:
         if not isinstance(self.callbacks, Sequence | None) or isinstance(self.callbacks, str):
             raise TypeError(f"callbacks must be a list of callbacks, got {self.callbacks!r}")
         self._set("callbacks", list(self.callbacks or ()))
-        odd = [c for c in self.callbacks or () if isinstance(c, type) or not (callable(c) or hasattr(c, "on_step"))]
+        events = ("on_start", "on_step", "on_evaluation", "on_end", "on_exit")
+        hearing = [c for c in self.callbacks if callable(c) or any(hasattr(c, event) for event in events)]
+        odd = [c for c in self.callbacks if isinstance(c, type) or c not in hearing]
         if odd:
             raise TypeError(f"callbacks must be vsim.Callback objects, or functions f(run), got {odd[0]!r}")
         if not isinstance(self.metrics, Mapping | None):

@@ -15,7 +15,6 @@ from vsim.records.loggers.csv import CSVLogger
 from vsim.records.loggers.folders import check_run_name
 from vsim.records.loggers.rows import Row, train_row, validation_row
 from vsim.records.loggers.wandb import WandbLogger
-from vsim.records.report import StepReport
 
 X_AXES = ("step", "examples")
 
@@ -62,7 +61,7 @@ def for_one_run(logger: Logger | Sequence[Logger] | None) -> list[Logger] | None
 
 
 class RunLog:
-    """Passes a run's reports to its loggers.
+    """The callback that passes a run's rows to its loggers.
 
     A row is logged every `interval` steps, at the last step, and at every step at which the replicas' divergence was
     measured; validations are logged whenever there is one. What a logger draws from the global random generators of
@@ -81,42 +80,52 @@ class RunLog:
         self._last: dict[str, float] | None = None  # the row that was logged before
         self._started: list[Logger] = []
 
-    def __call__(self, report: StepReport) -> None:
-        row = dict(report.row)
-        with preserved():
-            if self._last is None:
-                self._start(report)
-                self._last = row
-            if row["step"] > 0 and self._is_due(row, report.max_steps):
-                self._tell("log_train", train_row(row, self._last))
-                self._last = row
-            if "global_loss" in row:
-                self._tell("log_validation", validation_row(row))
+    here = True
 
-    def finish(self, failure: str) -> None:
-        """End the run for all loggers, those that have failed too."""
+    def on_start(self, run: Any) -> None:
+        """Start the loggers; `run` has `max_steps` and `minibatch_size`."""
+        config = {**self.config, "total_steps": run.max_steps, "minibatch_size": run.minibatch_size}
+        with preserved():
+            for logger in self.loggers:
+                self._started.append(logger)  # before it starts: a logger that fails may have opened files
+                logger.start(config)
+
+    def on_step(self, run: Any) -> None:
+        """Log the row of a step if it is time to."""
+        row = dict(run.row)
+        if self._last is None:
+            self._last = {"step": 0, "examples": 0, "seconds": 0} if row["step"] == 1 else row
+        if self._is_due(row, run.max_steps):
+            self._tell("log_train", train_row(row, self._last))
+            self._last = row
+
+    def on_evaluation(self, run: Any) -> None:
+        """Log a validation."""
+        self._last = dict(run.row) if self._last is None else self._last
+        self._tell("log_validation", validation_row(run.row))
+
+    def on_exit(self, failure: str) -> None:
+        """End the run for all loggers, including those that have failed."""
         with preserved():
             for logger in self._started:
                 with _as_warning(logger, "finish"):
                     logger.finish(failure)
         self._started = []
 
-    def _start(self, report: StepReport) -> None:
-        config = {**self.config, "total_steps": report.max_steps, "minibatch_size": report.minibatch_size}
-        for logger in self.loggers:
-            self._started.append(logger)  # before it starts: a logger that fails may have opened files
-            logger.start(config)
-
     def _is_due(self, row: Row, max_steps: int) -> bool:
         step = int(row["step"])
         return step % self.interval == 0 or step == max_steps or "divergence" in row
 
     def _tell(self, method: str, row: Row) -> None:
-        for logger in list(self.loggers):
-            with _as_warning(logger, f"{method} of step {int(row['step'])}") as failed:
-                getattr(logger, method)(row)
-            if failed:
-                self.loggers.remove(logger)
+        with preserved():
+            for logger in list(self.loggers):
+                with _as_warning(logger, f"{method} of step {int(row['step'])}") as failed:
+                    getattr(logger, method)(row)
+                if failed:
+                    self.loggers.remove(logger)
+
+    def __deepcopy__(self, memo: Any) -> RunLog:
+        return self  # of a comparison every run has its own already
 
 
 @contextmanager
