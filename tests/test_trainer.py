@@ -430,3 +430,54 @@ def test_runs_in_threads_draw_what_each_draws_alone() -> None:
     for (weights, losses), (own_weights, own_losses) in zip(in_threads, alone, strict=True):
         assert torch.equal(weights, own_weights)
         np.testing.assert_array_equal(losses, own_losses)
+
+
+# Models of other projects
+
+
+class Parts(nn.Module):
+    """Takes a batch in the way that other projects' models do, and returns what they return."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(12, 5)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.linspace(-1, 1, 60).view(5, 12))
+            self.layer.bias.zero_()
+        forms = {"nanoGPT": self.with_targets, "Hugging Face": self.by_keyword, "EXO Gym": self.of_a_tuple}
+        self.forward = forms[kind]  # type: ignore[assignment]
+
+    def with_targets(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.layer(idx)
+        return logits, None if targets is None else F.cross_entropy(logits, targets)
+
+    def by_keyword(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Any = None) -> dict[str, Any]:
+        logits = self.layer(input_ids)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    def of_a_tuple(self, batch: Any) -> Tensor:
+        assert isinstance(batch, tuple)
+        return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+
+class Named(Dataset[Any]):
+    """The pairs of `vectors` as dicts."""
+
+    def __len__(self) -> int:
+        return len(vectors())  # type: ignore[arg-type]
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        x, y = vectors()[i]
+        return {"input_ids": x, "labels": y}
+
+
+def test_models_of_other_projects_need_no_wrapper() -> None:
+    def losses(kind: str, data: Any) -> Any:
+        trainer = Trainer(Parts(kind), data, data)
+        fit(trainer, Strategy(lr=0.1), max_steps=2, metrics={"is a tuple": lambda m, b: float(isinstance(b, tuple))})
+        assert trainer.history["is a tuple"][-1] == (kind != "Hugging Face")
+        return trainer.history.node_losses
+
+    expected = losses("EXO Gym", vectors())
+    np.testing.assert_array_equal(losses("nanoGPT", vectors()), expected)
+    np.testing.assert_array_equal(losses("Hugging Face", Named()), expected)

@@ -17,6 +17,7 @@ from vsim.cluster.randomness import default_generator, drawing_from, preserved
 from vsim.cluster.replicas import Replicas, Views
 from vsim.engine.objective import (
     Objective,
+    as_given,
     changed,
     functions_naming,
     global_generators,
@@ -262,7 +263,7 @@ class Executor(ABC):
         own_buffers = {name: b.clone() for name, b in buffers.items()}
         parameters = {name: aligned(w) for name, w in self.replicas.views(weights.clone()).items()}
         with drawing_from(stream), self._precision(), objective.placed(parameters, own_buffers):
-            return function(objective.model, cloned(batch))
+            return function(objective.model, as_given(cloned(batch)))
 
     def _for_evaluation(self, row: int) -> Objective:
         objective = self.objective.of_row(row).copied()

@@ -38,7 +38,9 @@ LossFunction = Callable[[Any, Any], Tensor]
 class Objective(nn.Module):
     """The mean loss of a batch: `model(batch)`, or `loss_fn(model(x), y)` of a batch (x, y) if there is a `loss_fn`.
 
-    Of outputs with a field or key `loss`, as many libraries' models return them, that is the loss.
+    A model whose `forward` names the batch's parts gets them apart: `model(x, y)` where the second argument is called
+    `target` or `targets`, `model(**batch)` where the keys of a dict are arguments. A pair is a tuple, also where a
+    DataLoader makes a list of it. Of outputs with a field or key `loss`, that is the loss; of a tuple, the one scalar.
 
     Accuracy is known where the model has a method `loss_and_accuracy(batch)` that returns two scalars, or where a
     `loss_fn` compares outputs (B, C, …) with whole-number targets (B, …): then it is that of argmax over C.
@@ -156,15 +158,38 @@ class Objective(nn.Module):
 
     def forward(self, batch: Any, with_accuracy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return (loss, accuracy): scalars; accuracy is None unless asked for and known."""
+        batch = as_given(batch)
         if self.loss_fn is None:
             both = getattr(self.model, "loss_and_accuracy", None) if with_accuracy else None
-            loss, accuracy = (self.model(batch), None) if both is None else both(batch)
+            loss, accuracy = (self._outputs(batch), None) if both is None else both(batch)
         else:
             x, y = _inputs_and_targets(batch)
             outputs = self.model(x)
             loss = self.loss_fn(outputs, y)
             accuracy = _accuracy(outputs, y) if with_accuracy else None
         return _scalar(_loss_of(loss), "the loss"), None if accuracy is None else _scalar(accuracy, "the accuracy")
+
+    def _outputs(self, batch: Any) -> Any:
+        """Call the model with a batch, or with its parts where `forward` names them."""
+        names = self._arguments
+        if isinstance(batch, Mapping) and len(names) > 1 and names[0] in batch and set(batch) <= set(names):
+            return self.model(**batch)
+        if isinstance(batch, tuple) and len(batch) == 2 and names[1:2] in (["target"], ["targets"]):
+            return self.model(*batch)
+        return self.model(batch)
+
+    @functools.cached_property
+    def _arguments(self) -> list[str]:
+        try:
+            parameters = inspect.signature(self.model.forward).parameters.values()
+        except (TypeError, ValueError):  # of C code
+            return []
+        return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def as_given(batch: Any) -> Any:
+    """Return a batch as models and metrics get it: a tuple for a dataset of tuples, of which DataLoaders make lists."""
+    return tuple(batch) if type(batch) is list else batch
 
 
 def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
@@ -175,9 +200,12 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def _loss_of(outputs: Any) -> Any:
-    """Return the field or key `loss` of a model's outputs, or what is no such outputs as it is."""
+    """Return the loss among a model's outputs: the field or key `loss`, or the one scalar of a tuple."""
     if isinstance(outputs, Tensor):
         return outputs
+    if type(outputs) in (tuple, list):
+        scalars = [part for part in outputs if isinstance(part, Tensor) and part.dim() == 0]
+        return scalars[0] if len(scalars) == 1 and len(outputs) > 1 else outputs
     has_key = isinstance(outputs, Mapping) and "loss" in outputs
     return outputs["loss"] if has_key else getattr(outputs, "loss", outputs)
 
