@@ -51,7 +51,7 @@ from vsim.strategy import (
     SPARTAStrategy,
     Strategy,
 )
-from vsim.training.saving import captured
+from vsim.training.resume import captured
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 STEPS = 20

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -23,9 +24,10 @@ from test_process_exactness import ROWS, Row
 from vsim import CheckpointError, load_checkpoint
 from vsim.checkpoint.files import FORMAT, packed
 from vsim.checkpoint.folder import checkpoints_in
+from vsim.cluster.randomness import GENERATORS
 from vsim.models import MLP
 from vsim.strategy import DiLoCoStrategy, Strategy
-from vsim.training.saving import captured
+from vsim.training.resume import captured
 
 QUICK = ["SPARTA, delayed, 4 bits", "sparse, islands, outer", "DeMo"]
 NAME = "step-00000007.safetensors"
@@ -169,13 +171,14 @@ def test_a_file_that_was_written_by_hand(old: str, new: str, message: str, run: 
         ('"generator": {', '"generated": {'),
         ('"kind": "object", "class"', '"kind": "object", "none"'),
         ('"cpu": true', '"gpu": true'),
+        *(('["pos", 624]', f'["pos", {at}]') for at in (-1, 625, 2**40, "NaN", '"x"')),  # of NumPy, in its memory
     ],
 )
 def test_a_state_that_was_written_by_hand(old: str, new: str, run: Path, tmp_path: Path) -> None:
     path = tmp_path / NAME
     shutil.copy(run / NAME, path)
     rewritten(path, lambda text: text.replace(old, new, 1), valid=True)
-    with pytest.raises(CheckpointError, match="the state in the checkpoint at step 7 cannot be put back"):
+    with pytest.raises(CheckpointError, match="the state in the checkpoint at step 7 cannot be restored"):
         fit(strategy(), resume=path, max_steps=9)
 
 
@@ -232,8 +235,37 @@ def test_what_is_equal_is_written_once(run: Path, tmp_path: Path) -> None:
     assert packed(again.state)[0] == packed(checkpoint.state)[0]
 
 
+def test_a_file_under_the_name_of_another_step_is_not_used(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, folder := tmp_path / "run")
+    (folder / NAME).rename(folder / "step-00000009.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"step-00000009\.safetensors holds step 7, which is not that of its name"
+    ):
+        load_checkpoint(folder, step=9)
+    with pytest.warns(UserWarning, match=r"holds step 7.*; using step-00000005\.safetensors instead"):
+        assert load_checkpoint(folder).step == 5
+    shutil.copy(run / NAME, tmp_path / "best.safetensors")
+    assert load_checkpoint(tmp_path / "best.safetensors").step == 7
+
+
+@pytest.mark.parametrize("name", ["MT19937", "Philox"])
+@pytest.mark.parametrize("at", [-1, 10**6])
+def test_the_state_of_a_generator_is_checked(name: str, at: int) -> None:
+    generator = np.random.Generator(getattr(np.random, name)(1))
+    read, write = GENERATORS[np.random.Generator]
+    state = read(generator)
+    write(generator, state)
+    where, key = (state["state"], "pos") if name == "MT19937" else (state, "buffer_pos")
+    where[key] = at
+    with pytest.raises(ValueError, match=rf"pos of {name} must be from 0 to \d+, got {at}"):
+        write(generator, state)
+
+
 def test_the_checkpoint_of_a_step_is_found_in_a_folder(run: Path) -> None:
     assert load_checkpoint(run, step=5).step == 5
+    for step, error in (("a", TypeError), (-1, ValueError), (True, TypeError)):
+        with pytest.raises(error, match=rf"step must be .*, got {step!r}"):
+            load_checkpoint(run, step=step)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 6 in the folder .*; there are: 5, 7"):
         load_checkpoint(run, step=6)
 

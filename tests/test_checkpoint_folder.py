@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resumed import assert_same_run, fit, trainer_of
+from resumed import PROCESSES, assert_same_run, fit, trainer_of
 from separate import small_mlp, vectors
 
 import vsim
@@ -84,6 +84,18 @@ def test_a_run_that_fails_lets_its_folder_go(tmp_path: Path) -> None:
 
 
 @posix
+@pytest.mark.parametrize("link", [os.symlink, os.link], ids=lambda link: link.__name__)
+def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(link: Any, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("mine")
+    (tmp_path / "run").mkdir()
+    link(target, tmp_path / "run" / ".lock")
+    with pytest.raises(CheckpointError, match=r"save_dir '.*run' cannot be written to"):
+        fit(Strategy(), max_steps=2, save_dir=tmp_path / "run")
+    assert target.read_text() == "mine"
+
+
+@posix
 def test_a_file_system_without_locks_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lockf(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -132,6 +144,48 @@ def test_what_killed_runs_left_half_written_is_removed_when_a_comparison_resumes
     assert not part.exists() and (tmp_path / "FedAvg" / ".mine.part").exists()
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "race.json", "Race.json"])
+def test_names_that_cannot_be_folders_are_told_before_training(name: str, tmp_path: Path) -> None:
+    steps: list[int] = []
+    with pytest.raises(CheckpointError, match=f"'{name}' cannot be saved to a folder: "):
+        compared(strategies={name: FedAvgStrategy()}, save_dir=tmp_path, train_loss_hook=lambda *_: steps.append(1))
+    (tmp_path / "b").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="'b' cannot be saved to a folder: "):
+        compared(strategies={"b": FedAvgStrategy()}, save_dir=tmp_path, train_loss_hook=lambda *_: steps.append(1))
+    assert not steps
+
+
+def test_a_comparison_falls_back_to_the_checkpoints_before_a_damaged_one(tmp_path: Path) -> None:
+    straight = compared(max_steps=8)
+    compared(save_dir=tmp_path, checkpoint_interval=2)
+    damaged = tmp_path / "FedAvg" / "step-00000004.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    with pytest.warns(UserWarning, match=r"FedAvg.step-00000004\.safetensors is .* torn.*; all runs resume"):
+        resumed = compared(save_dir=tmp_path, resume=True, max_steps=8)
+    for name, run in straight.items():
+        assert (run.history.node_losses == resumed[name].history.node_losses).all()
+    for path in (tmp_path / "DiLoCo").glob("step-*"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"DiLoCo/step-00000008\.safetensors is empty"):
+        compared(save_dir=tmp_path, resume=True, max_steps=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"), [("race.json", '"FedAvg', '"FedAvh'), ("FedAvg/end.json", '"step": 4', '"step": 3')]
+)
+def test_a_change_in_the_files_of_a_comparison_is_noticed(name: str, old: str, new: str, tmp_path: Path) -> None:
+    compared(save_dir=tmp_path)
+    path = tmp_path / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(CheckpointError, match=f"{name} is damaged: its contents do not have their checksum"):
+        compared(save_dir=tmp_path, resume=True, max_steps=6)
+    path.write_text(text[:-3])
+    with pytest.raises(CheckpointError, match=f"{name} is not a file of a comparison, or is torn"):
+        compared(save_dir=tmp_path, resume=True, max_steps=6)
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError(None, "I/O error: 28")])
 def test_a_file_that_cannot_be_written_is_named(error: OSError, tmp_path: Path) -> None:
     path = tmp_path / "end.json"
@@ -149,7 +203,7 @@ def test_a_file_that_cannot_be_written_is_named(error: OSError, tmp_path: Path) 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
-def test_a_full_disk_names_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_warning_and_the_results_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import safetensors
     import safetensors.numpy
 
@@ -157,8 +211,10 @@ def test_a_full_disk_names_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mo
         raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(safetensors.numpy, "save_file", full)
-    with pytest.raises(OSError, match=r"No space left on device.*, while writing.*step-00000002\.safetensors"):
-        fit(Strategy(), max_steps=2, save_dir=tmp_path)
+    message = r"step 2 could not be saved, .*No space left on device.*, while writing.*step-00000002\.safetensors"
+    with pytest.warns(UserWarning, match=message):
+        trainer = fit(Strategy(), max_steps=2, save_dir=tmp_path)
+    assert trainer.history["step"][-1] == 2
 
 
 @pytest.mark.parametrize(
@@ -180,6 +236,20 @@ def test_paths_that_are_none(train: Callable[..., Any], path: Any, error: type[E
 def test_names_that_differ_in_case_alone_are_one_folder_somewhere(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two of them are the same there"):
         compared(strategies={"a": FedAvgStrategy(), "A": FedAvgStrategy()}, save_dir=tmp_path)
+
+
+@pytest.mark.parametrize("backend", [{}, pytest.param(PROCESSES, marks=pytest.mark.slow)], ids=["stacked", "process"])
+def test_an_interrupt_that_a_hook_raises_is_one_that_is_pressed(backend: dict[str, Any], tmp_path: Path) -> None:
+    def interrupt(step: int, loss: float) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match=rf"the run is saved in '{tmp_path}'"):
+        fit(Strategy(), train_loss_hook=interrupt, save_dir=tmp_path, **backend)
+    stopped = load_checkpoint(tmp_path).step
+    assert stopped == 3 or (backend and stopped > 3)
+    resumed = fit(Strategy(), trainer_of(), save_dir=tmp_path, resume=True, **backend)
+    assert_same_run(resumed, fit(Strategy(), deterministic=bool(backend)))
 
 
 def test_an_interrupt_says_where_the_run_is(tmp_path: Path) -> None:

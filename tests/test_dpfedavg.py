@@ -20,6 +20,7 @@ from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
 from vsim.strategy import CommunicateOptimizeStrategy, CommunicationModule, DPFedAvgStrategy, FedAvgStrategy, OptimSpec
 from vsim.strategy.dpfedavg import epsilon
+from vsim.training.resume import captured
 from vsim.training.run import Run
 
 SGD = OptimSpec("sgd", lr=0.5)
@@ -62,10 +63,10 @@ def test_epsilon_of_published_runs(share: float, noise: float, rounds: int, publ
     accountant = dp.rdp.RdpAccountant()
     accountant.compose(dp.PoissonSampledDpEvent(share, dp.GaussianDpEvent(noise)), rounds)
     assert (accountant.rdp + math.log(1e5) / (accountant.orders - 1)).min() == pytest.approx(published, abs=0.005)
-    assert 0.75 * published < epsilon({share: rounds}, noise, 1e-5) < published
-    assert epsilon({share: rounds}, noise, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5))
+    assert 0.75 * published < epsilon({(share, noise): rounds}, 1e-5) < published
+    assert epsilon({(share, noise): rounds}, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5))
     accountant.compose(dp.PoissonSampledDpEvent(0.2, dp.GaussianDpEvent(noise)), 7)
-    assert epsilon({share: rounds, 0.2: 7}, noise, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5))
+    assert epsilon({(share, noise): rounds, (0.2, noise): 7}, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5))
 
 
 def test_epsilon_where_all_nodes_take_part_is_the_gaussian_mechanism_s() -> None:
@@ -73,7 +74,7 @@ def test_epsilon_where_all_nodes_take_part_is_the_gaussian_mechanism_s() -> None
     z, rounds, delta = 3.0, 20, 1e-6
     alpha = np.linspace(1.01, 60, 100_000)
     least = alpha * rounds / (2 * z**2) + np.log1p(-1 / alpha) - (math.log(delta) + np.log(alpha)) / (alpha - 1)
-    assert least.min() <= epsilon({1.0: rounds}, z, delta) < 1.01 * least.min()
+    assert least.min() <= epsilon({(1.0, z): rounds}, delta) < 1.01 * least.min()
 
 
 def test_the_history_has_what_is_spent() -> None:
@@ -85,8 +86,17 @@ def test_the_history_has_what_is_spent() -> None:
     strategy = DPFedAvgStrategy(SGD, 3, noise_multiplier=2.0)
     trainer = fit(strategy, trainer_of(small_mlp, vectors), max_steps=40, callbacks=[Budget()])
     spent = trainer.history["epsilon"]
-    assert spent[:4].tolist() == [0, 0, 0, epsilon({1.0: 1}, 2.0, 1e-5)] and (np.diff(spent[::3]) > 0).all()
+    assert spent[:4].tolist() == [0, 0, 0, epsilon({(1.0, 2.0): 1}, 1e-5)] and (np.diff(spent[::3]) > 0).all()
     assert spent[-1] > 4 >= spent[-2] and len(spent) < 40
+
+
+def test_a_fork_has_spent_what_its_beginning_has() -> None:
+    trainer = fit(DPFedAvgStrategy(SGD, 3, noise_multiplier=2.0), trainer_of(small_mlp, vectors), max_steps=6)
+    other = DPFedAvgStrategy(SGD, 3, noise_multiplier=4.0)
+    forked = fit(other, trainer_of(small_mlp, vectors), max_steps=9, resume=captured(trainer._last).fork())  # type: ignore[arg-type]
+    spent = forked.history["epsilon"]
+    assert spent[0] == trainer.history["epsilon"][-1] > 0
+    assert spent[-1] == epsilon({(1.0, 2.0): 2, (1.0, 4.0): 1}, 1e-5) > spent[0]
 
 
 def test_chance_is_counted_where_clients_are_drawn() -> None:
@@ -96,12 +106,12 @@ def test_chance_is_counted_where_clients_are_drawn() -> None:
         options = {"num_nodes": num_nodes, "participation": participation, "max_steps": 9, **more}
         return fit(strategy, trainer_of(small_mlp, vectors), **options).history.last("epsilon")
 
-    assert spent(2, Sample(2, of=7)) == epsilon({2 / 7: 3}, 2.0, 1e-3) < epsilon({1.0: 3}, 2.0, 1e-3) / 2
+    assert spent(2, Sample(2, of=7)) == epsilon({(2 / 7, 2.0): 3}, 1e-3) < epsilon({(1.0, 2.0): 3}, 1e-3) / 2
     # Four are drawn for two, and the two fastest count: of these it was not by chance that they came first.
     late = Sample(2, of=7, stragglers=OverCommit(2.0))
-    assert spent(2, late, compute=Compute(1.0, speeds=[1.0] * 7)) == epsilon({4 / 7: 3}, 2.0, 1e-3)
-    assert spent(2, Sample(2, of=7, rounds=6)) == epsilon({1.0: 3}, 2.0, 1e-3)  # twice of the same clients
-    assert spent(3, Schedule({0: [0, 1]})) == epsilon({1.0: 3}, 2.0, 1e-3)
+    assert spent(2, late, compute=Compute(1.0, speeds=[1.0] * 7)) == epsilon({(4 / 7, 2.0): 3}, 1e-3)
+    assert spent(2, Sample(2, of=7, rounds=6)) == epsilon({(1.0, 2.0): 3}, 1e-3)  # twice of the same clients
+    assert spent(3, Schedule({0: [0, 1]})) == epsilon({(1.0, 2.0): 3}, 1e-3)
 
 
 def test_what_a_module_measures_is_a_column() -> None:

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 from vsim import CheckpointError
 from vsim.checkpoint.files import packed, unpacked
-from vsim.checkpoint.restore import Restorer
-from vsim.checkpoint.snapshot import Snapshot, merged
+from vsim.checkpoint.tree import Restorer, Snapshot, cut, merged
 from vsim.cluster.state import Stateful, of_clients
 
 
-def saved(**roots: Any) -> dict[str, Any]:
+def saved(num_nodes: int = 3, **roots: Any) -> dict[str, Any]:
     """The tree as it comes out of a file."""
-    return unpacked(*packed(Snapshot(roots, {}).tree))  # type: ignore[no-any-return]
+    tree = Snapshot({name: (value, None) for name, value in roots.items()}, {}, num_nodes).tree
+    return unpacked(*packed(tree))  # type: ignore[no-any-return]
 
 
 def put_back(tree: dict[str, Any], **live: Any) -> dict[str, Any]:
-    restorer = Restorer(True, 3, range(3), False, {})
-    return {name: restorer.restore(tree[name], value, name) for name, value in live.items()}
+    restorer = Restorer({}, moved=False)
+    return {name: restorer.root(tree[name], value, name, None) for name, value in live.items()}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_was_apart_is_apart_again() -> None:
 def test_a_tensor_is_written_in_place_and_a_view_of_a_larger_one_is_saved_alone() -> None:
     large, here = torch.arange(100.0).view(10, 10), torch.zeros(10, 10)
     shard = saved(x=large[4:6])
-    assert shard["x"]["value"].shape == (2, 10)
+    assert [part.shape for part in shard["x"]["value"]] == [(2, 10)]
     rows = here[7:9]
     assert put_back(shard, x=rows)["x"] is rows
     assert torch.equal(here[7:9], large[4:6]) and not here[:7].any() and not here[9:].any()
@@ -107,21 +107,26 @@ def test_references_and_cycles() -> None:
     assert back is live and back.itself is live and back.again is back.items == [1] and not hasattr(back, "gone")
 
 
-class Module(Stateful):
-    def __init__(self) -> None:
-        self.inner = nn.BatchNorm1d(2)
-        self.inner.calls = 0  # type: ignore[assignment]
+class Counting(nn.BatchNorm1d):
+    """Says itself what its state is beside parameters and buffers."""
+
+    calls = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
 
 
 def test_modules() -> None:
-    module = Module()
-    module.inner(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)))
-    module.inner.calls = 3  # type: ignore[assignment]
-    fresh = Module()
-    weight = fresh.inner.weight
+    module, fresh = nn.Sequential(Counting(2)), nn.Sequential(Counting(2))
+    module(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)))
+    module[0].calls = 3
+    weight = fresh[0].weight
     put_back(saved(x=module), x=fresh)
-    assert fresh.inner.weight is weight and torch.equal(fresh.inner.running_mean, module.inner.running_mean)
-    assert fresh.inner.calls == 3
+    assert fresh[0].weight is weight and torch.equal(fresh[0].running_mean, module[0].running_mean)
+    assert fresh[0].calls == 3
 
 
 def test_generators_and_optimizers_are_filled() -> None:
@@ -194,8 +199,8 @@ def test_what_does_not_fit() -> None:
 
 
 def narrowed(value: Any, live: Any, node: int = 1) -> Any:
-    rows = range(3) if node is None else [node]
-    return Restorer(True, 3, rows, node is not None, {}).restore(saved(x=value)["x"], live, "x")
+    """What a process has of a value that the simulator saved."""
+    return Restorer({}, moved=True).root(cut(saved(x=value)["x"], [node]), live, "x", None)
 
 
 def gathered(values: list[Any]) -> Any:
@@ -203,48 +208,61 @@ def gathered(values: list[Any]) -> Any:
     contents: dict[str, Tensor] = {}
     nodes = []
     for value in values:
-        text, own = packed(Snapshot({"x": value}, {}).tree["x"])
+        text, own = packed(Snapshot({"x": (value, None)}, {}, 1).tree["x"])
         nodes.append(json.loads(text))
         contents |= own
     return unpacked(json.dumps(merged(nodes)), contents)
 
 
 def joined(values: list[Any], live: Any) -> Any:
-    return Restorer(False, 3, range(3), False, {}).restore(gathered(values), live, "x")
+    """What the simulator has of a value that three processes saved."""
+    return Restorer({}, moved=True).root(cut(gathered(values), range(3)), live, "x", None)
 
 
 def rows(count: int = 3) -> Tensor:
     return torch.arange(2.0 * count).view(count, 2)
 
 
-def test_a_node_takes_its_row() -> None:
-    assert torch.equal(narrowed(rows(), torch.zeros(1, 2)), rows()[1:2])
-    assert torch.equal(narrowed(rows(), torch.zeros(3, 2)), rows())  # shared, by its shape here
-    assert torch.equal(narrowed(rows(4), None), rows(4))
-    streams = [torch.Generator().manual_seed(i) for i in range(3)]
-    (own,) = narrowed(streams, [torch.Generator()])
-    assert own.initial_seed() == 1
-    with pytest.raises(
-        CheckpointError, match=r"x may be stacked, a row for each node, .*: declare it in the setup, with self\.keep_st"
-    ):
-        narrowed(rows(), None)
-    with pytest.raises(CheckpointError, match=r"x has an item for each of 3 nodes, or by chance as many: declare"):
-        narrowed([rows(), rows(), rows()], [rows()])
+class Free(Stateful):
+    """Declares nothing."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
-def test_rows_are_put_together() -> None:
-    apart = list(rows().split(1))
-    assert torch.equal(joined(apart, torch.zeros(3, 2)), rows())
-    assert torch.equal(joined([rows(4)] * 3, None), rows(4))
-    streams = joined([[torch.Generator().manual_seed(i)] for i in range(3)], [torch.Generator() for _ in range(3)])
-    assert [stream.initial_seed() for stream in streams] == [0, 1, 2]
-    for unknown in (apart, [torch.ones(1, 2)] * 3):
-        with pytest.raises(CheckpointError, match="x may be stacked"):
-            joined(unknown, None)
-    with pytest.raises(CheckpointError, match=r"x differs between the nodes' processes \(1, 1, 2\)"):
-        joined([1, 1, 2], 0)
-    with pytest.raises(CheckpointError, match="x differs between the nodes' processes"):
-        joined([torch.ones(2), torch.ones(2), torch.zeros(2)], torch.zeros(2))
+@pytest.mark.parametrize("value", [3, "text", None, torch.tensor(2.5)], ids=repr)
+def test_numbers_move_without_a_declaration(value: Any) -> None:
+    assert narrowed(Free(value), Free(0)).value == value == joined([Free(value)] * 3, Free(0)).value
+
+
+@pytest.mark.parametrize(
+    ("value", "after_setup"),
+    [
+        (rows(), torch.zeros(1, 2)),
+        (rows(), torch.zeros(3, 2)),
+        (rows(), None),
+        ([1, 2, 3], [0]),
+        ([1, 2, 3], [0, 0, 0]),
+        ({"a": 1}, {}),
+        ({1, 2}, {1}),
+        (np.ones(2), np.zeros(2)),
+        (random.Random(1), random.Random(2)),
+        (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
+        (torch.optim.SGD([torch.ones(2)], lr=0.1), torch.optim.SGD([torch.ones(2)], lr=0.2)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_values_that_changed_must_be_declared(value: Any, after_setup: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"x\.value.* has changed .*not declared.*: declare it in the setup"):
+        narrowed(Free(value), Free(after_setup))
+    assert str(saved(x=narrowed(Free(value), Free(value)))) == str(saved(x=Free(value)))
+
+
+def test_processes_that_differ_are_named() -> None:
+    with pytest.raises(CheckpointError, match=r"x\.value differs between the nodes' processes \(1, 1, 2\)"):
+        joined([Free(1), Free(1), Free(2)], Free(0))
+    with pytest.raises(CheckpointError, match=r"x\.value differs between the nodes' processes"):
+        joined([Free(torch.ones(2)), Free(torch.ones(2)), Free(torch.zeros(2))], Free(torch.zeros(2)))
 
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -260,7 +278,7 @@ def test_every_process_has_its_own_again(values: tuple[Any, ...], same: list[Any
     whole = gathered([{"own": value, "same": same} for value in values])
     assert whole["items"][1][1]["kind"] == "object"  # what is equal is there once
     for node, value in enumerate(values):
-        back = Restorer(False, 3, [node], True, {}).restore(whole, {}, "x")
+        back = Restorer({}, moved=False).root(cut(whole, [node]), {}, "x", None)
         assert repr(back) == repr({"own": value, "same": same})
 
 

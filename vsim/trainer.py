@@ -34,8 +34,8 @@ from vsim.strategy.base import Strategy
 from vsim.training.callbacks import by_place, tell, tell_row, telling_exit, with_hooks
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import train
+from vsim.training.resume import captured, savable
 from vsim.training.run import Ensemble, Run
-from vsim.training.saving import captured, savable
 from vsim.training.setup import prepare
 from vsim.training.spec import RunSpec, option_defaults, takes_options, typed_by
 

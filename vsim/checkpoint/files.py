@@ -21,16 +21,24 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from vsim.arguments import whole_number
-from vsim.checkpoint.fingerprint import differences, flat_bytes, layout_of
-from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, folder_at, replacing, step_of
-from vsim.checkpoint.snapshot import Node
+from vsim.checkpoint.folder import (
+    Saving,
+    checkpoint_path,
+    checkpoints_in,
+    folder_at,
+    is_checkpoint,
+    replacing,
+    step_of,
+)
+from vsim.checkpoint.settings import differences, flat_bytes, layout_of
+from vsim.checkpoint.tree import Node
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.reductions import reduce_rows
 from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
 from vsim.records.history import History
 
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(eq=False)
@@ -40,8 +48,8 @@ class Checkpoint:
     Attributes:
         step: t, completed optimizer steps.
         history: the record of the run up to this step.
-        fingerprint: everything that the run's course depends on: argument → value.
-        state: that of the run, a tree; see `vsim.checkpoint.snapshot`.
+        settings: argument → value for everything that determines the run; see `vsim.checkpoint.settings`.
+        state: that of the run, a tree; see `vsim.checkpoint.tree`.
         together: whether the nodes were rows of one matrix; if not, each had a process of its own.
         path: the file that it was loaded from, if it was.
         forks: whether a run that starts from it is a new one; see `fork`. keeps_optimizer: whether the fork's inner
@@ -50,7 +58,7 @@ class Checkpoint:
 
     step: int
     history: History
-    fingerprint: dict[str, Any]
+    settings: dict[str, Any]
     state: dict[str, Node]
     together: bool
     path: Path | None = None
@@ -78,8 +86,7 @@ class Checkpoint:
         return {name: self._rows(node) for name, node in self.state["buffers"]["items"]}
 
     def _rows(self, node: Node) -> Tensor:
-        apart = node["items"] if node["kind"] == "each" else [node]
-        rows = torch.cat([own["value"] for own in apart]).cpu()
+        rows = torch.cat(node["value"]).cpu()
         return rows if len(rows) > 1 else rows.expand(self.num_nodes, *rows.shape[1:])  # equal nodes may share one row
 
     def mean_weights(self) -> Tensor:
@@ -145,7 +152,7 @@ class Checkpoint:
             "node_losses": torch.from_numpy(history.node_losses),
             "ledger": {**ledger, "events": torch.tensor(ledger["events"], dtype=torch.int64)},
         }
-        about = {name: getattr(self, name) for name in ("step", "together", "fingerprint", "state")}
+        about = {name: getattr(self, name) for name in ("step", "together", "settings", "state")}
         text, contents = packed({"format": FORMAT, **about, "history": record})
         with replacing(Path(path)) as part:
             try:
@@ -157,13 +164,13 @@ class Checkpoint:
     def check_layout(self, replicas: Replicas) -> None:
         """Raise a CheckpointError if a model has other parameters or buffers than this one's."""
         layout = layout_of(replicas)
-        changes = list(differences({k: self.fingerprint.get(k) for k in layout}, layout))
+        changes = list(differences({k: self.settings.get(k) for k in layout}, layout))
         if changes:
             raise CheckpointError(f"the checkpoint is of another model: {'; '.join(changes)}")
 
     def __repr__(self) -> str:
         where = f" from {self.path}" if self.path else ""
-        return f"Checkpoint(step {self.step}, {self.num_nodes} nodes, {self.fingerprint.get('strategy', '')}{where})"
+        return f"Checkpoint(step {self.step}, {self.num_nodes} nodes, {self.settings.get('strategy', '')}{where})"
 
 
 def _mean(rows: Tensor) -> Tensor:
@@ -187,12 +194,14 @@ def load_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
 
     Raises:
         CheckpointError: there is none, it is damaged, or it is something else.
+        TypeError, ValueError: `step` is not a whole number ≥ 0.
     """
     path = Path(path)
     if not os.path.isdir(path):
         return _read(path)
     found = checkpoints_in(path)
     if step is not None:
+        whole_number("step", step, at_least=0)
         if checkpoint_path(path, step) not in found:
             there = ", ".join(str(step_of(file)) for file in found) or "none"
             raise CheckpointError(f"there is no checkpoint of step {step} in the folder {path}; there are: {there}")
@@ -314,6 +323,8 @@ def _read(path: Path) -> Checkpoint:
         if (format := saved.pop("format")) != FORMAT:
             raise CheckpointError(f"{path} has format {format}, and this version of vsim reads {FORMAT}")
         whole_number("step", saved["step"], at_least=0)
+        if is_checkpoint(path) and step_of(path) != saved["step"]:
+            raise CheckpointError(f"{path} holds step {saved['step']}, which is not that of its name")
         history = History.from_plain(tree_map_only(Tensor, Tensor.tolist, saved.pop("history")))
         return Checkpoint(**saved, history=history, path=path.absolute())
     except CheckpointError:

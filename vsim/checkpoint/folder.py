@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -41,8 +43,12 @@ class Saving:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the files of checkpoints in a folder, by step; none where there is no folder."""
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if os.path.isdir(folder) else []
-    return sorted(found, key=step_of)
+    return sorted(filter(is_checkpoint, folder.iterdir()), key=step_of) if os.path.isdir(folder) else []
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file has the name of a checkpoint in a folder."""
+    return _NAME.fullmatch(path.name) is not None
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -114,7 +120,7 @@ def held(path: str | Path | None, within: Iterable[Path] = ()) -> Iterator[None]
 def _lock(path: Path, given: str | Path) -> tuple[IO[bytes], bool]:
     """Return the open lock file, and whether it is locked."""
     for _ in range(_TRIES):
-        file = path.open("ab+", buffering=0)
+        file = _lock_file(path)
         try:
             if fcntl is None:
                 return file, False
@@ -132,7 +138,18 @@ def _lock(path: Path, given: str | Path) -> tuple[IO[bytes], bool]:
                     file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
                 return file, True
         file.close()
-    return path.open("ab+", buffering=0), False  # a file system without lasting numbers of files
+    return _lock_file(path), False  # a file system without lasting numbers of files
+
+
+def _lock_file(path: Path) -> IO[bytes]:
+    """Open the lock file; follow no link, so that nothing else is ever locked or written to."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    file = os.fdopen(handle, "rb+", buffering=0)
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        file.close()
+        raise OSError(errno.EEXIST, f"{path.name} is not a file of its own")
+    return file
 
 
 def _in_use(path: str | Path, who: str) -> CheckpointError:

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vsim.cluster.replicas import Replicas
-from vsim.cluster.state import Stateful
 
 
-class JointOptimizers(Stateful):
+class JointOptimizers:
     """Several optimizers that are stepped as one, each with parameters of its own.
 
     Attributes:
@@ -26,24 +25,16 @@ class JointOptimizers(Stateful):
 
     optimizers: Sequence[StackedOptimizer]
 
-    placement: ClassVar[str] = "parts"  # of the optimizers: every one is of all nodes
+    # How a checkpoint places the optimizers: "parts", each of all nodes, or "rows", one for each node.
+    placement: ClassVar[str] = "parts"
 
     def __init__(self, optimizers: Sequence[StackedOptimizer]) -> None:
-        self._keep(self.placement, {"optimizers": optimizers})
+        self.optimizers = optimizers
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all; the rest follows from the tensors that they step."""
-        return {"optimizers": self.optimizers}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that they are as many as there were: each has been restored itself."""
-        if len(state["optimizers"]) != len(self.optimizers):
-            raise ValueError(f"there were {len(state['optimizers'])} optimizers, and are {len(self.optimizers)} here")
 
     def step(self) -> None:
         """Step all with the gradients as they are now."""
@@ -72,7 +63,7 @@ class NodeOptimizers(JointOptimizers):
     """
 
     optimizers: Sequence[Optimizer]
-    placement = "stacked"
+    placement = "rows"
 
     def __init__(self, cls: type[Optimizer], stacked: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         self.stacked = stacked

@@ -27,11 +27,24 @@ _CPU = torch.device("cpu")
 # The global generators are the whole process's: one thread at a time seeds and restores them. Two fits in two threads
 # therefore train one after the other.
 _LOCK = threading.RLock()
+
+
+def _checked(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a NumPy generator; its position is one in its memory, which NumPy does not check."""
+    for where, name, length in ((state.get("state"), "pos", 624), (state, "buffer_pos", 4)):
+        if isinstance(where, dict) and name in where and not 0 <= where[name] <= length:
+            raise ValueError(f"{name} of {state.get('bit_generator')} must be from 0 to {length}, got {where[name]}")
+    return state
+
+
 # Random generators: how their state is read, and put back.
 GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
-    np.random.Generator: (lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
-    np.random.RandomState: (lambda g: g.get_state(legacy=False), np.random.RandomState.set_state),
+    np.random.Generator: (
+        lambda g: g.bit_generator.state,
+        lambda g, state: setattr(g.bit_generator, "state", _checked(state)),
+    ),
+    np.random.RandomState: (lambda g: g.get_state(legacy=False), lambda g, state: g.set_state(_checked(state))),
     random.Random: (random.Random.getstate, random.Random.setstate),
 }
 
@@ -123,7 +136,7 @@ def set_global_states(states: dict[str, Any], device: torch.device) -> None:
     """Put the global generators in `states`, from `global_states`."""
     default_generator(_CPU).set_state(states["torch"])
     default_generator(device).set_state(states["device"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002
+    np.random.set_state(_checked(states["numpy"]))  # noqa: NPY002
     random.setstate(states["python"])
 
 

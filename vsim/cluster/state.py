@@ -36,9 +36,11 @@ class Stateful:
 
     Attributes:
         derived: names of attributes that follow from the rest, and are not saved.
+        carried: names of shared attributes that a fork keeps, too.
     """
 
     derived: ClassVar[tuple[str, ...]] = ()
+    carried: ClassVar[tuple[str, ...]] = ()
 
     def keep_shared(self, **values: Any) -> None:
         """Set attributes that last from step to step, and are equal on all nodes."""

@@ -307,7 +307,8 @@ class _Run:
             return
         if kind == "report":
             self.last_step = int(content.row["step"])
-            self.report(content)
+            with self.interrupt.requested_inside():
+                self.report(content)
         elif kind == "warning":
             self._warn(*content)
         elif kind == "joining":

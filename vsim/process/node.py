@@ -40,7 +40,7 @@ from vsim.records.progress import Recorder
 from vsim.records.report import Reporter, StepReport
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import train
-from vsim.training.saving import savable
+from vsim.training.resume import savable
 from vsim.training.setup import assemble, plan_of
 from vsim.training.spec import RunSpec
 

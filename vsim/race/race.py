@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from vsim.arguments import naming
-from vsim.checkpoint.files import load_checkpoint
+from vsim.checkpoint.files import Checkpoint, load_checkpoint
 from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, folder_at, held, step_of
 from vsim.cluster.randomness import isolated
 from vsim.cluster.state import CheckpointError
 from vsim.engine.memory import available_bytes
-from vsim.race.runner import Runner, ended_by, read_end, take_end, write_end, write_whole
+from vsim.race.runner import Runner, ended_by, read_end, read_whole, take_end, write_end, write_whole
 from vsim.race.watch import Watch
-from vsim.records.history import History, read_json
+from vsim.records.history import History
 from vsim.records.progress import Recorder
 from vsim.training.callbacks import tell
 from vsim.training.interrupt import Interrupted
@@ -144,7 +145,10 @@ class Race:
                 runner.finished_at = run.done
             is_over = not run.trains or run.done == run.max_steps
             if is_over and runner.folder is not None and not (runner.folder / "end.json").exists():
-                write_end(runner)
+                try:
+                    write_end(runner)
+                except OSError as error:  # such as a full disk: the record is in memory
+                    warnings.warn(f"how {runner.spec.label} ended is not saved: {error}", UserWarning, stacklevel=2)
         watch.show(ensemble)
 
     def _stopped(self, ensemble: Ensemble, running: Sequence[Runner]) -> Collection[Run]:
@@ -196,16 +200,31 @@ class Race:
                     f"save_dir {str(self.folder)!r} holds the checkpoints of a comparison; give resume=True to "
                     "resume it, or another save_dir"
                 )
+            self._make_folders()
             write_whole(path, about)
             return
         if not path.exists():
             raise CheckpointError(f"there is no comparison to resume in the folder {str(self.folder)!r}")
-        saved = read_json(path, "compare", about)
+        saved = read_whole(path)
         for what, now in about.items():
-            if saved[what] != now:
+            if saved.get(what) != now:
                 raise CheckpointError(
-                    f"the comparison in {str(self.folder)!r} is another: its {what} were {saved[what]} and are {now}"
+                    f"the comparison in {str(self.folder)!r} is another: its {what} were {saved.get(what)} and are "
+                    f"{now}"
                 )
+
+    def _make_folders(self) -> None:
+        """Make the folders of all runs, so that a name which cannot be one is an error before training."""
+        for runner in self.runners:
+            folder = runner.folder
+            if folder is None:
+                continue
+            try:
+                if folder.name.lower() in ("race.json", ".lock"):
+                    raise OSError("the name is taken")
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"{runner.spec.label!r} cannot be saved to a folder: {error}") from error
 
     def _folders(self) -> Iterator[Path]:
         return (runner.folder for runner in self.runners if runner.folder is not None)
@@ -217,7 +236,8 @@ class Race:
         ends = {runner: read_end(runner) for runner in heat}
         saved = {r: {step_of(path) for path in checkpoints_in(r.folder)} for r in heat if r.folder is not None}
         steps = sorted(set().union(*saved.values()), reverse=True)
-        common = next((s for s in steps if all(s in saved[r] or ended_by(ends[r], s) for r in heat)), 0)
+        shared = [step for step in steps if all(step in saved[r] or ended_by(ends[r], step) for r in heat)]
+        common, starts = self._starts(shared, ends)
         running = []
         for runner in heat:
             assert runner.folder is not None
@@ -231,12 +251,39 @@ class Race:
             if not common or end is None:
                 (runner.folder / "end.json").unlink(missing_ok=True)
             if common:
-                start = load_checkpoint(checkpoint_path(runner.folder, common if end is None else end["step"]))
                 runner.finished_at = end["step"] if end is not None and end["early"] else None
-                start.fill(runner.history)
-                runner.spec = replace(runner.spec, start=start)
+                starts[runner].fill(runner.history)
+                runner.spec = replace(runner.spec, start=starts[runner])
             running.append(runner)
         return running
+
+    def _starts(
+        self, steps: Sequence[int], ends: Mapping[Runner, dict[str, Any] | None]
+    ) -> tuple[int, dict[Runner, Checkpoint]]:
+        """Return the first of `steps` at which the checkpoints of all runs can be read, and these; without any, step 0.
+
+        Raises:
+            CheckpointError: all of them are damaged.
+        """
+        problem: CheckpointError | None = None
+        for step in steps:
+            try:
+                starts = {}
+                for runner, end in ends.items():
+                    ended = end if ended_by(end, step) else None
+                    assert runner.folder is not None
+                    if ended is None or ended["finished"]:
+                        at = step if ended is None else ended["step"]
+                        starts[runner] = load_checkpoint(checkpoint_path(runner.folder, at))
+            except CheckpointError as error:
+                problem = problem or error
+                continue
+            if problem is not None:
+                warnings.warn(f"{problem}; all runs resume from step {step} instead", UserWarning, stacklevel=2)
+            return step, starts
+        if problem is not None:
+            raise problem
+        return 0, {}
 
 
 def saving_in(save_dir: str | Path, name: str, interval: int | None) -> Saving:

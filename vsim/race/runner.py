@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from vsim.checkpoint.folder import replacing
+from vsim.cluster.state import CheckpointError
 from vsim.records.history import History, write_json
 from vsim.training.spec import RunSpec
 
@@ -79,16 +81,37 @@ def _length(runner: Runner) -> list[int | None]:
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that is whole or not there at all, whenever the process is killed."""
+    """Write a file that is whole or not there at all, whenever the process is killed, and that has a checksum."""
     with replacing(path) as part:
-        write_json(part, content)
+        write_json(part, {**content, "sha256": _checksum(content)})
+
+
+def read_whole(path: Path) -> dict[str, Any]:
+    """Read what `write_whole` wrote.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        known = content.pop("sha256")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a file of a comparison, or is torn: {error!r}") from error
+    if known != _checksum(content):
+        raise CheckpointError(f"{path} is damaged: its contents do not have their checksum")
+    return content
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    as_read = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def read_end(runner: Runner) -> dict[str, Any] | None:
     """Return how a run of this length ended, None if it did not."""
     assert runner.folder is not None
     path = runner.folder / "end.json"
-    end: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    end = read_whole(path) if path.exists() else None
     return None if end is None or not (end["early"] or end["finished"] in (None, _length(runner))) else end
 
 

@@ -24,7 +24,7 @@ from vsim.strategy.base import Strategy, StrategyOptions
 class OwnOptimizers(JointOptimizers):
     """One stacked optimizer for the row of each node."""
 
-    placement = "stacked"
+    placement = "rows"
 
 
 class AsynchronousStrategy(Strategy):

@@ -139,7 +139,7 @@ class Strategy(Stateful):
                 super().step()
     """
 
-    derived: ClassVar[tuple[str, ...]] = ("_stepped", "settings")
+    derived: ClassVar[tuple[str, ...]] = ("_stepped", "settings", "schedulers")
 
     # Whether all nodes have equal weights at every step by construction, so that one row serves them all, and whether
     # only the mean of their gradients is used. Promises of one class; its subclasses have to repeat them.

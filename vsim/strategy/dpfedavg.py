@@ -25,7 +25,8 @@ class PrivateAverage(AveragingCommunicator):
         every: H. clip, noise_multiplier, delta: as there.
     """
 
-    rounds: dict[float, int]  # q → the number of rounds in which this share of the population took part
+    rounds: dict[tuple[float, float], int]  # (q, z) → the number of rounds with this share of the population and noise
+    carried = ("rounds",)
 
     def __init__(self, every: int, clip: float, noise_multiplier: float, delta: float) -> None:
         super().__init__(every=every, max_node_norm=None if clip == math.inf else real_number("clip", clip, above=0))
@@ -46,8 +47,8 @@ class PrivateAverage(AveragingCommunicator):
             return
         self.outer_weights.add_(self._noise(cluster))
         cluster.weights.copy_(self.outer_weights)
-        share = _share(cluster, self.every)
-        self.rounds[share] = self.rounds.get(share, 0) + 1
+        kind = _share(cluster, self.every), self.noise_multiplier
+        self.rounds[kind] = self.rounds.get(kind, 0) + 1
 
     def _noise(self, cluster: Cluster) -> Tensor:
         """Draw the server's noise, shared (P,): of the generator that all nodes share; on the meta device nothing."""
@@ -61,7 +62,7 @@ class PrivateAverage(AveragingCommunicator):
         """ε spent so far, as the column "epsilon"; none without noise."""
         if not self.noise_multiplier:
             return {}
-        return {"epsilon": epsilon(self.rounds, self.noise_multiplier, self.delta)}
+        return {"epsilon": epsilon(self.rounds, self.delta)}
 
 
 def _share(cluster: Cluster, every: int) -> float:
@@ -74,17 +75,17 @@ def _share(cluster: Cluster, every: int) -> float:
     return (len(segment.nodes) + len(segment.late)) / cluster.population  # who comes late does so for a reason
 
 
-def epsilon(rounds: Mapping[float, int], noise_multiplier: float, delta: float) -> float:
-    """Return ε of rounds in which each client takes part with probability q, by q → the number of such rounds.
+def epsilon(rounds: Mapping[tuple[float, float], int], delta: float) -> float:
+    """Return ε of rounds with noise z in which each client takes part with probability q, by (q, z) → their number.
 
     Source: Rényi differential privacy of the subsampled Gaussian mechanism [Mironov et al. 2019, arXiv:1908.10530], by
     Google's dp-accounting.
     """
     if not rounds:
         return 0.0
-    spent = sum(count * _renyi(share, noise_multiplier).rdp for share, count in rounds.items())
-    (any_share, *_) = rounds
-    least, _ = _accounting().rdp.compute_epsilon(_renyi(any_share, noise_multiplier).orders, spent, delta)
+    spent = sum(count * _renyi(*kind).rdp for kind, count in rounds.items())
+    (first, *_) = rounds
+    least, _ = _accounting().rdp.compute_epsilon(_renyi(*first).orders, spent, delta)
     return float(least)
 
 

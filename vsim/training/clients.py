@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from vsim.cluster.cluster import Cluster
-from vsim.cluster.optimizers import JointOptimizers
 from vsim.cluster.state import Stateful, of_clients, placements_of
 from vsim.strategy.base import Strategy
 
@@ -38,7 +37,7 @@ class Clients(Stateful):
                 f"{type(strategy).__name__} defines step(), in which it communicates and steps its optimizer; with "
                 "Sample(epochs=…) clients that have done their epochs rest between the two"
             )
-        self._owners = list(_owners(strategy))
+        self._owners = list(owners(strategy))
         odd = [
             f"{type(o).__name__}.{name}"
             for o in self._owners
@@ -101,20 +100,20 @@ class Clients(Stateful):
 def lasting(strategy: Strategy, placement: str) -> list[Tensor]:
     """Return the tensors that a strategy and its parts have declared as "stacked" or "shared"."""
     values = [
-        getattr(o, name) for o in _owners(strategy) for name, where in placements_of(o).items() if where == placement
+        getattr(o, name) for o in owners(strategy) for name, where in placements_of(o).items() if where == placement
     ]
     inside = [[*own.state.values()] if isinstance(own, Optimizer) else [own] for own in tree_leaves(values)]
     return [t for t in tree_leaves(inside) if isinstance(t, Tensor) and t.dim()]
 
 
-def _owners(value: Any, seen: set[int] | None = None) -> Iterator[Stateful]:
+def owners(value: Any, seen: set[int] | None = None) -> Iterator[Stateful]:
     """Yield a strategy and all parts of it that declare state; not optimizers, which those declare that have them."""
     seen = set() if seen is None else seen
-    if isinstance(value, Stateful) and not isinstance(value, JointOptimizers) and id(value) not in seen:
+    if isinstance(value, Stateful) and id(value) not in seen:
         seen.add(id(value))
         yield value
         for part in vars(value).values():
-            yield from _owners(part, seen)
+            yield from owners(part, seen)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _owners(part, seen)
+            yield from owners(part, seen)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from vsim.checkpoint.folder import Saving
@@ -33,19 +35,30 @@ class Interrupt:
     A handler is installed in the main thread only, and only in place of Python's own: another handler of SIGINT stays.
 
     Attributes:
-        requested: whether the run should stop.
+        requested: whether the run should stop. insisted: whether Ctrl-C was pressed again.
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = self.insisted = False
         self._installed = False
 
     def request(self) -> None:
         """Ask the run to stop; from any thread."""
         self.requested = True
 
+    @contextmanager
+    def requested_inside(self) -> Iterator[None]:
+        """Let a KeyboardInterrupt that a user's hook raises be the first Ctrl-C."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.insisted:
+                raise
+            self.requested = True
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            self.insisted = True
             signal.default_int_handler(number, frame)
         self.requested = True
 

@@ -21,7 +21,7 @@ from vsim.data.batches import Uneven, sizes_of
 from vsim.engine.machine import keeping_freed_memory
 from vsim.engine.objective import explained
 from vsim.records.report import StepReport
-from vsim.training import saving
+from vsim.training import resume
 from vsim.training.attendance import attend
 from vsim.training.callbacks import tell, tell_row
 from vsim.training.evaluate import replica_spread, validate
@@ -40,7 +40,7 @@ def train(ensemble: Ensemble) -> None:
         with ensemble.interrupt:
             for run in ensemble.training:
                 with naming(run.spec.label if len(ensemble.runs) > 1 else ""):
-                    saving.begin(run)
+                    resume.begin(run)
             for _ in steps(ensemble):
                 pass
             if ensemble.is_alone and ensemble.interrupt.requested:
@@ -90,14 +90,15 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
         _report(ensemble, step)
         stops |= ensemble.is_alone and ensemble.interrupt.requested
         reached = [run for run in ensemble.training if run.done == step]
+        saved = True
         for run in reached:
             with _own(ensemble, run):
-                saving.save_if_due(run, stops)
+                saved &= resume.save_if_due(run, stops)
         _tell_ends(ensemble, reached)
         if ensemble.watch is not None:
             ensemble.watch(ensemble)
         if stops:
-            raise Interrupted(step, ensemble.runs[0].spec.saving)
+            raise Interrupted(step, ensemble.runs[0].spec.saving if saved else None)
         if ensemble.stopping is not None:
             for run in ensemble.stopping(ensemble):
                 run.stopped = True
@@ -233,11 +234,6 @@ class _own(AbstractContextManager[None]):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self.globals.__exit__(kind, error, trace)
-        if (
-            isinstance(error, KeyboardInterrupt) and self.ensemble.tolerant
-        ):  # in a hook: all other runs finish this step
-            self.ensemble.interrupt.request()
-            return True
         if not isinstance(error, Exception) or not self.ensemble.tolerant:
             return False
         _leave(self.ensemble, self.run, error)
@@ -336,7 +332,8 @@ def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
     run.report(report if 0 in run.part.nodes else replace(report, row=run.row))
     if not run.spec.callbacks:
         return
-    tell_row(run.spec.callbacks, run)
+    with ensemble.interrupt.requested_inside():
+        tell_row(run.spec.callbacks, run)
     if not ensemble.is_alone:  # a callback may stop the run in one process alone
         with collectives.unbilled():
             last = collectives.all_gather(torch.full((held, 1), run.max_steps), label="last step")

@@ -8,8 +8,8 @@ from dataclasses import replace
 from vsim.cluster.randomness import preserved
 from vsim.cluster.state import CheckpointError
 from vsim.training.part import Part
+from vsim.training.resume import begin, captured
 from vsim.training.run import Ensemble, Run, Stack
-from vsim.training.saving import begin, captured
 from vsim.training.setup import assemble
 
 # Runs are moved when this share of the rows has left; until then those rows are computed for nothing.

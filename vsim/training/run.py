@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from vsim.checkpoint.fingerprint import fingerprint
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import OwnGlobals, global_states
@@ -52,7 +51,8 @@ class Run:
         starts: whether its first row is still to be reported; False if it resumes.
         draws: whether code of its strategy may draw from the global random generators.
         left_states: of the process's generators, as training left them.
-        fixed: path → what its state refers to that a run which resumes cannot make; see `vsim.training.saving`.
+        settings: what must be equal in a run that resumes, once they are known; see `vsim.checkpoint.settings`.
+        fixed: path → what its state refers to that a run which resumes cannot make; see `vsim.training.resume`.
         error: why it left the run before the others.
         stopped: whether it was asked to stop before the others.
         node_losses: the losses of its nodes (K,) in the step that is being taken, or was taken last.
@@ -77,6 +77,7 @@ class Run:
     draws: bool = False
     left_states: dict[str, Any] | None = None
     interrupt: Interrupt = field(default_factory=Interrupt)
+    settings: dict[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, str] = field(default_factory=dict)
     error: Exception | None = None
     stopped: bool = False
@@ -94,11 +95,6 @@ class Run:
     def spec(self) -> RunSpec:
         """Its checked arguments."""
         return self.part.spec
-
-    @cached_property
-    def fingerprint(self) -> dict[str, Any]:
-        """Everything that its course depends on, when this was first asked; see `vsim.checkpoint.fingerprint`."""
-        return fingerprint(self)
 
     @property
     def report(self) -> Reporter:

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.arguments import naming
-from vsim.checkpoint.fingerprint import settings_of
+from vsim.checkpoint.settings import settings_of
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.participation import Schedule, Trace
 from vsim.cluster.plan import Plan, Round
@@ -52,9 +52,9 @@ from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
 from vsim.training.optimizers import Optimizers
 from vsim.training.part import Part
+from vsim.training.resume import begin_fork, resume
 from vsim.training.rows import FewRows, can_join, rows_of
 from vsim.training.run import Ensemble, Run, Stack
-from vsim.training.saving import begin_fork, resume
 from vsim.training.spec import RunSpec
 
 

@@ -1,4 +1,4 @@
-"""Between a run and its checkpoints: when it is saved, how it resumes, and how another run forks from it."""
+"""Save a run, resume it, or fork another run from its checkpoint."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vsim.checkpoint.files import Checkpoint, packed, unpacked
-from vsim.checkpoint.fingerprint import HORIZON, differences, steady
 from vsim.checkpoint.folder import checkpoint_path, prune
-from vsim.checkpoint.restore import Restorer
-from vsim.checkpoint.snapshot import Snapshot, merged
+from vsim.checkpoint.settings import HORIZON, VERSIONS, differences, settings_of_run
+from vsim.checkpoint.tree import Restorer, Snapshot, cut, merged, objects_in
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.optimizers import StackedOptimizer, parts_of, torch_optimizers
 from vsim.cluster.randomness import set_global_states
 from vsim.cluster.replicas import Replicas
-from vsim.cluster.state import CheckpointError
+from vsim.cluster.state import CheckpointError, name_of
 from vsim.private_torch import mark_stepped
 from vsim.records.history import History
+from vsim.training.clients import owners
 from vsim.training.run import Run
 
 
@@ -41,19 +41,21 @@ def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _roots(run: Run) -> dict[str, tuple[Any, str | None]]:
-    """Return name → object, in the order of saving and restoring, and its placement."""
+    """Return name → (object, placement), in the order of saving and restoring."""
     replicas, strategy = run.cluster.replicas, run.strategy
     return {
         "weights": (replicas.weights, "stacked"),
         "buffers": (replicas.buffers, "stacked"),
         "generator": (run.cluster.generator, "shared"),
-        "streams": (list(run.streams), "stacked"),
+        "streams": (list(run.streams), "rows"),
         "loss": (run.objective.loss_fn, "shared"),
         "optimizer": (strategy.optim, "stacked"),
+        # Nodes whose optimizers are apart have equal schedules.
+        "schedules": ([own[0] for own in strategy.schedulers if own], "shared"),
         "strategy": (strategy, None),
         **({} if run.clients is None else {"clients": (run.clients, "shared")}),
         **{f"callback {name}": (one, "shared") for name, one in savable(run.spec.callbacks).items()},
-        "extra state": (run.objective.extra_states(run.rows), "stacked"),
+        "extra state": (run.objective.extra_states(run.rows), "rows"),
     }
 
 
@@ -72,21 +74,30 @@ def _known(run: Run) -> dict[str, Any]:
     }
 
 
+def _settings(run: Run) -> dict[str, Any]:
+    run.settings = run.settings or settings_of_run(run)
+    return run.settings
+
+
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 
 def begin(run: Run) -> None:
     """Take a snapshot once, so that state which cannot be saved is reported before training."""
     if run.spec.saving is not None:
-        _ = run.fingerprint  # as the run begins, and in all processes
+        _settings(run)  # in all processes
         run.fixed = _snapshot(run).fixed if run.spec.saving.wanted else {}
 
 
-def save_if_due(run: Run, stops: bool) -> None:
-    """Save a run after a step, if it is time to, or if it stops here. Every process calls this."""
+def save_if_due(run: Run, stops: bool) -> bool:
+    """Save a run after a step if it is time to, or if it stops here. Every process calls this.
+
+    Returns:
+        Whether the folder that the user gave holds all that is to be saved by now; a warning says why not.
+    """
     saving = run.spec.saving
     if saving is None:
-        return
+        return False
     is_due = run.done == run.max_steps or (saving.interval is not None and run.done % saving.interval == 0)
     try:
         if stops or (saving.wanted and is_due):
@@ -95,22 +106,28 @@ def save_if_due(run: Run, stops: bool) -> None:
         if saving.wanted:
             raise
         warnings.warn(f"the interrupted run cannot be resumed: {error}", UserWarning, stacklevel=2)
+    except OSError as error:  # such as a full disk: the run itself is whole
+        warnings.warn(f"step {run.done} could not be saved, and training goes on: {error}", UserWarning, stacklevel=2)
+        return False
+    return saving.wanted
 
 
 def _save(run: Run, folder: Path) -> None:
     run.check_weights()
     checkpoint = captured(run)
-    if 0 in run.part.nodes:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # only a temporary folder is not there yet
-        checkpoint.save(checkpoint_path(folder, run.done))
-        prune(folder, run.done)
-    if not run.is_alone:  # no process continues before the file is there: it might look into the folder
-        with run.cluster.collectives.unbilled():
-            run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
+    try:
+        if 0 in run.part.nodes:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # only a temporary folder is not there yet
+            checkpoint.save(checkpoint_path(folder, run.done))
+            prune(folder, run.done)
+    finally:
+        if not run.is_alone:  # no process continues before the file is there: it might look into the folder
+            with run.cluster.collectives.unbilled():
+                run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
 
 
 def captured(run: Run, apart: bool = False) -> Checkpoint:
-    """Return the checkpoint of a run between two steps; of processes that of all at the first node, or `apart`.
+    """Return the checkpoint of a run between two steps: of all processes at the first node, or of this one, `apart`.
 
     In the simulator, and apart, its tensors share the memory of the run.
 
@@ -133,12 +150,11 @@ def captured(run: Run, apart: bool = False) -> Checkpoint:
                 "make it in the setup, or hold tensors, numbers, lists and dicts instead"
             )
     state = snapshot.tree if run.is_alone or apart else _gathered(run, snapshot.tree)
-    return Checkpoint(run.done, history or History(), {} if apart else steady(run), state, run.is_alone)
+    return Checkpoint(run.done, history or History(), {} if apart else _settings(run), state, run.is_alone)
 
 
 def _snapshot(run: Run) -> Snapshot:
-    roots = {name: value for name, (value, _) in _roots(run).items()}
-    return Snapshot({**roots, "process": run.random_states}, _known(run))
+    return Snapshot({**_roots(run), "process": (run.random_states, "shared")}, _known(run), len(run.streams))
 
 
 def _gathered(run: Run, tree: dict[str, Any]) -> dict[str, Any]:
@@ -157,8 +173,9 @@ def _gathered(run: Run, tree: dict[str, Any]) -> dict[str, Any]:
             flat = collectives.broadcast(flat[None], node, label="checkpoint")
             if 0 in run.part.nodes:
                 contents[digest] = flat
-    merged_trees = {name: merged([own[name] for own, _ in told]) for name in tree}
-    return {} if 0 not in run.part.nodes else unpacked(json.dumps(merged_trees), contents)
+    if 0 not in run.part.nodes:
+        return {}
+    return dict(unpacked(json.dumps({name: merged([own[name] for own, _ in told]) for name in tree}), contents))
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
@@ -183,52 +200,61 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     run.cluster.completed = run.cluster.step = checkpoint.step
     run.examples = int(last("examples"))
     run.tokens = int(tokens) if (tokens := last("tokens")) == tokens else 0  # NaN: no tokens
-    if checkpoint.forks:
-        _go_on_as_fork(run, checkpoint)
-        return
-    run.seconds, run.validation_seconds = last("seconds"), last("validation_seconds")
-    _put_back(run, checkpoint)
-    if not same:
-        run.ledger.continue_from(checkpoint.ledger)
-
-
-def _put_back(run: Run, checkpoint: Checkpoint) -> None:
     try:
-        restorer, state = _restorer(run, checkpoint), checkpoint.state
-        restored = {
-            name: restorer.restore(state[name], live, name, placement)
-            for name, (live, placement) in _roots(run).items()
-            if name in state or not name.startswith("callback ")  # which may be given only now
-        }
-        run.objective.set_extra_states(run.rows, restored["extra state"])
-        if not restorer.moves:
-            set_global_states(restorer.restore(state["process"], {}, "process"), run.cluster.weights.device)
+        if checkpoint.forks:
+            _continue_as_fork(run, checkpoint)
+            return
+        run.seconds, run.validation_seconds = last("seconds"), last("validation_seconds")
+        _restore(run, checkpoint)
     except CheckpointError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
-            f"the state in the checkpoint at step {checkpoint.step} cannot be put back: {error!r}"
+            f"the state in the checkpoint at step {checkpoint.step} cannot be restored: {error!r}"
         ) from error
+    if not same:
+        run.ledger.continue_from(checkpoint.ledger)
 
 
-def _restorer(run: Run, checkpoint: Checkpoint) -> Restorer:
-    rows, plan, apart = run.part.continues, run.part.plan, not run.is_alone
-    if rows is None:
-        rows = run.cluster.replicas.nodes
-    else:
-        apart = not checkpoint.together
-    num_saved = checkpoint.num_nodes if plan is None else len(plan.segment(max(1, checkpoint.step)).nodes)
-    return Restorer(checkpoint.together, num_saved, rows, apart, _known(run))
+def _restore(run: Run, checkpoint: Checkpoint) -> None:
+    restorer, rows, moved = _restorer(run, checkpoint)
+    state, replicas = checkpoint.state, run.cluster.replicas
+    restored = {
+        name: restorer.root(cut(state[name], rows), live, name, placement)
+        for name, (live, placement) in _roots(run).items()
+        if name in state or not name.startswith("callback ")  # which may be given only now
+    }
+    pairs = [(replicas.weights, restored["weights"])]
+    pairs += [(buffer, restored["buffers"].get(name)) for name, buffer in replicas.buffers.items()]
+    if any(live is not found for live, found in pairs):
+        raise ValueError("weights or buffers have other shapes")
+    for own in run.strategy.schedulers:
+        for other in own[1:]:
+            other.load_state_dict(copy.deepcopy(own[0].state_dict()))
+    run.objective.set_extra_states(run.rows, restored["extra state"])
+    if not moved:
+        states = restorer.root(cut(state["process"], rows), {}, "process", "shared")
+        set_global_states(states, replicas.weights.device)
+
+
+def _restorer(run: Run, checkpoint: Checkpoint) -> tuple[Restorer, list[int], bool]:
+    """Return what restores, the checkpoint's rows that the nodes here continue, and whether other rows were saved."""
+    continues, saved = run.part.continues, len(checkpoint.state["streams"]["items"])
+    rows = list(run.cluster.replicas.nodes if continues is None else continues)
+    moved = (continues is None and checkpoint.together != run.is_alone) or (
+        checkpoint.together and rows != list(range(saved))
+    )
+    return Restorer(_known(run), moved), rows, moved
 
 
 def _check_same(run: Run, checkpoint: Checkpoint) -> None:
-    saved, given = dict(checkpoint.fingerprint), dict(run.fingerprint)
-    horizons = saved.pop(HORIZON, None), given.pop(HORIZON, None)
+    saved, given = dict(checkpoint.settings), dict(_settings(run))
+    (before, now), versions = ([side.pop(name, None) for side in (saved, given)] for name in (HORIZON, VERSIONS))
     changes = list(differences(saved, given))
-    if horizons[0] != horizons[1]:
+    if before != now:
         changes.append(
-            f"the learning-rate schedule was over {horizons[0]} steps and is over {horizons[1]} (max_steps of the run, "
-            f"or the strategy's; with max_steps={horizons[0]} given to the strategy it stays as it was)"
+            f"the learning-rate schedule was over {before} steps and is over {now} (max_steps of the run, or the "
+            f"strategy's; with max_steps={before} given to the strategy it stays as it was)"
         )
     if changes:
         where = f"load_checkpoint({str(checkpoint.path)!r})" if checkpoint.path else "the checkpoint"
@@ -236,6 +262,8 @@ def _check_same(run: Run, checkpoint: Checkpoint) -> None:
             f"the checkpoint at step {checkpoint.step} is of another run: {'; '.join(changes)}. To start from its "
             f"weights all the same, fork: resume={where}.fork()"
         )
+    if versions[0] != versions[1] and 0 in run.part.nodes:
+        warnings.warn(f"saved with {versions[0]}, resumed with {versions[1]}: bits may differ", UserWarning, 2)
 
 
 # Forks ----------------------------------------------------------------------------------------------------------------
@@ -249,37 +277,48 @@ def begin_fork(checkpoint: Checkpoint, replicas: Replicas) -> None:
         replicas.buffers[name].copy_(mean)
 
 
-def _go_on_as_fork(run: Run, checkpoint: Checkpoint) -> None:
+def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
     replicas = run.cluster.replicas
     for optimizer in torch_optimizers(run.strategy.optim):
         mark_stepped(optimizer)
     for scheduler in checkpoint.step * [*chain(*run.strategy.schedulers)]:
         scheduler.step()
+    restorer, rows, _ = _restorer(run, checkpoint)
+    _carry(run, checkpoint, restorer)
     if len(checkpoint.weights) != run.cluster.num_nodes or run.part.plan is not None:
         return
-    restorer, own = _restorer(run, checkpoint), slice(replicas.nodes.start, replicas.nodes.stop)
+    own = slice(replicas.nodes.start, replicas.nodes.stop)
     alike = [
         name
         for name in ("device", "deterministic", "strategy.optim_spec.cls")
-        if checkpoint.fingerprint.get(name) == run.fingerprint.get(name)
+        if checkpoint.settings.get(name) == _settings(run).get(name)
     ]
     if "device" in alike:
-        restorer.restore(checkpoint.state["streams"], run.streams, "streams", "stacked")
+        restorer.root(cut(checkpoint.state["streams"], rows), run.streams, "streams", "rows")
     for name, buffer in checkpoint.buffers.items():
         replicas.buffers[name].copy_(buffer[own])
     if not replicas.shares_weights:
         replicas.weights.copy_(checkpoint.weights[own])
         if checkpoint.keeps_optimizer and len(alike) == 3:
-            _keep_state(run, checkpoint, restorer)
+            _keep_state(run, cut(checkpoint.state["optimizer"], rows), restorer)
 
 
-def _keep_state(run: Run, checkpoint: Checkpoint, restorer: Restorer) -> None:
+def _carry(run: Run, checkpoint: Checkpoint, restorer: Restorer) -> None:
+    """Keep what a strategy's parts declare as `carried`, where the checkpoint has a part of the same class."""
+    for owner in owners(run.strategy):
+        alike = [o for o in objects_in(checkpoint.state["strategy"]) if o["class"] == name_of(type(owner))]
+        for name in owner.carried if alike else ():
+            saved = dict(alike[0]["items"])[name]
+            setattr(owner, name, restorer.root(saved, getattr(owner, name), name, "shared"))
+
+
+def _keep_state(run: Run, state: Any, restorer: Restorer) -> None:
     """Let the inner optimizers keep their state, or start anew if it does not fit, such as one row for all nodes."""
     optim = run.strategy.optim
     optimizers = torch_optimizers(optim)
     settings = copy.deepcopy([[{**group, "params": []} for group in o.param_groups] for o in optimizers])
     try:
-        restorer.restore(checkpoint.state["optimizer"], optim, "optimizer", "stacked")
+        restorer.root(state, optim, "optimizer", "stacked")
         specs = run.strategy.optim_spec.parts(run.cluster.replicas.module)
         fits = all(_fits(part, spec) for part, (spec, _) in zip(parts_of(optim), specs, strict=False))
     except CheckpointError:

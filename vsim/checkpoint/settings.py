@@ -1,0 +1,167 @@
+"""The declared settings of a run: a run resumes if they equal those that were saved.
+
+Functions are compared by their names, models and data by what can be told quickly, all other values by their contents.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vsim.checkpoint.tree import FIXED, tensors_of
+from vsim.cluster.randomness import GENERATORS
+from vsim.cluster.replicas import Replicas
+from vsim.cluster.state import described
+from vsim.strategy.base import Strategy
+
+_ARGUMENTS = (
+    *("num_nodes", "batch_size", "minibatch_size", "seed", "shuffle"),
+    *("autocast", "deterministic", "compile"),
+)
+# Entries that may differ in a run that resumes, by rules of their own.
+HORIZON = "steps of the learning-rate schedule"
+VERSIONS = "versions"
+_LONG = 256  # of a list or text: above, it is compared as a whole
+_MANY = 2**16  # elements of a tensor: above, so many are compared
+
+
+def settings_of_run(run: Any) -> dict[str, Any]:
+    """Return argument → value for everything that determines a run, except its number of steps.
+
+    Args:
+        run: a `vsim.training.run.Run`.
+    """
+    spec, replicas, kwargs = run.spec, run.cluster.replicas, run.spec.dataloader_kwargs
+    participation = dict(_contents(spec.participation, "participation"))
+    participation.pop("participation.store", None)
+    found = {
+        **{name: getattr(spec, name) for name in _ARGUMENTS},
+        **{name: one.as_plain() for name in ("compute", "network") if (one := getattr(spec, name)) is not None},
+        "examples of the training data": run.part.batches.lengths,
+        "contents of the training data": [f"{digest:x}" if digest else None for digest in run.part.batches.digests],
+        "drop_last": bool(kwargs.get("drop_last", False)),
+        "device": replicas.weights.device.type,
+        HORIZON: run.strategy.schedule.horizon(run.max_steps),
+        VERSIONS: {name: version(name) for name in ("torch", "numpy")},
+        **layout_of(replicas),
+        **dict(_contents(kwargs.get("collate_fn"), "collate_fn")),
+        **dict(_contents(spec.loss_fn, "loss_fn")),
+        **participation,
+        **{f"frozen {name}": _digest(p) for name, p in replicas.frozen.items()},
+        **run.strategy.settings,
+        **dict(_contents(spec.model, "module", set(map(id, tensors_of(spec.model).values())))),
+    }
+    return dict(json.loads(json.dumps(found)))  # as it will be read: lists for tuples
+
+
+def settings_of(strategy: Strategy) -> dict[str, Any]:
+    """Return how a strategy was made: path → number or name. A run's own copy knows it from before its setup."""
+    return vars(strategy).get("settings") or dict(_contents(strategy, "strategy"))
+
+
+def layout_of(replicas: Replicas) -> dict[str, Any]:
+    """Return shapes and dtypes of a model's weights and buffers: the settings that a fork must share."""
+    return {
+        **{f"parameter {c.name}": [list(c.shape), str(replicas.weights.dtype)] for c in replicas.layout},
+        **{f"buffer {name}": [list(b.shape[1:]), str(b.dtype)] for name, b in replicas.buffers.items()},
+        "parameters": [c.name for c in replicas.layout],
+        "buffers": list(replicas.buffers),
+    }
+
+
+def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the differences between two dicts of settings, in words."""
+    for name in dict.fromkeys([*saved, *given]):
+        before, now = (side.get(name) for side in (saved, given))
+        if not _same(before, now):
+            yield f"{name} was {_shown(before)} and is {_shown(now)}"
+
+
+def _same(before: Any, now: Any) -> bool:
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return all(a == b or None in (a, b) for a, b in zip(before, now, strict=True))  # None: not known
+    return bool(before == now)
+
+
+def _shown(value: Any) -> str:
+    text = "absent" if value is None else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _contents(value: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield (path, number, text or digest) of what a value consists of; every object once."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    if isinstance(value, bytes) or (isinstance(value, str | list | tuple | Mapping) and len(value) > _LONG):
+        yield path, [len(value), _hash(_plain(repr(value)))]
+    elif value is None or isinstance(value, bool | int | float | str):
+        yield path, value if value == value else "nan"
+    elif isinstance(value, Tensor):
+        yield path, _digest(value)
+    elif isinstance(value, np.ndarray | np.generic):
+        numbers = value.dtype.kind in "biufc"
+        yield path, [list(value.shape), value.dtype.str, _hash(value.tobytes()) if numbers else ""]
+    elif isinstance(value, set | frozenset):
+        yield path, sorted(_plain(repr(item)) for item in value)
+    elif isinstance(value, FIXED):
+        yield path, _plain(described(value))
+    elif isinstance(value, list | tuple | Mapping):
+        items = dict(value if isinstance(value, Mapping) else enumerate(value))
+        if path.endswith("schedule.kwargs"):
+            items.pop("max_steps", None)  # which is in the schedule's length
+        yield f"len({path})", len(items)
+        for key, item in items.items():
+            yield from _contents(item, _plain(f"{path}[{key!r}]"), seen)
+    else:
+        seen.add(id(value))
+        name = described(type(value))
+        yield path, _plain(f"{name}({value.extra_repr()})" if isinstance(value, nn.Module) else name)
+        for key, item in _parts(value).items():
+            yield from _contents(item, f"{path}.{key}", seen)
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """Return name → part of an object that is no container: for a module tensors, children and plain attributes."""
+    if isinstance(value, tuple(GENERATORS)):  # whose state is the run's
+        return {}
+    if isinstance(value, functools.partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    own = {name: part for name, part in getattr(value, "__dict__", {}).items() if name != "settings"}
+    if not isinstance(value, nn.Module):
+        return own
+    plain = {n: v for n, v in own.items() if type(v) in (bool, int, float, str) and n[0] != "_" and n != "training"}
+    tensors = [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False)]
+    return {**plain, **dict(tensors), **dict(value.named_children())}
+
+
+def _plain(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+
+
+def _hash(text: str | bytes) -> str:
+    return hashlib.sha256(text if isinstance(text, bytes) else text.encode(errors="replace")).hexdigest()[:16]
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor as bytes (n,), not copied where they lie together already."""
+    flat = tensor.reshape(-1)  # an expanded scalar has a stride of 0
+    return (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+
+
+def _digest(tensor: Tensor) -> list[Any]:
+    kind = [list(tensor.shape), str(tensor.dtype)]
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        return kind
+    flat = tensor.detach().reshape(-1).resolve_conj().resolve_neg()
+    few = flat[:: max(1, -(-len(flat) // _MANY))].cpu()
+    return [*kind, _hash(flat_bytes(few).numpy().tobytes())]
