@@ -182,7 +182,7 @@ def test_a_state_that_was_written_by_hand(old: str, new: str, run: Path, tmp_pat
         fit(strategy(), resume=path, max_steps=9)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_flipped_bit_is_noticed(data: st.DataObject, run: Path, tmp_path: Path) -> None:
     contents = bytearray((run / NAME).read_bytes())
@@ -195,7 +195,7 @@ def test_every_flipped_bit_is_noticed(data: st.DataObject, run: Path, tmp_path: 
         load_checkpoint(spoiled)
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.floats(0, 1, exclude_max=True))
 def test_every_truncation_is_noticed(cut: float, run: Path, tmp_path: Path) -> None:
     contents = (run / NAME).read_bytes()

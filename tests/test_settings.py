@@ -13,7 +13,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from resumed import PROCESSES, fit
 from separate import small_mlp, vectors
@@ -172,6 +172,7 @@ values = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(value=values)
 def test_a_copy_elsewhere_has_the_same_contents(value: Any) -> None:
     for thing in (value, types.SimpleNamespace(held=value)):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -273,6 +273,7 @@ held = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(values=st.tuples(held, held, held), same=st.lists(held))
 def test_every_process_has_its_own_again(values: tuple[Any, ...], same: list[Any]) -> None:
     whole = gathered([{"own": value, "same": same} for value in values])

@@ -20,19 +20,16 @@ class Stateful:
         self.keep_shared(outer_weights=cluster.weights[0].clone())  # equal on all nodes
         self.keep_stacked(residual=torch.zeros_like(cluster.weights))  # a row for each node held here
 
-    Both set the attributes, which may be set again later. `keep_client` is as `keep_stacked`, for rows that belong to
-    clients of a population. A value is a tensor, a number, a text, a random generator (of torch, numpy or Python), an
-    optimizer, or a list, tuple, dict or set of those; stacked, also a list with an item for each node held here. The
-    declaration decides how the value moves when a run that was saved by one process resumes with a process for each
-    node, or the other way round: a stacked value is cut or put together, a shared one must be equal on all nodes.
+    Both set the attributes, which may be set again later. `keep_client` is `keep_stacked` for rows that belong to
+    clients of a population. A value is a tensor, a number, a text, a random generator (of torch, NumPy or Python), an
+    optimizer, or a list, tuple, dict or set of those; stacked, also a list with an item for each node held here. When a
+    run moves between the simulator and processes, a stacked value is cut or put together; a shared one must be equal.
 
-    All other attributes are found and saved as well; their placement is inferred from the shapes that they have after
-    the setup. Where the shapes are ambiguous, moving the run to another backend is a `CheckpointError` that asks for a
-    declaration. Tensors and containers may be made at any time; generators, optimizers, objects and views of the nodes'
-    weights or gradients must be made in the setup, for a run that resumes fills them and makes none. Tensors that share
-    memory do so again if the setup has made them so. A value of another kind (an iterator, a file) is a
-    `CheckpointError` when the run starts to save; override `state_dict` and `load_state_dict` to say what the state is.
-    Values in the closure of a function are not found.
+    Other attributes are saved as they are. When a run moves, undeclared numbers move with it; another undeclared value
+    that has changed since the setup is a `CheckpointError` that asks for a declaration. Tensors and containers may be
+    made at any time; generators, optimizers, objects and views of the nodes' weights or gradients must be made in the
+    setup, for a run that resumes fills them. A value of another kind (an iterator, a file) is a `CheckpointError` when
+    the run starts to save; override `state_dict` and `load_state_dict` to say what the state is.
 
     Attributes:
         derived: names of attributes that follow from the rest, and are not saved.
