@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from vsim.process import ProcessOptions
 from vsim.process.node import Outcome, run_node
-from vsim.records.report import Reporter, StepReport
+from vsim.records.progress import Reporter, StepReport
 from vsim.training.spec import RunSpec
 
 

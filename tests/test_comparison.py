@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 import vsim
 from vsim.models import MLP
 from vsim.records.history import COLUMNS, History
-from vsim.records.looks import COLOURS, looks_of
-from vsim.records.plots import X_AXES, bands, overview
+from vsim.records.plots import COLOURS, X_AXES, bands, looks_of, overview
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 

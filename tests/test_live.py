@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from vsim import History
-from vsim.records import live as live_module
-from vsim.records.live import LiveRace
+from vsim.records import progress as live_module
+from vsim.records.progress import LiveRace
 
 CELL = """
 import time

@@ -30,11 +30,10 @@ from torch import nn
 import vsim
 from vsim import CSVLogger, TensorBoardLogger, Trainer, WandbLogger
 from vsim.data.batches import sizes_of
-from vsim.records.description import describe
-from vsim.records.history import History
+from vsim.records.history import History, describe
 from vsim.records.loggers import Logger, RunLog, check_run_name, folder_name
-from vsim.records.loggers.rows import train_row
-from vsim.records.report import StepReport
+from vsim.records.loggers.base import train_row
+from vsim.records.progress import StepReport
 from vsim.strategy import DeMoStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
 
 STEPS = 6

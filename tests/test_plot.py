@@ -9,8 +9,7 @@ import pytest
 
 from vsim import History
 from vsim.figures.paper import save
-from vsim.records.looks import COLOURS, DASHES, MARKERS
-from vsim.records.plots import bands, overview
+from vsim.records.plots import COLOURS, DASHES, MARKERS, bands, overview
 
 
 def history(points: int, first_payload: float = 1e6, last_payload: float = 8e6) -> History:

@@ -20,7 +20,7 @@ from vsim.compare import rungs
 from vsim.data import digits
 from vsim.grid import known_settings, points
 from vsim.models import MLP
-from vsim.records.looks import COLOURS
+from vsim.records.plots import COLOURS
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy, TopK
 
 # grid

@@ -16,7 +16,7 @@ import vsim
 from vsim.cluster.ledger import Event
 from vsim.network import Compute, Network, timeline
 from vsim.network.timeline import seconds_on
-from vsim.records.looks import looks_of
+from vsim.records.plots import looks_of
 from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners
 from vsim.strategy import AloneStrategy, DiLoCoStrategy, SimpleReduceStrategy
 

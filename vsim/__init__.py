@@ -10,11 +10,10 @@ from vsim.grid import grid
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.price import price, required_bandwidth
 from vsim.process.difference import Difference
-from vsim.records.compared import ComparedRun
-from vsim.records.comparison import Comparison
+from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.history import History
 from vsim.records.loggers import CSVLogger, TensorBoardLogger, WandbLogger
-from vsim.records.swept import Sweep
+from vsim.records.sweep import Sweep
 from vsim.sweep import sweep
 from vsim.trainer import LocalTrainer, Trainer
 from vsim.training.callbacks import Callback, EarlyStopping, KeepBest

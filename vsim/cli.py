@@ -35,7 +35,7 @@ from vsim.price import price
 from vsim.process import NodeFailure
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
-from vsim.records.table import text_table
+from vsim.records.tables import text_table
 from vsim.strategy import COMPARED, MERGERS, PRESETS, STRATEGIES, Compressor, IndexSelector, Strategy
 from vsim.sweep import sweep as sweep_settings
 from vsim.verify import verify as verify_strategy

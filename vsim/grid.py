@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from vsim.arguments import reject_unknown
-from vsim.records.description import describe
-from vsim.records.swept import Point
+from vsim.records.history import describe
+from vsim.records.sweep import Point
 from vsim.strategy.base import Strategy, StrategyOptions
 
 

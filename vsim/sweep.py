@@ -10,7 +10,7 @@ from torch import nn
 from vsim.compare import compare, train_entries
 from vsim.data.batches import Data
 from vsim.grid import known_settings, made, points
-from vsim.records.swept import Sweep
+from vsim.records.sweep import Sweep
 from vsim.strategy.base import Strategy
 from vsim.training.spec import takes_options
 

@@ -25,11 +25,9 @@ from vsim.doctor import Explanation, explain
 from vsim.engine.machine import devices_of_nodes, pick_device
 from vsim.engine.objective import LossFunction
 from vsim.process import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
-from vsim.records.description import describe_run
-from vsim.records.history import History
+from vsim.records.history import History, describe_run
 from vsim.records.loggers import Logger, RunLog
-from vsim.records.progress import Recorder
-from vsim.records.report import StepReport
+from vsim.records.progress import Recorder, StepReport
 from vsim.strategy.base import Strategy
 from vsim.training.callbacks import by_place, tell, tell_row, telling_exit, with_hooks
 from vsim.training.interrupt import Interrupted

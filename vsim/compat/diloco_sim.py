@@ -17,7 +17,7 @@ from vsim.cluster.optim import OptimSpec
 from vsim.data.order import Order
 from vsim.engine.objective import LossFunction
 from vsim.records.history import History
-from vsim.records.loggers.rows import perplexity
+from vsim.records.loggers.base import perplexity
 from vsim.strategy import DiLoCoStrategy, SPARTADiLoCoStrategy, Strategy
 from vsim.trainer import Trainer
 

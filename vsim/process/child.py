@@ -29,7 +29,7 @@ from vsim.engine.machine import settle_vector_functions
 from vsim.process.collectives import CollectiveFailure
 from vsim.process.node import run_node
 from vsim.process.segments import Meeting, joined
-from vsim.records.report import StepReport
+from vsim.records.progress import StepReport
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.spec import RunSpec
 

@@ -30,7 +30,7 @@ from vsim.engine.memory import check_room
 from vsim.process.child import Descriptor, Setup, main, torch_settings
 from vsim.process.collectives import CollectiveFailure
 from vsim.process.node import Outcome, ProcessOptions, backend_for
-from vsim.records.report import Reporter
+from vsim.records.progress import Reporter
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.setup import plan_of
 from vsim.training.spec import RunSpec

@@ -36,8 +36,7 @@ from vsim.engine.objective import keep_assigned
 from vsim.process.collectives import ProcessCollectives
 from vsim.process.segments import Left, Meeting, NodePart
 from vsim.records.history import History
-from vsim.records.progress import Recorder
-from vsim.records.report import Reporter, StepReport
+from vsim.records.progress import Recorder, Reporter, StepReport
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import train
 from vsim.training.resume import savable

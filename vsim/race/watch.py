@@ -9,7 +9,7 @@ from typing import Any
 
 from vsim.race.runner import Runner
 from vsim.records.history import History
-from vsim.records.live import LiveRace
+from vsim.records.progress import LiveRace
 from vsim.training.run import Ensemble
 
 _SECONDS_BETWEEN = 0.1  # two updates of a progress bar

@@ -3,33 +3,224 @@
 from __future__ import annotations
 
 import base64
+import copy
 import html
 import io
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
+from torch import nn
 
+from vsim.cluster.ledger import Ledger
 from vsim.cluster.traffic import traffic
+from vsim.extras import extra
 from vsim.network import Compute, Network
 from vsim.network.links import bits_per_second, seconds
 from vsim.network.timeline import seconds_on
-from vsim.records.compared import ComparedRun
-from vsim.records.history import History
-from vsim.records.looks import MANY, Looks, looks_of
-from vsim.records.plots import PAGE, Y_LABELS, XAxis, bands, overview, time_axis
-from vsim.records.runs import Runs
+from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
+from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, time_axis
 from vsim.records.slider import sliders
-from vsim.records.table import text_table
+from vsim.records.tables import text_table
 from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners, ascending
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from vsim.figures.paper import PaperFigure
+
+# What files hold of a run beside its history.
+_PLAIN = ("failure", "seed", "diverged_at", "stopped_at")
+
+
+@dataclass
+class ComparedRun:
+    """One strategy's run.
+
+    Attributes:
+        model: the mean of the nodes' final models; None if the run did not end, or was read from a file.
+        failure: why the run did not end, or "".
+        seed: of everything random in it.
+        error: what was raised, if the run failed.
+        callbacks: the run's own copies of those that were given.
+        diverged_at: the first step with a loss or weights that are not finite; None: there was none.
+        stopped_at: the step after which a sweep with `halving` took it out; None: it went on.
+    """
+
+    history: History
+    model: nn.Module | None = None
+    failure: str = ""
+    seed: int = 42
+    error: Exception | None = None
+    diverged_at: int | None = None
+    stopped_at: int | None = None
+    callbacks: Sequence[Any] = ()
+
+    @property
+    def ledger(self) -> Ledger:
+        """What it communicated."""
+        return self.history.ledger
+
+    @property
+    def ended(self) -> bool:
+        """Whether it got to its last step."""
+        return not self.failure and self.stopped_at is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it diverged or raised; a run that was interrupted, or stopped by `halving`, has not."""
+        return bool(self.failure) and not self.failure.startswith("interrupted")
+
+    @property
+    def note(self) -> str:
+        """Why it did not get to its last step, or ""."""
+        return f"stopped after step {self.stopped_at}" if self.stopped_at is not None else self.failure
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return everything but the model and the error as dicts, lists, numbers and text, which JSON can hold."""
+        plain = {key: getattr(self, key) for key in _PLAIN}
+        return {**plain, "history": self.history.as_plain()}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> ComparedRun:
+        """Make the run that `as_plain` was of."""
+        return cls(History.from_plain(plain["history"]), **{key: plain[key] for key in _PLAIN})
+
+
+Self = TypeVar("Self", bound="Runs")
+
+
+class Runs(Mapping[str, ComparedRun]):
+    """Name → runs, one for each seed, in the order in which they were added; see `Comparison`."""
+
+    def __init__(self, allreduce_bytes: int) -> None:
+        self.allreduce_bytes = allreduce_bytes
+        self.network: Network | None = None
+        self.compute: Compute | None = None
+        self._runs: dict[str, list[ComparedRun]] = {}
+        self._names: list[str] = []  # of all runs, of a selection too: the looks of lines follow from them
+
+    @overload
+    def __getitem__(self, name: str) -> ComparedRun: ...
+    @overload
+    def __getitem__(self: Self, name: list[str]) -> Self: ...
+    def __getitem__(self: Self, name: str | list[str]) -> ComparedRun | Self:
+        if not isinstance(name, list):
+            return self.runs(name)[0]
+        selection = copy.copy(self)
+        selection._runs = {one: self.runs(one) for one in name}
+        return selection
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._runs)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def runs(self, name: str) -> list[ComparedRun]:
+        """Return the runs of one strategy, one for each seed."""
+        if name not in self._runs:
+            raise KeyError(f"no run {name!r}; there are {', '.join(self._runs)}")
+        return self._runs[name]
+
+    @property
+    def num_nodes(self) -> int | None:
+        """K; None if it is not the same for all."""
+        numbers = {history.num_nodes for history in self._all_histories()}
+        return numbers.pop() if len(numbers) == 1 else None
+
+    @property
+    def histories(self) -> dict[str, list[History]]:
+        """Name → histories, one for each seed: what `vsim.records.plots.bands` draws."""
+        return {name: [run.history for run in runs] for name, runs in self._runs.items()}
+
+    def add(self, name: str, run: ComparedRun) -> None:
+        """Add a run of one seed."""
+        if name not in self._runs:
+            self._names.append(name)
+        self._runs.setdefault(name, []).append(run)
+
+    def _titles(self, name: str) -> dict[str, Any]:
+        """What a row of the table is called: column → text."""
+        return {"strategy": name}
+
+    def _titled_runs(self) -> Iterator[tuple[dict[str, Any], ComparedRun]]:
+        """All runs, with what their lines in files begin with: column → value."""
+        for name, runs in self._runs.items():
+            for run in runs:
+                yield {"strategy": name, "seed": run.seed}, run
+
+    def _all_histories(self) -> list[History]:
+        return [run.history for runs in self._runs.values() for run in runs]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a DataFrame with one row a strategy, seed and step: these two and the columns of `History`."""
+        pandas = extra("pandas", "to_pandas()", "pandas", "notebook")
+        frames = [run.history.to_pandas().assign(**titles) for titles, run in self._titled_runs()]
+        titles, _ = next(self._titled_runs())
+        return pandas.concat(frames, ignore_index=True)[[*titles, *self._columns]]
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write one line a strategy, seed and step, with the columns of `to_pandas`."""
+        titles, _ = next(self._titled_runs())
+        rows = (
+            (*own.values(), *values)
+            for own, run in self._titled_runs()
+            for values in zip(*(run.history.column(c).tolist() for c in self._columns), strict=True)
+        )
+        write_csv(path, (*titles, *self._columns), rows)
+
+    @property
+    def _columns(self) -> list[str]:
+        """Those of all histories; some strategies have columns of their own."""
+        return list(dict.fromkeys(c for _, run in self._titled_runs() for c in run.history.columns))
+
+    def to_json(self, path: str | Path) -> None:
+        """Write everything but the models, for `from_json`: histories, ledgers, failures."""
+        write_json(path, self._as_plain())
+
+    @classmethod
+    def from_json(cls: type[Self], path: str | Path) -> Self:
+        """Read what `to_json` wrote; the runs have no models.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        content = read_json(path, cls.__name__, cls._keys)
+        with holding_a_record(path, cls.__name__):
+            return cls._from_plain(content)
+
+    _keys: tuple[str, ...] = ("allreduce_bytes", "runs")
+
+    def _as_plain(self) -> dict[str, Any]:
+        runs = [{"strategy": name, **run.as_plain()} for name, runs in self._runs.items() for run in runs]
+        priced = {key: None if own is None else own.as_plain() for key, own in self._priced_on.items()}
+        return {"allreduce_bytes": self.allreduce_bytes, "runs": runs, **priced}
+
+    @property
+    def _priced_on(self) -> dict[str, Network | Compute | None]:
+        return {"network": self.network, "compute": self.compute}
+
+    @classmethod
+    def _from_plain(cls: type[Self], content: Mapping[str, Any]) -> Self:
+        comparison = cls._empty(content)
+        if content.get("network") is not None:
+            comparison.network = Network.from_plain(content["network"])
+            comparison.compute = Compute.from_plain(content["compute"])
+        for run in content["runs"]:
+            comparison.add(run["strategy"], ComparedRun.from_plain(run))
+        return comparison
+
+    @classmethod
+    def _empty(cls: type[Self], content: Mapping[str, Any]) -> Self:
+        return cls(content["allreduce_bytes"])
+
 
 # What hours are derived from, and how both may be given.
 AnyNetwork = Network | str | float | None

@@ -1,22 +1,26 @@
-"""Loss against step, bytes and time: figures that read at a glance, in print as on a screen.
+"""Figures: loss against step, bytes and time, and over two settings.
 
-Sizes are those of print: a figure of two panels is as wide as a page of text.
+Sizes are those of print: a figure of two panels is as wide as a page of text. A colour belongs to a name: it does not
+depend on what else is compared, as far as the colours last.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import textwrap
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vsim.arguments import one_of, real_number
-from vsim.figures.style import STYLE, literal, styled
+from vsim.figures.style import STYLE, literal, sized, styled
 from vsim.network import Compute, Network
 from vsim.records.history import History
-from vsim.records.looks import MANY, Look, Looks, looks_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +28,153 @@ if TYPE_CHECKING:
     from vsim.figures.paper import PaperFigure
 
     Runs = Mapping[str, History | Sequence[History]]
+
+# Okabe and Ito's palette, made to be told apart with any kind of colour vision; its yellow is too pale for a line.
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
+MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (9, 2)))
+# Names that have a look of their own, so that no two of them ever have the same, in letters and digits alone.
+_KNOWN = ("allreduce", "fedavg", "diloco", "sparta", "spartadiloco", "demo", "alone")
+# More lines than this have no legend of their own, if they belong to families.
+MANY = 12
+# A legend names at most so many values of one setting, evenly spaced among all.
+_KEYS = 8
+
+# "H=5" in a name, or "inner_optim=SGD(lr=0.1, momentum=0.9)".
+_SETTING = re.compile(r"(\w+)=([^,(]*(?:\([^)]*\))?)")
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a line is drawn; `dash` "none": only its markers, `marker` "": only its line."""
+
+    colour: str
+    dash: Any = "-"
+    marker: str = "o"
+
+
+@dataclass(frozen=True)
+class Looks:
+    """The looks of several lines.
+
+    Attributes:
+        by_name: name → look.
+        key: what a legend says instead of the names: title → (text, look) of each line below it; empty: the names.
+    """
+
+    by_name: Mapping[str, Look]
+    key: Mapping[str, Sequence[tuple[str, Look]]] = field(default_factory=dict)
+
+
+def looks_of(names: Sequence[str]) -> Looks:
+    """Return looks for names: those that differ in settings alone are a family, of one colour.
+
+    If all are of one family, the settings in their names say the look, as of `looks_by`.
+
+    >>> [looks_of(names).by_name["DiLoCo"].colour for names in (["DiLoCo"], ["AllReduce", "DiLoCo"])]
+    ['#56B4E9', '#56B4E9']
+    >>> [text for text, _ in looks_of(["AllReduce", *(f"DiLoCo H={H}, lr=0.1" for H in range(20))]).key[""]]
+    ['AllReduce', 'DiLoCo (20)']
+    """
+    # "DiLoCo H=5, lr=0.1", "DiLoCo, H = 5" and "diloco:H=5" are of the families DiLoCo, DiLoCo and diloco.
+    families: dict[str, list[str]] = {}
+    for name in names:
+        families.setdefault(re.split(r"[\s,:]*\w+\s*=", name)[0], []).append(name)
+    few = len(names) <= MANY
+    if len(families) == 1 and len(names) > 1:
+        settings = {name: dict(_SETTING.findall(name)) for name in names}
+        if not few and len({tuple(own) for own in settings.values()}) == 1:
+            return looks_by(settings, list(settings[names[0]]), names)
+        if few:
+            return Looks({name: _look(i) for i, name in enumerate(names)})
+    looks, key = {}, []
+    for family, place in _places(families).items():
+        members = families[family]
+        first = _look(place)
+        key.append((family if len(members) == 1 else f"{family or 'runs'} ({len(members)})", first))
+        for j, name in enumerate(members):
+            own = _look(place + j)
+            looks[name] = Look(
+                _lighter(first.colour, 0.65 * j / len(members)), own.dash, own.marker if few else first.marker
+            )
+    return Looks(looks, {} if few else {"": key})
+
+
+def _places(families: Iterable[str]) -> dict[str, int]:
+    """Family → the number of its look: that of a known name, or one that follows from its letters, if it is free."""
+    words = {family: re.sub(r"[^a-z0-9]", "", family.lower()) for family in families}
+    known = {word: family for family, word in words.items() if word in _KNOWN}
+    places = {family: _KNOWN.index(word) for word, family in known.items()}
+    for family in sorted(words.keys() - places.keys()):
+        wish = zlib.crc32(words[family].encode())
+        order = [*((wish + i) % len(COLOURS) for i in range(len(COLOURS))), *range(len(COLOURS), 2 * len(words) + 7)]
+        places[family] = next(place for place in order if place not in places.values())
+    return {family: places[family] for family in words}
+
+
+def _look(place: int) -> Look:
+    return Look(COLOURS[place % len(COLOURS)], DASHES[place % len(DASHES)], MARKERS[place % len(MARKERS)])
+
+
+def looks_by(settings: Mapping[str, Mapping[str, str]], order: Sequence[str], shown: Sequence[str]) -> Looks:
+    """Return looks of which the colour says the first setting, the dashes the second, and the marker all others.
+
+    Args:
+        settings: name → setting → value, as text.
+        order: settings, that which the colour says first.
+        shown: names that are drawn: the key has their values alone.
+    """
+
+    def values(keys: Sequence[str], names: Iterable[str] = settings) -> list[tuple[str, ...]]:
+        return list(dict.fromkeys(tuple(settings[name][key] for key in keys) for name in names))
+
+    first, second, others = order[:1], order[1:2], order[2:]
+    # What colours, dashes and markers say: one setting alone is said by everything.
+    said = (first, second or first, others or second or first)
+    known = [values(keys) for keys in said]
+    colours = _colours(len(known[0]))
+
+    def look(said_by: Sequence[tuple[str, ...] | None]) -> Look:
+        """The look in which colour, dashes and marker say these values; None: nothing."""
+        c, d, m = (None if v is None else own.index(v) for v, own in zip(said_by, known, strict=True))
+        colour, dash = ("#444444", "none") if c is None else (colours[c], "-")
+        if d is not None:
+            dash = DASHES[d % len(DASHES)]
+            if second and len(known[1]) > len(DASHES):
+                colour = _lighter(colour, 0.65 * d / len(known[1]))
+        return Look(colour, dash, "" if m is None else MARKERS[m % len(MARKERS)])
+
+    looks = {name: look([tuple(own[key] for key in keys) for keys in said]) for name, own in settings.items()}
+    key: dict[str, list[tuple[str, Look]]] = {}
+    for names in filter(None, (first, second, others)):
+        there = values(names, sorted(shown, key=list(settings).index))
+        if len(there) == 1 and len(shown) > 1:
+            continue
+        key[", ".join(names)] = lines = []
+        for value in there[:: -(-len(there) // _KEYS)]:
+            lines.append((", ".join(value), look([value if keys is names else None for keys in said])))
+    return Looks(looks, key)
+
+
+def _colours(count: int) -> Sequence[str]:
+    """The palette, or of more than it has, colours in the order of a map that is perceptually uniform."""
+    if count <= len(COLOURS):
+        return COLOURS[:count]
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(colormaps["viridis"](0.92 * i / (count - 1))) for i in range(count)]
+
+
+def _lighter(colour: str, share: float) -> str:
+    """Return "#RRGGBB" mixed with that share of white.
+
+    >>> _lighter("#000080", 0.5)
+    '#8080C0'
+    """
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (255 - c) * share):02X}" for c in channels)
+
 
 _SIZES = {"linewidth": 1.3, "markersize": 4, "markeredgewidth": 1.0}
 # Lines of more points than this are marked at so many of them.
@@ -341,3 +492,100 @@ def _line(look: Look, thin: bool = False) -> dict[str, Any]:
 
 def _lists(runs: Runs) -> dict[str, Sequence[History]]:
     return {name: [given] if isinstance(given, History) else given for name, given in runs.items()}
+
+
+# Perceptually uniform, so that equal steps of loss look equal, and in grey as well: the lower, the brighter.
+_MAP = "viridis_r"
+_PALE, _HATCH = (0.96, 0.96, 0.96, 1.0), "/////"
+# Text below this size, in points, is left out.
+_SMALLEST = 4.0
+
+
+class Cell(NamedTuple):
+    """`value` NaN: a setting that failed, which is hatched. `note` stands below the number, or in its place."""
+
+    value: float
+    note: str = ""
+
+
+def heatmap(
+    cells: Mapping[tuple[str, str], Cell],
+    x: tuple[str, Sequence[str]],
+    y: tuple[str, Sequence[str]],
+    label: str,
+    remark: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw a cell for each pair of values, with its number in it; the best is bold, those that failed are hatched.
+
+    Args:
+        cells: (value of x, value of y) → what is there; the others stay white.
+        x, y: the name of a setting, and its values in order, as text.
+        label: what the numbers are. remark: small, above.
+        ax: where to draw; default the axes of a new figure, of the width of a column if that is enough.
+    """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.patches import Patch, Rectangle
+
+    from vsim.figures.paper import new_figure, plain_ticks
+
+    (x_name, x_values), (y_name, y_values) = x, y
+    if ax is None:
+        width = min(6.8, max(3.3, 1.4 + 0.42 * len(x_values)))
+        ax = new_figure(width, min(6.0, 1.05 + 0.4 * len(y_values))).subplots()
+    known = [cell.value for cell in cells.values() if math.isfinite(cell.value)]
+    colours = ScalarMappable(_norm(known), _MAP)
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    width, height = figure.get_size_inches() * (ax.get_position().width, ax.get_position().height)
+    room = 72 * 0.8 * width / len(x_values), 72 * 0.8 * height / len(y_values)  # points; a colour bar takes the rest
+    digits = 3 if not known or max(known) - min(known) > 0.1 * abs(min(known)) else 4  # significant
+
+    def write(text: str, at: tuple[int, int], colour: str, weight: str = "normal") -> None:
+        lines = text.split("\n")
+        size = min(7.5, room[0] / (0.58 * max(map(len, lines))), room[1] / (1.25 * len(lines)))
+        if size >= _SMALLEST:
+            ax.text(*at, text, ha="center", va="center", fontsize=size, color=colour, weight=weight, linespacing=1.05)
+
+    for (x_value, y_value), cell in cells.items():
+        at = x_values.index(x_value), y_values.index(y_value)
+        failed = not math.isfinite(cell.value)
+        face = _PALE if failed else tuple(colours.to_rgba(np.array(cell.value)))
+        corner, edge = (at[0] - 0.5, at[1] - 0.5), "0.8" if failed else "white"
+        hatch = _HATCH if failed else None
+        ax.add_patch(Rectangle(corner, 1, 1, facecolor=face, linewidth=0.5, edgecolor=edge, hatch=hatch))
+        bright = 0.299 * face[0] + 0.587 * face[1] + 0.114 * face[2] > 0.5
+        number = [] if failed else [f"{cell.value:#.{digits}g}".rstrip(".")]
+        best = not failed and cell.value == min(known)
+        text = "\n".join(filter(None, [*number, cell.note]))
+        write(text, at, "black" if bright else "white", "bold" if best else "normal")
+    ax.set(xlim=(-0.5, len(x_values) - 0.5), ylim=(-0.5, len(y_values) - 0.5), xlabel=x_name, ylabel=y_name)
+    ax.set_xticks(range(len(x_values)), list(map(literal, x_values)))
+    ax.set_yticks(range(len(y_values)), list(map(literal, y_values)))
+    if max(map(len, x_values)) * len(x_values) * 4.6 > 72 * width:
+        ax.tick_params("x", rotation=90)
+    sized(ax)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    if known:
+        bar = figure.colorbar(colours, ax=ax, label=label, aspect=30, pad=0.02)
+        bar.outline.set_visible(False)
+        sized(bar.ax)
+        if bar.ax.get_yscale() == "log":
+            plain_ticks(bar.ax.yaxis)
+    if len(known) < len(cells):
+        notes = [cell.note for cell in cells.values() if math.isnan(cell.value)]
+        why = "diverged" if all("diverged" in note for note in notes) else "failed"
+        hatched = Patch(facecolor=_PALE, hatch=_HATCH, edgecolor="0.8", label=f"hatched: {why}")
+        ax.legend(handles=[hatched], loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=7, borderpad=0)
+    if remark:
+        ax.set_title(literal(remark), fontsize=7.5, color="0.4", loc="left")
+    return ax
+
+
+def _norm(values: Sequence[float]):  # type: ignore[no-untyped-def]
+    """Logarithmic where losses differ by factors, so that one that is far off does not make all others look alike."""
+    from matplotlib.colors import LogNorm, Normalize
+
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    return LogNorm(low, high) if 0 < 3 * low < high else Normalize(low, high)

@@ -1,16 +1,69 @@
-"""From reports to the record of a run: history, and the progress that a user sees."""
+"""How a record grows: reports of steps, what keeps them, and the progress that a user sees."""
 
 from __future__ import annotations
 
+import io
 import math
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from vsim.cluster.ledger import Event
+from vsim.cluster.plan import Segment
+from vsim.figures.style import literal, styled
 from vsim.records.history import History
-from vsim.records.live import LiveRace
-from vsim.records.report import StepReport
+from vsim.records.plots import (
+    COLOURS,
+    LEGEND,
+    X_AXES,
+    Y_LABELS,
+    Look,
+    Looks,
+    XAxis,
+    last_of_equal,
+    legend_columns,
+    limits,
+    looks_of,
+    mean_over_seeds,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+    Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+Hook = Callable[[int, float], Any]
+
+
+@dataclass
+class StepReport:
+    """What became known at a step: the row of the history, the nodes' losses (K,), the events of the ledger.
+
+    `executor`, `max_steps` and `minibatch_size` (None: the whole batch) are the run's. `segment` says who takes part,
+    if not all nodes do in all steps; `preparing`, what the next step does beside computing, if that takes long.
+    """
+
+    row: Mapping[str, float]
+    node_losses: Sequence[float] | None
+    events: Sequence[Event]
+    executor: str
+    max_steps: int
+    minibatch_size: int | None = None
+    executor_reason: str = ""
+    segment: Segment | None = None
+    preparing: str = ""
+
+
+class Reporter(Protocol):
+    """Takes the report of every step, step 0 included."""
+
+    def __call__(self, report: StepReport) -> None: ...
 
 
 @dataclass(eq=False)
@@ -92,3 +145,196 @@ class Recorder:
             self.live.close()
         if kind is None:
             self._warn_of_validation()
+
+
+# At most two pictures a second; and where a picture takes long to draw, fewer: they may cost this share of the time.
+_SECONDS = 0.5
+_SHARE = 0.03
+# A training curve of more points than the picture has room for is drawn as the means of so many pieces; those of many
+# runs together have so many, down to a few each.
+_POINTS, _ALL_POINTS, _FEWEST = 400, 4000, 60
+# So many of a race are named, those in front.
+_NAMED = 8
+
+
+class LiveRace:
+    """Training and validation loss of runs against step and bytes on the wire: one output of a cell, updated in place.
+
+    Of one run the title says how far it is. Of several the legend names those in front, with their loss.
+
+    Args:
+        histories: name → the records of its runs, one for each seed, which grow; of several their mean is drawn. More
+            names may follow while they train.
+        title: what stands above.
+
+    Raises:
+        ValueError: this is no notebook.
+    """
+
+    def __init__(self, histories: Mapping[str, Sequence[History]], title: str = "") -> None:
+        if not _in_notebook():
+            raise ValueError("progress='plot' draws in a notebook, and this is none: give True for a bar, or False")
+        self.histories = histories
+        self.title = title
+        self.max_steps = 0
+        self._handle: Any = None
+        self._axes: list[Axes] = []
+        self._lines: dict[tuple[str, str, str], Line2D] = {}
+        self._next = 0.0
+
+    def update(self, max_steps: int) -> None:
+        """Draw the histories as they are now, if the last picture is old enough."""
+        self.max_steps = max_steps
+        if time.perf_counter() >= self._next:
+            self._show()
+
+    def close(self) -> None:
+        """Draw the last picture, with everything in it."""
+        if any(len(history) for own in self.histories.values() for history in own):
+            self._show()
+
+    def _show(self) -> None:
+        from IPython.display import Image, display
+
+        started = time.perf_counter()
+        picture = Image(data=self._png(), alt=f"loss of {self.title} against step and bytes")
+        if self._handle is None:
+            self._handle = display(picture, display_id=True)
+            started = time.perf_counter()  # what the first one took was matplotlib's start, most of it
+        else:
+            self._handle.update(picture)
+        ended = time.perf_counter()
+        self._next = ended + max(_SECONDS, (ended - started) / _SHARE)
+
+    def _png(self) -> bytes:
+        if not self._axes:
+            self._make()
+        alone = len(self.histories) == 1
+        y_column, running = self._loss_column(), self._running()
+        looks = looks_of(list(self.histories))
+        drawn = []
+        for name, histories in running.items():
+            for ax, x in zip(self._axes, ("step", "wire"), strict=True):
+                for y in ("train_loss", "global_loss"):
+                    xs, ys = _mean(histories, X_AXES[x], y)
+                    if y == "train_loss":
+                        points = min(_POINTS, max(_FEWEST, _ALL_POINTS // len(running)))
+                        xs, ys = _thinned(xs, points), _thinned(ys, points)
+                    self._line(ax, name, x, y, looks.by_name[name], alone).set_data(xs, ys)
+                    drawn.append(ys)
+        for ax, x in zip(self._axes, ("step", "wire"), strict=True):
+            ax.relim()
+            ax.autoscale_view(scalex=x != "step", scaley=True)
+        within = None if alone else limits(drawn)
+        self._axes[0].set_ylim(within, auto=within is None)
+        self._axes[0].set_xlim(0, self.max_steps)
+        if alone:
+            self._say_alone(next(iter(self.histories.values()))[-1])
+        else:
+            self._say_race(running, y_column, looks)
+        image = io.BytesIO()
+        self.figure.savefig(image, format="png")
+        return image.getvalue()
+
+    def _say_alone(self, history: History) -> None:
+        row = {name: history.last(name) for name in ("step", "train_loss", "wire_bytes")}
+        loss = "" if math.isnan(row["train_loss"]) else f", loss {row['train_loss']:.3f}"
+        sent = f"{row['wire_bytes'] / 1e6:.2f} MB sent"
+        self.figure.suptitle(f"{self.title}: step {int(row['step'])} of {self.max_steps}{loss}, {sent}", fontsize=9)
+        if not self._axes[1].get_legend():
+            self._axes[1].legend(loc="upper right", **LEGEND)
+
+    def _say_race(self, running: Mapping[str, Sequence[History]], y: str, looks: Looks) -> None:
+        from matplotlib.lines import Line2D
+
+        steps = {name: int(max(history.last("step") for history in own)) for name, own in running.items()}
+        front = max(steps.values(), default=0)
+        losses = {name: float(np.mean([history.last(y) for history in own])) for name, own in running.items()}
+        known = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+        # Those that are behind have stopped, or have their turn now.
+        ranking = sorted(known, key=lambda name: (steps[name] < front, known[name]))
+        labels = [
+            literal(f"{name}: {known[name]:#.4g}") + (f", step {steps[name]}" if steps[name] < front else "")
+            for name in ranking[:_NAMED]
+        ]
+        handles = [
+            Line2D([], [], color=looks.by_name[n].colour, linestyle=looks.by_name[n].dash, linewidth=1.6)
+            for n in ranking[:_NAMED]
+        ]
+        for legend in self.figure.legends[:]:
+            legend.remove()
+        if labels:
+            columns = legend_columns(labels)
+            self.figure.legend(handles, labels, loc="lower center", ncols=columns, **LEGEND)
+        count = sum(step == front for step in steps.values())
+        at_front = f"{count} of {len(self.histories)}" if count < len(self.histories) else f"all {count}"
+        more = f"; the {_NAMED} in front are named below" if len(ranking) > _NAMED else ""
+        title = f"{self.title}: " if self.title else ""
+        self.figure.suptitle(f"{title}{at_front} at step {front} of {self.max_steps}{more}", fontsize=9)
+
+    def _loss_column(self) -> str:
+        histories = [history for own in self.histories.values() for history in own]
+        return "global_loss" if any(not math.isnan(h.last("global_loss")) for h in histories) else "train_loss"
+
+    def _running(self) -> dict[str, list[History]]:
+        """Of each name those runs that are furthest; one that diverged is not waited for."""
+        known = {name: [h for h in own if len(h)] for name, own in self.histories.items()}
+        return {name: [h for h in own if len(h) == max(map(len, own))] for name, own in known.items() if own}
+
+    def _line(self, ax: Axes, name: str, x: str, y: str, look: Look, alone: bool) -> Line2D:
+        """The line of a name in a panel, made when it is first asked for."""
+        if (name, x, y) not in self._lines:
+            training = y == "train_loss"
+            if alone:
+                look = Look(COLOURS[2] if training else COLOURS[0])
+            # Of a race the training curve is a shadow of the other: alike in colour, thin and pale.
+            few = len(self.histories) <= 2 * _NAMED
+            pale = 1.0 if alone or not training else 0.35 if few else 0.15
+            (line,) = ax.plot([], [], color=look.colour, linewidth=0.7 if training else 1.4, alpha=pale)
+            line.set_label(Y_LABELS[y])
+            if not training:
+                line.set(linestyle=look.dash, zorder=3)
+                if few:
+                    line.set(marker=look.marker, markersize=3.5, markerfacecolor="white")
+            self._lines[name, x, y] = line
+        return self._lines[name, x, y]
+
+    def _make(self) -> None:
+        from matplotlib.figure import Figure
+
+        # Margins by hand: laying them out anew would take as long as the drawing.
+        longest = max(map(len, self.histories)) * "x" + ": 0.0000"
+        named = [longest] * min(_NAMED, len(self.histories))
+        rows = 0 if len(named) == 1 else -(-len(named) // legend_columns(named)) + 0.7
+        height = 2.6 + 0.17 * rows
+        self.figure = Figure(figsize=(6.8, height), dpi=110)
+        bottom, top = (0.44 + 0.17 * rows) / height, 1 - 0.31 / height
+        self.figure.subplots_adjust(left=0.075, right=0.985, top=top, bottom=bottom, wspace=0.08)
+        self._axes = list(self.figure.subplots(1, 2, sharey=True))
+        for ax, x in zip(self._axes, ("step", "wire"), strict=True):
+            ax.set_xlabel(X_AXES[x].label)
+            styled(ax)
+        self._axes[0].set_ylabel("loss")
+
+
+def _in_notebook() -> bool:
+    """Whether this is a kernel, whose pictures somebody sees."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+def _mean(histories: Sequence[History], axis: XAxis, y: str) -> Curve:
+    """Return x and y where they were measured, the mean over histories of the same steps; of equal x the last."""
+    xs, ys, _ = mean_over_seeds(histories, axis, y)
+    last = last_of_equal(xs)
+    return xs[last], ys[last]
+
+
+def _thinned(values: NDArray[np.float64], points: int) -> NDArray[np.float64]:
+    """Return at most so many means of consecutive pieces."""
+    if len(values) <= points:
+        return values
+    return np.array([piece.mean() for piece in np.array_split(values, points)])

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from vsim.figures.style import STYLE, literal, sized
 from vsim.network.links import delay, rate
 from vsim.network.timeline import duration
-from vsim.records.looks import Looks
-from vsim.records.table import aligned
+from vsim.records.plots import Looks
+from vsim.records.tables import aligned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.engine.objective import changed, kept_in_python, listed
-from vsim.records.report import Hook
+from vsim.records.progress import Hook
 from vsim.training.run import Run
 from vsim.training.spec import RunSpec
 

@@ -20,7 +20,7 @@ from vsim.cluster.randomness import global_states, same_states
 from vsim.data.batches import Uneven, sizes_of
 from vsim.engine.machine import keeping_freed_memory
 from vsim.engine.objective import explained
-from vsim.records.report import StepReport
+from vsim.records.progress import StepReport
 from vsim.training import resume
 from vsim.training.attendance import attend
 from vsim.training.callbacks import tell, tell_row

@@ -11,7 +11,7 @@ from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import OwnGlobals
 from vsim.data.batches import BatchSource
 from vsim.records.history import History
-from vsim.records.report import Reporter
+from vsim.records.progress import Reporter
 from vsim.training.spec import RunSpec
 
 

@@ -21,7 +21,7 @@ from vsim.engine.machine import Threads
 from vsim.engine.memory import Held
 from vsim.engine.objective import Objective
 from vsim.records.history import COLUMNS, SPREAD, VALIDATED, History
-from vsim.records.report import Reporter
+from vsim.records.progress import Reporter
 from vsim.strategy.base import Strategy
 from vsim.training.clients import Clients
 from vsim.training.interrupt import Interrupt

@@ -42,7 +42,7 @@ from vsim.engine.objective import Objective
 from vsim.network import Compute, Network
 from vsim.network.event_clock import VirtualClock
 from vsim.records.history import COLUMNS, History
-from vsim.records.report import Reporter
+from vsim.records.progress import Reporter
 from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import Strategy
 from vsim.training.alike import batch_shapes, is_vsims_own, same_model, settings_order

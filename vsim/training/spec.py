@@ -23,7 +23,7 @@ from vsim.engine.objective import LossFunction
 from vsim.network import Compute, Network
 from vsim.records.history import COLUMNS
 from vsim.records.loggers import Logger, run_loggers
-from vsim.records.report import Hook
+from vsim.records.progress import Hook
 from vsim.strategy.base import Strategy
 
 Metric = Callable[[nn.Module, Any], Any]  # of the model in evaluation mode and a batch of validation examples: a number

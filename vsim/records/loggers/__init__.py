@@ -5,9 +5,8 @@ logged and when, and sees to it that a logger neither changes what is trained no
 `vsim.logger`, as they do from EXO Gym.
 """
 
-from vsim.records.loggers.base import Logger
+from vsim.records.loggers.base import Logger, check_run_name, date_and_time, folder_name
 from vsim.records.loggers.csv import CSVLogger
-from vsim.records.loggers.folders import check_run_name, date_and_time, folder_name
 from vsim.records.loggers.run import RunLog, for_one_run, run_loggers
 from vsim.records.loggers.tensorboard import TensorBoardLogger
 from vsim.records.loggers.wandb import WandbLogger

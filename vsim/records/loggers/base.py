@@ -1,11 +1,17 @@
-"""What a logger is."""
+"""What a logger is, the rows that it gets, and the folders that runs are logged to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from vsim.records.loggers.rows import Row
+from vsim.records.history import COLUMNS
 
 
 @runtime_checkable
@@ -53,3 +59,128 @@ class Logger(Protocol):
 
     def finish(self, failure: str) -> None:
         """End the run; `failure` says why it did not get to its end, or is empty."""
+
+
+Row = Mapping[str, float]
+# Columns of History, in this order.
+_TRAIN_COLUMNS = ("payload_bytes", "wire_bytes", "seconds", "memory_bytes", "divergence", "correlation")
+_VALIDATION_COLUMNS = ("average_loss", "node_loss_min", "node_loss_max", "node_loss_std", "payload_bytes", "wire_bytes")
+_ACCURACIES = ("local_accuracy", "global_accuracy")
+
+
+def train_row(row: Row, before: Row) -> dict[str, float]:
+    """Return the row of a training step.
+
+    Args:
+        row: the history's row of the step. before: that of the step that was logged before it.
+
+    Returns:
+        step, examples_trained (by all nodes), train_loss (the mean over the nodes' batches of this step),
+        train_perplexity = exp(train_loss), lr, payload_bytes and wire_bytes (so far, per node), seconds (of training so
+        far), memory_bytes, divergence and correlation (NaN where not measured), examples_per_second and
+        tokens_per_second (of all nodes together, over the training time since the step logged before; tokens are NaN
+        where batches do not hold token ids, see `vsim.data.batches.sizes_of`).
+    """
+    elapsed = row["seconds"] - before["seconds"]
+    tokens_before = before.get("tokens", 0.0) if before["step"] else 0.0
+
+    def per_second(count: float) -> float:
+        return count / elapsed if elapsed > 0 else math.nan
+
+    return {
+        "step": row["step"],
+        "examples_trained": row["examples"],
+        "train_loss": row["train_loss"],
+        "train_perplexity": perplexity(row["train_loss"]),
+        "lr": row["lr"],
+        **{name: row.get(name, math.nan) for name in _TRAIN_COLUMNS},
+        "examples_per_second": per_second(row["examples"] - before["examples"]),
+        "tokens_per_second": per_second(row.get("tokens", math.nan) - tokens_before),
+    }
+
+
+def validation_row(row: Row) -> dict[str, float]:
+    """Return the row of a validation; see `History` for the columns.
+
+    step, local_loss, local_perplexity, global_loss, global_perplexity, local_accuracy and global_accuracy where they
+    are known, examples_trained, average_loss, node_loss_min, node_loss_max, node_loss_std, payload_bytes, wire_bytes,
+    and the metrics of `fit`.
+    """
+    return {
+        "step": row["step"],
+        "local_loss": row["local_loss"],
+        "local_perplexity": perplexity(row["local_loss"]),
+        "global_loss": row["global_loss"],
+        "global_perplexity": perplexity(row["global_loss"]),
+        **{name: row[name] for name in _ACCURACIES if name in row},
+        "examples_trained": row["examples"],
+        **{name: row[name] for name in _VALIDATION_COLUMNS},
+        **{name: value for name, value in row.items() if name not in COLUMNS},
+    }
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), infinity where that is too large for a float.
+
+    >>> perplexity(0.0), perplexity(1e4)
+    (1.0, inf)
+    """
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def x_of(row: Row, axis: str) -> int:
+    """Return where a row lies on the axis "step" or "examples"."""
+    return int(row["examples_trained" if axis == "examples" else "step"])
+
+
+def check_run_name(run_name: str) -> str:
+    """Return `run_name` if it can name a folder within the log folder; "a/b" is one within another."""
+    if not isinstance(run_name, str):
+        raise TypeError(f"run_name must be a string, got {run_name!r} of type {type(run_name).__name__}")
+    parts = Path(run_name).parts
+    too_long = any(len(part.encode()) > 200 for part in parts)  # file systems take 255 bytes; a number may be added
+    if not parts or Path(run_name).is_absolute() or ".." in parts or "\0" in run_name or too_long:
+        allowed = "with names of at most 200 bytes" if too_long else "such as 'diloco' or 'a/b'"
+        raise ValueError(f"run_name must name a folder within the log folder, {allowed}; got {run_name!r}")
+    return run_name
+
+
+def log_folder(log_dir: Any) -> Path:
+    """Return the folder of all runs; raise a TypeError or ValueError for anything but a path."""
+    if not isinstance(log_dir, str | Path):
+        raise TypeError(f"log_dir must be the path of a folder, got {log_dir!r}")
+    if isinstance(log_dir, str) and not log_dir.strip():
+        raise ValueError(f"log_dir must be the path of a folder, got {log_dir!r}; '.' is the current one")
+    return Path(log_dir)
+
+
+def date_and_time() -> str:
+    """Return the name of a run without one: date and time."""
+    return datetime.now().strftime("%Y%m%d_%H%M%S")
+
+
+def folder_name(label: str) -> str:
+    """Return a label as every file system takes it for a name.
+
+    >>> folder_name("diloco:H=50,outer_lr=0.7")
+    'diloco_H=50,outer_lr=0.7'
+    """
+    return re.sub(r"[^\w.,=+-]", "_", label).strip(".") or "_"
+
+
+def free_folders(log_dir: Path, run_name: str | None, *patterns: str) -> Iterator[Path]:
+    """Yield folders for a run, made if need be: `<log_dir>/<run_name>`, then those with a number.
+
+    Args:
+        log_dir: the folder of all runs. run_name: None for the date and time.
+        patterns: a folder with a file that fits one of them holds a run already and is left out.
+    """
+    name = date_and_time() if run_name is None else run_name
+    for number in itertools.count(1):
+        folder = log_dir / (name if number == 1 else f"{name}-{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(next(folder.glob(pattern), None) for pattern in patterns):
+            continue
+        if number > 1 and run_name is not None:
+            warnings.warn(f"{log_dir / name} holds a run already; this one is in {folder}", UserWarning, stacklevel=2)
+        yield folder

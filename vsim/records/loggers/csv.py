@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vsim.records.history import csv_field
-from vsim.records.loggers.folders import free_folders, log_folder
-from vsim.records.loggers.rows import Row
+from vsim.records.loggers.base import Row, free_folders, log_folder
 
 
 class CSVLogger:

@@ -10,10 +10,8 @@ from typing import Any
 
 from vsim.arguments import one_of
 from vsim.cluster.randomness import preserved
-from vsim.records.loggers.base import Logger
+from vsim.records.loggers.base import Logger, Row, check_run_name, train_row, validation_row
 from vsim.records.loggers.csv import CSVLogger
-from vsim.records.loggers.folders import check_run_name
-from vsim.records.loggers.rows import Row, train_row, validation_row
 from vsim.records.loggers.wandb import WandbLogger
 
 X_AXES = ("step", "examples")

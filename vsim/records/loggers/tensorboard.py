@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vsim.extras import extra
-from vsim.records.loggers.folders import free_folders, log_folder
-from vsim.records.loggers.rows import Row, x_of
+from vsim.records.loggers.base import Row, free_folders, log_folder, x_of
 
 
 class TensorBoardLogger:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vsim.arguments import reject_unknown
 from vsim.extras import extra
-from vsim.records.loggers.rows import Row, x_of
+from vsim.records.loggers.base import Row, x_of
 
 
 class WandbLogger:

@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vsim.arguments import one_of
-from vsim.records.compared import ComparedRun
-from vsim.records.comparison import AnyCompute, AnyNetwork, Comparison
-from vsim.records.heatmap import Cell, heatmap
+from vsim.records.comparison import AnyCompute, AnyNetwork, ComparedRun, Comparison
 from vsim.records.history import COLUMNS
-from vsim.records.looks import Looks, looks_by
-from vsim.records.plots import Y_LABELS, bands
+from vsim.records.plots import Y_LABELS, Cell, Looks, bands, heatmap, looks_by
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
