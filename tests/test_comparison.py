@@ -255,8 +255,6 @@ def test_a_name_with_a_bar_is_one_cell_of_markdown() -> None:
             widths = {line.replace("\\|", "").count("|") for line in table.splitlines()}
             assert len(widths) == 1
     assert "a|b" in runs.table() and "a\\|b" not in runs.table()
-    with pytest.raises(TypeError, match=r"columns must be several names, such as \['perplexity'\], got 'perplexity'"):
-        runs.table(columns="perplexity")
 
 
 def test_best_and_steps_to_by_hand() -> None:
@@ -364,7 +362,7 @@ def test_settings_of_a_strategy_share_its_colour() -> None:
 def test_a_table_for_a_paper() -> None:
     runs = by_hand(good=[[2.0, 1.5, 1.0], [2.0, 1.0, 0.5]], late=[[2.0, 2.0, 1.5], [2.0, 1.9, 1.0]], bad=[8])
     text = runs.table("latex_booktabs", columns=["wire MB/node", "validation loss"], digits=2)
-    assert text.startswith(r"\begin{tabular}{rrr}") and r"\toprule" in text
+    assert text.startswith(r"\begin{tabular}{lrr}") and r"\toprule" in text
     assert [cell.strip() for cell in text.splitlines()[2].rstrip("\\").split("&")] == [
         "strategy",
         "wire MB/node",
@@ -379,6 +377,41 @@ def test_a_table_for_a_paper() -> None:
         runs.table(digits={"lost": 1})
     with pytest.raises(ValueError, match="digits must be a whole number >= 0, got -1"):
         runs.table(digits=-1)
+    for columns in ("perplexity", 5):
+        with pytest.raises(TypeError, match=r"columns must be a list of names, .* got"):
+            runs.table(columns=columns)  # type: ignore[arg-type]
+    for format in ("foo", "csv"):
+        with pytest.raises(ValueError, match=f"format must be one of .*'github'.*, got '{format}'"):
+            runs.table(format)
+
+
+def test_a_table_fits_a_page(repeated: vsim.Comparison) -> None:
+    header, rule, *lines = repeated.table().splitlines()
+    assert max(map(len, (header, rule, *lines))) <= 100 and "±" in lines[0]
+    assert header.startswith("strategy ") and [line.split()[0] for line in lines] == list(repeated)
+    assert not any(line.startswith(" ") for line in lines)
+    asked = ["payload MB/node", "validation seconds", "perplexity"]
+    assert not any(name in header for name in asked)
+    assert all(name in repeated.table(columns=asked) for name in asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategies": "good"}, "strategies must be a list of names, got 'good'"),
+        ({"title": 5}, "title must be a text, got 5"),
+        ({"logy": "x"}, "logy must be True or False, got 'x'"),
+    ],
+)
+def test_a_figure_checks_its_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        by_hand(good=[[2.0, 1.5]]).figure(**options)
+
+
+@pytest.mark.parametrize("hours", ["x", True, -1, math.nan])
+def test_hours_are_a_number_above_0(hours: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="hours must be"):
+        by_hand(good=[[2.0, 1.5]]).cheapest(2.0, hours=hours, network="1 Gbit/s", compute=1.0)
 
 
 def test_what_a_loss_takes() -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import csv
 import math
-import sys
+import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from separate import small_mlp, vectors
 
-from vsim import History, Ledger, Trainer
+import vsim
+from vsim import History, Trainer
 from vsim.records.history import COLUMNS, write_csv
 from vsim.strategy import DiLoCoStrategy
 
@@ -107,11 +108,22 @@ def test_csv(history: History, tmp_path: Path) -> None:
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=5))
 def test_a_csv_file_holds_every_bit(tmp_path_factory: pytest.TempPathFactory, values: list[float]) -> None:
     path = tmp_path_factory.getbasetemp() / "values.csv"
-    write_csv(path, [f"c{i}" for i in range(len(values))], [values, ["text", *[7] * (len(values) - 1)]])
+    write_csv(
+        path, pd.DataFrame([["text", 7, *values], ["=1+1", 8, *values]], columns=["-name", *range(len(values) + 1)])
+    )
     with open(path, newline="", encoding="utf-8") as file:
         header, first, second = csv.reader(file)
-    assert len(header) == len(values) and [float(field) for field in first] == values
-    assert second == ["text", *["7"] * (len(values) - 1)]
+    assert [float(field) for field in first[2:]] == [float(field) for field in second[2:]] == values
+    assert (header[0], *first[:2], *second[:2]) == ("'-name", "text", "7", "'=1+1", "8")  # a spreadsheet would compute
+
+
+def test_files_are_named_by_paths_alone(history: History) -> None:
+    reader, writer = os.pipe()
+    for act in (History.from_json, vsim.Comparison.from_json, history.to_json, history.to_csv):
+        for number in (reader, writer, True, None):
+            with pytest.raises(TypeError, match="path must be the path of a file, got"):
+                act(number)  # type: ignore[operator]
+    os.close(reader), os.close(writer)  # still open
 
 
 def test_json_gives_every_bit_back(history: History, tmp_path: Path) -> None:
@@ -132,7 +144,7 @@ def test_json_gives_every_bit_back(history: History, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", r"run.json is no JSON"),
+        ("{", r"run.json is not JSON"),
         ("[1]", r"was not written by History.to_json: it lacks 'columns' or 'node_losses'"),
     ],
 )
@@ -148,10 +160,3 @@ def test_pandas(history: History) -> None:
     assert frame["step"].dtype.kind == frame["examples"].dtype.kind == "i"
     for name in COLUMNS:
         np.testing.assert_array_equal(frame[name].to_numpy(dtype=float), history[name])
-
-
-@pytest.mark.parametrize("table", [History(), Ledger(1)], ids=["history", "ledger"])
-def test_without_pandas(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r'pip install "vsim\[notebook\]"'):
-        table.to_pandas()

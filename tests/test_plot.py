@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import matplotlib
+import matplotlib.pyplot as plt
 import pytest
 
 from vsim import History
 from vsim.figures.paper import save
 from vsim.records.plots import COLOURS, DASHES, MARKERS, bands, overview
+
+
+@pytest.fixture(autouse=True)
+def _without_the_figures_of_other_tests() -> None:
+    plt.close("all")  # matplotlib warns of more than twenty
 
 
 def history(points: int, first_payload: float = 1e6, last_payload: float = 8e6) -> History:
@@ -21,8 +27,8 @@ def history(points: int, first_payload: float = 1e6, last_payload: float = 8e6) 
 
 
 def test_every_line_differs_by_colour_and_dash_and_marker() -> None:
-    lines = bands({str(i): history(5) for i in range(7)}).get_lines()
-    assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 7
+    lines = bands({str(i): history(5) for i in range(8)}).get_lines()
+    assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
     patterns = [line._unscaled_dash_pattern for line in lines]  # get_linestyle() says "--" of all patterns
     assert len(set(map(str, patterns))) == len(DASHES)
     # No two of the first many lines look alike.

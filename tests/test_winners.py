@@ -232,17 +232,3 @@ def test_a_comparison_holds_its_network(tmp_path: Path) -> None:
     assert swept.cheapest(9.0, hours=1) in swept and "hours" in swept.table()
     swept.to_json(tmp_path / "s.json")
     assert vsim.Sweep.from_json(tmp_path / "s.json").table() == swept.table()
-
-
-def test_sliders_draw_the_network_that_they_say(three: vsim.Comparison) -> None:
-    pytest.importorskip("ipywidgets")
-    bandwidth, latency, said, picture = three.slider(compute=1.0).children
-    first = bytes(picture.value)
-    assert first.startswith(b"\x89PNG") and said.value == "200 Mbit/s, 10 ms, ring"
-    bandwidth.value = 1e6
-    assert bytes(picture.value) != first and said.value == "1 Mbit/s, 10 ms, ring"
-    slow = bytes(picture.value)
-    latency.value = 1.0
-    assert bytes(picture.value) not in (first, slow)
-    with pytest.raises(TypeError, match="compute is missing"):
-        three.slider()

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from vsim.cluster.plan import Segment
 from vsim.cluster.traffic import traffic
-from vsim.extras import extra
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -209,10 +208,11 @@ class Ledger(Sequence[Event]):
         return totals
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a DataFrame with one row an event, the columns of `Event` and the derived ones. Needs pandas."""
+        """Return a DataFrame with one row an event, the columns of `Event` and the derived ones."""
+        import pandas as pd
+
         rows = [[*event, *(getattr(event, name) for name in _DERIVED)] for event in self._events]
-        frame = extra("pandas", "to_pandas()", "pandas", "notebook").DataFrame
-        return frame(rows, columns=[*Event._fields, *_DERIVED])
+        return pd.DataFrame(rows, columns=[*Event._fields, *_DERIVED])
 
     def __repr__(self) -> str:
         return (

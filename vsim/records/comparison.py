@@ -11,20 +11,20 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from torch import nn
+from typing_extensions import Self
 
+from vsim.arguments import real_number
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.traffic import traffic
-from vsim.extras import extra
 from vsim.network import Compute, Network
 from vsim.network.links import bits_per_second, seconds
 from vsim.network.timeline import seconds_on
 from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, time_axis
-from vsim.records.slider import sliders
 from vsim.records.tables import text_table
 from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners, ascending
 
@@ -93,11 +93,23 @@ class ComparedRun:
         return cls(History.from_plain(plain["history"]), **{key: plain[key] for key in _PLAIN})
 
 
-Self = TypeVar("Self", bound="Runs")
+# What hours are derived from, and how both may be given.
+AnyNetwork = Network | str | float | None
+AnyCompute = Compute | float | str | None
+_Priced = tuple[Network, Compute] | None
 
 
-class Runs(Mapping[str, ComparedRun]):
-    """Name → runs, one for each seed, in the order in which they were added; see `Comparison`."""
+class Comparison(Mapping[str, ComparedRun]):
+    """The runs of several strategies, by name. In a notebook it shows itself as a table and a figure.
+
+    Where every strategy ran with several seeds, `comparison[name]` is its run with the first of them and
+    `comparison.runs(name)` lists all; tables show mean ± standard deviation, and figures the mean and a band.
+    `comparison[["AllReduce", "DiLoCo"]]` is the comparison of these alone; they keep their colours.
+
+    Attributes:
+        allreduce_bytes: what AllReduce would hand to its collectives in one step, per node: all gradients once.
+        network, compute: what hours are derived from where no others are given; None: nothing.
+    """
 
     def __init__(self, allreduce_bytes: int) -> None:
         self.allreduce_bytes = allreduce_bytes
@@ -109,8 +121,8 @@ class Runs(Mapping[str, ComparedRun]):
     @overload
     def __getitem__(self, name: str) -> ComparedRun: ...
     @overload
-    def __getitem__(self: Self, name: list[str]) -> Self: ...
-    def __getitem__(self: Self, name: str | list[str]) -> ComparedRun | Self:
+    def __getitem__(self, name: list[str]) -> Self: ...
+    def __getitem__(self, name: str | list[str]) -> ComparedRun | Self:
         if not isinstance(name, list):
             return self.runs(name)[0]
         selection = copy.copy(self)
@@ -161,32 +173,25 @@ class Runs(Mapping[str, ComparedRun]):
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with one row a strategy, seed and step: these two and the columns of `History`."""
-        pandas = extra("pandas", "to_pandas()", "pandas", "notebook")
-        frames = [run.history.to_pandas().assign(**titles) for titles, run in self._titled_runs()]
-        titles, _ = next(self._titled_runs())
-        return pandas.concat(frames, ignore_index=True)[[*titles, *self._columns]]
+        import pandas as pd
+
+        titled = list(self._titled_runs())
+        titles = [title for own, _ in titled[:1] for title in own]
+        # Some strategies have columns of their own.
+        columns = dict.fromkeys(column for _, run in titled for column in run.history.columns)
+        frames = [run.history.to_pandas().assign(**own) for own, run in titled]
+        return pd.concat(frames, ignore_index=True)[[*titles, *columns]]
 
     def to_csv(self, path: str | Path) -> None:
         """Write one line a strategy, seed and step, with the columns of `to_pandas`."""
-        titles, _ = next(self._titled_runs())
-        rows = (
-            (*own.values(), *values)
-            for own, run in self._titled_runs()
-            for values in zip(*(run.history.column(c).tolist() for c in self._columns), strict=True)
-        )
-        write_csv(path, (*titles, *self._columns), rows)
-
-    @property
-    def _columns(self) -> list[str]:
-        """Those of all histories; some strategies have columns of their own."""
-        return list(dict.fromkeys(c for _, run in self._titled_runs() for c in run.history.columns))
+        write_csv(path, self.to_pandas())
 
     def to_json(self, path: str | Path) -> None:
         """Write everything but the models, for `from_json`: histories, ledgers, failures."""
         write_json(path, self._as_plain())
 
     @classmethod
-    def from_json(cls: type[Self], path: str | Path) -> Self:
+    def from_json(cls, path: str | Path) -> Self:
         """Read what `to_json` wrote; the runs have no models.
 
         Raises:
@@ -208,7 +213,7 @@ class Runs(Mapping[str, ComparedRun]):
         return {"network": self.network, "compute": self.compute}
 
     @classmethod
-    def _from_plain(cls: type[Self], content: Mapping[str, Any]) -> Self:
+    def _from_plain(cls, content: Mapping[str, Any]) -> Self:
         comparison = cls._empty(content)
         if content.get("network") is not None:
             comparison.network = Network.from_plain(content["network"])
@@ -218,27 +223,8 @@ class Runs(Mapping[str, ComparedRun]):
         return comparison
 
     @classmethod
-    def _empty(cls: type[Self], content: Mapping[str, Any]) -> Self:
+    def _empty(cls, content: Mapping[str, Any]) -> Self:
         return cls(content["allreduce_bytes"])
-
-
-# What hours are derived from, and how both may be given.
-AnyNetwork = Network | str | float | None
-AnyCompute = Compute | float | str | None
-_Priced = tuple[Network, Compute] | None
-
-
-class Comparison(Runs):
-    """The runs of several strategies, by name. In a notebook it shows itself as a table and a figure.
-
-    Where every strategy ran with several seeds, `comparison[name]` is its run with the first of them and
-    `comparison.runs(name)` lists all; tables show mean ± standard deviation, and figures the mean and a band.
-    `comparison[["AllReduce", "DiLoCo"]]` is the comparison of these alone; they keep their colours.
-
-    Attributes:
-        allreduce_bytes: what AllReduce would hand to its collectives in one step, per node: all gradients once.
-        network, compute: what hours are derived from where no others are given; None: nothing.
-    """
 
     def best(self) -> str:
         """Return the name of the lowest final loss, on average over the seeds.
@@ -280,6 +266,7 @@ class Comparison(Runs):
         Raises:
             ValueError: none does. TypeError: hours need network and compute.
         """
+        loss, hours = real_number("loss", loss), None if hours is None else real_number("hours", hours, above=0)
         priced = self._priced(network, compute) if hours is None else self._must_be_priced(network, compute)
         rows = dict(zip(self._ordered(), self.rows(loss, *(priced or ())), strict=True))
         took = {name: row[f"wire MB to {loss:g}"] for name, row in rows.items() if name not in self._never(loss)}
@@ -320,18 +307,6 @@ class Comparison(Runs):
                 each = [seconds_on(run.ledger, *grid, own, [int(step)])[:, 0] for run, step in runs]
                 took[name] = np.mean(each, axis=0).reshape(len(delays), len(bits))
         return Winners(loss, bits, delays, took, never, self._looks())
-
-    def slider(self, compute: AnyCompute = None, *, collective: str = "ring") -> Any:
-        """Return a widget for a notebook: loss against time and bytes, with sliders for bandwidth and latency.
-
-        Args:
-            compute: as of `vsim.timeline`; default that of the comparison. collective: as of `Network`.
-
-        Raises:
-            ImportError: ipywidgets is not installed.
-        """
-        own = Compute.of(self.compute if compute is None else compute)
-        return sliders(lambda network: self.figure("", x="time", network=network, compute=own), collective)
 
     def _never(self, loss: float) -> dict[str, str]:
         """Name → what is said of a strategy of which not every seed reaches the loss."""
@@ -466,6 +441,10 @@ class Comparison(Runs):
             logy: whether the loss is on a logarithmic axis.
             width: in inches, of a page (6.8) or of a column (3.3), where the panels stand one below the other.
         """
+        if strategies is not None and not isinstance(strategies, list):
+            raise TypeError(f"strategies must be a list of names, got {strategies!r}")
+        if title is not None and not isinstance(title, str):
+            raise TypeError(f"title must be a text, got {title!r}")
         shown = self if strategies is None else self[strategies]
         title = shown._title() if title is None else title
         looks = shown._looks()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from torch import nn
 from vsim.arguments import is_factory, real_number
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.optim import OptimSpec
-from vsim.extras import extra
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.version import __version__
 
@@ -214,13 +213,14 @@ class History:
         return timeline(self, network, compute)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a DataFrame with one row a step. Needs pandas."""
-        frame = extra("pandas", "to_pandas()", "pandas", "notebook").DataFrame(self._columns)
-        return frame.astype({"step": int, "examples": int})
+        """Return a DataFrame with one row a step."""
+        import pandas as pd  # here and elsewhere, as it takes half a second to load
+
+        return pd.DataFrame(self._columns).astype({"step": int, "examples": int})
 
     def to_csv(self, path: str | Path) -> None:
         """Write one line a step; what was not measured is an empty field."""
-        write_csv(path, self.columns, zip(*self._columns.values(), strict=True))
+        write_csv(path, self.to_pandas())
 
     def to_json(self, path: str | Path) -> None:
         """Write the whole record, with `node_losses` and ledger, to a file that `from_json` reads back to the bit."""
@@ -276,30 +276,37 @@ class History:
         )
 
 
-def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Write rows of values; NaN becomes an empty field and whole numbers lose their point."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows([csv_field(value) for value in row] for row in rows)
+def write_csv(path: str | Path, frame: pd.DataFrame) -> None:
+    """Write a DataFrame; see `csv_field`."""
+    for column in frame.select_dtypes(exclude="number"):
+        frame[column] = frame[column].map(csv_field)
+    frame.columns = frame.columns.map(csv_field)
+    frame.to_csv(file_path(path), index=False, float_format=csv_field, lineterminator="\r\n")
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     """Write a dict as JSON that every reader takes: no NaN, no infinity."""
-    with open(path, "w", encoding="utf-8") as file:
+    with open(file_path(path), "w", encoding="utf-8") as file:
         json.dump(content, file, allow_nan=False)
 
 
 def read_json(path: str | Path, what: str, keys: Iterable[str]) -> dict[str, Any]:
     """Read a dict that has these keys; raise a ValueError that says what was expected otherwise."""
-    with open(path, encoding="utf-8") as file:
+    with open(file_path(path), encoding="utf-8") as file:
         try:
             content = json.load(file)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"{path} is no JSON: {error}") from error
+            raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict) or any(key not in content for key in keys):
         raise ValueError(f"{path} was not written by {what}.to_json: it lacks {' or '.join(map(repr, keys))}")
     return content
+
+
+def file_path(path: str | Path) -> Path:
+    """Return the path of a file; raise a TypeError for anything else, such as the number of an open file."""
+    if not isinstance(path, str | PathLike):
+        raise TypeError(f"path must be the path of a file, got {path!r} of type {type(path).__name__}")
+    return Path(path)
 
 
 @contextmanager
@@ -326,7 +333,15 @@ def _number(value: float | str | None) -> float:
 
 
 def csv_field(value: Any) -> Any:
-    """Return a value as CSV files have it: NaN is an empty field, and whole numbers lose their point."""
+    """Return a value as CSV files hold it: NaN is an empty field, and whole numbers lose their point.
+
+    Text that a spreadsheet would compute as a formula begins with an apostrophe.
+
+    >>> [csv_field(value) for value in (2.0, -0.5, float("nan"), "DiLoCo", "=1+1")]
+    [2, -0.5, '', 'DiLoCo', "'=1+1"]
+    """
+    if isinstance(value, str):
+        return f"'{value}" if value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
     if not isinstance(value, float):
         return value
     if math.isnan(value):

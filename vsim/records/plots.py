@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.arguments import one_of, real_number
+from vsim.arguments import one_of, real_number, true_or_false
 from vsim.figures.style import STYLE, literal, sized, styled
 from vsim.network import Compute, Network
 from vsim.records.history import History
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
     Runs = Mapping[str, History | Sequence[History]]
 
-# Okabe and Ito's palette, made to be told apart with any kind of colour vision; its yellow is too pale for a line.
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
+# Okabe and Ito's palette, made to be told apart with any kind of colour vision; its yellow is too pale for a line. The
+# purple at the end is further from all others than these are from each other, with every kind of colour vision.
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#A020F0")
 MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (9, 2)))
 # Names that have a look of their own, so that no two of them ever have the same, in letters and digits alone.
@@ -265,6 +266,7 @@ def bands(
     """
     from vsim.figures.paper import new_figure, plain_ticks
 
+    true_or_false("logy", logy)
     axis = x if isinstance(x, XAxis) else X_AXES[one_of("x", x, X_AXES)]
     lists = _lists(runs)
     looks, diverged = looks or looks_of(list(runs)), diverged or {}

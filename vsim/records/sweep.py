@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vsim.arguments import one_of
 from vsim.records.comparison import AnyCompute, AnyNetwork, ComparedRun, Comparison
 from vsim.records.history import COLUMNS
@@ -165,5 +167,7 @@ class Sweep(Comparison):
 
 def _plain(value: Any, label: str) -> Any:
     """A setting as files hold it: numbers and text as they are, of anything else its text."""
+    if isinstance(value, np.generic):
+        value = value.item()
     finite = not isinstance(value, float) or math.isfinite(value)
     return value if (value is None or isinstance(value, (bool, int, float, str))) and finite else label

@@ -12,6 +12,8 @@ from vsim.arguments import one_of, whole_number
 _DIGITS = {"validation loss": 4, "training loss": 4, "seconds": 1, "validation seconds": 1}
 _MARKDOWN = ("github", "pipe")
 _PERCENT, _TIMES = ("accuracy", "utilization"), ("times less than AllReduce",)
+# Columns that a table has only when it is asked for them: with all of them it is wider than a page.
+_ON_DEMAND = ("payload MB/node", "validation seconds")
 
 
 def text_table(
@@ -27,31 +29,55 @@ def text_table(
         rows: column → number or text, NaN: a dash; "<column> std" is the standard deviation of a column's number.
         format: one of tabulate's, such as "simple", "github", "html" or "latex_booktabs".
         titles: columns that are always shown, in front.
-        columns: those to show beside them, in this order; default all.
+        columns: the other columns to show, in this order; default: all but payload, seconds of validation, and the
+            perplexity of a classifier.
         digits: after the point, for all columns or by column; default by column.
 
     Raises:
-        ValueError: there is no such column, or digits are less than 0.
+        TypeError: `columns` is not a list of names.
+        ValueError: there is no such column or format, or digits are less than 0.
     """
-    if isinstance(columns, str):
-        raise TypeError(f"columns must be several names, such as [{columns!r}], got {columns!r}")
+    if columns is not None and (isinstance(columns, str) or not isinstance(columns, Sequence)):
+        raise TypeError(f"columns must be a list of names, such as ['wire MB/node'], got {columns!r}")
     known = [key for row in rows[:1] for key in row if not key.endswith(" std")]
     given = digits if isinstance(digits, Mapping) else dict.fromkeys(known, digits)
     for name in [*(columns or ()), *given]:
         one_of("a column", name, known)
     own = {name: whole_number("digits", n, at_least=0) for name, n in given.items() if n is not None}
-    shown = known if columns is None else [*titles, *(name for name in columns if name not in titles)]
+    if columns is None:
+        left_out = (*_ON_DEMAND, "perplexity") if "accuracy" in known else _ON_DEMAND
+        columns = [name for name in known if name not in left_out]
+    shown = [*titles, *(name for name in columns if name not in titles)]
     cells = [[_cell(key, row[key], row.get(f"{key} std"), own.get(key)) for key in shown] for row in rows]
-    return aligned(cells, shown, format, stralign="right")
+    return aligned(cells, shown, format, len(titles))
 
 
-def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, **options: Any) -> str:
-    """Return text as a table in one of tabulate's formats, in which no character is taken for a border."""
-    from tabulate import tabulate  # here, as it measures the width of text with tables that take time to load
+def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, left: int | None = None) -> str:
+    """Return text as a table in which no character is taken for a border.
 
+    Args:
+        cells, header: the rows, and the names of the columns.
+        format: one of tabulate's.
+        left: the number of columns that begin at their left edge, as names do; the others, numbers, end at their right
+            edge. Default: all.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    from tabulate import tabulate, tabulate_formats  # here, as it takes time to load
+
+    one_of("format", format, tabulate_formats)
+    left = len(header) if left is None else left
+    if format == "simple":  # as tabulate's, without the blanks that it adds to every column
+        widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+        lines = [header, ["-" * width for width in widths], *cells]
+        places = [*(["<"] * left), *([">"] * (len(header) - left))]
+        shape = "  ".join(f"{{:{place}{width}}}" for place, width in zip(places, widths, strict=True))
+        return "\n".join(shape.format(*line).rstrip() for line in lines)
     if format in _MARKDOWN:
         header, *cells = ([" ".join(cell.replace("|", "\\|").splitlines()) for cell in row] for row in (header, *cells))
-    return tabulate(cells, headers=header, tablefmt=format, disable_numparse=True, **options)
+    alignment = ["left" if i < left else "right" for i in range(len(header))] if cells else None
+    return tabulate(cells, headers=header, tablefmt=format, disable_numparse=True, colalign=alignment)
 
 
 def _cell(key: str, value: Any, deviation: float | None, digits: int | None) -> str:
@@ -64,12 +90,13 @@ def _cell(key: str, value: Any, deviation: float | None, digits: int | None) -> 
     if digits is None:
         digits = _default_digits(key, value)
     value *= scale
-    spread = "" if deviation is None else f"{scale * deviation:.{digits}f}"
-    if deviation is None or not spread.strip("0."):  # all alike, to the digits shown
-        return f"{value:.{digits}f}{unit}" if abs(value) < 1e5 else f"{value:.3g}{unit}"
-    return (
-        f"{value:.{digits}f} ± {spread}{unit}" if abs(value) < 1e5 else f"{value:.3g} ± {scale * deviation:.3g}{unit}"
-    )
+    number = f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.3g}"
+    if deviation is None:
+        return number + unit
+    spread = f"{scale * deviation:.{digits}f}"
+    if spread.strip("0."):  # not all alike, to the digits shown
+        number += f" ± {spread if abs(value) < 1e5 else f'{scale * deviation:.3g}'}"
+    return number + unit
 
 
 def _default_digits(key: str, value: float) -> int:

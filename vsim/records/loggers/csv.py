@@ -76,7 +76,7 @@ class _Table:
     def write(self, row: Row) -> None:
         if not self._columns:
             self._columns = list(row)
-            self._writer.writerow(self._columns)
+            self._writer.writerow(map(csv_field, self._columns))
         self._writer.writerow([csv_field(row.get(name, math.nan)) for name in self._columns])
         self._file.flush()
 
