@@ -399,6 +399,12 @@ class Nameless:
             "train_dataset is a list of 2 datasets; for one a node give a function, such as lambda",
         ),
         (3, TypeError, "got int"),
+        (
+            {"train": pairs(3)},
+            TypeError,
+            r"is a dict with 'train'; give one of its datasets, such as dataset\['train'\]",
+        ),
+        (iter([3]), TypeError, r"got list_iterator; list\(dataset\) reads an iterable dataset"),
         (lambda rank, num_nodes, train: None, TypeError, r"train_dataset\(0, 2, True\) must be .* got NoneType"),
         (pairs(0), ValueError, "train_dataset is empty"),
         (lambda rank, num_nodes, train: pairs(1 - rank), ValueError, r"train_dataset\(1, 2, True\) is empty"),

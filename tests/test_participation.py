@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,8 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: Sample(5, of=4), "cannot be drawn from a population of 4"),
+        (lambda: Sample(5, of=10**12), r"of=1,000,000,000,000 clients take 64,000 GB .* at most of="),
+        (lambda: Sample(4, of=4, store="x"), "store has no effect .* leave it out"),
         (lambda: Sample(4, of=9).plan(Round(3, 0, 1, None)), "num_nodes is the size of a cohort, 4"),
         (lambda: Sample(4, of=9, rounds=7).plan(Round(4, 0, 5, None)), "multiple of the 5 steps"),
         (lambda: Dropout(1.0), "p must be >= 0 and < 1"),
@@ -511,6 +515,35 @@ def test_a_comparison_keeps_the_clients_of_its_runs_apart(tmp_path: Path, togeth
     )
     for name in strategies:
         assert np.array_equal(stored[name].history.node_losses, kept[name].history.node_losses)
+
+
+def test_a_store_belongs_to_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "clients"
+    own: dict[str, Any] = {"num_nodes": 2, "participation": Sample(2, of=6, store=store), "max_steps": 4}
+
+    def another(step: int, loss: float) -> None:
+        if step == 2:
+            trained(Counting(), **own)
+
+    with pytest.raises(ValueError, match="clients' is in use by another run"):
+        trained(Counting(), train_loss_hook=another, **own)
+    _, first = trained(Counting(), **own)  # the lock is gone with the run
+    trained(Counting(), **own)
+    with pytest.raises(ValueError, match="has been used by another run"):
+        first.fit(strategy=Counting(), resume=True, **{**OPTIONS, **own, "max_steps": 6})
+    (store / "0.bin").unlink()
+    (store / "0.bin").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=r"0\.bin is a link"):
+        trained(Counting(), **own)
+    assert not (tmp_path / "elsewhere").exists()
+    (store / "0.bin").unlink()
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"no room for the .* GB of 6 clients"):
+        trained(Counting(), **own)
 
 
 def test_losses_of_clients() -> None:

@@ -98,6 +98,22 @@ def test_shards_are_of_one_class_where_they_fit() -> None:
     assert ((partition(of_sizes(*[40] * 4), 8, "shards").counts > 0).sum(1) <= 2).all()
 
 
+@pytest.mark.parametrize("alpha", [1e3, 1e9])
+def test_with_a_large_alpha_clients_are_of_equal_size(alpha: float) -> None:
+    """80 clients share 104 examples of each of ten classes: one or two of each, 13 in all, as with "iid"."""
+    dealt = partition(of_sizes(*[104] * 10), 80, "dirichlet", alpha=alpha)
+    assert set(dealt.sizes.tolist()) == {13}
+    assert set(dealt.counts.flatten().tolist()) == {1, 2} and (dealt.counts.sum(0) == 104).all()
+
+
+@pytest.mark.parametrize(
+    ("data", "given"), [(5, "int"), (None, "NoneType"), ({"train": of_sizes(3)}, "dict with 'train'")]
+)
+def test_what_is_no_dataset_is_not_dealt(data: Any, given: str) -> None:
+    with pytest.raises(TypeError, match=f"dataset .*{given}"):
+        partition(data, 2, "iid")
+
+
 @pytest.mark.parametrize("alpha", [1e-4, 0.05, 1.0, 1e3])
 def test_dirichlet_shares(alpha: float) -> None:
     # Of a class, the expected sum of squared shares is (α + 1) / (K α + 1): 1 where one client has all, 1/K where all

@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 
 from vsim.arguments import known_keywords, one_of, real_number, whole_number
 from vsim.cluster.plan import Plan, Round, Segment
 from vsim.cluster.randomness import PARTICIPATION, generator
+from vsim.cluster.store import Store
 
+_BYTES_OF_A_CLIENT = 64  # that a plan and the order of examples take at least, for each of a population
 _ROUNDING = 1 + 1e-12  # what is a whole number, or on time, but for the rounding of its computation, is
 
 
@@ -299,7 +302,8 @@ class Sample(Participation):
             round.
         stragglers: `Deadline`, `DropSlowest` or `OverCommit`; None: all are waited for.
         store: a folder in which what belongs to clients is kept, a file a tensor (of a comparison, a folder for each of
-            its runs); None: it is kept in memory.
+            its runs); None: it is kept in memory. Files are as large as the population needs from the start. A folder
+            belongs to one run at a time.
     """
 
     @known_keywords
@@ -316,9 +320,15 @@ class Sample(Participation):
         self.n, self.of = whole_number("n", n), whole_number("of", of)
         if self.n > self.of:
             raise ValueError(f"a cohort of {n} cannot be drawn from a population of {of}")
+        memory, needed = psutil.virtual_memory().total, _BYTES_OF_A_CLIENT * self.of
+        if needed > memory:
+            raise ValueError(
+                f"of={self.of:,} clients take {needed / 1e9:,.0f} GB to count, and this machine has "
+                f"{memory / 1e9:.3g} GB; at most of={memory // _BYTES_OF_A_CLIENT:,} fit"
+            )
         self.rounds = None if rounds is None else whole_number("rounds", rounds)
         self.epochs = None if epochs is None else real_number("epochs", epochs, above=0)
-        if not isinstance(store, str | Path | None):
+        if not isinstance(store, str | Path | None) or store == "":
             raise TypeError(f"store must be the path of a folder, got {store!r}")
         if not isinstance(stragglers, Stragglers | None):
             raise TypeError(f"stragglers must be Deadline, DropSlowest or OverCommit, got {stragglers!r}")
@@ -351,7 +361,8 @@ class Sample(Participation):
                 f"{self}: a client takes up to {most} steps to go through its data, and a round has {period}; let the "
                 "strategy sync less often, or give rounds="
             )
-        return Plan(self._segments(given, period), self.of, renews=True, store=self.store)
+        store = None if self.store is None else Store(self.store)
+        return Plan(self._segments(given, period), self.of, renews=True, store=store)
 
     def _segments(self, given: Round, period: int) -> Iterator[Segment]:
         local = None if self.epochs is None else self._local_steps(given)  # (N,)

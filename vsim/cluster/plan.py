@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vsim.cluster.store import Store
 
 # Of the steps first … last (from 1), of which each node may have its own number: compute seconds of every node.
 Seconds = Callable[[int, int, NDArray[np.int64] | None], NDArray[np.float64]]
@@ -62,7 +63,7 @@ class Plan:
     """
 
     def __init__(
-        self, segments: Iterator[Segment], population: int, renews: bool = False, store: Path | None = None
+        self, segments: Iterator[Segment], population: int, renews: bool = False, store: Store | None = None
     ) -> None:
         self.population, self.renews, self.store = population, renews, store
         self._coming, self._known = segments, [next(segments)]

@@ -432,22 +432,30 @@ def resolve(dataset: Any, num_nodes: int, ranks: range, train: bool, what: str) 
         except ValueError:  # functions written in C may have no signature
             pass
         made = [dataset(rank, num_nodes, train) for rank in ranks]
-        return [_checked(d, f"{what}({rank}, {num_nodes}, {train})") for rank, d in zip(ranks, made, strict=True)]
-    return [_checked(dataset, what)]
+        return [check_dataset(d, f"{what}({rank}, {num_nodes}, {train})") for rank, d in zip(ranks, made, strict=True)]
+    return [check_dataset(dataset, what)]
 
 
-def _checked(dataset: Any, what: str) -> Dataset[Any]:
+def check_dataset(dataset: Any, what: str) -> Dataset[Any]:
+    """Return a map-style dataset with examples; raise a TypeError or ValueError otherwise."""
     if isinstance(dataset, list | tuple) and dataset and isinstance(dataset[0], Dataset):
         raise TypeError(
             f"{what} is a {type(dataset).__name__} of {len(dataset)} datasets; for one a node give a function, such as "
             "lambda rank, num_nodes, train_dataset: datasets[rank]"
         )
+    if isinstance(dataset, Mapping):  # such as a DatasetDict of Hugging Face
+        raise TypeError(
+            f"{what} is a {type(dataset).__name__} with {', '.join(map(repr, list(dataset)[:5]))}; give one of its "
+            f"datasets, such as dataset[{next(iter(dataset), 'train')!r}]"
+        )
     if isinstance(dataset, (type, IterableDataset)) or not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     ):
+        iterable = hasattr(dataset, "__iter__") and not isinstance(dataset, type)
+        advice = "; list(dataset) reads an iterable dataset into memory, as one that can be indexed" if iterable else ""
         raise TypeError(
             f"{what} must be a dataset with __getitem__ and __len__, or a function f(rank, num_nodes, train_dataset) "
-            f"that returns one; got {type(dataset).__name__}"
+            f"that returns one; got {type(dataset).__name__}{advice}"
         )
     if _length(dataset) == 0:
         raise ValueError(f"{what} is empty")

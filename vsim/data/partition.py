@@ -8,19 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from vsim.arguments import known_keywords, one_of, real_number, whole_number
 from vsim.cluster.randomness import isolated
-from vsim.data.batches import fetch, in_memory
-from vsim.data.dealing import KINDS, Ints
+from vsim.data.batches import check_dataset, fetch, in_memory
 from vsim.figures.style import literal, sized
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Ints = NDArray[np.int64]
 _FEW = 30  # clients that are told apart in a picture
+_DRAWS = 1000  # by which every client has its examples, or the partition is given up
+_A_SHARE = 0.25  # of an example: with less of a class, a client gets none of it before those with more
 Labels = Sequence[Any] | Tensor | Ints | Callable[[Any], Any]
 
 
@@ -81,7 +84,7 @@ def partition(
         raise TypeError(f"partition: {kind!r} needs {' and '.join(n for n, v in given.items() if v is None)}=")
     for name, value in given.items():
         real_number(name, value, above=0) if name == "alpha" else whole_number(name, value)
-    size = len(dataset)  # type: ignore[arg-type]
+    size = len(check_dataset(dataset, "dataset"))  # type: ignore[arg-type]
     whole_number("num_nodes", num_nodes, at_most=size)
     names, codes = _classes(dataset, labels, needed=kind != "iid")
     stream = np.random.default_rng(whole_number("seed", seed, at_least=0))
@@ -229,3 +232,124 @@ def _read(dataset: Dataset[Any], label: Callable[[Any], Any] | None, size: int) 
                     "or as a function of an example"
                 ) from error
             yield own.item() if isinstance(own, Tensor) and own.dim() == 0 else own
+
+
+# How each kind is dealt: who owns each of N examples, whose classes are `codes` (N,), of 0 … C − 1 -------------------
+
+
+def _iid(stream: np.random.Generator, codes: Ints, num_nodes: int) -> Ints:
+    owners = np.empty_like(codes)
+    owners[stream.permutation(len(codes))] = _pieces(len(codes), num_nodes)
+    return owners
+
+
+def _dirichlet(stream: np.random.Generator, codes: Ints, num_nodes: int, alpha: float, min_size: int) -> Ints:
+    owners = np.empty_like(codes)
+    counts = _drawn(stream, np.bincount(codes), num_nodes, alpha, min_size)
+    for own, parts in zip(_shuffled(stream, codes), counts, strict=True):
+        owners[own] = np.repeat(np.arange(num_nodes), parts)
+    return owners
+
+
+def _shards(stream: np.random.Generator, codes: Ints, num_nodes: int, shards: int) -> Ints:
+    pieces = shards * num_nodes
+    if pieces > len(codes):
+        raise ValueError(f"partition: shards={shards} for {num_nodes} nodes are {pieces:,}, of {len(codes):,} examples")
+    owners = np.empty_like(codes)
+    dealt = stream.permutation(pieces) // shards  # the client of every piece
+    owners[np.concatenate(_shuffled(stream, codes))] = dealt[_pieces(len(codes), pieces)]
+    return owners
+
+
+def _by_classes(stream: np.random.Generator, codes: Ints, num_nodes: int, classes: int) -> Ints:
+    sizes = np.bincount(codes)
+    whole_number("classes", classes, at_most=len(sizes))
+    if classes * num_nodes < len(sizes):
+        raise ValueError(
+            f"partition: {num_nodes} nodes with classes={classes} have no more than {classes * num_nodes} of the "
+            f"{len(sizes)} classes, and the others would be nobody's"
+        )
+    has = np.zeros((num_nodes, len(sizes)), bool)
+    for client in has:
+        client[np.argsort(has.sum(0) + stream.random(len(sizes)))[:classes]] = True  # which the fewest have so far
+    if (has.sum(0) > sizes).any():
+        rare = int(np.argmax(has.sum(0) - sizes))
+        raise ValueError(f"partition: {has.sum(0)[rare]} nodes need a class that has {sizes[rare]} examples")
+    owners = np.empty_like(codes)
+    for own, clients in zip(_shuffled(stream, codes), has.T, strict=True):
+        owners[own] = stream.permutation(np.flatnonzero(clients))[_pieces(len(own), int(clients.sum()))]
+    return owners
+
+
+def _quantity(stream: np.random.Generator, codes: Ints, num_nodes: int, alpha: float, min_size: int) -> Ints:
+    # In the order of their places within their own classes, so that any stretch has all classes in proportion.
+    own = _shuffled(stream, codes)
+    places = np.concatenate([(np.arange(len(one)) + stream.random()) / len(one) for one in own])
+    (counts,) = _drawn(stream, np.array([len(codes)]), num_nodes, alpha, min_size)
+    owners = np.empty_like(codes)
+    owners[np.concatenate(own)[np.argsort(places)]] = np.repeat(np.arange(num_nodes), counts)
+    return owners
+
+
+# Kind → how it is dealt, and its arguments by default; None: to be given.
+KINDS: dict[str, tuple[Callable[..., Ints], dict[str, Any]]] = {
+    "iid": (_iid, {}),
+    "dirichlet": (_dirichlet, {"alpha": None, "min_size": 10}),
+    "shards": (_shards, {"shards": 2}),
+    "classes": (_by_classes, {"classes": None}),
+    "quantity": (_quantity, {"alpha": None, "min_size": 10}),
+}
+
+
+def _pieces(size: int, number: int) -> Ints:
+    """The piece of each of `size` places, cut into so many whose sizes differ by at most 1."""
+    return np.arange(size) * number // size
+
+
+def _shuffled(stream: np.random.Generator, codes: Ints) -> list[Ints]:
+    """The examples of every class, shuffled."""
+    return [stream.permutation(np.flatnonzero(codes == c)) for c in range(codes.max() + 1)]
+
+
+def _drawn(stream: np.random.Generator, totals: Ints, num_nodes: int, alpha: float, min_size: int) -> Ints:
+    """Cut each of `totals` (C,) by shares from Dirichlet(α): (C, K), of which each client has min_size at least."""
+    if min_size * num_nodes > totals.sum():
+        raise ValueError(
+            f"partition: min_size={min_size} for {num_nodes:,} nodes are {min_size * num_nodes:,} examples, and there "
+            f"are {totals.sum():,}; lower min_size, or take fewer nodes"
+        )
+    logs, short = np.empty((len(totals), num_nodes)), np.full(num_nodes, True)
+    for _ in range(_DRAWS):
+        # Logarithms of Gamma(α), which for small α are beyond floating point: G(α) = G(α + 1) · U^(1/α).
+        new = len(totals), int(short.sum())
+        logs[:, short] = np.log(stream.standard_gamma(alpha + 1, new)) - stream.standard_exponential(new) / alpha
+        shares = np.exp(logs - logs.max(1, keepdims=True))
+        counts = _whole(shares / shares.sum(1, keepdims=True) * totals[:, None], totals)
+        short = counts.sum(0) < min_size
+        if not short.any():
+            return counts
+    advice = "lower min_size or take fewer nodes"
+    if totals.sum() >= 2 * min_size * num_nodes:  # enough for all, unequally dealt
+        advice += ", or raise alpha"
+    raise ValueError(
+        f"partition: after {_DRAWS:,} draws of Dirichlet({alpha}), {short.sum():,} of {num_nodes:,} nodes have fewer "
+        f"than min_size={min_size} of {totals.sum():,} examples; {advice}"
+    )
+
+
+def _whole(exact: NDArray[np.float64], totals: Ints) -> Ints:
+    """Round shares (C, K) to whole examples, class by class, so that each class has its total.
+
+    What rounding down leaves of a class goes to the clients that have a share in it and are most behind by then: with
+    large α, all classes would otherwise be rounded up at the same clients.
+    """
+    counts = np.floor(exact).astype(np.int64)
+    behind = np.zeros(exact.shape[1])
+    for own, count, total in zip(exact, counts, totals, strict=True):
+        rest = own - count
+        behind += rest
+        order = np.argsort(-np.where(own >= _A_SHARE, len(totals) + behind, rest), kind="stable")
+        up = order[: total - count.sum()]
+        count[up] += 1
+        behind[up] -= 1
+    return counts

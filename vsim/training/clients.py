@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.state import Stateful, of_clients, placements_of
+from vsim.cluster.store import Store
 from vsim.strategy.base import Strategy
 
 
@@ -24,14 +24,16 @@ class Clients(Stateful):
     Args:
         strategy: set up for a run; its `keep_client` says what belongs to clients.
         store: a folder for it; None: the host's memory.
+        claims: whether this process locks the folder: one does.
 
     Raises:
         TypeError: the strategy keeps something for each node, which clients that follow each other would share.
+        ValueError: another run uses the folder. OSError: it has no room.
     """
 
-    derived = ("_owners", "_first", "_files")
+    derived = ("_owners", "_first", "_files", "_store")
 
-    def __init__(self, strategy: Strategy, cluster: Cluster, store: Path | None = None) -> None:
+    def __init__(self, strategy: Strategy, cluster: Cluster, store: Store | None = None, claims: bool = True) -> None:
         if strategy.is_per_node and cluster.plan is not None and cluster.plan.segment(1).steps:
             raise TypeError(
                 f"{type(strategy).__name__} defines step(), in which it communicates and steps its optimizer; with "
@@ -53,13 +55,11 @@ class Clients(Stateful):
         self._first = [value[0].clone() for _, _, value in self._values()]
         self.kept: dict[int, list[Tensor]] = {}
         self._files: list[Tensor] | None = None
+        self._store = store if claims else None
         if store is not None:
-            store.mkdir(parents=True, exist_ok=True)
-            self._files = [
-                torch.from_file(str(store / f"{i}.bin"), True, cluster.population * own.numel(), dtype=own.dtype)
-                .view(cluster.population, *own.shape)
-                for i, own in enumerate(self._first)
-            ]  # fmt: skip
+            if claims:
+                store.claim()
+            self._files = [store.tensor(f"{i}.bin", cluster.population, own) for i, own in enumerate(self._first)]
 
     def _values(self) -> Iterator[tuple[Any, str, Tensor]]:
         for owner in self._owners:
@@ -67,7 +67,12 @@ class Clients(Stateful):
                 yield owner, name, getattr(owner, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clients that have been drawn, their rows stacked in that order, and those of the others."""
+        """Return the clients that have been drawn, their rows stacked in that order, and those of the others.
+
+        Raises:
+            ValueError: another run has used the folder since.
+        """
+        self._check()
         kept = [torch.stack(rows) for rows in zip(*self.kept.values(), strict=True)]
         return {"drawn": [*self.kept], "kept": kept, "first": self._first}
 
@@ -76,6 +81,15 @@ class Clients(Stateful):
         rows = zip(*(kept.cpu().clone() for kept in state["kept"]), strict=True)
         self.kept = {client: self._stored(client, own) for client, own in zip(state["drawn"], rows, strict=False)}
         self._first = state["first"]  # of a fork that resumes, other ones than the model's
+
+    def _check(self) -> None:
+        if self._store is not None:
+            self._store.check()
+
+    def release(self) -> None:
+        """Let other runs use the folder, once this one has ended."""
+        if self._store is not None:
+            self._store.release()
 
     def leave(self, cluster: Cluster) -> None:
         """Keep the rows of the clients that are here."""

@@ -55,6 +55,8 @@ def end(ensemble: Ensemble) -> None:
         device = run.cluster.weights.device
         if run.globals is None:
             run.left_states = global_states(device)
+        if run.clients is not None:
+            run.clients.release()
     for stack in ensemble.stacks:
         stack.batches = iter(())  # ends the worker processes of a DataLoader
 

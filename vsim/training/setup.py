@@ -240,7 +240,9 @@ def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, i
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
     if spec.start is None and 0 in part.nodes:  # once a run
         _warn_of_what_comes_late(strategy, part)
-    device = replicas.weights.device
+    device, clients = replicas.weights.device, None
+    if part.plan is not None and part.plan.renews:
+        clients = Clients(strategy, cluster, part.plan.store, claims=0 in part.nodes)
     return Run(
         part,
         rows,
@@ -250,7 +252,7 @@ def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, i
         objective,
         part.steps,
         draws=bool(spec.callbacks) or not is_vsims_own(spec.strategy),
-        clients=Clients(strategy, cluster, part.plan.store) if part.plan is not None and part.plan.renews else None,
+        clients=clients,
         interrupt=interrupt,
     )
 
