@@ -34,6 +34,8 @@ from vsim.strategy import (
     FedAvgStrategy,
     OptimSpec,
     Strategy,
+    mean,
+    rda,
 )
 from vsim.training.asynchronous import Workers
 
@@ -79,8 +81,7 @@ TABLE: dict[str, tuple[Callable[..., Strategy], dict[str, Any], dict[str, dict[s
             "grace": {"H": 4, "grace": 0.0},
             "outer_optim": {"H": 4, "outer_optim": PLAIN},
             "outer_lr": {"H": 4, "outer_lr": 0.3},
-            "merger": {"H": 4, "merger": "mean"},
-            "weighting": {"H": 4, "weighting": "nodes"},
+            "average": {"H": 4, "average": "mean"},
         },
     ),
 }
@@ -283,9 +284,9 @@ def test_the_clock_orders_what_happens_at_once_by_kind_and_node() -> None:
 def test_a_quorum_merges_lengths_and_directions() -> None:
     # Learners move (2, 0) and (0, 2): by RDA that is (√2, √2), and their mean (1, 1).
     options: dict[str, Any] = {"model": Constant(2), "data": directions([2.0, 0.0], [0.0, 2.0]), "max_steps": 1}
-    for merger, expected in (("rda", -math.sqrt(2)), ("mean", -1.0)):
+    for average, expected in ((rda("tokens"), -math.sqrt(2)), ("mean", -1.0)):
         strategy = DecoupledDiLoCoStrategy(
-            H=1, fragments=1, delay=0, quorum=2, merger=merger, outer_optim=PLAIN, optim_spec=PLAIN
+            H=1, fragments=1, delay=0, quorum=2, average=average, outer_optim=PLAIN, optim_spec=PLAIN
         )
         trainer = run(strategy, 2, compute=1, network=None, **options)
         assert ran(trainer).outer_weights.tolist() == pytest.approx([expected] * 2)
@@ -297,7 +298,7 @@ def test_the_grace_of_a_syncer() -> None:
     # and the second at 5.625 s, each by itself: −8. Nine local steps are done at 5 s, the next is at 6 s.
     for grace, expected in ((0.25, -8), (0.75, -4)):
         strategy = DecoupledDiLoCoStrategy(
-            H=4, fragments=1, delay=2, grace=grace, merger="mean", outer_optim=PLAIN, optim_spec=PLAIN
+            H=4, fragments=1, delay=2, grace=grace, average=mean("tokens"), outer_optim=PLAIN, optim_spec=PLAIN
         )
         options: dict[str, Any] = {"model": Constant(), "data": directions(*[[1.0]] * 3), "max_steps": 3}
         trainer = run(strategy, 3, compute=Compute([1, 1.25, 100]), network=None, **options)

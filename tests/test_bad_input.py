@@ -27,7 +27,6 @@ from vsim.network import Compute
 from vsim.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    CompressedAverage,
     Compressor,
     DeMoStrategy,
     DiLoCoCommunicator,
@@ -43,6 +42,7 @@ from vsim.strategy import (
     SPARTAStrategy,
     Strategy,
     TopK,
+    compress,
 )
 from vsim.strategy.communicate import all_reduce
 
@@ -191,7 +191,7 @@ TABLE = [
         "keyword of a strategy",
         lambda: FedAvgStrategy(h=3),
         TypeError,
-        r"FedAvgStrategy\(\) got an unknown argument 'h'.*Valid: island_size, H, weighting, merger, max_node_norm, opt",
+        r"FedAvgStrategy\(\) got an unknown argument 'h'.*Valid: island_size, H, average, inner_optim, opt",
     ),
     Bad("argument of another strategy", lambda: SimpleReduceStrategy(H=3), TypeError, "SimpleReduceStrategy.*'H'"),
     Bad("near keyword", lambda: DiLoCoStrategy(outer_lrr=1), TypeError, "'outer_lrr'; did you mean 'outer_lr'"),
@@ -408,10 +408,10 @@ TABLE = [
     ),
     Bad("empty islands", lambda: FedAvgStrategy(island_size=0), ValueError, "island_size must be .* >= 1, got 0"),
     Bad(
-        "weighting",
-        lambda: FedAvgStrategy(weighting="example"),
+        "average",
+        lambda: FedAvgStrategy(average="medain"),
         ValueError,
-        "weighting must be one of 'uniform', 'examples', got 'example'; did you mean 'examples'",
+        "average must be one of 'mean', .* got 'medain'; did you mean 'median'",
     ),
     Bad(
         "no module",
@@ -530,7 +530,7 @@ TABLE = [
     Bad("SPARTA never", lambda: SPARTAStrategy(sparta_interval=0), ValueError, "sparta_interval must be .*, got 0"),
     Bad(
         "class of a compressor",
-        lambda: DiLoCoStrategy(compressor=TopK),
+        lambda: DiLoCoStrategy(average=compress(TopK)),
         TypeError,
         "compressor must be a Compressor obj",
     ),
@@ -745,10 +745,10 @@ TABLE = [
     Bad("a step that is two", lambda: fit(strategy=Twice()), TypeError, "Twice: step 1 is counted twice; call super"),
     *(
         Bad(
-            f"{strategy.__name__} with a merger of rows to {name}",
-            lambda of=of, strategy=strategy, more=more: fit(strategy=strategy(merger=of, **more)),  # type: ignore[misc]
+            f"{strategy.__name__} with an average of rows to {name}",
+            lambda of=of, strategy=strategy, more=more: fit(strategy=strategy(average=of, **more)),  # type: ignore[misc]
             ValueError,
-            r"must make one row of \(2, \d+\), \(\d+,\); got ",
+            r"must make \(\d+,\) of \(2, \d+\), got ",
         )
         for strategy, more in ((SimpleReduceStrategy, {}), (FedAvgStrategy, {}), (DiLoCoStrategy, {"H": 1}))
         for name, of in {
@@ -760,7 +760,7 @@ TABLE = [
     *(
         Bad(
             f"a compressor that returns {found}",
-            lambda compressor=compressor: fit(strategy=DiLoCoStrategy(H=1, compressor=compressor)),  # type: ignore[misc]
+            lambda compressor=compressor: fit(strategy=DiLoCoStrategy(H=1, average=compress(compressor))),  # type: ignore[misc]
             TypeError,
             rf"exchange\(\) must return the averages of what it is given, a list of 1 tensors; got {found}$",
         )
@@ -774,8 +774,8 @@ TABLE = [
             r"Rows.exchange\(\) must return the average of the nodes, a shared tensor \(\d+,\); got \(2, \d+\)",
         )
         for strategy in (
-            CommunicateOptimizeStrategy([CompressedAverage(Rows())]),
-            DiLoCoStrategy(H=1, compressor=Rows()),
+            SimpleReduceStrategy(average=compress(Rows())),
+            DiLoCoStrategy(H=1, average=compress(Rows())),
         )
     ),
     Bad("a step that is none", lambda: fit(strategy=Idle()), TypeError, r"Idle.step\(\) must end with super\(\).step"),

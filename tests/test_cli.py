@@ -19,6 +19,7 @@ from vsim.strategy import (
     DiLoCoStrategy,
     FedAvgStrategy,
     StatisticalQuantizer,
+    TileTopK,
     TopK,
     mean,
 )
@@ -278,17 +279,26 @@ def test_text_from_a_file_and_the_seed(tmp_path: Path) -> None:
         (["compare", "--strategies", "diloco:h=3"], r"unknown argument 'h'.*Valid: .*, H,"),
         (["compare", "--strategies", "diloco:H=0"], "H must be a whole number >= 1, got 0"),
         (["compare", "--strategies", "diloco", "diloco"], "names diloco more than once"),
-        (["compare", "--strategies", "diloco:compressor=topk(2)"], r"topk\(2\): fraction must be > 0 and <= 1, got 2"),
         (
-            ["compare", "--strategies", "diloco:compressor=topkk(2)"],
+            ["compare", "--strategies", "diloco:average=compress(topk(2))"],
+            r"topk\(2\): fraction must be > 0 and <= 1, got 2",
+        ),
+        (
+            ["compare", "--strategies", "diloco:average=compress(topkk(2))"],
             r"one of .* got 'topkk'; did you mean 'topk'",
         ),
-        (["compare", "--strategies", "diloco:compressor=topk(x)"], r"topk\(x\): its arguments must be Python literals"),
         (
-            ["compare", "--strategies", "diloco:compressor=tiletopk(8,quantizer=fp5())"],
+            ["compare", "--strategies", "diloco:average=compress(topk(x))"],
+            r"topk\(x\): its arguments must be Python literals",
+        ),
+        (
+            ["compare", "--strategies", "diloco:average=compress(tiletopk(8,quantizer=fp5()))"],
             r"one of .* got 'fp5'; did you mean 'fp4'",
         ),
-        (["compare", "--strategies", "diloco:compressor=topk"], "compressor must be a Compressor object, got 'topk'"),
+        (
+            ["compare", "--strategies", "diloco:average=compress('topk')"],
+            "compressor must be a Compressor object, got 'topk'",
+        ),
         (["compare", "--nodes", "0"], "num_nodes must be a whole number >= 1, got 0"),
         (["compare", "--text", "no/such/file.txt"], "no/such/file.txt"),
         (["compare", "--model", "cnn"], "--model cnn does not fit the data; --model may be gpt here"),
@@ -371,18 +381,24 @@ def test_presets_are_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_compressors_and_optimizers_with_their_arguments(tmp_path: Path) -> None:
-    text = "diloco:H=2,compressor=topk(0.1),inner_optim=adamw(weight_decay=0.1,betas=(0.8,0.9)),outer_lr=0.5"
+    text = "diloco:H=2,average=compress(topk(0.1)),inner_optim=adamw(weight_decay=0.1,betas=(0.8,0.9)),outer_lr=0.5"
     strategy = parse_strategy(text, lr=1e-3)
     (module,) = strategy.communication_modules
-    assert isinstance(module, DiLoCoCommunicator) and module.compressed is not None
-    assert isinstance(module.compressed.compressor, TopK) and module.compressed.compressor.fraction == 0.1
+    assert isinstance(module, DiLoCoCommunicator) and module.average.message is not None
+    assert isinstance(module.average.message.compressor, TopK) and module.average.message.compressor.fraction == 0.1
     assert strategy.optim_spec.kwargs == {"weight_decay": 0.1, "betas": (0.8, 0.9), "lr": 1e-3}
-    made = parse_settings(["compressor=powersgd(rank=1),topk(0.01),None"])["compressor"]
-    assert [type(one).__name__ for one in made] == ["PowerSGD", "TopK", "NoneType"]
-    (tiles,) = parse_settings(["compressor=tiletopk(8,quantizer=statisticalquantizer(2))"])["compressor"]
-    assert isinstance(tiles.quantizer, StatisticalQuantizer) and tiles.quantizer.bits == 2 and tiles.topk == 8
+    made = parse_settings(["average=compress(powersgd(rank=1)),compress(topk(0.01)),mean()"])["average"]
+    assert list(map(repr, made)) == [
+        "compress(PowerSGD(rank=1), error_feedback=1)",
+        "compress(TopK(fraction=0.01), error_feedback=1)",
+        "mean(by='nodes')",
+    ]
+    (tiles,) = parse_settings(["average=compress(tiletopk(8,quantizer=statisticalquantizer(2)))"])["average"]
+    compressor = tiles.compressor
+    assert isinstance(compressor, TileTopK) and compressor.topk == 8
+    assert isinstance(compressor.quantizer, StatisticalQuantizer) and compressor.quantizer.bits == 2
     small = [*QUICK, "--data", "digits", "--model", "mlp", "--out", tmp_path]
-    assert run("compare", *small, "--strategies", "diloco:H=2", "diloco:H=2,compressor=topk(0.01)") == 0
+    assert run("compare", *small, "--strategies", "diloco:H=2", "diloco:H=2,average=compress(topk(0.01))") == 0
     with open(tmp_path / "comparison.csv", newline="") as file:
         sent = {line["strategy"]: float(line["payload_bytes"]) for line in csv.DictReader(file)}
     whole, compressed = sent.values()
@@ -397,11 +413,11 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_parse_strategy() -> None:
-    fedavg = parse_strategy("fedavg:island_size=2,weighting=examples,lr=0.5", lr=1e-3)
+    fedavg = parse_strategy("fedavg:island_size=2,average=mean('examples'),lr=0.5", lr=1e-3)
     assert isinstance(fedavg, FedAvgStrategy) and fedavg.optim_spec.kwargs == {"lr": 0.5}
     averaging = vars(fedavg.communication_modules[0])
-    expected = {"island_size": 2, "every": 10, "weighting": "examples", "merger": mean(), "max_node_norm": None}
-    assert averaging == expected
+    assert averaging["island_size"] == 2 and averaging["H"] == 10
+    assert averaging["average"].rule == mean("examples")
     given = "lr_scheduler=cosine,lr_scheduler_kwargs={'T_max': 3, 'eta_min': 0.1},personal=['a, b', \"c's\"]"
     assert strategy_class(f"fedper:{given}", 1e-3)[2] == {
         "lr_scheduler": "cosine",

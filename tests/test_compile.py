@@ -28,12 +28,13 @@ from vsim.models import MLP
 from vsim.strategy import (
     QSGD,
     CommunicateOptimizeStrategy,
-    CompressedAverage,
     DeMoStrategy,
+    GradientAverage,
     OptimSpec,
     Strategy,
     TopK,
     UniformQuantizer,
+    compress,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
@@ -64,9 +65,9 @@ def test_it_is_refused_where_bits_are_promised() -> None:
     "strategy",
     [
         DeMoStrategy(lr=1e-3),
-        CommunicateOptimizeStrategy([CompressedAverage(TopK(0.1))], optim_spec=SGD),
-        CommunicateOptimizeStrategy([CompressedAverage(QSGD())], optim_spec=SGD),
-        CommunicateOptimizeStrategy([CompressedAverage(UniformQuantizer(8))], optim_spec=SGD),
+        CommunicateOptimizeStrategy([GradientAverage(compress(TopK(0.1)))], optim_spec=SGD),
+        CommunicateOptimizeStrategy([GradientAverage(compress(QSGD()))], optim_spec=SGD),
+        CommunicateOptimizeStrategy([GradientAverage(compress(UniformQuantizer(8)))], optim_spec=SGD),
     ],
     ids=["DeMo", "top-k", "QSGD", "int8"],
 )

@@ -20,7 +20,6 @@ from vsim.strategy import (
     FP4,
     QSGD,
     CommunicateOptimizeStrategy,
-    CompressedAverage,
     Compressor,
     DCTTopK,
     DiLoCoCommunicator,
@@ -37,9 +36,10 @@ from vsim.strategy import (
     TileTopK,
     TopK,
     UniformQuantizer,
+    compress,
 )
 from vsim.strategy.compression import BlockQuantizer
-from vsim.strategy.compression.randomk import random_subset
+from vsim.strategy.compression.sparse import random_subset
 
 pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
 
@@ -74,7 +74,7 @@ every_K = pytest.mark.parametrize("num_nodes", [1, 2, 3])
 
 def compressing(compressor: Compressor, error_feedback: bool | float | None = None) -> Strategy:
     """AllReduce with a compressor."""
-    return CommunicateOptimizeStrategy([CompressedAverage(compressor, error_feedback)], optim_spec=PLAIN)
+    return CommunicateOptimizeStrategy([GradientAverage(compress(compressor, error_feedback))], optim_spec=PLAIN)
 
 
 def parameters() -> Parameters:
@@ -96,7 +96,8 @@ def average_of(run: Driven, gradients: Tensor) -> Tensor:
 
 def errors_of(run: Driven) -> Tensor:
     """What the nodes feed back (K, P)."""
-    return module_of(run).compressor.restore(module_of(run).residual).clone()
+    message = module_of(run).average.message
+    return message.compressor.restore(message.residual).clone()
 
 
 def copied(generator: torch.Generator) -> torch.Generator:
@@ -195,7 +196,7 @@ def tiles_by_hand(run: Driven, quantized: Callable[[np.ndarray], np.ndarray] = n
 
 
 def qsgd_by_hand(run: Driven) -> ByHand:
-    streams = [copied(stream) for stream in module_of(run).compressor.streams]
+    streams = [copied(stream) for stream in module_of(run).average.message.compressor.streams]
 
     def encode(x: np.ndarray, node: int) -> np.ndarray:
         draws = torch.rand(727, generator=streams[node], dtype=torch.float64).numpy()
@@ -213,7 +214,7 @@ def qsgd_by_hand(run: Driven) -> ByHand:
 def powersgd_by_hand(run: Driven) -> ByHand:
     # Where the matrices start; of each the factor Q, which was random at first. The rest is sent as it is.
     starts = {0: (12, 20), 260: (8, 27), 476: (12, 20)}
-    (first, third), (second,) = module_of(run).compressor.q
+    (first, third), (second,) = module_of(run).average.message.compressor.q
     factors = dict(zip(starts, (q.numpy().copy() for q in (first, second, third)), strict=True))
 
     def by_hand(vectors: Vectors) -> tuple[np.ndarray, Vectors]:
@@ -304,8 +305,8 @@ def test_what_is_fed_back_arrives(name: str) -> None:
 def test_error_feedback_where_errors_would_grow() -> None:
     for name in sorted(ALL.keys() - set(CONTRACTIVE)):
         with pytest.raises(ValueError, match=r"error_feedback=1 with .*the errors would grow"):
-            CompressedAverage(ALL[name](), error_feedback=True)
-        assert CompressedAverage(ALL[name](), error_feedback=False).error_feedback == 0
+            compress(ALL[name](), error_feedback=True)
+        assert compress(ALL[name](), error_feedback=False).error_feedback == 0
 
 
 # In two stages -------------------------------------------------------------------------------------------------------
@@ -553,7 +554,7 @@ def test_every_compressor_learns_digits(name: str) -> None:
     train, val = digits()
     trainer = Trainer(MLP(seed=0), train, val)
     options = {"lr": 3e-3} if name != "vote" else {"optim_spec": OptimSpec("sgd", lr=1e-3)}
-    strategy = CommunicateOptimizeStrategy([CompressedAverage(ALL[name]())], **options)
+    strategy = CommunicateOptimizeStrategy([GradientAverage(compress(ALL[name]()))], **options)
     trainer.fit(strategy=strategy, num_nodes=4, max_steps=80, progress=False)
     assert trainer.history.last("global_accuracy") > 0.6
     weights = trainer.strategy.cluster.weights
@@ -593,7 +594,10 @@ def test_two_modules_with_one_compressor_share_nothing() -> None:
     for compressors in ((shared, shared), (PowerSGD(1), PowerSGD(1))):
         run = driven(
             CommunicateOptimizeStrategy(
-                [CompressedAverage(compressors[0]), DiLoCoCommunicator(H=2, compressor=compressors[1])],
+                [
+                    GradientAverage(compress(compressors[0])),
+                    DiLoCoCommunicator(H=2, average=compress(compressors[1])),
+                ],
                 optim_spec=PLAIN,
             ),
             model,
@@ -641,8 +645,7 @@ def test_diloco_with_topk_by_hand(error_feedback: float | None) -> None:
         H=2,
         outer_optim=OptimSpec("sgd", lr=0.5),
         inner_optim=OptimSpec("sgd", lr=lr),
-        compressor=TopK(0.1),
-        error_feedback=error_feedback,
+        average=compress(TopK(0.1), error_feedback),
     )
     gradients = normal(4, 3, 727, dtype=torch.float64)
     run = driven(strategy, model, gradients)
@@ -665,7 +668,7 @@ def test_diloco_with_topk_by_hand(error_feedback: float | None) -> None:
 @pytest.mark.parametrize("compressor", [TopK(1.0), RandomK(1.0), UniformQuantizer(16)], ids=lambda c: type(c).__name__)
 def test_diloco_with_a_compressor_that_sends_all_is_diloco(compressor: Compressor) -> None:
     model, gradients = Parameters(*SHAPES), normal(6, 3, 727)
-    compressed = driven(DiLoCoStrategy(H=2, lr=0.01, compressor=compressor), model, gradients)
+    compressed = driven(DiLoCoStrategy(H=2, lr=0.01, average=compress(compressor)), model, gradients)
     usual = driven(DiLoCoStrategy(H=2, lr=0.01), model, gradients)
     torch.testing.assert_close(compressed.cluster.weights, usual.cluster.weights, rtol=1e-4, atol=1e-5)
 
@@ -731,11 +734,10 @@ def test_every_argument_changes_the_average(one: Compressor, other: Compressor) 
         (lambda: FP4(two_stage=1), TypeError, "two_stage must be True or False, got 1"),  # type: ignore[arg-type]
         (lambda: TileTopK(quantizer=FP4(two_stage=True)), ValueError, "two_stage has no effect on a quantizer of"),
         (lambda: DCTTopK(1, 1, "int"), ValueError, "index_bytes must be one of"),
-        (lambda: CompressedAverage("topk"), TypeError, "compressor must be a Compressor object, got 'topk'"),  # type: ignore[arg-type]
-        (lambda: CompressedAverage(TopK(), 1.5), ValueError, "error_feedback must be"),
-        (lambda: CompressedAverage(TopK(), "yes"), TypeError, "error_feedback must be a number"),  # type: ignore[arg-type]
-        (lambda: DiLoCoStrategy(compressor=TopK), TypeError, "compressor must be a Compressor object"),  # type: ignore[arg-type]
-        (lambda: DiLoCoStrategy(error_feedback=1.0), TypeError, "no effect without compressor="),
+        (lambda: compress("topk"), TypeError, "compressor must be a Compressor object, got 'topk'"),  # type: ignore[arg-type]
+        (lambda: compress(TopK(), 1.5), ValueError, "error_feedback must be"),
+        (lambda: compress(TopK(), "yes"), TypeError, "error_feedback must be a number"),  # type: ignore[arg-type]
+        (lambda: compress(TopK), TypeError, "compressor must be a Compressor object"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:

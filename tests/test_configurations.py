@@ -34,7 +34,6 @@ from vsim.strategy import (
     STRATEGIES,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    CompressedAverage,
     DiLoCoCommunicator,
     GradientAverage,
     OptimSpec,
@@ -51,6 +50,8 @@ from vsim.strategy import (
     TileTopK,
     TopK,
     UniformQuantizer,
+    compress,
+    mean,
 )
 
 # What an error may be about, beside the arguments that were given: what a number of them together has led to.
@@ -153,7 +154,7 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
     if name == "fedavg":
         given_at_times(draw, own, "island_size", 1, 2, 3, bad=(0, 9, "all"))
     if name in ("fedavg", "diloco", "streaming", "fedopt", "fedper", "fedprox"):
-        given_at_times(draw, own, "weighting", "uniform", "examples", bad=("size",))
+        given_at_times(draw, own, "average", "mean", mean("examples"), "median", bad=("size",))
     if name in ("diloco", "sparta_diloco", "streaming", "eager"):
         given_at_times(draw, own, "outer_lr", 0.1, 0.7, 1.0, bad=(-1.0, "1", math.nan))
         given_at_times(draw, own, "outer_optim", "sgd", "adam", OptimSpec("sgd", momentum=0.5), bad=("muon", 3))
@@ -187,7 +188,7 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
         given_at_times(draw, own, "mu_x", 0, 0.5, bad=(1,))
         given_at_times(draw, own, "mu_y", 0, 1.0, bad=(2,))
     if name in ("diloco", "streaming") and draw(st.booleans()):
-        own["compressor"] = draw(st.sampled_from(COMPRESSORS))()
+        own["average"] = compress(draw(st.sampled_from(COMPRESSORS))())
     if name in ("sparta", "sparta_diloco"):
         if draw(st.booleans()):
             own["p_sparta"] = seldom(draw, SHARES, 0, -0.1, 1.1, math.nan, "half")
@@ -216,7 +217,7 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
             lambda: AveragingCommunicator(every=draw(SMALL)),
             lambda: DiLoCoCommunicator(draw(SMALL)),
             lambda: SparseCommunicator(draw(st.sampled_from(SELECTORS))(draw(SHARES))),
-            lambda: CompressedAverage(draw(st.sampled_from(COMPRESSORS))()),
+            lambda: GradientAverage(compress(draw(st.sampled_from(COMPRESSORS))())),
         ]
         chosen = draw(st.lists(st.sampled_from(modules), max_size=3))
         own["communication_modules"] = [make() for make in chosen]

@@ -20,7 +20,7 @@ from vsim import Trainer
 from vsim.data import digits
 from vsim.models import MLP
 from vsim.private_torch import TorchDispatchMode
-from vsim.strategy import CommunicateOptimizeStrategy, CompressedAverage, DCTTopK, DeMoStrategy, OptimSpec
+from vsim.strategy import CommunicateOptimizeStrategy, DCTTopK, DeMoStrategy, GradientAverage, OptimSpec, compress
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 
@@ -332,7 +332,7 @@ def test_a_strategy_can_be_used_again() -> None:
 
 def test_the_communication_composes_with_any_optimizer() -> None:
     # DeMo without the sign: momentum in the messages, AdamW on what they decode to.
-    strategy = CommunicateOptimizeStrategy([CompressedAverage(DCTTopK(), error_feedback=0.999)], lr=1e-3)
+    strategy = CommunicateOptimizeStrategy([GradientAverage(compress(DCTTopK(), error_feedback=0.999))], lr=1e-3)
     trainer = fitted(strategy, max_steps=100)
     assert trainer.history.last("global_accuracy") > 0.7
     assert {event.label for event in trainer.ledger} == {"gradients"}

@@ -18,7 +18,14 @@ from separate import small_mlp, vectors
 from vsim import Callback, Compute, EarlyStopping, OverCommit, Sample, Schedule
 from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
-from vsim.strategy import CommunicateOptimizeStrategy, CommunicationModule, DPFedAvgStrategy, FedAvgStrategy, OptimSpec
+from vsim.strategy import (
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    DPFedAvgStrategy,
+    FedAvgStrategy,
+    OptimSpec,
+    clip,
+)
 from vsim.strategy.dpfedavg import epsilon
 from vsim.training.resume import captured
 from vsim.training.run import Run
@@ -36,7 +43,7 @@ def test_without_a_clip_and_noise_it_is_fedavg() -> None:
 def test_without_noise_it_is_fedavg_that_clips() -> None:
     model, gradients = Parameters((5, 3)), normal(8, 3, 15)
     ours = driven(DPFedAvgStrategy(SGD, 2, clip=0.7, noise_multiplier=0), model, gradients)
-    clipped = driven(FedAvgStrategy(SGD, H=2, max_node_norm=0.7), model, gradients)
+    clipped = driven(FedAvgStrategy(SGD, H=2, average=clip(0.7)), model, gradients)
     assert torch.equal(ours.cluster.weights, clipped.cluster.weights)
 
 

@@ -28,6 +28,7 @@ from vsim.strategy import (
     FedAvgStrategy,
     SimpleReduceStrategy,
     Strategy,
+    mean,
 )
 from vsim.strategy.communicate import all_gather, all_reduce, broadcast
 
@@ -52,7 +53,7 @@ def of_all(step: int, label: str, num_nodes: int) -> Event:
     [
         (SimpleReduceStrategy(), "gradients", [1, 2, 3, 4, 5, 6]),
         (FedAvgStrategy(), "weights", [1, 2, 3, 4, 5, 6]),
-        (FedAvgStrategy(H=4, weighting="examples"), "weights", [4]),
+        (FedAvgStrategy(H=4, average=mean("examples")), "weights", [4]),
         (FedAvgStrategy(H=3), "weights", [3, 6]),
         (DiLoCoStrategy(H=2), "outer gradient", [2, 4, 6]),
         (DiLoCoStrategy(H=3), "outer gradient", [3, 6]),  # after 3 and 6 steps, not after 4 or 7

@@ -560,9 +560,9 @@ def test_arguments_by_position_have_their_old_order() -> None:
     scope = run(BY_POSITION)
     assert all(strategy.optim_spec is scope["inner"] for strategy in scope["strategies"])
     _, (islands,), (diloco,), (sparta,), (both, also) = (s.communication_modules for s in scope["strategies"])
-    assert (islands.island_size, islands.every) == (2, 7)
+    assert (islands.island_size, islands.H) == (2, 7)
     assert diloco.outer_optim_spec is also.outer_optim_spec is scope["outer"] and diloco.H == also.H == 7
-    assert sparta.index_selector.p == both.index_selector.p == 0.125 and both.every == 3
+    assert sparta.index_selector.p == both.index_selector.p == 0.125 and both.H == 3
     assert scope["demo"].momentum.error_feedback == 0.875
     for cls in {type(strategy) for strategy in scope["strategies"]}:
         with pytest.raises(TypeError, match="the first argument and optim_spec are two spellings"):

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from vsim import Sample, Trainer
-from vsim.strategy import AloneStrategy, FedAvgStrategy, FedPerStrategy
+from vsim.strategy import AloneStrategy, FedAvgStrategy, FedPerStrategy, mean
 
 
-@pytest.mark.parametrize("options", [{}, {"merger": "median"}, {"weighting": "examples"}])
+@pytest.mark.parametrize("options", [{}, {"average": "median"}, {"average": mean("examples")}])
 @pytest.mark.parametrize("personal", ["p1", ["p0", "p2"], None])
 def test_what_is_shared_is_averaged_and_what_is_not_is_alone(personal: Any, options: dict[str, Any]) -> None:
     # Gradients are given, so that no parameter depends on another.

@@ -9,7 +9,7 @@ import torch
 from driven import Parameters, driven, normal, started
 from torch import nn
 
-from vsim.strategy import FedAvgStrategy, FedProxStrategy, OptimSpec
+from vsim.strategy import FedAvgStrategy, FedProxStrategy, OptimSpec, clip, krum, mean
 
 SGD = OptimSpec("sgd", lr=1.0)
 
@@ -20,14 +20,14 @@ def test_a_round_by_hand() -> None:
     # It has come 9. Of 3 and 2 examples: 4 − (3 · 6.95 + 2 · 9) / 5 = −3.77.
     model = Parameters((1,))
     nn.init.constant_(model.p0, 4.0)
-    run = started(FedProxStrategy(SGD, 2, mu=0.01, weighting="examples"), model, 2)
+    run = started(FedProxStrategy(SGD, 2, mu=0.01, average=mean("examples")), model, 2)
     run.cluster.shard_sizes = torch.tensor([3.0, 2.0])
     for gradients in ([[5.0], [9.0]], [[2.0], [0.09]]):
         run.step(torch.tensor(gradients))
     torch.testing.assert_close(run.cluster.weights, torch.full((2, 1), -3.77))
 
 
-@pytest.mark.parametrize("options", [{}, {"merger": "median"}, {"max_node_norm": 0.5}, {"merger": "krum"}])
+@pytest.mark.parametrize("options", [{}, {"average": "median"}, {"average": clip(0.5)}, {"average": krum(0)}])
 def test_without_the_term_it_is_fedavg(options: dict[str, Any]) -> None:
     model, gradients = Parameters((5, 3)), normal(8, 3, 15)
     prox = driven(FedProxStrategy("adamw", 2, mu=0.0, **options), model, gradients)
@@ -47,10 +47,6 @@ def test_the_term_pulls_towards_the_weights_of_the_round() -> None:
 
 
 def test_arguments_are_checked() -> None:
-    for name, value in (("H", 0), ("mu", -1), ("max_node_norm", 0), ("weighting", "size")):
+    for name, value in (("H", 0), ("mu", -1), ("average", "size")):
         with pytest.raises(ValueError, match=name):
             FedProxStrategy(**{name: value})
-    with pytest.raises(
-        TypeError, match=r"max_node_norm=1\.0 is of moves from weights that all nodes shared, and with isl"
-    ):
-        FedAvgStrategy(island_size=2, max_node_norm=1.0)

@@ -26,6 +26,7 @@ from vsim.strategy import (
     GradientAverage,
     SimpleReduceStrategy,
     Strategy,
+    mean,
 )
 from vsim.trainer import Data
 
@@ -63,7 +64,7 @@ ALONE: dict[str, Callable[..., Strategy]] = {
     "base": Strategy,
     "allreduce": SimpleReduceStrategy,
     "fedavg": partial(FedAvgStrategy, H=2),
-    "fedavg-examples": partial(FedAvgStrategy, H=2, weighting="examples"),
+    "fedavg-examples": partial(FedAvgStrategy, H=2, average=mean("examples")),
     "fedavg-islands": partial(FedAvgStrategy, H=2, island_size=1),
 }
 
@@ -142,7 +143,7 @@ def test_islands_of_one_node_train_alone(num_nodes: int, executor: str) -> None:
 @every_K
 @both_executors
 def test_equal_shards_weighted_by_examples_are_uniform(num_nodes: int, executor: str) -> None:
-    by_examples = trained(FedAvgStrategy(H=2, weighting="examples", inner_optim=SGD), num_nodes, executor)
+    by_examples = trained(FedAvgStrategy(H=2, average=mean("examples"), inner_optim=SGD), num_nodes, executor)
     uniform = trained(FedAvgStrategy(H=2, inner_optim=SGD), num_nodes, executor)
     torch.testing.assert_close(by_examples, uniform, rtol=1e-5, atol=1e-6)
 
@@ -165,7 +166,7 @@ EVERY_STRATEGY: dict[str, Callable[[], Strategy]] = {
     "allreduce": lambda: SimpleReduceStrategy(inner_optim=ADAMW, max_norm=0.5),
     "fedavg": lambda: FedAvgStrategy(H=3, inner_optim=MOMENTUM),
     "fedavg-islands": lambda: FedAvgStrategy(H=2, island_size=1, inner_optim=MOMENTUM),
-    "fedavg-examples": lambda: FedAvgStrategy(H=2, weighting="examples", inner_optim=MOMENTUM),
+    "fedavg-examples": lambda: FedAvgStrategy(H=2, average=mean("examples"), inner_optim=MOMENTUM),
     "diloco": lambda: DiLoCoStrategy(H=3, inner_optim=ADAMW, max_norm=0.5),
     "adafactor": lambda: FedAvgStrategy(H=3, inner_optim=OptimSpec("adafactor", lr=0.01)),
     "modules": lambda: CommunicateOptimizeStrategy(
@@ -278,7 +279,7 @@ def test_fedavg_weighted_by_examples_by_hand(executor: str) -> None:
     def data(rank: int, num_nodes: int, train: bool) -> TensorDataset:
         return TensorDataset(torch.full(((2, 6)[rank],), (1.0, 3.0)[rank]))
 
-    strategy = FedAvgStrategy(H=1, weighting="examples", inner_optim=SGD)
+    strategy = FedAvgStrategy(H=1, average=mean("examples"), inner_optim=SGD)
     weights = trained(strategy, 2, executor, Slope(), data, max_steps=1, batch_size=2)
     assert weights.flatten().tolist() == pytest.approx([0.75, 0.75])
 

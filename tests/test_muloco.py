@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from vsim import Trainer
 from vsim.cluster.optimizers import torch_optimizers
-from vsim.strategy import QSGD, DiLoCoStrategy, MuLoCoStrategy, OptimSpec, TopK
+from vsim.strategy import DiLoCoStrategy, MuLoCoStrategy, OptimSpec, TopK, compress
 
 OUTER = OptimSpec("sgd", lr=0.8, momentum=0.9, nesterov=True)
 PLAIN = OptimSpec("muon", adjust_lr_fn="match_rms_adamw", weight_decay=0.0, rest=OptimSpec("adamw", weight_decay=0.0))
@@ -61,12 +61,12 @@ def test_two_rounds_by_hand(num_nodes: int, lr: float, momentum: float) -> None:
 @pytest.mark.parametrize("compressor", [None, TopK(0.1)], ids=["as it is", "top-k"])
 @pytest.mark.parametrize("inner", [OptimSpec("sgd", lr=0.1), OptimSpec("muon", lr=0.02, rest="sgd")], ids=repr)
 def test_it_is_diloco_with_that_optimizer_inside(inner: OptimSpec, compressor: Any) -> None:
-    more = {} if compressor is None else {"compressor": compressor, "error_feedback": 0.9}
+    average = "mean" if compressor is None else compress(compressor, error_feedback=0.9)
     ours, theirs = (
         fit(strategy, trainer_of(small_mlp, vectors), max_steps=8)
         for strategy in (
-            MuLoCoStrategy(H=3, inner_optim=inner, compressor=compressor),
-            DiLoCoStrategy(H=3, inner_optim=inner, outer_optim=OUTER, **more),
+            MuLoCoStrategy(H=3, inner_optim=inner, average=average),
+            DiLoCoStrategy(H=3, inner_optim=inner, outer_optim=OUTER, average=average),
         )
     )
     assert torch.equal(weights(ours), weights(theirs))
@@ -79,17 +79,6 @@ def test_its_optimizers() -> None:
     assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
     assert muon.param_groups[0]["lr"] == adamw.param_groups[0]["lr"] == 5e-3
     assert muon.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw" and adamw.param_groups[0]["betas"] == (0.9, 0.95)
-
-
-def test_error_feedback_is_for_compressors_that_allow_it() -> None:
-    def feedback(**arguments: Any) -> float:
-        compressed = MuLoCoStrategy(**arguments).outer.compressed
-        assert compressed is not None
-        return compressed.error_feedback
-
-    assert feedback(compressor=TopK(0.1)) == 0.9
-    assert feedback(compressor=TopK(0.1), error_feedback=0.5) == 0.5
-    assert feedback(compressor=QSGD()) == 0
 
 
 def test_an_outer_rate_keeps_the_momentum() -> None:

@@ -43,6 +43,8 @@ from vsim.strategy import (
     SimpleReduceStrategy,
     SPARTAStrategy,
     Strategy,
+    clip,
+    mean,
 )
 
 OPTIONS: dict[str, Any] = {"max_steps": 12, "batch_size": 4, "progress": False, "val_interval": None}
@@ -294,7 +296,7 @@ def test_as_many_other_nodes_as_the_model_has_tensors(name: str) -> None:
 
 FEDERATED = [
     FedAvgStrategy(H=3, lr=0.1, optim_spec="sgd"),
-    FedAvgStrategy(H=3, lr=0.1, optim_spec="sgd", max_node_norm=0.1, weighting="examples"),
+    FedAvgStrategy(H=3, lr=0.1, optim_spec="sgd", average=mean("examples") | clip(0.1)),
     DiLoCoStrategy(H=3, lr=0.1, optim_spec="sgd"),
     FedOptStrategy(H=3, lr=0.1, optim_spec=OptimSpec("sgd", momentum=0.9)),
     FedProxStrategy(H=3, lr=0.1, optim_spec="sgd", mu=0.5),
@@ -469,7 +471,7 @@ def test_who_rests_has_no_part_in_gradients(strategy: Strategy) -> None:
 
 @pytest.mark.filterwarnings("ignore:DCTTopK")
 def test_what_rows_would_pass_on_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"CompressedAverage\.residual for each node"):
+    with pytest.raises(TypeError, match=r"compress\.residual for each node"):
         trained(DeMoStrategy(), num_nodes=2, participation=Sample(2, of=4))
 
 

@@ -19,7 +19,7 @@ import vsim
 from vsim.data import Partition, digits, partition
 from vsim.data.batches import in_memory
 from vsim.models import MLP
-from vsim.strategy import FedAvgStrategy
+from vsim.strategy import FedAvgStrategy, mean
 
 KINDS: dict[str, dict[str, Any]] = {
     "iid": {},
@@ -235,7 +235,7 @@ def test_what_is_refused(make: Callable[[], Any], message: str) -> None:
 
 def trained(dealt: Any, num_nodes: int = 3, **options: Any) -> vsim.Trainer:
     trainer = vsim.Trainer(MLP(hidden=(8,), seed=0), dealt, digits()[1])
-    strategy = FedAvgStrategy(H=2, weighting="examples", inner_optim="sgd", lr=0.1)
+    strategy = FedAvgStrategy(H=2, average=mean("examples"), inner_optim="sgd", lr=0.1)
     trainer.fit(strategy=strategy, num_nodes=num_nodes, batch_size=5, progress=False, **{"max_steps": 4, **options})
     return trainer
 
@@ -269,6 +269,6 @@ def test_a_partition_travels_and_a_run_resumes_with_it_but_not_with_another(tmp_
 
 @pytest.mark.slow
 def test_processes_train_with_it_alike() -> None:
-    strategy = FedAvgStrategy(H=2, weighting="examples", inner_optim="sgd", lr=0.1)
+    strategy = FedAvgStrategy(H=2, average=mean("examples"), inner_optim="sgd", lr=0.1)
     report = vsim.verify(MLP(hidden=(8,), seed=0), dealt_digits(), strategy, 3, 4, batch_size=5)
     assert report.identical, report

@@ -29,6 +29,7 @@ from vsim.strategy import (
     PartitionedIndexSelector,
     SPARTAStrategy,
     Strategy,
+    mean,
 )
 from vsim.strategy.communicate import all_gather, all_reduce, broadcast, send
 from vsim.training.run import Run
@@ -123,8 +124,8 @@ class Orthogonal(torch.optim.Optimizer):
 
 ROWS = [
     *TABLE,
-    Row("FedAvg by examples", FedAvgStrategy, {"H": 3, "weighting": "examples"}, []),
-    Row("islands by examples", FedAvgStrategy, {"H": 2, "island_size": 2, "weighting": "examples"}, []),
+    Row("FedAvg by examples", FedAvgStrategy, {"H": 3, "average": mean("examples")}, []),
+    Row("islands by examples", FedAvgStrategy, {"H": 2, "island_size": 2, "average": mean("examples")}, []),
     Row("SPARTA, delayed, 4 bits", SPARTAStrategy, {**QUARTER, "async_delay": 2, "quantization_bits": 4}, []),
     Row("SPARTA, top-k", SPARTAStrategy, {"p_sparta": 0.1, "compression_method": "topk", "async_delay": 1}, []),
     Row("SPARTA, sent mask", SPARTAStrategy, {"p_sparta": 0.1, "mask": "broadcast", "sparta_interval": 2}, []),

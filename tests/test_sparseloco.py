@@ -28,7 +28,7 @@ def test_two_rounds_by_hand() -> None:
     for number, share in ((1, 1.0), (2, 1.5), (3, 1.75)):
         run.step(gradients)
         assert run.cluster.weights.tolist() == 2 * [(-number * torch.tensor([1.5, -1.0, 0.0, 1.5])).tolist()]
-        ((residual,),) = (part.residual for part in module.compressed_parts)
+        (residual,) = module.average.message.residual
         assert torch.equal(residual.view(2, 4), share * left)
 
 

@@ -27,7 +27,6 @@ from vsim.strategy import (
     AloneStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    CompressedAverage,
     DeMoStrategy,
     DESLOCStrategy,
     DiLoCoCommunicator,
@@ -62,6 +61,10 @@ from vsim.strategy import (
     StreamingDiLoCoStrategy,
     TopK,
     UniformQuantizer,
+    clip,
+    compress,
+    mean,
+    rda,
 )
 from vsim.strategy.base import StrategyOptions
 
@@ -110,7 +113,7 @@ def every(interval: int, collective: str, label: str, payload: float, steps: int
 
 
 def compressed(compressor: Any, **options: Any) -> dict[str, Any]:
-    return {"communication_modules": [CompressedAverage(compressor, **options)]}
+    return {"communication_modules": [GradientAverage(compress(compressor, **options))]}
 
 
 def in_order(*events: list[Sent]) -> list[Sent]:
@@ -132,14 +135,14 @@ TABLE = [
         SimpleReduceStrategy,
         {},
         every(1, "all_reduce", "gradients", 4 * P),
-        {"merger": {"merger": "median"}, "max_node_norm": {"max_node_norm": "median"}},
+        {"average": {"average": "median"}},
         alone=True,
         equal_after=range(1, STEPS + 1),
     ),
     Row(
         "AllReduce, RDA",
         SimpleReduceStrategy,
-        {"merger": "rda", "max_node_norm": "median"},
+        {"average": rda() | clip("median")},
         in_order(
             every(1, "all_gather", "gradients: norms", 4),
             every(1, "all_gather", "gradients", 4 * P),
@@ -154,9 +157,7 @@ TABLE = [
         {
             "H": {"H": 2},
             "island_size": {"H": 3, "island_size": 2},
-            "weighting": {"H": 3, "weighting": "examples"},
-            "merger": {"H": 3, "merger": "krum"},
-            "max_node_norm": {"H": 3, "max_node_norm": "median"},
+            "average": {"H": 3, "average": mean("examples")},
         },
         alone=True,
         equal_after=[3, 6],
@@ -164,7 +165,7 @@ TABLE = [
     Row(
         "FedAvg, median",
         FedAvgStrategy,
-        {"H": 2, "island_size": 3, "merger": "median"},
+        {"H": 2, "island_size": 3, "average": "median"},
         every(2, "all_gather", "weights", 4 * P),
     ),
     Row("FedAvg in islands", FedAvgStrategy, {"H": 2, "island_size": 2}, every(2, "all_reduce", "weights", 4 * P)),
@@ -176,13 +177,8 @@ TABLE = [
         {
             "H": {"H": 2},
             "outer_optim": {"H": 3, "outer_optim": OptimSpec("sgd", lr=0.5)},
-            "outer_optim_spec": {"H": 3, "outer_optim_spec": "adam"},
             "outer_lr": {"H": 3, "outer_lr": 0.3},
-            "compressor": {"H": 3, "compressor": TopK(0.1)},
-            "error_feedback": {"H": 3, "compressor": TopK(0.1), "error_feedback": False},
-            "merger": {"H": 3, "merger": "rda"},
-            "weighting": {"H": 3, "weighting": "examples"},
-            "max_node_norm": {"H": 3, "max_node_norm": "median"},
+            "average": {"H": 3, "average": mean("examples")},
         },
         equal_after=[3, 6],
         learns_with={"H": 5, "outer_lr": 0.2},
@@ -191,7 +187,7 @@ TABLE = [
         # topk_entries of P = 1210: round(0.1 · 1210) = 121 pairs of 8 + 4 bytes.
         "DiLoCo, top-k",
         DiLoCoStrategy,
-        {"H": 3, "compressor": TopK(0.1)},
+        {"H": 3, "average": compress(TopK(0.1))},
         every(3, "all_gather", "outer gradient", 121 * 12),
         equal_after=[3, 6],
         learns_with={"H": 5, "outer_lr": 0.2},
@@ -230,7 +226,7 @@ TABLE = [
             "sparta_interval": {**QUARTER, "H": 3, "sparta_interval": 2},
             "H": {**QUARTER, "H": 2},
             "outer_optim": {**QUARTER, "H": 3, "outer_optim": "adam"},
-            "outer_optim_spec": {**QUARTER, "H": 3, "outer_optim_spec": "adam"},
+            "average": {**QUARTER, "H": 3, "average": "median"},
             "outer_lr": {**QUARTER, "H": 3, "outer_lr": 0.5},
             "index_selector": {"index_selector": RandomIndexSelector(0.25), "H": 3},
             "async_delay": {**QUARTER, "H": 3, "async_delay": 1},
@@ -253,31 +249,26 @@ TABLE = [
         {
             "H": {"H": 2, "fragments": 2, "delay": 1, "mixing": 0.5},
             "outer_optim": {"H": 3, "outer_optim": "adam"},
-            "outer_optim_spec": {"H": 3, "outer_optim_spec": "adam"},
             "outer_lr": {"H": 3, "outer_lr": 0.3},
             "fragments": {"H": 3, "fragments": 1, "delay": 1, "mixing": 0.5},
             "pattern": {"H": 3, "pattern": "sequential", "fragments": 2},
             "delay": {"H": 3, "fragments": 2, "delay": 2, "mixing": 0.5},
             "mixing": {"H": 3, "fragments": 2, "delay": 1, "mixing": 0.2},
             "outer_step": {"H": 3, "fragments": 2, "delay": 1, "mixing": 0.5, "outer_step": "send"},
-            "compressor": {"H": 3, "compressor": TopK(0.1)},
-            "error_feedback": {"H": 3, "compressor": TopK(0.1), "error_feedback": False},
-            "merger": {"H": 3, "fragments": 2, "merger": "iso"},
-            "weighting": {"H": 3, "fragments": 2, "weighting": "examples"},
-            "max_node_norm": {"H": 3, "max_node_norm": 1e-3},
+            "average": {"H": 3, "fragments": 2, "average": "iso"},
         },
         learns_with={"H": 5, "outer_lr": 0.2},
     ),
     Row(
         "Streaming DiLoCo, RDA",
         StreamingDiLoCoStrategy,
-        {"H": 3, "fragments": 2, "delay": 1, "merger": "rda", "max_node_norm": "median"},
+        {"H": 3, "fragments": 2, "delay": 1, "average": rda() | clip("median")},
         [
             (step, "all_gather", f"outer gradient of fragment {i}{what}", payload)
             for step, i, n in ((1, 0, 1040), (3, 1, 170), (4, 0, 1040), (6, 1, 170))
             for what, payload in ((": norms", 4.0), ("", 4.0 * n))
         ],
-        learns_with={"H": 5, "outer_lr": 0.2, "merger": "rda"},
+        learns_with={"H": 5, "outer_lr": 0.2, "average": "rda"},
     ),
     Row(
         "Eager DiLoCo",
@@ -287,7 +278,6 @@ TABLE = [
         {
             "H": {"H": 3},
             "outer_optim": {"H": 2, "outer_optim": OptimSpec("sgd", lr=0.5)},
-            "outer_optim_spec": {"H": 2, "outer_optim_spec": "adam"},
             "outer_lr": {"H": 2, "outer_lr": 0.3},
             "eager": {"H": 2, "eager": False},
         },
@@ -309,10 +299,8 @@ TABLE = [
         {
             "H": {"H": 2},
             "outer_optim": {"H": 3, "outer_optim": OptimSpec("sgd", lr=0.5)},
-            "outer_optim_spec": {"H": 3, "outer_optim_spec": "adam"},
             "outer_lr": {"H": 3, "outer_lr": 0.3},
-            "compressor": {"H": 3, "compressor": TopK(0.1)},
-            "error_feedback": {"H": 3, "compressor": TopK(0.1), "error_feedback": 0.5},
+            "average": {"H": 3, "average": compress(TopK(0.1))},
         },
         equal_after=[3, 6],
         learns_with={"H": 5, "outer_lr": 0.2},
@@ -364,7 +352,7 @@ TABLE = [
         SlowMoStrategy,
         {"H": 3},
         every(3, "all_reduce", "weights", 4 * P),
-        {"H": {"H": 2}, "alpha": {"H": 3, "alpha": 0.9}, "beta": {"H": 3, "beta": 0.9}},
+        {"H": {"H": 2}, "alpha": {"H": 3, "alpha": 0.9}, "beta": {"H": 3, "beta": 0.9}, "average": {"average": "rda"}},
         equal_after=[3, 6],
         learns_with={"H": 5},
     ),
@@ -401,9 +389,7 @@ TABLE = [
             "H": {"H": 2},
             "server_optim": {"H": 3, "server_optim": "yogi", "server_lr": 0.1},
             "server_lr": {"H": 3, "server_lr": 0.1},
-            "weighting": {"H": 3, "weighting": "examples"},
-            "merger": {"H": 3, "merger": "rda"},
-            "max_node_norm": {"H": 3, "max_node_norm": "median"},
+            "average": {"H": 3, "average": "rda"},
         },
         equal_after=[3, 6],
         learns_with={"H": 5},
@@ -416,16 +402,14 @@ TABLE = [
         {
             "H": {"H": 2},
             "mu": {"H": 3, "mu": 0.1},
-            "weighting": {"H": 3, "weighting": "examples"},
-            "merger": {"H": 3, "merger": "median"},
-            "max_node_norm": {"H": 3, "max_node_norm": "median"},
+            "average": {"H": 3, "average": "median"},
         },
         equal_after=[3, 6],
     ),
     Row(
         "FedProx, clipped",
         FedProxStrategy,
-        {"H": 3, "max_node_norm": "median"},
+        {"H": 3, "average": clip("median")},
         in_order(every(3, "all_gather", "weights: norms", 4), every(3, "all_reduce", "weights", 4 * P)),
         equal_after=[3, 6],
     ),
@@ -438,9 +422,7 @@ TABLE = [
         {
             "H": {"H": 2},
             "personal": {"H": 3, "personal": ["layers.0.bias", "layers.3.*"]},
-            "weighting": {"H": 3, "weighting": "examples"},
-            "merger": {"H": 3, "merger": "median"},
-            "max_node_norm": {"H": 3, "max_node_norm": 0.1},
+            "average": {"H": 3, "average": "median"},
         },
         alone=True,
     ),
@@ -729,8 +711,8 @@ def test_the_table_knows_every_argument_of_every_strategy() -> None:
 
 
 COMMON: dict[str, dict[str, Any]] = {
-    "optim_spec": {"optim_spec": SGD},
     "inner_optim": {"inner_optim": "rmsprop"},
+    "optim_spec": {"optim_spec": SGD},
     "lr": {"lr": 3e-3},
     "inner_lr": {"inner_lr": 3e-3},
     "max_norm": {"max_norm": 0.1, "optim_spec": SGD},
@@ -748,7 +730,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 
 
 def test_the_common_arguments_are_all_here() -> None:
-    assert set(COMMON) == set(StrategyOptions.__annotations__)
+    assert set(COMMON) == {"inner_optim", *StrategyOptions.__annotations__}
 
 
 # The common arguments are the base's; these take them in different ways.

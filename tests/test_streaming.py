@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import vsim
 from vsim import Trainer
 from vsim.models import GPT
-from vsim.strategy import AloneStrategy, DiLoCoStrategy, OptimSpec, StreamingDiLoCoStrategy, TopK
+from vsim.strategy import AloneStrategy, DiLoCoStrategy, OptimSpec, StreamingDiLoCoStrategy, TopK, compress
 from vsim.strategy.fragments import fragments_of
 
 Array = NDArray[np.float64]
@@ -104,7 +104,7 @@ def test_every_fragment_has_the_update_rule(
         pattern=pattern,
         delay=delay,
         mixing=mixing,
-        outer_step=reading if delay else None,
+        outer_step=reading if delay else "due",
     )
     run = driven(strategy, Layered(), gradients)
     nodes, phi, sent = by_hand(gradients.numpy(), columns(number, pattern), H, delay, mixing, reading)
@@ -172,9 +172,9 @@ def test_the_reading_of_the_delay_changes_the_global_model_only() -> None:
     assert not torch.equal(due.strategy.global_weights(), send.strategy.global_weights())
 
 
-@pytest.mark.parametrize("compressor", [None, TopK(0.5)], ids=["as it is", "top-k"])
-def test_nodes_held_apart_have_equal_bits(compressor: Any) -> None:
-    strategy = StreamingDiLoCoStrategy(H=4, fragments=3, delay=1, mixing=0.3, compressor=compressor)
+@pytest.mark.parametrize("average", ["mean", compress(TopK(0.5))], ids=["as it is", "top-k"])
+def test_nodes_held_apart_have_equal_bits(average: Any) -> None:
+    strategy = StreamingDiLoCoStrategy(H=4, fragments=3, delay=1, mixing=0.3, average=average)
     gradients = normal(10, 3, 15)
     model = Layered().float()
     together = driven(strategy, model, gradients, deterministic=True)
@@ -185,7 +185,7 @@ def test_nodes_held_apart_have_equal_bits(compressor: Any) -> None:
 
 def test_a_compressor_sees_a_fragment_as_if_it_were_the_model() -> None:
     # Half of the entries of each fragment, by the fragment's own size: 5 + 2 + 1 = 8 and 7 of 15.
-    strategy = StreamingDiLoCoStrategy(H=4, fragments=2, compressor=TopK(0.5), lr=0.01)
+    strategy = StreamingDiLoCoStrategy(H=4, fragments=2, average=compress(TopK(0.5)), lr=0.01)
     run = driven(strategy, Layered(), normal(4, 2, 15, dtype=torch.float64))
     assert [(e.step, e.payload_bytes) for e in run.ledger] == [(2, 4 * (8 + 8)), (4, 4 * (8 + 8))]
 

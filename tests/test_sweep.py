@@ -21,7 +21,7 @@ from vsim.data import digits
 from vsim.grid import known_settings, points
 from vsim.models import MLP
 from vsim.records.plots import COLOURS
-from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy, TopK
+from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy, TopK, compress
 
 # grid
 
@@ -68,7 +68,10 @@ def test_names_of_objects_say_what_differs() -> None:
     specs = [OptimSpec("sgd", lr=0.1, momentum=0.9), OptimSpec("sgd", lr=0.3, momentum=0.9), "adamw", torch.optim.Adam]
     names = [name.split(" ", 1)[1] for name in vsim.grid(DiLoCoStrategy, inner_optim=specs)]
     assert names == [f"inner_optim={text}" for text in ("SGD(lr=0.1)", "SGD(lr=0.3)", "adamw", "Adam")]
-    names = [name.split("=", 1)[1] for name in vsim.grid(DiLoCoStrategy, compressor=[None, TopK(0.1), TopK(0.01)])]
+    names = [
+        name.split("=", 1)[1]
+        for name in vsim.grid(DiLoCoStrategy, average=["mean", compress(TopK(0.1)), compress(TopK(0.01))])
+    ]
     assert names == ["None", "TopK(fraction=0.1)", "TopK(fraction=0.01)"]
     # A list that is a value stands in a list; two objects that look alike are numbered.
     assert list(vsim.grid(Anything, pair=[(1, 2)])) == ["Anything"]

@@ -229,7 +229,7 @@ class AscendingDiLoCo(DiLoCoCommunicator):
             self.outer_gradient.copy_(self.outer_weights - mean)
             if in_simulator(cluster):
                 self.outer_gradient.neg_()
-            self.outer_optims[0].step()
+            self.outer_optim.step()
             cluster.weights.copy_(self.outer_weights)
 
 
@@ -245,9 +245,7 @@ def test_the_wrong_sign_of_the_outer_gradient_is_found() -> None:
     kinds = {d.what: {e.name for e in report.differences if e.what == d.what} for d in report.differences}
     assert kinds == {
         "weights": set(PARAMETERS),
-        "optimizer state": {
-            f"communication_modules[0].outer_optims[0] momentum_buffer of {name}" for name in PARAMETERS
-        },
+        "optimizer state": {f"communication_modules[0].outer_optim momentum_buffer of {name}" for name in PARAMETERS},
         "global weights": set(PARAMETERS),
     }
     assert {d.node for d in report.differences} == {0, 1}

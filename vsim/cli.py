@@ -36,7 +36,18 @@ from vsim.process import NodeFailure
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
 from vsim.records.tables import text_table
-from vsim.strategy import COMPARED, MERGERS, PRESETS, STRATEGIES, Compressor, IndexSelector, Strategy
+from vsim.strategy import (
+    COMPARED,
+    PRESETS,
+    RULES,
+    STRATEGIES,
+    Compressor,
+    IndexSelector,
+    Strategy,
+    When,
+    clip,
+    compress,
+)
 from vsim.sweep import sweep as sweep_settings
 from vsim.verify import verify as verify_strategy
 from vsim.version import __version__
@@ -56,10 +67,12 @@ CALLABLES: dict[str, Callable[..., Any]] = {
         name.lower(): cls
         for name, cls in vars(strategies_of_vsim).items()
         if isinstance(cls, type)
-        and issubclass(cls, Compressor | IndexSelector)
-        and cls not in (Compressor, IndexSelector)
+        and issubclass(cls, Compressor | IndexSelector | When)
+        and cls not in (Compressor, IndexSelector, When)
     },
-    **MERGERS,
+    **RULES,
+    "clip": clip,
+    "compress": compress,
 }
 
 app = SubcommandApp()
@@ -470,7 +483,7 @@ def parse_strategy(text: str, lr: float) -> Strategy:
 
     >>> parse_strategy("diloco:H=50,outer_lr=0.4", lr=1e-3).optim_spec
     OptimSpec(AdamW, lr=0.001)
-    >>> parse_strategy("diloco:compressor=topk(0.01),inner_optim=sgd(momentum=0.9)", lr=1e-3).optim_spec
+    >>> parse_strategy("diloco:average=compress(topk(0.01)),inner_optim=sgd(momentum=0.9)", lr=1e-3).optim_spec
     OptimSpec(SGD, momentum=0.9, lr=0.001)
     """
     cls, defaults, given = strategy_class(text, lr)
@@ -534,20 +547,24 @@ def _value(text: str) -> Any:
     """Return what the text of a value says: a literal, name(arguments) of a callable, or the text itself."""
     try:
         parsed = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(parsed, ast.Call):
+        if not isinstance(parsed, ast.Call | ast.BinOp):
             return ast.literal_eval(parsed)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # all that the two functions raise
         return text
     return _called(parsed)
 
 
-def _called(call: ast.Call) -> Any:
-    """Return what name(arguments) says; an argument is a literal, or a call itself."""
+def _called(call: ast.expr) -> Any:
+    """Return what name(arguments) says, or several joined by |; an argument is a literal, or a call itself."""
     text = ast.unparse(call)
+    if isinstance(call, ast.BinOp) and isinstance(call.op, ast.BitOr):
+        return _called(call.left) | _called(call.right)
+    if not isinstance(call, ast.Call):
+        raise ValueError(f"{text}: expected name(arguments), or several of them joined by |")
     make = CALLABLES[one_of("a value with arguments", ast.unparse(call.func), CALLABLES)]
 
     def value(argument: ast.expr) -> Any:
-        if isinstance(argument, ast.Call):
+        if isinstance(argument, ast.Call | ast.BinOp):
             return _called(argument)
         try:
             return ast.literal_eval(argument)
@@ -653,7 +670,7 @@ def _about_strategies() -> str:
         "strategies:",
         "  A name, or a name with arguments of its class: diloco:H=50,outer_lr=0.7. A value is a Python literal, text,",
         "  an optimizer of torch.optim with its arguments, 'diloco:inner_optim=adamw(weight_decay=0.1)', or one of",
-        "  these, 'diloco:compressor=topk(0.01)':",
+        "  these, 'diloco:average=mean() | compress(topk(0.01))':",
         *(f"    {line}" for line in callables),
         "  Besides --lr the strategies are given:",
     ]

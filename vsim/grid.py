@@ -73,7 +73,7 @@ def known_settings(strategy: Any, settings: Mapping[str, Any], also: Sequence[st
     valid = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     open_ended = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
     if open_ended:
-        valid += StrategyOptions.__annotations__
+        valid += ["inner_optim", *StrategyOptions.__annotations__]
     unknown = [key for key in settings if key not in valid and not difflib.get_close_matches(key, also, 1, 0.8)]
     if open_ended not in ([], ["options"]) and unknown:
         return  # of an own class, which may take anything

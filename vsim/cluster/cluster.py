@@ -12,7 +12,7 @@ from vsim_kernels import compiled
 
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.optimizers import StackedOptimizer
-from vsim.cluster.plan import Plan
+from vsim.cluster.plan import Plan, Seconds
 from vsim.cluster.replicas import Replicas, Views
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
@@ -33,6 +33,7 @@ class Cluster:
         compile: whether to use compiled kernels where that pays.
         plan: who takes part in which steps; None: all nodes in all.
         completed: t, the optimizer steps completed.
+        seconds: that the nodes compute, if a schedule of syncs asks for them.
         optim: the inner optimizer, once the strategy has built it; it is the strategy's to step.
     """
 
@@ -45,6 +46,7 @@ class Cluster:
     compile: bool = False
     plan: Plan | None = None
     completed: int = 0
+    seconds: Seconds | None = None
     optim: StackedOptimizer = field(init=False)
 
     @property

@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from vsim.arguments import one_of, real_number, whole_number
-from vsim.cluster.groups import groups_of, pairs_of, shares_of
 from vsim.cluster.ledger import Event, Ledger
-from vsim.cluster.reductions import check_reduction, is_whole, reduce_rows
+from vsim.cluster.reductions import check_reduction, groups_of, is_whole, pairs_of, reduce_rows, shares_of
 
 Nodes = Sequence[int] | Tensor | None  # their numbers; None: all
 Among = Nodes | Sequence[Sequence[int] | Tensor]
@@ -73,6 +72,10 @@ class Pending:
         result = self._finish()
         self._finish = lambda: result
         return result
+
+    def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
+        """Return this collective with what `change` makes of its result."""
+        return Pending(self._collectives, self.due, lambda: change(self.arrived()))
 
 
 class Collectives(ABC):

@@ -1,6 +1,10 @@
-"""How the rows of several nodes become one: what can be reduced, and the kernel that does."""
+"""Reductions over nodes: who takes part, how much each node counts, and the kernel that reduces rows."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,3 +37,50 @@ def reduce_rows(stacked: Tensor, op: str, weights: Tensor | None = None) -> Tens
     if op == "sum":
         return stacked.sum(0)
     return stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+def groups_of(among: Any, num_nodes: int) -> list[list[int]]:
+    """Return the groups that are named: nodes are one group, groups of nodes several; empty ones are left out.
+
+    Raises:
+        ValueError: something named is no node, or is named twice.
+    """
+    parts: list[Any] = [part.tolist() if hasattr(part, "tolist") else part for part in among]
+    groups = [list(part) for part in parts] if all(hasattr(part, "__iter__") for part in parts) else [parts]
+    named = [node for group in groups for node in group]
+    if any(type(node) is not int for node in named) or sorted({*named} & {*range(num_nodes)}) != sorted(named):
+        raise ValueError(f"each of the nodes that take part must be named once, from 0 to {num_nodes - 1}; got {among}")
+    return [group for group in groups if group]
+
+
+def pairs_of(pairs: Any, num_nodes: int) -> list[tuple[int, int]]:
+    """Return pairs (source, destination) of nodes.
+
+    Raises:
+        ValueError: something is no pair, or no node; or a node is twice a source, or twice a destination.
+    """
+    listed = [tuple(pair.tolist() if hasattr(pair, "tolist") else pair) for pair in pairs]
+    if any(len(pair) != 2 for pair in listed):
+        raise ValueError(f"pairs must be (source, destination), …; got {pairs}")
+    listed = [tuple(node.tolist() if hasattr(node, "tolist") else node for node in pair) for pair in listed]
+    for nodes in zip(*listed, strict=True):
+        groups_of(nodes, num_nodes)
+    return listed
+
+
+def shares_of(weights: Tensor | None, group: Sequence[int], num_nodes: int) -> Tensor | None:
+    """Return the weights (K,) of the nodes of a group scaled to sum to 1, if there are any.
+
+    Raises:
+        ValueError: they are not one number a node, or their sum in the group is 0 or not finite.
+    """
+    if weights is None:
+        return None
+    if weights.shape != (num_nodes,):
+        raise ValueError(f"weights must be one per node, ({num_nodes},), got the shape {tuple(weights.shape)}")
+    # On the CPU, where float64 always is: a few numbers, whatever the device and precision of what they weigh.
+    own = weights[list(group)].cpu()
+    total = own.sum().item()
+    if not math.isfinite(total) or not total:
+        raise ValueError(f"weights of nodes that reduce together must have a finite sum, not 0; got {own.tolist()}")
+    return own.double() / total

@@ -6,11 +6,26 @@ from vsim.cluster.optim import OptimSpec
 from vsim.strategy.alone import AloneStrategy
 from vsim.strategy.async_diloco import AsyncDiLoCoStrategy
 from vsim.strategy.asynchronous import AsynchronousStrategy
+from vsim.strategy.average import (
+    RULES,
+    Average,
+    Rule,
+    clip,
+    compress,
+    edit,
+    iso,
+    krum,
+    mean,
+    median,
+    rda,
+    ties,
+    trimmed_mean,
+    tsv,
+)
 from vsim.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Strategy
 from vsim.strategy.compression import (
     FP4,
     QSGD,
-    CompressedAverage,
     Compressor,
     DCTTopK,
     PowerSGD,
@@ -33,7 +48,6 @@ from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi, S
 from vsim.strategy.fedper import FedPerStrategy, PersonalAverage
 from vsim.strategy.fedprox import FedProxStrategy, ProximalTerm
 from vsim.strategy.gpa import GPAStrategy
-from vsim.strategy.mergers import MERGERS, Merger, iso, krum, mean, median, rda, trimmed_mean
 from vsim.strategy.muloco import MuLoCoStrategy
 from vsim.strategy.nesterov import DelayedNesterovStrategy
 from vsim.strategy.noloco import NoLoCoStrategy, PairCommunicator
@@ -49,6 +63,7 @@ from vsim.strategy.slowmo import SlowMomentum, SlowMoStrategy
 from vsim.strategy.sparseloco import SparseLoCoStrategy
 from vsim.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
 from vsim.strategy.streaming import StreamingDiLoCoCommunicator, StreamingDiLoCoStrategy
+from vsim.strategy.when import QSR, Every, PostLocal, Seconds, When
 
 # Short name → class and the arguments that the command line gives it where the user does not. Some hundred steps are
 # few rounds: DiLoCo's outer rate of 0.7, made for H = 500, swings around the minimum there.
@@ -97,17 +112,18 @@ PRESETS: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 __all__ = [
     "COMPARED",
     "FP4",
-    "MERGERS",
     "PRESETS",
     "QSGD",
+    "QSR",
+    "RULES",
     "STRATEGIES",
     "AloneStrategy",
     "AsyncDiLoCoStrategy",
     "AsynchronousStrategy",
+    "Average",
     "AveragingCommunicator",
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
-    "CompressedAverage",
     "Compressor",
     "ControlVariates",
     "DCTTopK",
@@ -120,6 +136,7 @@ __all__ = [
     "DiLoCoStrategy",
     "EagerDiLoCoCommunicator",
     "EagerDiLoCoStrategy",
+    "Every",
     "FedAdagrad",
     "FedAdam",
     "FedAvgStrategy",
@@ -130,22 +147,24 @@ __all__ = [
     "GPAStrategy",
     "GradientAverage",
     "IndexSelector",
-    "Merger",
     "MuLoCoStrategy",
     "NoLoCoStrategy",
     "OptimSpec",
     "PairCommunicator",
     "PartitionedIndexSelector",
     "PersonalAverage",
+    "PostLocal",
     "PowerSGD",
     "PrivateAverage",
     "ProximalTerm",
     "RandomIndexSelector",
     "RandomK",
+    "Rule",
     "SPARTADiLoCoStrategy",
     "SPARTAStrategy",
     "ScaffoldStrategy",
     "ScaledSign",
+    "Seconds",
     "ServerStep",
     "ShuffledSequentialIndexSelector",
     "SignVote",
@@ -162,10 +181,16 @@ __all__ = [
     "TileTopK",
     "TopK",
     "UniformQuantizer",
+    "When",
+    "clip",
+    "compress",
+    "edit",
     "iso",
     "krum",
     "mean",
     "median",
     "rda",
+    "ties",
     "trimmed_mean",
+    "tsv",
 ]

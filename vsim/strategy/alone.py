@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
-from vsim.strategy.base import Strategy, StrategyOptions
+from vsim.strategy.base import Optim, Strategy, StrategyOptions
 
 
 class AloneStrategy(Strategy):
@@ -21,8 +21,8 @@ class AloneStrategy(Strategy):
     Payload: none.
     """
 
-    def __init__(self, **options: Unpack[StrategyOptions]) -> None:
-        super().__init__([], **options)
+    def __init__(self, inner_optim: Optim = None, **options: Unpack[StrategyOptions]) -> None:
+        super().__init__([], inner_optim=inner_optim, **options)
 
     def global_weights(self) -> Tensor:
         """Return the shared weights (P,) of node 0."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,12 +12,11 @@ from typing_extensions import Unpack
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.cluster.optim import resolve_optim
-from vsim.cluster.reductions import reduce_rows
+from vsim.cluster.reductions import reduce_rows, shares_of
 from vsim.strategy.asynchronous import AsynchronousStrategy
-from vsim.strategy.base import Optim, StrategyOptions, with_inner
-from vsim.strategy.fragments import fragments_of
-from vsim.strategy.streaming import DEFAULT_OUTER, outer_optimizers
+from vsim.strategy.average import AverageLike, average_of
+from vsim.strategy.base import Optim, StrategyOptions
+from vsim.strategy.outer import outer_optimizer, outer_spec
 
 
 def none(staleness: int) -> float:
@@ -43,11 +43,13 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
 
     Args:
         H: inner steps of a phase, at least 1.
-        outer_optim, outer_optim_spec, outer_lr: as of `DiLoCoStrategy`.
+        outer_optim, outer_lr: see `DiLoCoStrategy`.
         staleness: w: "sqrt", 1 / √(1 + s); "none", 1; or a function of s, at least 0.
         buffer: arrivals of an outer step, at least 1.
         patience: instead of `buffer`: so many arrivals of an outer step, for which the workers that come before wait;
             K at most. With math.inf all wait for all, and it is DiLoCo, bit for bit if it is deterministic.
+        average: how the w(s_k) (φ_k − θ_k) become one; see `vsim.strategy.average`. They arrive one by one, so that
+            none is compressed.
         options: those of every strategy; see `Strategy`.
 
     Payload: all weights, up and down, of a worker after every H of its steps.
@@ -58,48 +60,38 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
-        outer_optim_spec: Optim = None,
+        inner_optim: Optim = None,
+        outer_optim: Optim = None,
         H: int = 100,
         *,
-        outer_optim: Optim = None,
         outer_lr: float | None = None,
         staleness: str | Callable[[int], float] = "sqrt",
         buffer: int | None = None,
         patience: float | None = None,
+        average: AverageLike = "mean",
         **options: Unpack[StrategyOptions],
     ) -> None:
-        self.outer_optim_spec = resolve_optim(
-            "AsyncDiLoCo",
-            {"outer_optim_spec": outer_optim_spec, "outer_optim": outer_optim},
-            {"outer_lr": outer_lr},
-            default=DEFAULT_OUTER,
-        )
+        self.outer_optim_spec = outer_spec(outer_optim, outer_lr)
+        self.average = average_of(average, "AsyncDiLoCo", arrivals=True)
         if patience is not None and buffer is not None:
             raise TypeError("AsyncDiLoCo: buffer and patience both say how many arrivals an outer step has; give one")
         self.waits = patience is not None
-        if patience == math.inf:
-            self.awaited: float = math.inf
-        elif patience is not None:
-            self.awaited = whole_number("patience", patience)
-        else:
-            self.awaited = whole_number("buffer", 1 if buffer is None else buffer)
+        name, arrivals = ("patience", patience) if self.waits else ("buffer", 1 if buffer is None else buffer)
+        self.awaited = math.inf if self.waits and patience == math.inf else whole_number(name, arrivals)
         if not callable(staleness):
             staleness = STALENESS[one_of("staleness", staleness, STALENESS)]
         self.staleness = staleness
-        super().__init__(H, **with_inner(optim_spec, options))
+        super().__init__(H, inner_optim=inner_optim, **options)
 
     outer_gradient: Tensor  # shared (P,)
     arrivals: list[tuple[int, Tensor, Tensor, int]]  # node, θ_k, φ_k, s_k
-    derived = (*AsynchronousStrategy.derived, "outer_gradient")
+    derived: ClassVar[tuple[str, ...]] = ("outer_gradient",)
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
         self.outer_gradient = torch.zeros_like(self.outer_weights)
-        parts, spec = fragments_of(cluster.replicas.layout, 1, "strided"), self.outer_optim_spec
-        optims = outer_optimizers(spec, parts, self.outer_weights, self.outer_gradient, cluster.deterministic)
-        self.keep_shared(outer_optims=optims, arrivals=[])
+        optim = outer_optimizer(self.outer_optim_spec, cluster, self.outer_weights, self.outer_gradient)
+        self.keep_shared(outer_optims=[optim], arrivals=[])
 
     def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
         self.arrivals.append((node, weights, self.taken[node].clone(), staleness))
@@ -112,12 +104,16 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
 
     def _outer_step(self) -> None:
         """Take an outer step with the arrivals, in the order of the nodes, whoever was first."""
-        _, weights, taken, staleness = zip(*sorted(self.arrivals, key=lambda arrival: arrival[0]), strict=True)
+        nodes, weights, taken, staleness = zip(*sorted(self.arrivals, key=lambda arrival: arrival[0]), strict=True)
         share = [real_number("staleness weight", self.staleness(s), at_least=0) for s in staleness]
-        if any(staleness) or set(share) != {1.0}:
-            moved = [w * (phi - theta) for w, phi, theta in zip(share, taken, weights, strict=True)]
-            self.outer_gradient.copy_(reduce_rows(torch.stack(moved), "mean"))
-        else:  # in the order of sums of DiLoCo, where φ is equal on all nodes
+        if self.average.is_mean and self.average.rule.by == "nodes" and not any(staleness) and set(share) == {1.0}:
+            # φ is equal on all nodes: in the order of DiLoCo's sums.
             torch.sub(self.outer_weights, reduce_rows(torch.stack(weights), "mean"), out=self.outer_gradient)
+        else:
+            moved = torch.stack([w * (phi - theta) for w, phi, theta in zip(share, taken, weights, strict=True)])
+            counts = self.average.weights(self.cluster)
+            if counts is not None:
+                counts = shares_of(counts[list(nodes)], range(len(nodes)), len(nodes))
+            self.outer_gradient.copy_(self.average.of_arrivals(moved, self.cluster.replicas, counts))
         self.outer_optims[0].step()
         self.version += 1

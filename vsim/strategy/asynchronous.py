@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from vsim.cluster.optim import clip_by_node
 from vsim.cluster.optimizers import JointOptimizers, evaluating, torch_optimizers
 from vsim.network.event_clock import ARRIVAL, RETURN, STEP, VirtualClock
 from vsim.private_torch import mark_stepped
-from vsim.strategy.base import Strategy, StrategyOptions
+from vsim.strategy.base import Optim, Strategy, StrategyOptions
 
 
 class OwnOptimizers(JointOptimizers):
@@ -49,7 +49,7 @@ class AsynchronousStrategy(Strategy):
     """
 
     is_asynchronous = True
-    derived = (*Strategy.derived, "step_workers")
+    derived: ClassVar[tuple[str, ...]] = ("step_workers",)
 
     clock: VirtualClock
     outer_weights: Tensor  # φ, shared (P,)
@@ -65,9 +65,9 @@ class AsynchronousStrategy(Strategy):
     losses: Tensor  # of each worker's last local step, stacked (K,); NaN before there is one
     step_workers: Callable[[Sequence[int]], None]
 
-    def __init__(self, H: int, **options: Unpack[StrategyOptions]) -> None:
+    def __init__(self, H: int, *, inner_optim: Optim = None, **options: Unpack[StrategyOptions]) -> None:
         self.H = whole_number("H", H)
-        super().__init__(**options)
+        super().__init__(inner_optim=inner_optim, **options)
         if self.is_per_node:
             raise TypeError(f"{type(self).__name__} defines step(), which no asynchronous run calls: define receive()")
 

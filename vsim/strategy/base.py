@@ -21,38 +21,41 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Unpack
 
-from vsim.arguments import only_one, real_number, reject_unknown
+from vsim.arguments import real_number, reject_unknown
 from vsim.cluster import Cluster
 from vsim.cluster.muon import StackedMuon
 from vsim.cluster.optim import ELEMENTWISE, OptimSpec, clip_by_node, resolve_optim
 from vsim.cluster.optimizers import StackedOptimizer, evaluating, parts_of, stepped_tensors, torch_optimizers
 from vsim.cluster.schedule import Schedule
-from vsim.cluster.state import Stateful
 from vsim.strategy.communicate import communicating_through
+from vsim.strategy.configured import Configured
 from vsim.strategy.node import PerNodeStep, StackedModel
+from vsim.strategy.when import When, schedule_of
 
 
-class CommunicationModule(Stateful):
-    """One way of communicating, at one or both of two moments of every step. Subclass it; both do nothing here.
+class CommunicationModule(Configured):
+    """One way of communicating. A subclass defines `sync`, which is called after the steps that its H says.
 
     Attributes:
+        H: a number of steps, or a schedule of `vsim.strategy.when`; 1 where a subclass sets none.
         only_once: whether a second one of its kind, whatever its settings, would find nothing to do.
     """
 
+    H: int | When = 1
     only_once = False
 
     def setup(self, cluster: Cluster) -> None:
         """Prepare for a run on `cluster`: create and declare the state that lasts from step to step."""
 
     @property
-    def period(self) -> int:
-        """Steps from one sync to the next: its `H` or `every`, if it has one, else 1."""
-        return int(getattr(self, "H", getattr(self, "every", 1)))
+    def when(self) -> When:
+        """H as a schedule."""
+        return schedule_of(self.H)
 
     @property
     def first_step(self) -> int:
-        """The first step that it changes anything at; a run that ends before is warned of."""
-        return 1
+        """The first step that it changes anything at, known after the setup. A shorter run gets a warning."""
+        return self.when.period or self.when.next
 
     @property
     def personal_bytes(self) -> int:
@@ -60,13 +63,30 @@ class CommunicationModule(Stateful):
         return 0
 
     def attend(self, cluster: Cluster) -> None:
-        """Hear that other nodes take part from step `cluster.step` on, if they do not in all; here nothing follows."""
+        """Called when the set of nodes that take part changes, before step `cluster.step`. Default: no-op."""
 
     def communicate_gradients(self, cluster: Cluster) -> None:
-        """Change `cluster.grads` in place, before clipping and the optimizer step number `cluster.step`."""
+        """Change `cluster.grads` in place, before clipping and the optimizer step number `cluster.step`.
+
+        Default: average them in the warm-up of a `PostLocal` schedule.
+        """
+        if self.when.is_warmup(cluster.step):
+            cluster.grads.copy_(cluster.collectives.all_reduce(cluster.grads, "mean", label="gradients"))
 
     def communicate(self, cluster: Cluster) -> None:
-        """Change `cluster.weights` in place, after the optimizer step number `cluster.step`."""
+        """Change `cluster.weights` in place, after the optimizer step number `cluster.step`.
+
+        Default: `sync` when H says so. In a warm-up weights are equal, and outer weights follow them.
+        """
+        due = self.when.is_due(cluster)
+        if self.when.is_warmup(cluster.step):
+            if isinstance(outer := vars(self).get("outer_weights"), Tensor):
+                outer.copy_(cluster.weights[0])
+        elif due:
+            self.sync(cluster)
+
+    def sync(self, cluster: Cluster) -> None:
+        """Change `cluster.weights` in place, after a step that H says. Default: no-op."""
 
     def global_weights(self, cluster: Cluster) -> Tensor | None:
         """Return the shared weights (P,) that this module holds as the global model, if it does."""
@@ -88,10 +108,9 @@ Optim = OptimSpec | type[Optimizer] | str | None
 
 
 class StrategyOptions(TypedDict, total=False):
-    """The arguments that all strategies take; see `Strategy`."""
+    """The arguments that all strategies take, beside inner_optim; see `Strategy`."""
 
     optim_spec: Optim
-    inner_optim: Optim
     lr: float | None
     inner_lr: float | None
     max_norm: float | None
@@ -102,20 +121,14 @@ class StrategyOptions(TypedDict, total=False):
     max_steps: int | None
 
 
-def with_inner(optim_spec: Optim, options: StrategyOptions) -> StrategyOptions:
-    """Return the options of a strategy whose first argument, by position, may be the inner optimizer as in EXO Gym."""
-    given = {"the first argument": optim_spec, "optim_spec": options.get("optim_spec")}
-    return {**options, "optim_spec": only_one("inner optimizer", **given)}
-
-
-class Strategy(Stateful):
+class Strategy(Configured):
     """An inner optimizer and an ordered list of communication modules. The base to subclass.
 
     Args:
         communication_modules: communicate in this order. Without any, every node trains alone.
-        optim_spec, inner_optim: the inner optimizer (two spellings; give one): an `OptimSpec`, a torch.optim class or
-            its name in small letters. Default AdamW. The strategies that EXO Gym has take it by position, too: first.
-        lr, inner_lr: its learning rate (two spellings).
+        inner_optim: the inner optimizer: an `OptimSpec`, a torch.optim class or its name in small letters. Default
+            AdamW. EXO Gym's name for it, optim_spec, is the same argument.
+        lr: its learning rate; also inner_lr.
         max_norm: clip every node's gradient to this 2-norm before its optimizer step.
         lr_scheduler: a torch.optim.lr_scheduler class, or "cosine" or "lambda_cosine": the peak rate times s / w while
             s < w (warm-up), then, with cosine_anneal, times 0.1 + 0.45 · (1 + cos(π (s − w) / (T − w))), at 0-based
@@ -126,7 +139,9 @@ class Strategy(Stateful):
     Attributes during a run:
         model: the stacked model: `parameters()` yields tensors (K, *shape) with stacked `.grad`.
         optim: the inner optimizer. num_nodes: K. local_step: completed steps. cluster: everything else.
-        settings: the arguments that it was made with, which must be the same in a run that resumes.
+        settings: what it was made with, which must be the same in a run that resumes.
+
+    `str(strategy)` is the call that makes it.
 
     A subclass may override `before_optimizer` or `after_optimizer`, or `step` with code written as if for one node,
     which must end with `super().step()`:
@@ -154,9 +169,13 @@ class Strategy(Stateful):
             setattr(cls, promise, cls.__dict__.get(promise, False))
 
     def __init__(
-        self, communication_modules: Sequence[CommunicationModule] = (), **options: Unpack[StrategyOptions]
+        self,
+        communication_modules: Sequence[CommunicationModule] = (),
+        *,
+        inner_optim: Optim = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
-        of_all = StrategyOptions.__annotations__
+        of_all = ("inner_optim", *StrategyOptions.__annotations__)
         own = [n for n in inspect.signature(type(self).__init__).parameters if n not in ("self", "options", *of_all)]
         where = f"{type(self).__name__}()"
         reject_unknown(options, [*own, *of_all], where)
@@ -176,8 +195,8 @@ class Strategy(Stateful):
         self.communication_modules = list(communication_modules)
         self.optim_spec = resolve_optim(
             where,
-            {name: options.get(name) for name in ("optim_spec", "inner_optim")},
-            {"lr": options.get("lr"), "inner_lr": options.get("inner_lr")},
+            {"inner_optim": inner_optim},
+            {"lr": options.get("lr")},
             default=OptimSpec(torch.optim.AdamW),
         )
         max_norm = options.get("max_norm")
@@ -203,7 +222,14 @@ class Strategy(Stateful):
         self._stepped = [(p, p.grad) for p in stepped_tensors(self.optim)]
         self.schedulers = [self.schedule.build(part, cluster.max_steps) for part in parts_of(self.optim)]
         for module in self.communication_modules:
+            module.when.setup(cluster)
             module.setup(cluster)
+
+    def _check_made(self) -> None:
+        if "communication_modules" not in vars(self):
+            raise TypeError(
+                f"{type(self).__name__}.__init__() must call super().__init__(…), with the options of every strategy"
+            )
 
     def _check_optimizer(self) -> None:
         """Raise a TypeError if `_init_node` made an optimizer that is not the nodes' own optimizers side by side."""
@@ -242,7 +268,12 @@ class Strategy(Stateful):
     @property
     def period(self) -> int:
         """Steps from one sync to the next: the longest period of its communication modules."""
-        return max((module.period for module in self.communication_modules), default=1)
+        return max((module.when.period or 1 for module in self.communication_modules), default=1)
+
+    @property
+    def needs_compute(self) -> bool:
+        """Whether a schedule of syncs goes by compute seconds."""
+        return any(module.when.needs_compute for module in self.communication_modules)
 
     @property
     def local_step(self) -> int:
@@ -353,6 +384,9 @@ class CommunicateOptimizeStrategy(Strategy):
     """Any communication modules in order around one inner optimizer; see `Strategy` for the arguments."""
 
     def __init__(
-        self, communication_modules: Sequence[CommunicationModule], **options: Unpack[StrategyOptions]
+        self,
+        communication_modules: Sequence[CommunicationModule],
+        inner_optim: Optim = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
-        super().__init__(communication_modules, **options)
+        super().__init__(communication_modules, inner_optim=inner_optim, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,13 +11,14 @@ from typing_extensions import Unpack
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.cluster.groups import shares_of
-from vsim.cluster.optim import resolve_optim
+from vsim.cluster.reductions import shares_of
 from vsim.strategy.asynchronous import AsynchronousStrategy
+from vsim.strategy.average import COUNTS, AverageLike, average_of, rda
 from vsim.strategy.base import Optim, StrategyOptions
-from vsim.strategy.fragments import PATTERNS, Fragments, fragments_of
-from vsim.strategy.mergers import MergerLike, merged_rows, resolve_merger
-from vsim.strategy.streaming import DEFAULT_OUTER, outer_optimizers
+from vsim.strategy.fragments import PATTERNS, Fragments, checked_fragments, first_step, fragments_of
+from vsim.strategy.outer import outer_optimizer, outer_spec
+
+PAPERS = rda("tokens")
 
 
 class DecoupledDiLoCoStrategy(AsynchronousStrategy):
@@ -29,19 +30,18 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         learner k      τ of its steps after sending, or when the answer is there:  θ_k ← φ
 
     The slack is the time until the first of those that have come wants its answer. A learner that comes too late is in
-    the next round; a fragment whose answer a learner still awaits is not sent again. Nobody waits for anybody.
+    the next round; a fragment whose answer a learner still awaits is not sent again. With τ > 0 no learner waits.
 
     Args:
         H: steps of a learner between two syncs of one fragment, at least the number of fragments. The paper uses 24.
-        fragments: as of `StreamingDiLoCoStrategy`; None: one for each layer. The paper has 24.
-        pattern: likewise.
-        delay: τ, 0 ≤ τ < H.
+        fragments, pattern: see `StreamingDiLoCoStrategy`. The paper has 24.
+        delay: τ, 0 ≤ τ < H. With 0 a learner waits until its answers are there.
         quorum: learners that a merge needs, from 1 to K.
         grace: γ in [0, 1].
-        outer_optim, outer_lr: as of `DiLoCoStrategy`.
-        merger: as of `DiLoCoStrategy`; "rda", the paper's, keeps lengths where directions differ.
-        weighting: "tokens": tokens²/steps since the fragment was last sent (examples², where batches hold no token
-            ids); "nodes": all alike.
+        outer_optim, outer_lr: see `DiLoCoStrategy`.
+        average: how the φ_k − θ_k become one; see `vsim.strategy.average`. The paper's rda("tokens") keeps lengths
+            where directions differ, and weights by tokens²/steps since the fragment was last sent (examples², where
+            batches hold no token ids). Messages arrive one by one, so that none is compressed.
         options: those of every strategy; see `Strategy`.
 
     Payload: each fragment, up and down, of a learner after every H of its steps.
@@ -51,6 +51,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
 
     def __init__(
         self,
+        inner_optim: Optim = None,
         H: int = 24,
         *,
         fragments: Fragments = None,
@@ -60,21 +61,16 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         grace: float = 1.0,
         outer_optim: Optim = None,
         outer_lr: float | None = None,
-        merger: MergerLike = "rda",
-        weighting: str = "tokens",
+        average: AverageLike = PAPERS,
         **options: Unpack[StrategyOptions],
     ) -> None:
-        self.outer_optim_spec = resolve_optim(
-            "DecoupledDiLoCo", {"outer_optim": outer_optim}, {"outer_lr": outer_lr}, default=DEFAULT_OUTER
-        )
-        self.fragments = fragments
-        self.pattern = one_of("pattern", pattern, PATTERNS)
+        super().__init__(H, inner_optim=inner_optim, **options)
+        self.outer_optim_spec = outer_spec(outer_optim, outer_lr)
+        self.fragments, self.pattern = checked_fragments(fragments, self.H), one_of("pattern", pattern, PATTERNS)
         self.delay = whole_number("delay", delay, at_least=0)
         self.quorum = whole_number("quorum", quorum)
         self.grace = real_number("grace", grace, at_least=0, at_most=1)
-        self.weighting = one_of("weighting", weighting, ("tokens", "nodes"))
-        self.merger = resolve_merger(merger, "DecoupledDiLoCo", weighted=weighting == "tokens")
-        super().__init__(H, **options)
+        self.average = average_of(average, "DecoupledDiLoCo", by=COUNTS, arrivals=True)
         if self.delay >= self.H:
             raise ValueError(f"delay must be below H, after which a fragment is sent again; got {delay} for H={H}")
 
@@ -85,7 +81,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
     awaited: list[list[bool]]  # likewise: whether an answer is on its way
     answers: list[dict[int, Tensor]]  # of each learner: fragment → φ (n,)
     timers: dict[int, int]  # number → fragment
-    derived = (*AsynchronousStrategy.derived, "outer_gradient", "parts")
+    derived: ClassVar[tuple[str, ...]] = ("outer_gradient", "parts")
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
@@ -94,8 +90,9 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         self.parts = parts = fragments_of(cluster.replicas.layout, self.fragments, self.pattern)
         if len(parts) > self.H:
             raise ValueError(f"H must be at least the number of fragments, {len(parts)}, got {self.H}")
-        self.outer_gradient, spec = torch.zeros_like(self.outer_weights), self.outer_optim_spec
-        optims = outer_optimizers(spec, parts, self.outer_weights, self.outer_gradient, cluster.deterministic)
+        phi, spec = self.outer_weights, self.outer_optim_spec
+        self.outer_gradient = torch.zeros_like(phi)
+        optims = [outer_optimizer(spec, cluster, phi, self.outer_gradient, part) for part in parts]
         nodes = range(cluster.num_nodes)
         self.keep_shared(outer_optims=optims, came=[[] for _ in parts], closing=[math.inf for _ in parts], timers={})
         self.keep_stacked(
@@ -105,26 +102,32 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         )
 
     def after_local_step(self, node: int) -> None:
+        by = self.average.rule.by
         own, awaited, sent, answers = self.clock.steps[node], self.awaited[node], self.sent[node], self.answers[node]
         due = [i for i in answers if own >= sent[i][0] + self.delay]
-        first = [(i + 1) * self.H // len(self.parts) for i in range(len(self.parts))]
+        first = [first_step(i, self.H, len(self.parts)) for i in range(len(self.parts))]
         sending = [i for i, n in enumerate(first) if (own - n) % self.H == 0 and (i in due or not awaited[i])]
         if due or sending:
             self.catch_up()
         for i in due:
-            part, fresh = self.parts[i], answers.pop(i)
-            for matrix in (self.cluster.weights, self.taken):
-                for view, piece in zip(part.views(matrix[node]), part.cut(fresh), strict=True):
-                    view.copy_(piece)
-            awaited[i] = False
+            self._take(node, i, answers.pop(i))
         for i in sending:
             steps, tokens = own - sent[i][0], self.seen[node] - sent[i][1]
-            weight = tokens**2 / steps if self.weighting == "tokens" else 1.0
+            weight = {"tokens": tokens**2 / steps, "examples": float(self.cluster.shard_sizes[node])}.get(by, 1.0)
             label = "outer gradient" if len(self.parts) == 1 else f"outer gradient of fragment {i}"
             row, wanted = self.parts[i].of(self.cluster.weights[node]), self.delay * self.clock.step_seconds(node)
             self.push(node, row, label, (i, weight, self.clock.now + wanted))
             awaited[i], sent[i] = True, [own, self.seen[node]]
-        self.clock.step(node)
+        if self.delay or not sending:  # with τ = 0 it waits for the answers
+            self.clock.step(node)
+
+    def _take(self, node: int, i: int, phi: Tensor) -> None:
+        """θ_k ← φ (n,) on fragment i of a learner."""
+        part = self.parts[i]
+        for matrix in (self.cluster.weights, self.taken):
+            for view, piece in zip(part.views(matrix[node]), part.cut(phi), strict=True):
+                view.copy_(piece)
+        self.awaited[node][i] = False
 
     def arrived(self, node: int, message: tuple[Tensor, Any]) -> None:
         weights, (i, weight, wanted) = message
@@ -149,8 +152,10 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         self._forget_timers(i)
         part = self.parts[i]
         rows = torch.stack([part.of(self.taken[node]) - row for node, row in zip(nodes, weights, strict=True)])
-        shares = shares_of(torch.tensor(share), range(len(nodes)), len(nodes)) if self.weighting == "tokens" else None
-        merged = merged_rows(self.merger, rows, part.alone(self.cluster).replicas, shares)
+        shares = (
+            None if self.average.rule.by == "nodes" else shares_of(torch.tensor(share), range(len(nodes)), len(nodes))
+        )
+        merged = self.average.of_arrivals(rows, part.alone(self.cluster).replicas, shares)
         for gradient, piece in zip(part.views(self.outer_gradient), part.cut(merged), strict=True):
             gradient.copy_(piece)
         self.outer_optims[i].step()
@@ -163,5 +168,10 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
             self.clock.cancel(number)
 
     def returned(self, node: int, message: tuple[Tensor, Any]) -> None:
-        answer, i = message
-        self.answers[node][i] = answer  # in the middle of a step: taken after it
+        phi, i = message
+        if self.delay:
+            self.answers[node][i] = phi  # in the middle of a step: taken after it
+            return
+        self._take(node, i, phi)
+        if not any(self.awaited[node]):
+            self.clock.step(node)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from typing_extensions import Unpack
 
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.cluster.optim import OptimSpec
-from vsim.strategy.base import Optim, Strategy, StrategyOptions, with_inner
-from vsim.strategy.compression import CompressedAverage, DCTTopK
+from vsim.strategy.average import compress
+from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.compression import DCTTopK
 
 
 class DeMoStrategy(Strategy):
@@ -41,8 +40,7 @@ class DeMoStrategy(Strategy):
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
+        inner_optim: Optim = None,
         compression_decay: float = 0.999,
         compression_topk: int = 32,
         compression_chunk: int = 64,
@@ -50,20 +48,13 @@ class DeMoStrategy(Strategy):
         index_bytes: str = "int64",
         **options: Unpack[StrategyOptions],
     ) -> None:
-        options = with_inner(optim_spec, options)
-        for name in ("optim_spec", "inner_optim"):
-            if options.get(name) is not None:
-                raise TypeError(f"DeMoStrategy(): {name} has no effect, for the step is by the sign; lr sets its size")
-        options["optim_spec"] = OptimSpec(torch.optim.SGD)
-        super().__init__(**options)
-        self.momentum = CompressedAverage(
-            DCTTopK(
-                whole_number("compression_topk", compression_topk),
-                whole_number("compression_chunk", compression_chunk),
-                index_bytes,
-            ),
-            real_number("compression_decay", compression_decay, at_least=0, at_most=1),
-        )
+        if inner_optim is not None:
+            raise TypeError("DeMoStrategy(): inner_optim has no effect, for the step is by the sign; lr sets its size")
+        super().__init__(inner_optim="sgd", **options)
+        topk = whole_number("compression_topk", compression_topk)
+        chunk = whole_number("compression_chunk", compression_chunk)
+        decay = real_number("compression_decay", compression_decay, at_least=0, at_most=1)
+        self.momentum = compress(DCTTopK(topk, chunk, index_bytes), decay)
         self.weight_decay = real_number("weight_decay", weight_decay, at_least=0)
 
     def setup(self, cluster: Cluster) -> None:
@@ -75,5 +66,5 @@ class DeMoStrategy(Strategy):
         cluster = self.cluster
         if self.weight_decay:
             cluster.replicas.weights.mul_(1 - self.lr * self.weight_decay)
-        fast = self.momentum.average(cluster.grads.mul_(self.lr), cluster, "DCT coefficients")
+        fast = self.momentum(cluster.grads.mul_(self.lr), cluster, "DCT coefficients")
         cluster.replicas.grads[: len(cluster.replicas.weights)] = fast.sign_()  # the rows that are stepped

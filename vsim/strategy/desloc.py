@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optimizers import states_by_node
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
 from vsim.strategy.fedavg import AveragingCommunicator
 
 # What torch's optimizers call their moments.
@@ -30,15 +30,9 @@ class StateAverage(CommunicationModule):
 
     def __init__(self, name: str, every: int) -> None:
         self.name = name
-        self.every = whole_number("every", every)
+        self.H = whole_number("every", every)
 
-    @property
-    def first_step(self) -> int:
-        return self.every
-
-    def communicate(self, cluster: Cluster) -> None:
-        if cluster.step % self.every:
-            return
+    def sync(self, cluster: Cluster) -> None:
         nodes = states_by_node(cluster.optim, self.name, cluster.replicas)
         rows = torch.stack([torch.cat([tensor.reshape(-1) for tensor in node]) for node in nodes])  # (R, P)
         mean = cluster.collectives.all_reduce(rows, "mean", label=self.name)
@@ -78,8 +72,7 @@ class DESLOCStrategy(Strategy):
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
+        inner_optim: Optim = None,
         H: int = 32,
         *,
         H_m: int | None = None,
@@ -87,7 +80,7 @@ class DESLOCStrategy(Strategy):
         **options: Unpack[StrategyOptions],
     ) -> None:
         weights = AveragingCommunicator(every=whole_number("H", H))
-        super().__init__([weights], **with_inner(optim_spec, options))
+        super().__init__([weights], inner_optim=inner_optim, **options)
         if self.optim_spec.rest is not None:
             raise TypeError(f"DESLOCStrategy(): {self.optim_spec} is two optimizers, each with moments of its own")
         kept = self.optim_spec.state_names()

@@ -2,56 +2,58 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from vsim.strategy.base import Optim, Strategy, StrategyOptions, with_inner
-from vsim.strategy.clipping import MaxNodeNorm
-from vsim.strategy.compression import Compressor
-from vsim.strategy.mergers import MergerLike
-from vsim.strategy.streaming import StreamingDiLoCoCommunicator
+from vsim.cluster import Cluster
+from vsim.cluster.optimizers import evaluating
+from vsim.strategy.average import AverageLike, average_of
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.outer import outer_optimizer, outer_spec
+from vsim.strategy.when import When, interval
 
 
-class DiLoCoCommunicator(StreamingDiLoCoCommunicator):
-    """After every H-th step the mean distance that the nodes have come is the outer optimizer's gradient.
+class DiLoCoCommunicator(CommunicationModule):
+    """φ ← outer(φ, Δ),  Δ = average_k(φ − θ_k),  θ_k ← φ,  after every H-th step; see `DiLoCoStrategy`."""
 
-    Args:
-        H: steps between syncs.
-        outer_optim_spec, outer_optim: the outer optimizer (two spellings; give one). Default SGD with lr 0.7, momentum
-            0.9, Nesterov.
-        outer_lr: its learning rate.
-        compressor: how to send the distances φ − θ_k with fewer bytes; None: as they are.
-        error_feedback: β in [0, 1], the share of what a compressor left out that is sent later; see
-            `CompressedAverage`.
-        merger: how the distances become one, if not by their mean.
-        weighting: "uniform", or "examples": by the number of examples that a node has.
-        max_node_norm: the 2-norm that a node's distance is scaled to at most, or "median".
-    """
+    outer_weights: Tensor  # φ, shared (P,)
+    outer_optim: Optimizer
+    derived = ("outer_gradient",)
 
     def __init__(
         self,
-        H: int = 100,
-        outer_optim_spec: Optim = None,
-        *,
+        H: int | When = 100,
         outer_optim: Optim = None,
+        *,
         outer_lr: float | None = None,
-        compressor: Compressor | None = None,
-        error_feedback: bool | float | None = None,
-        merger: MergerLike = "mean",
-        weighting: str = "uniform",
-        max_node_norm: MaxNodeNorm = None,
+        average: AverageLike = "mean",
     ) -> None:
-        super().__init__(
-            H,
-            outer_optim_spec,
-            outer_optim=outer_optim,
-            outer_lr=outer_lr,
-            fragments=1,
-            compressor=compressor,
-            error_feedback=error_feedback,
-            merger=merger,
-            weighting=weighting,
-            max_node_norm=max_node_norm,
-        )
+        self.H = interval(H)
+        self.outer_optim_spec = outer_spec(outer_optim, outer_lr)
+        self.average = average_of(average, "DiLoCo")
+
+    def setup(self, cluster: Cluster) -> None:
+        phi = cluster.weights[0].clone()
+        self.outer_gradient = torch.zeros_like(phi)  # Δ, shared (P,)
+        optim = outer_optimizer(self.outer_optim_spec, cluster, phi, self.outer_gradient)
+        self.keep_shared(outer_weights=phi, outer_optim=optim)
+        self.average.setup(cluster)
+
+    def sync(self, cluster: Cluster) -> None:
+        phi = self.outer_weights
+        self.outer_gradient.copy_(self.average.of_distances(phi, cluster.weights, cluster, "outer gradient"))
+        self.outer_optim.step()
+        cluster.weights.copy_(phi)
+
+    def global_weights(self, cluster: Cluster) -> Tensor:
+        return self.outer_weights
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return evaluating(self.outer_optim, self.outer_weights)
 
 
 class DiLoCoStrategy(Strategy):
@@ -64,50 +66,26 @@ class DiLoCoStrategy(Strategy):
     torch.optim.SGD's Nesterov momentum has it.
 
     Args:
-        H: inner steps between syncs, at least 1. The paper uses 500.
-        outer_optim, outer_optim_spec: the outer optimizer (two spellings): an `OptimSpec`, class or name. Default SGD,
-            lr 0.7, momentum 0.9, Nesterov.
+        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`. The paper uses 500.
+        outer_optim: the outer optimizer: an `OptimSpec`, class or name. Default SGD, lr 0.7, momentum 0.9, Nesterov.
         outer_lr: the outer learning rate.
-        compressor: how every node sends its φ − θ_k with fewer bytes, such as TopK(0.01); None: as it is.
-        error_feedback: β in [0, 1], the share of what the compressor left out that a node adds to its next message.
-            Default: 1 where the compressor allows it.
-        merger: how the φ − θ_k become one: "mean", "median", trimmed_mean(0.2), krum(faulty=1), "rda", "iso", or a
-            function of one's own; see `Merger`.
-        weighting: "uniform" or "examples" (a node's share in the mean is its share of the examples); without
-            compressor=, whose messages arrive as their plain mean.
-        max_node_norm: scale every node's φ − θ_k to at most this 2-norm before it is sent; "median": the median of all
-            nodes' norms.
+        average: how the φ − θ_k become one: "mean", "median", trimmed_mean(0.2), mean("examples") | clip("median"),
+            compress(TopK(0.01)), …; see `vsim.strategy.average`.
         options: those of every strategy; see `Strategy`. The paper's inner optimizer is
             OptimSpec("adamw", lr=4e-4, weight_decay=0.1).
 
-    Payload: all weights every H steps; with a compressor, its message. The "median" of norms takes 4 bytes more.
+    Payload: all weights every H steps, or what `average` sends in their place.
     """
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
-        outer_optim_spec: Optim = None,
-        H: int = 100,
-        *,
+        inner_optim: Optim = None,
         outer_optim: Optim = None,
+        H: int | When = 100,
+        *,
         outer_lr: float | None = None,
-        compressor: Compressor | None = None,
-        error_feedback: bool | float | None = None,
-        merger: MergerLike = "mean",
-        weighting: str = "uniform",
-        max_node_norm: MaxNodeNorm = None,
+        average: AverageLike = "mean",
         **options: Unpack[StrategyOptions],
     ) -> None:
-        outer = DiLoCoCommunicator(
-            H,
-            outer_optim_spec,
-            outer_optim=outer_optim,
-            outer_lr=outer_lr,
-            compressor=compressor,
-            error_feedback=error_feedback,
-            merger=merger,
-            weighting=weighting,
-            max_node_norm=max_node_norm,
-        )
-        super().__init__([outer], **with_inner(optim_spec, options))
+        outer = DiLoCoCommunicator(H, outer_optim, outer_lr=outer_lr, average=average)
+        super().__init__([outer], inner_optim=inner_optim, **options)

@@ -7,19 +7,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from vsim.arguments import true_or_false, whole_number
+from vsim.arguments import true_or_false
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
-from vsim.cluster.optim import resolve_optim
 from vsim.cluster.replicas import matrix
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
-from vsim.strategy.streaming import DEFAULT_OUTER
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.outer import outer_spec
+from vsim.strategy.when import When, interval
 
 
 class EagerDiLoCoCommunicator(CommunicationModule):
     """After every H-th step each node takes an outer step with what has arrived of the round before.
 
-    `EagerDiLoCoStrategy` says what its arguments are.
+    See `EagerDiLoCoStrategy`.
     """
 
     outer_weights: Tensor  # φ_k, stacked (R, P)
@@ -31,20 +31,14 @@ class EagerDiLoCoCommunicator(CommunicationModule):
 
     def __init__(
         self,
-        H: int = 100,
-        outer_optim_spec: Optim = None,
-        *,
+        H: int | When = 100,
         outer_optim: Optim = None,
+        *,
         outer_lr: float | None = None,
         eager: bool = True,
     ) -> None:
-        self.H = whole_number("H", H)
-        self.outer_optim_spec = resolve_optim(
-            "EagerDiLoCo",
-            {"outer_optim_spec": outer_optim_spec, "outer_optim": outer_optim},
-            {"outer_lr": outer_lr},
-            default=DEFAULT_OUTER,
-        )
+        self.H = interval(H)
+        self.outer_optim_spec = outer_spec(outer_optim, outer_lr)
         if not self.outer_optim_spec.elementwise:
             raise ValueError(
                 "the outer optimizer steps the nodes' outer weights as one matrix, so it must be elementwise; "
@@ -54,7 +48,7 @@ class EagerDiLoCoCommunicator(CommunicationModule):
 
     @property
     def first_step(self) -> int:
-        return self.H if self.eager else 2 * self.H
+        return super().first_step * (1 if self.eager else 2)
 
     def setup(self, cluster: Cluster) -> None:
         weights = cluster.weights
@@ -65,17 +59,15 @@ class EagerDiLoCoCommunicator(CommunicationModule):
         self.keep_stacked(outer_weights=outer, outer_optim=optim, distances=torch.zeros_like(weights))
         self.keep_shared(pending=[])
 
-    def communicate(self, cluster: Cluster) -> None:
-        if cluster.step % self.H:
-            return
+    def sync(self, cluster: Cluster) -> None:
         distances = self.outer_weights - cluster.weights  # d_k(t), (R, P)
         gradient = self.outer_gradient.zero_()
         if self.eager:
             torch.sub(distances, self.distances, out=gradient).div_(cluster.num_nodes)
         for pending in self.pending:
             gradient.add_(pending.result())
-        start = cluster.collectives.start
-        self.pending = [start("all_reduce", distances, "mean", label="outer gradient", delay=self.H)]
+        start, delay = cluster.collectives.start, self.when.until_next(cluster)
+        self.pending = [start("all_reduce", distances, "mean", label="outer gradient", delay=delay)]
         self.distances.copy_(distances)
         self.outer_optim.step()
         cluster.weights.copy_(self.outer_weights)
@@ -97,8 +89,8 @@ class EagerDiLoCoStrategy(Strategy):
     so that the nodes' outer weights differ. With one node it is DiLoCo. The global model is the mean of the φ_k.
 
     Args:
-        H: inner steps of a round, at least 1.
-        outer_optim, outer_optim_spec, outer_lr: as of `DiLoCoStrategy`; elementwise.
+        H: inner steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
+        outer_optim, outer_lr: see `DiLoCoStrategy`; elementwise.
         eager: False: delayed, the outer step waits for what arrives; the φ_k are equal then.
         options: those of every strategy; see `Strategy`.
 
@@ -107,15 +99,13 @@ class EagerDiLoCoStrategy(Strategy):
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
-        outer_optim_spec: Optim = None,
-        H: int = 100,
-        *,
+        inner_optim: Optim = None,
         outer_optim: Optim = None,
+        H: int | When = 100,
+        *,
         outer_lr: float | None = None,
         eager: bool = True,
         **options: Unpack[StrategyOptions],
     ) -> None:
-        outer = EagerDiLoCoCommunicator(H, outer_optim_spec, outer_optim=outer_optim, outer_lr=outer_lr, eager=eager)
-        super().__init__([outer], **with_inner(optim_spec, options))
+        outer = EagerDiLoCoCommunicator(H, outer_optim, outer_lr=outer_lr, eager=eager)
+        super().__init__([outer], inner_optim=inner_optim, **options)

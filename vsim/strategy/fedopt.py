@@ -14,10 +14,10 @@ from vsim.arguments import one_of, real_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec, resolve_optim
 from vsim.cluster.optimizers import forget
-from vsim.strategy.base import Optim, Strategy, StrategyOptions, with_inner
-from vsim.strategy.clipping import MaxNodeNorm
+from vsim.strategy.average import AverageLike
+from vsim.strategy.base import Optim, Strategy, StrategyOptions
 from vsim.strategy.diloco import DiLoCoCommunicator
-from vsim.strategy.mergers import MergerLike
+from vsim.strategy.when import When
 
 
 class FedAdam(Optimizer):
@@ -86,12 +86,11 @@ SERVERS = {
 
 
 class ServerStep(DiLoCoCommunicator):
-    """DiLoCo's sync after every H-th step, from which the inner optimizers begin anew; see `FedOptStrategy`."""
+    """DiLoCo's sync, after which the inner optimizers begin again; see `FedOptStrategy`."""
 
-    def communicate(self, cluster: Cluster) -> None:
-        super().communicate(cluster)
-        if cluster.step % self.H == 0:
-            forget(cluster.optim)
+    def sync(self, cluster: Cluster) -> None:
+        super().sync(cluster)
+        forget(cluster.optim)
 
 
 class FedOptStrategy(Strategy):
@@ -100,33 +99,30 @@ class FedOptStrategy(Strategy):
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  Δ = Σ_k w_k (φ − θ_k);  φ ← server optimizer(φ, Δ);  θ_k ← φ
 
-    The inner optimizers begin every round without a past, for in the next one other clients may be there: this is what
+    The inner optimizers begin every round without a state, for in the next one other clients may be there: this is what
     differs from DiLoCo.
 
     Args:
-        H: local steps of a round, at least 1.
+        H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         server_optim: "adam" (`FedAdam`), "yogi", "adagrad", or "sgd" with lr 1, which is FedAvg; or an `OptimSpec`
             such as OptimSpec(FedYogi, tau=1e-2) or, for FedAvgM, OptimSpec("sgd", lr=1.0, momentum=0.9).
         server_lr: its learning rate, above 0; 0.03 by default, 0.1 of "adagrad".
-        weighting, merger, max_node_norm: as of `DiLoCoStrategy`.
+        average: how the φ − θ_k become one; see `vsim.strategy.average`.
         options: those of every strategy; see `Strategy`. In the paper the nodes train with SGD.
 
-    Payload: all weights every H steps; as of `DiLoCoStrategy`.
+    Payload: all weights every H steps, or what `average` sends in their place.
 
     Deviations from the paper: Δ has the opposite sign, as a gradient has. H counts steps, not epochs.
     """
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
-        H: int = 10,
+        inner_optim: Optim = None,
+        H: int | When = 10,
         server_optim: OptimSpec | type[Optimizer] | str = "adam",
         server_lr: float | None = None,
         *,
-        weighting: str = "uniform",
-        merger: MergerLike = "mean",
-        max_node_norm: MaxNodeNorm = None,
+        average: AverageLike = "mean",
         **options: Unpack[StrategyOptions],
     ) -> None:
         if server_lr is not None:
@@ -135,5 +131,5 @@ class FedOptStrategy(Strategy):
         spellings = {"server_optim": server_optim if named is None else None}
         rates = {"server_lr": server_lr}
         spec = resolve_optim("FedOptStrategy()", spellings, rates, default=named or SERVERS["adam"])
-        server = ServerStep(H, spec, weighting=weighting, merger=merger, max_node_norm=max_node_norm)
-        super().__init__([server], **with_inner(optim_spec, options))
+        server = ServerStep(H, spec, average=average)
+        super().__init__([server], inner_optim=inner_optim, **options)

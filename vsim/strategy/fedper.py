@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor
 from typing_extensions import Unpack
 
-from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import matching
-from vsim.strategy.base import Optim, Strategy, StrategyOptions, with_inner
-from vsim.strategy.clipping import MaxNodeNorm
+from vsim.strategy.average import AverageLike
+from vsim.strategy.base import Optim, Strategy, StrategyOptions
 from vsim.strategy.fedavg import AveragingCommunicator
 from vsim.strategy.fragments import Fragment
-from vsim.strategy.mergers import MergerLike
+from vsim.strategy.when import When, interval
 
 Personal = str | Sequence[str] | None
 
@@ -25,15 +24,8 @@ class PersonalAverage(AveragingCommunicator):
     personal_weights: Tensor  # as clients left them, stacked (R, p)
     derived = ("shared", "own")
 
-    def __init__(
-        self,
-        every: int = 1,
-        personal: Personal = None,
-        weighting: str = "uniform",
-        merger: MergerLike = "mean",
-        max_node_norm: MaxNodeNorm = None,
-    ) -> None:
-        super().__init__(None, every, weighting, merger, max_node_norm)
+    def __init__(self, every: int | When = 1, personal: Personal = None, average: AverageLike = "mean") -> None:
+        super().__init__(None, every, average)
         self.personal = [personal] if isinstance(personal, str) else personal
         named = isinstance(self.personal, Sequence) and all(isinstance(name, str) for name in self.personal)
         if personal is not None and not (named and self.personal):
@@ -61,12 +53,10 @@ class PersonalAverage(AveragingCommunicator):
             for view, kept in zip(self.own.views(cluster.weights), self.own.cut(self.personal_weights), strict=True):
                 view.copy_(kept)
 
-    def communicate(self, cluster: Cluster) -> None:
-        if cluster.step % self.every:
-            return
+    def sync(self, cluster: Cluster) -> None:
         self.personal_weights.copy_(self.own.of(cluster.weights))
         part = self.shared.alone(cluster)
-        super().communicate(part)
+        super().sync(part)
         for view, averaged in zip(self.shared.views(cluster.weights), self.shared.cut(part.weights), strict=True):
             view.copy_(averaged)
 
@@ -82,7 +72,7 @@ class FedPerStrategy(Strategy):
     Args:
         H: local steps between averagings, at least 1.
         personal: names of parameters, or patterns such as "layers.3.*". Default: those of the last layer.
-        weighting, merger, max_node_norm: as of `FedAvgStrategy`, for what is shared.
+        average: how the shared parameters become one; see `FedAvgStrategy`.
         options: those of every strategy; see `Strategy`.
 
     Payload: the shared weights every H steps.
@@ -92,15 +82,12 @@ class FedPerStrategy(Strategy):
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
-        H: int = 10,
+        inner_optim: Optim = None,
+        H: int | When = 10,
         personal: Personal = None,
         *,
-        weighting: str = "uniform",
-        merger: MergerLike = "mean",
-        max_node_norm: MaxNodeNorm = None,
+        average: AverageLike = "mean",
         **options: Unpack[StrategyOptions],
     ) -> None:
-        average = PersonalAverage(whole_number("H", H), personal, weighting, merger, max_node_norm)
-        super().__init__([average], **with_inner(optim_spec, options))
+        weights = PersonalAverage(interval(H), personal, average)
+        super().__init__([weights], inner_optim=inner_optim, **options)

@@ -5,28 +5,28 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
-from vsim.arguments import real_number, whole_number
+from vsim.arguments import real_number
 from vsim.cluster import Cluster
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
-from vsim.strategy.clipping import MaxNodeNorm
+from vsim.strategy.average import AverageLike
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
 from vsim.strategy.fedavg import AveragingCommunicator
-from vsim.strategy.mergers import MergerLike
+from vsim.strategy.when import When, interval
 
 
 class ProximalTerm(CommunicationModule):
     """g_k ← g_k + μ (θ_k − φ) before every optimizer step, with φ the weights of all nodes after every H-th step.
 
-    It belongs behind what makes the weights equal there.
+    Give it after the module that makes the weights equal there.
 
     Args:
-        mu: μ, at least 0. H: steps of a round.
+        mu: μ, at least 0. H: steps of a round, or a schedule.
     """
 
     outer_weights: Tensor  # φ, shared (P,)
 
-    def __init__(self, mu: float = 0.01, H: int = 1) -> None:
+    def __init__(self, mu: float = 0.01, H: int | When = 1) -> None:
         self.mu = real_number("mu", mu, at_least=0)
-        self.H = whole_number("H", H)
+        self.H = interval(H)
 
     def setup(self, cluster: Cluster) -> None:
         self.keep_shared(outer_weights=cluster.weights[0].clone())
@@ -35,9 +35,8 @@ class ProximalTerm(CommunicationModule):
         if self.mu:
             cluster.grads.add_(cluster.weights - self.outer_weights, alpha=self.mu)
 
-    def communicate(self, cluster: Cluster) -> None:
-        if cluster.step % self.H == 0:
-            self.outer_weights.copy_(cluster.weights[0])
+    def sync(self, cluster: Cluster) -> None:
+        self.outer_weights.copy_(cluster.weights[0])
 
 
 class FedProxStrategy(Strategy):
@@ -48,9 +47,9 @@ class FedProxStrategy(Strategy):
     which are steps on the loss of node k plus μ/2 · ‖θ_k − φ‖². μ = 0 is FedAvg.
 
     Args:
-        H: local steps of a round, at least 1.
+        H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         mu: μ, at least 0; 0.001 to 1 in the paper.
-        weighting, merger, max_node_norm: as of `FedAvgStrategy`.
+        average: see `FedAvgStrategy`.
         options: those of every strategy; see `Strategy`. max_norm clips the gradient with the term in it.
 
     Payload: all weights every H steps.
@@ -60,15 +59,12 @@ class FedProxStrategy(Strategy):
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
-        H: int = 10,
+        inner_optim: Optim = None,
+        H: int | When = 10,
         *,
         mu: float = 0.01,
-        weighting: str = "uniform",
-        merger: MergerLike = "mean",
-        max_node_norm: MaxNodeNorm = None,
+        average: AverageLike = "mean",
         **options: Unpack[StrategyOptions],
     ) -> None:
-        average = AveragingCommunicator(None, whole_number("H", H), weighting, merger, max_node_norm)
-        super().__init__([average, ProximalTerm(mu, H)], **with_inner(optim_spec, options))
+        weights = AveragingCommunicator(None, interval(H), average)
+        super().__init__([weights, ProximalTerm(mu, H)], inner_optim=inner_optim, **options)

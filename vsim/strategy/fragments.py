@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.replicas import Columns
 
@@ -57,6 +58,20 @@ class Fragment:
         replicas = cluster.replicas
         own = replace(replicas, layout=layout, weights=self.of(replicas.weights), grads=self.of(replicas.grads))
         return replace(cluster, replicas=own)
+
+
+def checked_fragments(fragments: Fragments, H: int) -> Fragments:
+    """Return `fragments=` as given, a number as an int; it is from 1 to H, each being sent once in H steps."""
+    if fragments is None or isinstance(fragments, list | tuple):
+        if fragments is not None:
+            whole_number("fragments", len(fragments), at_most=H)
+        return fragments
+    return whole_number("fragments", fragments, at_most=H)
+
+
+def first_step(i: int, H: int, parts: int) -> int:
+    """Return the step after which fragment i of `parts` is first sent: they are spread over H steps."""
+    return (i + 1) * H // parts
 
 
 def fragments_of(layout: Sequence[Columns], wanted: Fragments, pattern: str) -> list[Fragment]:

@@ -7,7 +7,7 @@ from typing_extensions import Unpack
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
-from vsim.strategy.base import Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.base import Optim, Strategy, StrategyOptions
 from vsim.strategy.reduce import GradientAverage
 
 
@@ -40,14 +40,13 @@ class GPAStrategy(Strategy):
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
+        inner_optim: Optim = None,
         *,
         mu_x: float = 0.9967,
         mu_y: float = 0.7,
         **options: Unpack[StrategyOptions],
     ) -> None:
-        super().__init__([GradientAverage()], **with_inner(optim_spec, options))
+        super().__init__([GradientAverage()], inner_optim=inner_optim, **options)
         self.mu_x = real_number("mu_x", mu_x, at_least=0, at_most=1)
         if self.mu_x == 1:
             raise ValueError("mu_x must be < 1, got 1: the averaged weights would stay where they begin")

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from vsim.arguments import real_number, true_or_false, whole_number
 from vsim.cluster import Cluster
 from vsim.strategy.asynchronous import AsynchronousStrategy
-from vsim.strategy.base import StrategyOptions
+from vsim.strategy.base import Optim, StrategyOptions
 
 
 class DelayedNesterovStrategy(AsynchronousStrategy):
@@ -41,6 +41,7 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
 
     def __init__(
         self,
+        inner_optim: Optim = None,
         H: int = 50,
         *,
         N: int | None = None,
@@ -55,7 +56,7 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
         self.outer_lr = real_number("outer_lr", outer_lr, above=0)
         self.momentum = real_number("momentum", momentum, at_least=0, at_most=1)
         self.dylu = true_or_false("dylu", dylu)
-        super().__init__(H, **options)
+        super().__init__(H, inner_optim=inner_optim, **options)
 
     m: Tensor  # shared (P,)
     gathered: Tensor  # Δ, shared (P,)

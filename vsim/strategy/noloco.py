@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from vsim.arguments import real_number, whole_number
+from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.when import When, interval
 
 
 class PairCommunicator(CommunicationModule):
     """After every H-th step each node takes an outer step towards the mean of itself and of a random other node.
 
-    Args:
-        H: steps between rounds.
-        alpha, beta, gamma: see `NoLoCoStrategy`.
+    See `NoLoCoStrategy`.
     """
 
     outer_weights: Tensor  # φ_k, stacked (R, P)
@@ -25,15 +26,11 @@ class PairCommunicator(CommunicationModule):
     pairs: Tensor  # of the next round, both ways, shared (2 · ⌊K / 2⌋, 2)
     arriving: Pending | None  # φ_j, stacked (R, P); None before the first round, when all are equal
 
-    def __init__(self, H: int = 50, alpha: float = 0.5, beta: float = 0.7, gamma: float | None = None) -> None:
-        self.H = whole_number("H", H)
+    def __init__(self, H: int | When = 50, alpha: float = 0.5, beta: float = 0.7, gamma: float | None = None) -> None:
+        self.H = interval(H)
         self.alpha = real_number("alpha", alpha, at_least=0, at_most=1)
         self.beta = real_number("beta", beta, above=0)
         self.gamma = self.beta if gamma is None else real_number("gamma", gamma, at_least=0)
-
-    @property
-    def first_step(self) -> int:
-        return self.H
 
     def setup(self, cluster: Cluster) -> None:
         weights = cluster.weights.clone()
@@ -49,12 +46,10 @@ class PairCommunicator(CommunicationModule):
         self.pairs = self._drawn(cluster)
         if self.arriving is not None:  # with partners of whom nothing was sent yet
             message = (self.outer_weights, self.pairs)
-            until = -cluster.step % self.H
+            until = self.when.until_next(cluster) % (self.when.period or sys.maxsize)
             self.arriving = cluster.collectives.start("send", *message, delay=until, label="outer weights")
 
-    def communicate(self, cluster: Cluster) -> None:
-        if cluster.step % self.H:
-            return
+    def sync(self, cluster: Cluster) -> None:
         # Who meets nobody gets its own rows: its own Δ_k, and no pull.
         own = cluster.weights - self.outer_weights  # Δ_k, stacked (R, P)
         others = cluster.collectives.send(own, self.pairs, label="outer gradient")
@@ -64,8 +59,8 @@ class PairCommunicator(CommunicationModule):
         self.outer_weights.add_(self.momentum)
         cluster.weights.copy_(self.outer_weights)
         self.pairs = self._drawn(cluster)
-        message = (self.outer_weights, self.pairs)
-        self.arriving = cluster.collectives.start("send", *message, delay=self.H, label="outer weights")
+        message, delay = (self.outer_weights, self.pairs), self.when.until_next(cluster)
+        self.arriving = cluster.collectives.start("send", *message, delay=delay, label="outer weights")
 
 
 class NoLoCoStrategy(Strategy):
@@ -79,7 +74,7 @@ class NoLoCoStrategy(Strategy):
     nodes one meets nobody, and takes the step with j = k.
 
     Args:
-        H: inner steps between rounds, at least 1.
+        H: inner steps between rounds, at least 1, or a schedule of `vsim.strategy.when`.
         alpha: α, the outer momentum, in [0, 1].
         beta: β, the outer learning rate, above 0.
         gamma: γ, at least 0; default β. 0 lets the φ_k drift apart.
@@ -96,13 +91,12 @@ class NoLoCoStrategy(Strategy):
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
-        H: int = 50,
+        inner_optim: Optim = None,
+        H: int | When = 50,
         *,
         alpha: float = 0.5,
         beta: float = 0.7,
         gamma: float | None = None,
         **options: Unpack[StrategyOptions],
     ) -> None:
-        super().__init__([PairCommunicator(H, alpha, beta, gamma)], **with_inner(optim_spec, options))
+        super().__init__([PairCommunicator(H, alpha, beta, gamma)], inner_optim=inner_optim, **options)

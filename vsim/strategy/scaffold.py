@@ -8,8 +8,7 @@ from typing_extensions import Unpack
 
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.cluster.optim import OptimSpec
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
 
 
 class ControlVariates(CommunicationModule):
@@ -25,12 +24,8 @@ class ControlVariates(CommunicationModule):
     rates: Tensor  # the sum of the learning rates of each node's steps of the round so far, stacked (R, 1)
 
     def __init__(self, H: int = 10, server_lr: float = 1.0) -> None:
-        self.H = whole_number("H", H)
+        self.H: int = whole_number("H", H)
         self.server_lr = real_number("server_lr", server_lr, above=0)
-
-    @property
-    def first_step(self) -> int:
-        return self.H
 
     def setup(self, cluster: Cluster) -> None:
         weights = cluster.weights[0].clone()
@@ -57,8 +52,9 @@ class ControlVariates(CommunicationModule):
         steps = torch.ones_like(self.rates)
         steps[cluster.resting] = 0
         self.rates.add_(steps, alpha=cluster.lr)
-        if cluster.step % self.H:
-            return
+        super().communicate(cluster)
+
+    def sync(self, cluster: Cluster) -> None:
         known = self.rates > 0  # at a rate of 0 nothing has moved
         moved = (self.outer_weights - cluster.weights).div_(torch.where(known, self.rates, 1.0))  # (R, P)
         changes = moved.sub_(self.variate * known)
@@ -106,17 +102,13 @@ class ScaffoldStrategy(Strategy):
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
+        inner_optim: Optim = None,
         H: int = 10,
         *,
         server_lr: float = 1.0,
         **options: Unpack[StrategyOptions],
     ) -> None:
-        options = with_inner(optim_spec, options)
-        if options.get("optim_spec") is None and options.get("inner_optim") is None:
-            options["optim_spec"] = OptimSpec(torch.optim.SGD)
-        super().__init__([ControlVariates(H, server_lr)], **options)
+        super().__init__([ControlVariates(H, server_lr)], inner_optim=inner_optim or "sgd", **options)
         own = self.optim_spec
         if own.cls is not torch.optim.SGD or own.rest or own.kwargs.get("momentum") or own.kwargs.get("maximize"):
             raise TypeError(

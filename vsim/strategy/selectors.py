@@ -12,10 +12,10 @@ from vsim_kernels import bernoulli_indices, chunk_sizes
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.cluster.replicas import Columns
-from vsim.cluster.state import Stateful
+from vsim.strategy.configured import Configured
 
 
-class IndexSelector(Stateful):
+class IndexSelector(Configured):
     """Chooses, in every round, about a share p of the entries of every tensor. Subclass it.
 
     All nodes choose alike: by the round, the layout of the matrix (`cluster.replicas.layout`: the columns of every
@@ -37,9 +37,6 @@ class IndexSelector(Stateful):
 
     def note_shared(self, index: Tensor, values: Tensor) -> None:
         """Learn what the nodes have at the columns `index` (m,) as they share them: stacked (R, m), or shared (m,)."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.p:g})"
 
 
 class RandomIndexSelector(IndexSelector):

@@ -6,40 +6,36 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from vsim.arguments import real_number, whole_number
+from vsim.arguments import real_number
 from vsim.cluster import Cluster
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.average import AverageLike, average_of
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.when import When, interval
 
 
 class SlowMomentum(CommunicationModule):
-    """After every H-th step the mean of the nodes is a step of slow momentum; see `SlowMoStrategy`.
-
-    Args:
-        H: steps between syncs. alpha: α. beta: β.
-    """
+    """u ← β u + Δ / lr,  φ ← φ − α·lr·u,  θ_k ← φ,  after every H-th step; see `SlowMoStrategy`."""
 
     outer_weights: Tensor  # φ, shared (P,)
     momentum: Tensor  # u, shared (P,)
 
-    def __init__(self, H: int = 12, alpha: float = 1.0, beta: float = 0.5) -> None:
-        self.H = whole_number("H", H)
+    def __init__(
+        self, H: int | When = 12, alpha: float = 1.0, beta: float = 0.5, average: AverageLike = "mean"
+    ) -> None:
+        self.H = interval(H)
         self.alpha = real_number("alpha", alpha, above=0)
         self.beta = real_number("beta", beta, at_least=0, at_most=1)
-
-    @property
-    def first_step(self) -> int:
-        return self.H
+        self.average = average_of(average, "SlowMo")
 
     def setup(self, cluster: Cluster) -> None:
         weights = cluster.weights[0].clone()
         self.keep_shared(outer_weights=weights, momentum=torch.zeros_like(weights))
+        self.average.setup(cluster)
 
-    def communicate(self, cluster: Cluster) -> None:
-        if cluster.step % self.H:
-            return
-        mean = cluster.collectives.all_reduce(cluster.weights, "mean", label="weights")
+    def sync(self, cluster: Cluster) -> None:
+        delta = self.average.of_distances(self.outer_weights, cluster.weights, cluster, "weights")
         self.momentum.mul_(self.beta)
-        move = self.momentum * cluster.lr + (self.outer_weights - mean)  # lr·u: of the two the one without a division
+        move = self.momentum * cluster.lr + delta  # lr·u: of the two the one without a division
         if cluster.lr:  # a warm-up begins at 0, where no node has moved
             torch.div(move, cluster.lr, out=self.momentum)
         self.outer_weights.sub_(move.mul_(self.alpha))
@@ -59,12 +55,13 @@ class SlowMoStrategy(Strategy):
     inner optimizer's state survives the sync. α = 1 and β = 0 are FedAvg.
 
     Args:
-        H: inner steps between syncs, at least 1.
+        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`.
         alpha: α, the slow learning rate, above 0; 1 in the paper's experiments.
         beta: β, the slow momentum, in [0, 1].
+        average: how the φ − θ_k become one; see `vsim.strategy.average`.
         options: those of every strategy; see `Strategy`.
 
-    Payload: all weights every H steps.
+    Payload: all weights every H steps, or what `average` sends in their place.
 
     Deviations from the paper: its inner optimizer may communicate as well, by gossip or all-reduce; here the nodes
     train alone between syncs. Of its three ways with that optimizer's buffers this is the one that maintains them. At a
@@ -73,12 +70,12 @@ class SlowMoStrategy(Strategy):
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
-        H: int = 12,
+        inner_optim: Optim = None,
+        H: int | When = 12,
         *,
         alpha: float = 1.0,
         beta: float = 0.5,
+        average: AverageLike = "mean",
         **options: Unpack[StrategyOptions],
     ) -> None:
-        super().__init__([SlowMomentum(H, alpha, beta)], **with_inner(optim_spec, options))
+        super().__init__([SlowMomentum(H, alpha, beta, average)], inner_optim=inner_optim, **options)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing_extensions import Unpack
 
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.base import Strategy, StrategyOptions
+from vsim.strategy.average import compress
+from vsim.strategy.base import Optim, Strategy, StrategyOptions
 from vsim.strategy.compression import StatisticalQuantizer, TileTopK
 from vsim.strategy.diloco import DiLoCoCommunicator
+from vsim.strategy.when import When
 
 
 class SparseLoCoStrategy(Strategy):
@@ -22,7 +24,7 @@ class SparseLoCoStrategy(Strategy):
     `StatisticalQuantizer` for Q.
 
     Args:
-        H: inner steps between syncs, at least 1.
+        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`.
         topk: k, the entries that a node sends of a tile, at least 1.
         chunk: upper limit for the sides of a tile.
         quantization_bits: of a value, 1 to 8; None: values are sent as they are.
@@ -41,7 +43,8 @@ class SparseLoCoStrategy(Strategy):
 
     def __init__(
         self,
-        H: int = 30,
+        inner_optim: Optim = None,
+        H: int | When = 30,
         topk: int = 64,
         chunk: int = 64,
         quantization_bits: int | None = 2,
@@ -50,10 +53,6 @@ class SparseLoCoStrategy(Strategy):
         **options: Unpack[StrategyOptions],
     ) -> None:
         quantizer = None if quantization_bits is None else StatisticalQuantizer(quantization_bits)
-        outer = DiLoCoCommunicator(
-            H,
-            OptimSpec("sgd", lr=outer_lr),
-            compressor=TileTopK(topk, chunk, "packed", quantizer),
-            error_feedback=error_feedback,
-        )
-        super().__init__([outer], **options)
+        moves = compress(TileTopK(topk, chunk, "packed", quantizer), error_feedback)
+        outer = DiLoCoCommunicator(H, OptimSpec("sgd", lr=outer_lr), average=moves)
+        super().__init__([outer], inner_optim=inner_optim, **options)

@@ -12,7 +12,8 @@ from vsim_kernels import topk_entries, uniform_quantize, write_entries_
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions, with_inner
+from vsim.strategy.average import AverageLike
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
 from vsim.strategy.diloco import DiLoCoCommunicator
 from vsim.strategy.selectors import (
     IndexSelector,
@@ -21,6 +22,7 @@ from vsim.strategy.selectors import (
     ShuffledSequentialIndexSelector,
     round_up,
 )
+from vsim.strategy.when import When
 
 __all__ = [
     "IndexSelector",
@@ -101,7 +103,7 @@ class SparseCommunicator(CommunicationModule):
             rate = real_number("sparsification_rate", rate, above=0, at_most=1)
             index_selector = _FurthestMoved(rate) if topk else RandomIndexSelector(rate)
         self.index_selector = index_selector
-        self.every = whole_number("every", every)
+        self.H: int = whole_number("every", every)
         self.async_delay = whole_number("async_delay", async_delay, at_least=0)
         self.quantization_bits = (
             None if quantization_bits is None else whole_number("quantization_bits", quantization_bits, at_most=16)
@@ -109,7 +111,7 @@ class SparseCommunicator(CommunicationModule):
 
     @property
     def first_step(self) -> int:
-        return self.every * (1 + self.async_delay)
+        return self.H * (1 + self.async_delay)
 
     def setup(self, cluster: Cluster) -> None:
         self.index_selector.setup(cluster)
@@ -117,10 +119,8 @@ class SparseCommunicator(CommunicationModule):
         stops = [c.stop for c in cluster.replicas.layout]
         self.tensor_stops = torch.tensor(stops, device=cluster.weights.device)
 
-    def communicate(self, cluster: Cluster) -> None:
-        if cluster.step % self.every:
-            return
-        index = self.index_selector.select(cluster, cluster.step // self.every - 1)  # (m,)
+    def sync(self, cluster: Cluster) -> None:
+        index = self.index_selector.select(cluster, cluster.step // self.H - 1)  # (m,)
         everywhere = index.expand(cluster.replicas.num_held, -1)
         if self.mask == "broadcast":
             size = cluster.replicas.num_parameters
@@ -144,7 +144,7 @@ class SparseCommunicator(CommunicationModule):
             scale_bytes = max(4, values.element_size())
             payload = math.ceil(index.numel() * self.quantization_bits / 8) + scale_bytes * len(tensors)
             values = torch.cat([uniform_quantize(part, self.quantization_bits, dim=-1) for part in tensors], dim=1)
-        delay = self.async_delay * self.every
+        delay = self.async_delay * self.H
         options = {"label": "sparse weights", "payload_bytes": payload}
         return cluster.collectives.start("all_reduce", values, "mean", delay=delay, **options)
 
@@ -195,8 +195,7 @@ class SPARTAStrategy(Strategy):
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
+        inner_optim: Optim = None,
         p_sparta: float | None = None,
         sparta_interval: int = 1,
         index_selector: IndexSelector | None = None,
@@ -210,7 +209,7 @@ class SPARTAStrategy(Strategy):
         sparse = _sparse(
             p_sparta, sparta_interval, index_selector, async_delay, compression_method, quantization_bits, mask
         )
-        super().__init__([sparse], **with_inner(optim_spec, options))
+        super().__init__([sparse], inner_optim=inner_optim, **options)
 
 
 class SPARTADiLoCoStrategy(Strategy):
@@ -226,7 +225,7 @@ class SPARTADiLoCoStrategy(Strategy):
     Args:
         p_sparta, sparta_interval, index_selector, async_delay, compression_method, quantization_bits, mask: see
             `SPARTAStrategy`.
-        H, outer_optim, outer_lr, outer_optim_spec: see `DiLoCoStrategy`.
+        H, outer_optim, outer_lr, average: see `DiLoCoStrategy`.
         options: those of every strategy; see `Strategy`.
 
     Payload: 4·p·P bytes every `sparta_interval` steps on average, and all weights every H steps.
@@ -234,27 +233,26 @@ class SPARTADiLoCoStrategy(Strategy):
 
     def __init__(
         self,
-        optim_spec: Optim = None,
-        /,
-        outer_optim_spec: Optim = None,
+        inner_optim: Optim = None,
+        outer_optim: Optim = None,
         p_sparta: float | None = None,
         sparta_interval: int = 1,
-        H: int = 100,
+        H: int | When = 100,
         *,
-        outer_optim: Optim = None,
         outer_lr: float | None = None,
         index_selector: IndexSelector | None = None,
         async_delay: int = 0,
         compression_method: str = "random",
         quantization_bits: int | None = None,
         mask: str = "seed",
+        average: AverageLike = "mean",
         **options: Unpack[StrategyOptions],
     ) -> None:
         sparse = _sparse(
             p_sparta, sparta_interval, index_selector, async_delay, compression_method, quantization_bits, mask
         )
-        outer = DiLoCoCommunicator(H, outer_optim_spec, outer_optim=outer_optim, outer_lr=outer_lr)
-        super().__init__([sparse, outer], **with_inner(optim_spec, options))
+        outer = DiLoCoCommunicator(H, outer_optim, outer_lr=outer_lr, average=average)
+        super().__init__([sparse, outer], inner_optim=inner_optim, **options)
 
 
 def _sparse(

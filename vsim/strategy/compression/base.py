@@ -1,25 +1,25 @@
-"""The base of compressors, and averaging with one: error feedback."""
+"""The base of compressors: how vectors are averaged with fewer bytes, and what their messages cost."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from vsim_kernels import pack_bits, unpack_bits
 from vsim_kernels.alignment import rows_apart
 
-from vsim.arguments import real_number
 from vsim.cluster import Cluster
-from vsim.cluster.state import Stateful
-from vsim.strategy.base import CommunicationModule
+from vsim.strategy.configured import Configured
 
 Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
+INDEX_BYTES = ("int64", "packed")
 
 
-class Compressor(Stateful):
+class Compressor(Configured):
     """How nodes average vectors with fewer bytes. A subclass defines `exchange`.
 
     Attributes:
@@ -59,73 +59,6 @@ class Compressor(Stateful):
         raise NotImplementedError(f"{type(self).__name__} defines no exchange()")
 
 
-class CompressedAverage(CommunicationModule):
-    """Average the gradients with compression before every optimizer step.
-
-    Args:
-        compressor: what is sent, and how it is averaged. A copy is used, so that one may be given to several modules.
-        error_feedback: β in [0, 1], the share of what a node has not sent that it adds to its next message. True is 1,
-            False 0. Default: 1 for a contractive compressor, 0 for the others, with which it would diverge.
-
-    Raises:
-        ValueError: error feedback with a compressor that is not contractive.
-
-    Source: error feedback [Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847].
-
-    Payload: the compressor's, every step.
-    """
-
-    residual: list[Tensor]  # e_k, stacked, as the compressor arranges it
-
-    def __init__(self, compressor: Compressor, error_feedback: bool | float | None = None) -> None:
-        if not isinstance(compressor, Compressor):
-            raise TypeError(f"compressor must be a Compressor object, got {compressor!r}")
-        if error_feedback is None:
-            error_feedback = compressor.contractive
-        if isinstance(error_feedback, bool):
-            error_feedback = float(error_feedback)
-        self.error_feedback = real_number("error_feedback", error_feedback, at_least=0, at_most=1)
-        if self.error_feedback and not compressor.contractive:
-            raise ValueError(
-                f"error_feedback={self.error_feedback:g} with {type(compressor).__name__}: its messages may be further "
-                "from a vector than nothing is, so that the errors would grow; leave error_feedback out"
-            )
-        self.compressor = copy.deepcopy(compressor)
-
-    def setup(self, cluster: Cluster) -> None:
-        self.compressor.setup(cluster)
-        zeros = torch.zeros_like(cluster.grads)
-        self.keep_stacked(residual=self.compressor.arrange(zeros, cluster) if self.error_feedback else [])
-
-    def communicate_gradients(self, cluster: Cluster) -> None:
-        cluster.grads.copy_(self.average(cluster.grads, cluster, "gradients"))
-
-    def average(self, rows: Tensor, cluster: Cluster, label: str) -> Tensor:
-        """Return the average of stacked `rows` (R, P), which are overwritten, as a shared tensor (P,)."""
-        arranged = self.compressor.arrange(rows, cluster)
-        if self.error_feedback:
-            for residual, new in zip(self.residual, arranged, strict=True):
-                residual.mul_(self.error_feedback).add_(new)
-            arranged = self.residual
-        averages = self.compressor.exchange(arranged, cluster, label)
-        if not isinstance(averages, list | tuple) or len(averages) != len(arranged):
-            raise TypeError(
-                f"{type(self.compressor).__name__}.exchange() must return the averages of what it is given, a list of "
-                f"{len(arranged)} tensors; got {_told(averages)}"
-            )
-        average = self.compressor.restore([*averages])
-        if average.shape != rows.shape[1:]:
-            name, own, given = type(self.compressor).__name__, tuple(rows.shape[1:]), tuple(average.shape)
-            raise ValueError(
-                f"{name}.exchange() must return the average of the nodes, a shared tensor {own}; got {given}"
-            )
-        return average
-
-
-def _told(value: object) -> str:
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
-
-
 def by_node(cluster: Cluster, function: Callable[..., Result], *stacked: Tensor) -> Result:
     """Return function(*stacked), a stacked tensor or a tuple of them.
 
@@ -137,3 +70,67 @@ def by_node(cluster: Cluster, function: Callable[..., Result], *stacked: Tensor)
         return function(*stacked)
     results = [function(*rows) for rows in zip(*(rows_apart(t).split(1) for t in stacked), strict=True)]
     return tree_map(lambda *rows: torch.cat(rows), *results)
+
+
+def gather_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payload_bytes: int) -> list[Tensor]:
+    """All-gather stacked tensors (R, …) that travel as one message: shared tensors (K, …), one event."""
+    return _as_one(cluster.collectives.all_gather, parts, cluster, label, payload_bytes)
+
+
+def swap_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payload_bytes: int) -> list[Tensor]:
+    """Give every node its part of stacked tensors (R, K, …), which travel as one message: alike, one event."""
+    return _as_one(cluster.collectives.all_to_all, parts, cluster, label, payload_bytes)
+
+
+def _as_one(
+    collective: Callable[..., Tensor], parts: Sequence[Tensor], cluster: Cluster, label: str, payload_bytes: int
+) -> list[Tensor]:
+    first = collective(parts[0], label=label, payload_bytes=payload_bytes)
+    with cluster.collectives.unbilled():
+        return [first, *(collective(part, label=label) for part in parts[1:])]
+
+
+def gather_entries(
+    index: Sequence[Tensor],
+    sizes: Sequence[int],
+    message: Sequence[Tensor],
+    index_bytes: str,
+    cluster: Cluster,
+    label: str,
+    payload_bytes: int,
+) -> tuple[Tensor, list[Tensor]]:
+    """All-gather the places of entries with the message of their values: (R, …) each, and (K, …) in return.
+
+    The places return in one tensor.
+
+    Args:
+        index: several (R, n), each of places among so many as `sizes` has.
+        index_bytes: "int64"; or "packed", so that they travel as bits.
+    """
+    counts, widths = [places.shape[1] for places in index], [(size - 1).bit_length() for size in sizes]
+    packed = index_bytes == "packed"
+    places = pack_bits(index, widths) if packed else torch.cat([*index], dim=1)
+    gathered, *received = gather_message([places, *message], cluster, label, payload_bytes)
+    return torch.cat(unpack_bits(gathered, counts, widths), dim=1) if packed else gathered, received
+
+
+def sparse_bytes(entries: Sequence[tuple[int, int]], index_bytes: str, value_bytes: float) -> int:
+    """Return the bytes of (index, value) pairs.
+
+    Args:
+        entries: (count, size): so many values, each one of `size` entries.
+        index_bytes: "int64", or "packed": ceil(log2 size) bits an index, all together rounded up to bytes.
+        value_bytes: of one value.
+    """
+    bits = sum(count * (64 if index_bytes == "int64" else (size - 1).bit_length()) for count, size in entries)
+    return math.ceil(sum(count for count, _ in entries) * value_bytes) + bits_to_bytes(bits)
+
+
+def bits_to_bytes(bits: int) -> int:
+    """Return the bytes that hold so many bits."""
+    return -(-bits // 8)
+
+
+def entry_count(fraction: float, size: int) -> int:
+    """Return the number of entries that a fraction of `size` means, at least 1."""
+    return max(1, round(fraction * size))

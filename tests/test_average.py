@@ -1,4 +1,4 @@
-"""Mergers against their definitions in NumPy, their properties, and what they do at each place that averages."""
+"""Averages against their definitions in NumPy, their properties, and what they do at each place that averages."""
 
 from __future__ import annotations
 
@@ -20,23 +20,29 @@ import vsim
 from vsim.cli import parse_strategy
 from vsim.models import GPT
 from vsim.strategy import (
-    MERGERS,
+    RULES,
+    AsyncDiLoCoStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
-    Merger,
     OptimSpec,
+    Rule,
     SimpleReduceStrategy,
     Strategy,
     StreamingDiLoCoStrategy,
     TopK,
+    clip,
+    compress,
+    edit,
     iso,
     krum,
     mean,
     median,
     rda,
+    ties,
     trimmed_mean,
+    tsv,
 )
-from vsim.strategy.mergers import resolve_merger
+from vsim.strategy.average import average_of
 
 Rows = NDArray[np.float64]
 
@@ -75,13 +81,33 @@ def flat_spectrum(rows: Rows) -> Rows:
     return (s.mean() * u @ v).reshape(mean.shape)
 
 
-REFERENCES: dict[str, tuple[Merger, Callable[[Rows], Rows]]] = {
+def elected(rows: Rows) -> Rows:
+    flat, kept = rows.reshape(len(rows), -1), np.zeros_like(rows.reshape(len(rows), -1))
+    for own, target in zip(flat, kept, strict=True):
+        largest = sorted(range(len(own)), key=lambda i: -abs(own[i]))[: math.ceil(0.5 * len(own))]
+        target[largest] = own[largest]
+    found = np.zeros(flat.shape[1])
+    for i, column in enumerate(kept.T):
+        agreeing = [x for x in column if x and np.sign(x) == np.sign(column.sum())]
+        found[i] = np.mean(agreeing) if agreeing else 0
+    return found.reshape(rows.shape[1:])
+
+
+def by_norms(rows: Rows) -> Rows:
+    norms = np.sqrt((rows.reshape(len(rows), -1) ** 2).sum(1))
+    shares = np.exp(-(norms - norms.min()) / 2.0)
+    return np.tensordot(shares / shares.sum(), rows, axes=1)
+
+
+REFERENCES: dict[str, tuple[Rule, Callable[[Rows], Rows]]] = {
     "mean": (mean(), lambda rows: rows.mean(0)),
     "median": (median(), lambda rows: np.median(rows, axis=0)),
     "trimmed by a fifth": (trimmed_mean(), lambda rows: trimmed(rows, 0.2)),
     "trimmed by 2 of 7": (trimmed_mean(2 / 7), lambda rows: trimmed(rows, 2 / 7)),
     "rda": (rda(), length_and_direction),
     "iso": (iso(), flat_spectrum),
+    "ties": (ties(0.5), elected),
+    "edit": (edit(2.0), by_norms),
 }
 ALL = [*(merger for merger, _ in REFERENCES.values()), krum(), krum(2)]
 every_merger = pytest.mark.parametrize("merger", ALL, ids=repr)
@@ -97,7 +123,7 @@ vectors = stacked(st.tuples(st.integers(1, 8), st.integers(1, 5)))
 tensors = stacked(st.lists(st.integers(1, 4), min_size=1, max_size=3).flatmap(lambda s: st.just((5, *s))))
 
 
-def merged(merger: Merger, rows: Rows, weights: Rows | None = None) -> Rows:
+def merged(merger: Rule, rows: Rows, weights: Rows | None = None) -> Rows:
     given = torch.from_numpy(rows).float()
     return merger(given, None if weights is None else torch.from_numpy(weights).float()).double().numpy()
 
@@ -120,6 +146,9 @@ def test_the_definition(name: str, rows: Rows) -> None:
         spectrum = np.linalg.svd(matrix, compute_uv=False)
         assume(mean.ndim < 2 or spectrum.min() > 1e-2 * spectrum.max())
         assert_close(merged(merger, rows), reference(rows), rows, 1e-3)
+    elif name == "ties":  # of equal magnitudes any is kept
+        rows = rows + np.arange(rows.size).reshape(rows.shape) / 4096
+        assert_close(merged(merger, rows), reference(rows), rows)
     else:
         assert_close(merged(merger, rows), reference(rows), rows)
 
@@ -132,6 +161,10 @@ def well_defined(rows: Rows) -> bool:
 @settings(max_examples=30)
 @given(vectors, st.integers(0, 2))
 def test_krum_is_a_row_with_the_least_score(rows: Rows, faulty: int) -> None:
+    if len(rows) < 2 * faulty + 3:
+        with pytest.raises(ValueError, match=f"at least .* = {2 * faulty + 3} nodes, got {len(rows)}"):
+            merged(krum(faulty), rows)
+        return
     result, own = merged(krum(faulty), rows), scores(rows, faulty)
     best = [row for row, score in zip(rows, own, strict=True) if score <= min(own) * (1 + 1e-5)]
     assert any((result == row).all() for row in best)
@@ -143,8 +176,11 @@ def test_krum_is_a_row_with_the_least_score(rows: Rows, faulty: int) -> None:
 @every_merger
 @settings(max_examples=30)
 @given(data=st.data())
-def test_the_order_of_the_nodes_is_nothing(merger: Merger, data: st.DataObject) -> None:
-    rows = data.draw(vectors)
+def test_the_order_of_the_nodes_is_nothing(merger: Rule, data: st.DataObject) -> None:
+    least = 2 * merger.faulty + 3 if isinstance(merger, krum) else 1
+    rows = data.draw(stacked(st.tuples(st.integers(least, 8), st.integers(1, 5))))
+    if isinstance(merger, ties):
+        rows = rows + np.arange(rows.size).reshape(rows.shape) / 4096
     other = rows[data.draw(st.permutations(range(len(rows))))]
     if isinstance(merger, krum):
         own = sorted(scores(rows, merger.faulty))
@@ -157,14 +193,17 @@ def test_the_order_of_the_nodes_is_nothing(merger: Merger, data: st.DataObject) 
 @every_merger
 @settings(max_examples=30)
 @given(row=stacked(st.tuples(st.just(1), st.integers(1, 5))), n=st.integers(1, 7))
-def test_equal_vectors_give_the_vector(merger: Merger, row: Rows, n: int) -> None:
+def test_equal_vectors_give_the_vector(merger: Rule, row: Rows, n: int) -> None:
+    n += 2 * merger.faulty + 2 if isinstance(merger, krum) else 0
+    row = row[:, :1] if isinstance(merger, ties) else row  # of which small entries are lost
     assert_close(merged(merger, row.repeat(n, axis=0)), row[0], row)
 
 
 @pytest.mark.parametrize("merger", [median(), trimmed_mean(), trimmed_mean(0.4), krum()], ids=repr)
 @settings(max_examples=30)
 @given(rows=vectors)
-def test_no_entry_is_beyond_those_of_all_nodes(merger: Merger, rows: Rows) -> None:
+def test_no_entry_is_beyond_those_of_all_nodes(merger: Rule, rows: Rows) -> None:
+    rows = rows.repeat(5, axis=0) if isinstance(merger, krum) else rows
     result, slack = merged(merger, rows), 1e-6 * np.abs(rows).max()
     assert (rows.min(0) - slack <= result).all() and (result <= rows.max(0) + slack).all()
 
@@ -172,7 +211,7 @@ def test_no_entry_is_beyond_those_of_all_nodes(merger: Merger, rows: Rows) -> No
 @pytest.mark.parametrize("merger", [median(), trimmed_mean(2 / 7), krum(2)], ids=repr)
 @settings(max_examples=30)
 @given(data=st.data())
-def test_two_of_seven_cannot_move_it_beyond_the_others(merger: Merger, data: st.DataObject) -> None:
+def test_two_of_seven_cannot_move_it_beyond_the_others(merger: Rule, data: st.DataObject) -> None:
     rows = data.draw(stacked(st.tuples(st.just(7), st.integers(1, 4)), largest=10))
     places = data.draw(st.permutations(range(7)))[:2]
     huge = st.floats(1e5, 1e30).flatmap(lambda x: st.sampled_from([x, -x]))
@@ -182,10 +221,22 @@ def test_two_of_seven_cannot_move_it_beyond_the_others(merger: Merger, data: st.
     assert (honest.min(0) - 1e-5 <= result).all() and (result <= honest.max(0) + 1e-5).all()
 
 
+@pytest.mark.parametrize("merger", [median(), trimmed_mean(2 / 7), krum(2)], ids=repr)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_loses(merger: Rule, value: float) -> None:
+    rows = torch.arange(7.0)[:, None].repeat(1, 3)
+    rows[1, 2], rows[4] = value, value
+    result = merger(rows)
+    assert result.isfinite().all() and 0 <= float(result[0]) <= 6
+    assert torch.equal(merger(rows), result)
+    if not isinstance(merger, krum):
+        assert torch.equal(result, merger(rows[[0, 2, 3, 5, 6]]))
+
+
 @pytest.mark.parametrize("merger", [mean(), rda(), iso()], ids=repr)
 @settings(max_examples=30)
 @given(rows=vectors, data=st.data())
-def test_weights_are_so_many_equal_nodes(merger: Merger, rows: Rows, data: st.DataObject) -> None:
+def test_weights_are_so_many_equal_nodes(merger: Rule, rows: Rows, data: st.DataObject) -> None:
     counts = np.array(data.draw(st.lists(st.integers(1, 3), min_size=len(rows), max_size=len(rows))))
     assume(not isinstance(merger, rda) or well_defined(rows.repeat(counts, axis=0)))
     weighted = merged(merger, rows, counts / counts.sum())
@@ -201,8 +252,17 @@ def test_by_hand() -> None:
     assert iso()(torch.diag(torch.tensor([3.0, -1.0]))[None]).tolist() == [[2, 0], [0, -2]]
     # The scores of 1 nearest other are 4, 1, 1, 49; of two 4 + 9, 4 + 1, 1 + 9, 49 + 64.
     rows = torch.tensor([[0.0], [2.0], [3.0], [10.0]])
-    assert krum(1)(rows).tolist() == krum(0)(rows).tolist() == [2]
-    assert krum(0)(torch.tensor([[5.0], [1.0]])).tolist() == krum(9)(torch.tensor([[5.0]])).tolist() == [5]
+    assert krum(0)(rows).tolist() == [2]
+    # Of five with f = 1 two neighbours count: 1 + 4, 1 + 1, 1 + 4, 36 + 49, 81 + 144.
+    assert krum(1)(torch.tensor([[1.0], [2.0], [3.0], [9.0], [-9.0]])).tolist() == [2]
+    # Norms 1 and 2: softmax(−1, −2) = 0.731, 0.269.
+    assert edit()(torch.tensor([[1.0], [-2.0]])).tolist() == pytest.approx([0.73106 - 2 * 0.26894], abs=1e-4)
+    # Largest halves (4, 0) and (0, −3), (2, 0): 4 and 2 agree, −3 is alone.
+    assert ties(0.5)(torch.tensor([[4.0, 1.0], [-1.0, -3.0], [2.0, 1.0]])).tolist() == [3, -3]
+    # Of two nodes each sends one of two singular parts, here orthogonal ones: nothing is lost.
+    parts = torch.stack([torch.diag(torch.tensor([3.0, 0.0])), torch.diag(torch.tensor([0.0, 2.0]))])
+    torch.testing.assert_close(tsv()(parts), torch.diag(torch.tensor([3.0, 2.0])))
+    torch.testing.assert_close(tsv()(parts[:1]), parts[0])
     assert median()(rows).tolist() == [2.5]
     # ⌈0.2 · 4⌉ = 1 on each side; of two nodes none.
     assert trimmed_mean(0.2)(rows).tolist() == [2.5] and trimmed_mean(0.2)(rows[2:]).tolist() == [6.5]
@@ -225,30 +285,30 @@ PLAIN: dict[str, Any] = {"optim_spec": "sgd", "lr": 1.0}
     ("options", "expected"),
     [
         ({}, 4),
-        ({"merger": "median"}, 2),
-        ({"merger": median}, 2),
-        ({"merger": trimmed_mean(0.3)}, 2),
-        ({"merger": krum(0)}, 1),  # 1 and 2 are as near to each other, and 1 is first
-        ({"merger": "rda"}, 4),  # all in one direction
-        ({"merger": lambda rows, weights: rows.amax(0)}, 9),
-        ({"max_node_norm": "median"}, (1 + 2 + 2) / 3),
-        ({"max_node_norm": 1.5}, (1 + 1.5 + 1.5) / 3),
-        ({"max_node_norm": "median", "merger": lambda rows, weights: rows.amax(0)}, 2),
-        ({"max_node_norm": "median", "max_norm": 1.0}, 1),  # of what comes out
+        ({"average": "median"}, 2),
+        ({"average": median}, 2),
+        ({"average": trimmed_mean(0.3)}, 2),
+        ({"average": krum(0)}, 1),  # 1 and 2 are as near to each other, and 1 is first
+        ({"average": "rda"}, 4),  # all in one direction
+        ({"average": lambda rows, weights: rows.amax(0)}, 9),
+        ({"average": clip("median")}, (1 + 2 + 2) / 3),
+        ({"average": clip(1.5)}, (1 + 1.5 + 1.5) / 3),
+        ({"average": median() | clip("median")}, 2),
+        ({"average": clip("median"), "max_norm": 1.0}, 1),  # of what comes out
     ],
 )
 def test_gradients_by_hand(options: dict[str, Any], expected: float) -> None:
     run = stepped(SimpleReduceStrategy(**PLAIN, **options), 1.0, 2.0, 9.0)
     assert -run.cluster.weights.flatten() == pytest.approx([expected] * 3)
-    gathers = options.get("merger", "mean") not in ("mean", "iso")
-    sent = [("all_gather", "gradients: norms")] * (options.get("max_node_norm") == "median")
-    sent.append(("all_gather" if gathers else "all_reduce", "gradients"))
+    average = average_of(options.get("average", "mean"), "here")
+    sent = [("all_gather", "gradients: norms")] * (average.limit == clip("median"))
+    sent.append(("all_gather" if average.rule.needs_rows else "all_reduce", "gradients"))
     assert [(e.collective, e.label, e.payload_bytes) for e in run.ledger] == [(*one, 4) for one in sent]
 
 
 def test_weights_in_islands_by_hand() -> None:
     # After a step θ_k = −g_k. Of five nodes three are an island, then the other two, as the generator's seed has it.
-    run = stepped(FedAvgStrategy(H=1, island_size=3, merger="median", **PLAIN), 1.0, 2.0, 4.0, 8.0, 16.0)
+    run = stepped(FedAvgStrategy(H=1, island_size=3, average="median", **PLAIN), 1.0, 2.0, 4.0, 8.0, 16.0)
     (event,) = run.ledger
     assert event.collective == "all_gather" and sorted(map(len, event.groups)) == [2, 3]
     for island in event.groups:
@@ -258,19 +318,27 @@ def test_weights_in_islands_by_hand() -> None:
     assert run.ledger.total_wire_bytes == 3 * 2 * 4 + 2 * 1 * 4
 
 
-def test_a_function_of_ones_own_gets_weights() -> None:
+def wilted(rows: Tensor, weights: Tensor | None) -> Tensor:
+    return rows.mean(0) / 2
+
+
+def test_a_rule_of_ones_own_gets_weights() -> None:
     seen = []
 
-    def own(rows: Tensor, weights: Tensor | None) -> Tensor:
-        seen.append(weights)
-        return rows.mean(0) if weights is None else weights @ rows
+    class Own(Rule):
+        by = "examples"
 
-    run = started(FedAvgStrategy(weighting="examples", merger=own, **PLAIN), Parameters((2,)), 3)
+        def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+            seen.append(weights)
+            assert weights is not None
+            return weights @ rows
+
+    run = started(FedAvgStrategy(average=Own, **PLAIN), Parameters((2,)), 3)
     run.cluster.shard_sizes[:] = torch.tensor([1.0, 1.0, 2.0])
     before = run.cluster.weights.clone()
     after = run.step(torch.tensor([[1.0], [2.0], [4.0]]).expand(3, 2))
     assert seen[0].tolist() == [0.25, 0.25, 0.5]
-    assert repr(resolve_merger(own, "here")) == "test_a_function_of_ones_own_gets_weights.<locals>.own"
+    assert repr(average_of(wilted, "here")) == "wilted"
     torch.testing.assert_close(after, before - 2.75)
 
 
@@ -280,13 +348,12 @@ OUTER = {"outer_optim": OptimSpec("sgd", lr=1.0)}
 @pytest.mark.parametrize(
     "strategy",
     [
-        FedAvgStrategy(H=2, weighting="examples", **PLAIN),
-        DiLoCoStrategy(H=2, weighting="examples", **OUTER, **PLAIN),
-        DiLoCoStrategy(H=2, weighting="examples", merger=lambda rows, weights: weights @ rows, **OUTER, **PLAIN),
-        DiLoCoStrategy(H=2, weighting="examples", max_node_norm=9.0, **OUTER, **PLAIN),
-        StreamingDiLoCoStrategy(H=2, weighting="examples", fragments=1, delay=1, **OUTER, **PLAIN),
+        FedAvgStrategy(H=2, average=mean("examples"), **PLAIN),
+        DiLoCoStrategy(H=2, average=mean("examples"), **OUTER, **PLAIN),
+        DiLoCoStrategy(H=2, average=mean("examples") | clip(9.0), **OUTER, **PLAIN),
+        StreamingDiLoCoStrategy(H=2, average=mean("examples"), fragments=1, delay=1, **OUTER, **PLAIN),
     ],
-    ids=["FedAvg", "DiLoCo", "merged", "clipped", "streaming"],
+    ids=["FedAvg", "DiLoCo", "clipped", "streaming"],
 )
 def test_weighting_by_examples_by_hand(strategy: Strategy) -> None:
     # The gradient is w / Σx, the rate 1. Client 0 has 3 examples, in batches with Σx = 10 and 4: what remains of w is
@@ -307,12 +374,12 @@ def test_weighting_by_examples_by_hand(strategy: Strategy) -> None:
     ("options", "expected", "sent"),
     [
         ({}, 4 * 2, ["outer gradient"]),
-        ({"merger": "median"}, 2 * 2, ["outer gradient"]),
-        ({"merger": krum(0)}, 1 * 2, ["outer gradient"]),
-        ({"max_node_norm": 3.0}, (2 + 3 + 3) / 3, ["outer gradient"]),
-        ({"max_node_norm": "median"}, (2 + 4 + 4) / 3, ["outer gradient: norms", "outer gradient"]),
+        ({"average": "median"}, 2 * 2, ["outer gradient"]),
+        ({"average": krum(0)}, 1 * 2, ["outer gradient"]),
+        ({"average": clip(3.0)}, (2 + 3 + 3) / 3, ["outer gradient"]),
+        ({"average": clip("median")}, (2 + 4 + 4) / 3, ["outer gradient: norms", "outer gradient"]),
         (
-            {"max_node_norm": "median", "compressor": TopK(1.0)},
+            {"average": clip("median") | compress(TopK(1.0))},
             (2 + 4 + 4) / 3,
             ["outer gradient: norms", "outer gradient"],
         ),
@@ -329,9 +396,9 @@ def test_outer_gradients_by_hand(options: dict[str, Any], expected: float, sent:
 @pytest.mark.parametrize(
     ("options", "expected", "sent"),
     [
-        ({"max_node_norm": 3.0}, (2 + 3 + 3) / 3, ["weights"]),
-        ({"max_node_norm": "median", "merger": "rda"}, (2 + 4 + 4) / 3, ["weights: norms", "weights"]),
-        ({"max_node_norm": 3.0, "weighting": "examples"}, (2 + 3 + 2 * 3) / 4, ["weights"]),
+        ({"average": clip(3.0)}, (2 + 3 + 3) / 3, ["weights"]),
+        ({"average": rda() | clip("median")}, (2 + 4 + 4) / 3, ["weights: norms", "weights"]),
+        ({"average": mean("examples") | clip(3.0)}, (2 + 3 + 2 * 3) / 4, ["weights"]),
     ],
 )
 def test_fedavg_clips_what_a_node_has_moved_in_a_round(
@@ -350,7 +417,7 @@ def test_fedavg_clips_what_a_node_has_moved_in_a_round(
 def test_embeddings_take_the_mean() -> None:
     gpt = GPT(7, block_size=4, layers=1, width=8, heads=2)
     gradients = normal(1, 3, size(gpt), seed=1)
-    plain, by_tensor = (driven(SimpleReduceStrategy(merger=m, **PLAIN), gpt, gradients) for m in ("mean", "rda"))
+    plain, by_tensor = (driven(SimpleReduceStrategy(average=m, **PLAIN), gpt, gradients) for m in ("mean", "rda"))
     replicas = plain.cluster.replicas
     assert replicas.embeddings == {"tokens.weight", "positions.weight"}
     both = (replicas.views(run.cluster.replicas.weights[0]) for run in (plain, by_tensor))
@@ -360,17 +427,18 @@ def test_embeddings_take_the_mean() -> None:
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 5])
 @pytest.mark.parametrize("merger", ALL, ids=repr)
-def test_nodes_apart_have_the_bits_of_nodes_together(merger: Merger, num_nodes: int) -> None:
+def test_nodes_apart_have_the_bits_of_nodes_together(merger: Rule, num_nodes: int) -> None:
     model = Parameters((5, 3), (7,), (), (4, 2, 3))
     gradients = normal(3, num_nodes, size(model))
-    both: dict[str, Any] = {"merger": merger, "max_node_norm": "median", "lr": 0.1}
+    num_nodes = max(num_nodes, 2 * merger.faulty + 3) if isinstance(merger, krum) else num_nodes
+    both: dict[str, Any] = {"average": merger | clip("median"), "lr": 0.1}
     parts = [["p0", "p3"], ["p1", "p2"]]
     strategies: list[Strategy] = [
         SimpleReduceStrategy(**both),
         StreamingDiLoCoStrategy(H=2, fragments=parts, delay=1, **both),
     ]
-    if not merger.of_changes:
-        strategies.append(FedAvgStrategy(lr=0.1, H=2, island_size=2, merger=merger))
+    if not merger.of_moves and not isinstance(merger, krum):  # which islands of two are too small for
+        strategies.append(FedAvgStrategy(lr=0.1, H=2, island_size=2, average=merger))
     for strategy in strategies:
         together = driven(strategy, model, gradients, deterministic=True)
         for rank, alone in enumerate(driven_apart(strategy, model, gradients)):
@@ -379,17 +447,18 @@ def test_nodes_apart_have_the_bits_of_nodes_together(merger: Merger, num_nodes: 
 
 
 def test_every_merger_can_be_priced() -> None:
-    # 100 × 100 parameters of 4 bytes: an all-reduce of 4 nodes transmits 2 · 3/4 of them, an all-gather 3 times.
-    for name in MERGERS:
+    # 100 × 100 parameters of 4 bytes: an all-reduce of 8 nodes transmits 2 · 7/8 of them, an all-gather 7 times.
+    for name in RULES:
         priced = vsim.price(
-            SimpleReduceStrategy(merger=name, max_node_norm="median"),
+            SimpleReduceStrategy(average=RULES[name]() | clip("median")),
             parameters=10_000,
-            num_nodes=4,
+            num_nodes=8,
             max_steps=1,
             network="1 Gbit/s",
             compute=1.0,
         )
-        norms, gradients = (3 * 4, (1.5 if name in ("mean", "iso") else 3) * 40_000)
+        norms = 7 * 4 * (2 if name == "edit" else 1)
+        gradients = (1.75 if name in ("mean", "iso", "edit") else 7) * 40_000
         assert priced.seconds[-1] == pytest.approx(1 + (norms + gradients) * 8 / 1e9), name
 
 
@@ -397,12 +466,12 @@ def test_every_merger_can_be_priced() -> None:
 
 
 def test_on_the_command_line_and_in_sweeps() -> None:
-    strategy = parse_strategy("fedavg:merger=krum(faulty=2)", lr=1e-3)
-    assert vars(strategy.communication_modules[0])["merger"] == krum(2)
-    strategy = parse_strategy("allreduce:merger=median,max_node_norm=median", lr=1e-3)
-    assert vars(strategy.communication_modules[0]) == {"merger": median(), "max_node_norm": "median"}
-    names = vsim.grid(FedAvgStrategy, H=5, merger=["mean", trimmed_mean(0.1), trimmed_mean(0.3), krum])
-    assert [name.partition("merger=")[2] for name in names] == [
+    strategy = parse_strategy("fedavg:average=krum(faulty=2)", lr=1e-3)
+    assert repr(vars(strategy.communication_modules[0])["average"]) == "krum(faulty=2)"
+    strategy = parse_strategy("allreduce:average=median() | clip('median')", lr=1e-3)
+    assert repr(vars(strategy.communication_modules[0])["average"]) == "median() | clip(norm='median')"
+    names = vsim.grid(FedAvgStrategy, H=5, average=["mean", trimmed_mean(0.1), trimmed_mean(0.3), krum])
+    assert [name.partition("average=")[2] for name in names] == [
         "mean",
         "trimmed_mean(share=0.1)",
         "trimmed_mean(share=0.3)",
@@ -413,25 +482,23 @@ def test_on_the_command_line_and_in_sweeps() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FedAvgStrategy(merger="medain"), "merger must be one of 'mean', .*; did you mean 'median'"),
-        (lambda: FedAvgStrategy(merger=3), "FedAvg: merger must be a Merger such as .* or a function of .*, got 3"),  # type: ignore[arg-type]
-        (lambda: FedAvgStrategy(merger="rda"), r"FedAvg: merger=rda\(\) takes lengths or directions of changes"),
-        (
-            lambda: FedAvgStrategy(merger=krum(1), weighting="examples"),
-            r"FedAvg: merger=krum\(faulty=1\) counts all nodes alike",
-        ),
-        (
-            lambda: DiLoCoStrategy(merger="median", compressor=TopK(0.1)),
-            r"DiLoCo: merger=median\(\), weighting='uniform' with compressor=: what is compressed arrives averaged",
-        ),
-        (
-            lambda: StreamingDiLoCoStrategy(weighting="examples", compressor=TopK(0.1)),
-            r"DiLoCo: merger=mean\(\), weighting='examples' with compressor=: .* uniformly",
-        ),
+        (lambda: FedAvgStrategy(average="medain"), "average must be one of 'mean', .*; did you mean 'median'"),
+        (lambda: FedAvgStrategy(average=3), "FedAvg: average must be an average such as .* or a function of .*, got 3"),  # type: ignore[arg-type]
+        (lambda: FedAvgStrategy(average="rda", island_size=2), r"FedAvg: average=rda.* they share none"),
+        (lambda: FedAvgStrategy(average=clip(1.0), island_size=2), r"FedAvg: average=.*clip.* they share none"),
+        (lambda: mean("example"), "by must be one of .* got 'example'; did you mean 'examples'"),
+        (lambda: DiLoCoStrategy(average=mean("tokens")), "counts by 'tokens', and here it may be one of"),
+        (lambda: median() | compress(TopK(0.1)), r"median\(\) \| compress.*arrives as its plain mean"),
+        (lambda: mean("examples") | compress(TopK(0.1)), "arrives as its plain mean"),
+        (lambda: mean() | median(), r"takes one of each: got mean.* and median"),
+        (lambda: clip(1.0) | clip(2.0), "takes one of each"),
+        (lambda: mean() | 3, "joined by |; got 3"),  # type: ignore[operator]
+        (lambda: AsyncDiLoCoStrategy(average=compress(TopK(0.1))), "messages arrive one by one"),
         (lambda: trimmed_mean(0.6), "share must be > 0 and <= 0.5, got 0.6"),
         (lambda: krum(-1), "faulty must be a whole number >= 0, got -1"),
-        (lambda: SimpleReduceStrategy(max_node_norm="mean"), "max_node_norm must be one of 'median', got 'mean'"),
-        (lambda: SimpleReduceStrategy(max_node_norm=0), "max_node_norm must be > 0, got 0"),
+        (lambda: clip("mean"), "clip must be one of 'median', got 'mean'"),
+        (lambda: clip(0), "clip must be > 0, got 0"),
+        (lambda: started(FedAvgStrategy(average=krum(1)), Parameters((2,)), 4), "at least .* = 5 nodes, got 4"),
     ],
 )
 def test_what_is_refused(make: Callable[[], object], message: str) -> None:
@@ -440,7 +507,7 @@ def test_what_is_refused(make: Callable[[], object], message: str) -> None:
 
 
 def test_gradients_are_kept_where_their_mean_is_not_enough() -> None:
-    for options, shared in [({}, True), ({"merger": "iso"}, True), ({"merger": "krum"}, False)]:
-        assert SimpleReduceStrategy(**options).shares_grads == shared
-    assert not SimpleReduceStrategy(max_node_norm=1.0).shares_grads
-    assert SimpleReduceStrategy(merger="median", inner_optim=OptimSpec("sgd")).shares_weights
+    shared = {"mean": True, "iso": True, "krum": False, mean("examples"): False, clip(1.0): False}
+    for average, expected in shared.items():
+        assert SimpleReduceStrategy(average=average).shares_grads == expected
+    assert SimpleReduceStrategy(average="median", inner_optim=OptimSpec("sgd")).shares_weights
