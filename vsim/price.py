@@ -66,7 +66,7 @@ def price(
     network.check(num_nodes)
     seed = whole_number("seed", seed, at_least=0)
     model = _model(parameters, model, bytes_per_parameter, compute.layers)
-    return timeline(_communicated(strategy, model, num_nodes, max_steps, seed), network, compute)
+    return timeline(_communicated(strategy, model, num_nodes, max_steps, seed, compute), network, compute)
 
 
 @known_keywords
@@ -109,7 +109,7 @@ def required_bandwidth(
     bits = sorted(bits_per_second("grid", one) for one in given)
     model = _model(parameters, model, bytes_per_parameter, compute.layers)
     ledger = _communicated(
-        strategy, model, whole_number("num_nodes", num_nodes), whole_number("max_steps", max_steps), 42
+        strategy, model, whole_number("num_nodes", num_nodes), whole_number("max_steps", max_steps), 42, compute
     )
     if not ledger.total_wire_bytes + ledger.server_wire_bytes:
         hint = "one node has nobody to send to" if num_nodes == 1 else "a larger max_steps shows more"
@@ -156,7 +156,9 @@ def _without_values(tensor: Tensor) -> Tensor:
     return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
-def _communicated(strategy: Strategy, model: nn.Module, num_nodes: int, max_steps: int, seed: int) -> Ledger:
+def _communicated(
+    strategy: Strategy, model: nn.Module, num_nodes: int, max_steps: int, seed: int, compute: Compute
+) -> Ledger:
     """Return the ledger of a run without values."""
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy, got {strategy!r}")
@@ -168,6 +170,7 @@ def _communicated(strategy: Strategy, model: nn.Module, num_nodes: int, max_step
     ledger = Ledger(num_nodes)
     replicas = Replicas.of(model, num_nodes, _META)
     cluster = Cluster(replicas, StackedCollectives(ledger), generator(seed, SHARED), torch.ones(num_nodes), max_steps)
+    cluster.seconds = compute.totals(num_nodes)
     name = type(strategy).__name__
     strategy = copy.deepcopy(strategy)
     try:

@@ -59,17 +59,6 @@ class Participation(ABC):
         return f"{type(self).__name__}({', '.join(given)})"
 
 
-def _period(rounds: int | None, given: Round, what: str) -> int:
-    """Return the steps of a round: those asked for, or from one sync to the next."""
-    period = given.period if rounds is None else rounds
-    if period % given.period:
-        raise ValueError(
-            f"{what}: rounds={rounds} must be a multiple of the {given.period} steps from one sync of the strategy to "
-            "the next"
-        )
-    return period
-
-
 class Dropout(Participation):
     """Every node is missing from a round with probability p, drawn anew each round; one at least is there.
 
@@ -87,13 +76,13 @@ class Dropout(Participation):
         return self.p == 0
 
     def plan(self, given: Round) -> Plan:
-        return Plan(self._segments(given, _period(self.rounds, given, "Dropout")), given.num_nodes)
+        return Plan(self._segments(given, given.rounds(self.rounds, "Dropout")), given.num_nodes)
 
-    def _segments(self, given: Round, period: int) -> Iterator[Segment]:
-        for number in range(sys.maxsize):
+    def _segments(self, given: Round, rounds: Iterator[tuple[int, int]]) -> Iterator[Segment]:
+        for number, (first, last) in enumerate(rounds):
             there = torch.rand(given.num_nodes, generator=generator(given.seed, PARTICIPATION, number))
             nodes = (there >= self.p).nonzero().flatten().tolist() or [int(there.argmax())]
-            yield Segment(number * period + 1, (number + 1) * period, tuple(nodes))
+            yield Segment(first, last, tuple(nodes))
 
 
 class Schedule(Participation):
@@ -220,8 +209,8 @@ class Stragglers(Participation):
 
     def _segments(self, given: Round) -> Iterator[Segment]:
         everyone = tuple(range(given.num_nodes))
-        for first in range(1, sys.maxsize, given.period):
-            yield self.segment(Segment(first, first + given.period - 1, everyone), given.num_nodes, given)
+        for first, last in given.rounds(None, type(self).__name__):
+            yield self.segment(Segment(first, last, everyone), given.num_nodes, given)
 
     def segment(self, drawn: Segment, wanted: int, given: Round, local: NDArray[np.int64] | None = None) -> Segment:
         """Return a segment with those of its nodes whose work counts; `local` (N,): the steps that each has to do."""
@@ -355,23 +344,24 @@ class Sample(Participation):
     def plan(self, given: Round) -> Plan:
         if given.num_nodes != self.n:
             raise ValueError(f"num_nodes is the size of a cohort, {self.n} of {self}; got {given.num_nodes}")
-        period = _period(self.rounds, given, "Sample")
+        rounds = given.rounds(self.rounds, "Sample")
+        period = given.period if self.rounds is None else self.rounds
         if self.epochs is not None and (most := int(self._local_steps(given).max())) > period:
             raise ValueError(
                 f"{self}: a client takes up to {most} steps to go through its data, and a round has {period}; let the "
                 "strategy sync less often, or give rounds="
             )
         store = None if self.store is None else Store(self.store)
-        return Plan(self._segments(given, period), self.of, renews=True, store=store)
+        return Plan(self._segments(given, rounds), self.of, renews=True, store=store)
 
-    def _segments(self, given: Round, period: int) -> Iterator[Segment]:
+    def _segments(self, given: Round, rounds: Iterator[tuple[int, int]]) -> Iterator[Segment]:
         local = None if self.epochs is None else self._local_steps(given)  # (N,)
         factor = 1.0 if self.stragglers is None else self.stragglers.factor
         drawn = min(self.of, math.ceil(factor * self.n / _ROUNDING))
-        for number in range(sys.maxsize):
+        for number, (first, last) in enumerate(rounds):
             stream = generator(given.seed, PARTICIPATION, number)
             clients = tuple(sorted(torch.randperm(self.of, generator=stream)[:drawn].tolist()))
-            segment = Segment(number * period + 1, (number + 1) * period, clients)
+            segment = Segment(first, last, clients)
             if self.stragglers is not None:
                 segment = self.stragglers.segment(segment, self.n, given, local)
             if local is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +44,7 @@ class Round(NamedTuple):
         num_nodes, seed: the run's. period: steps from one sync of its strategy to the next.
         seconds: that nodes compute, if they are known.
         epochs: (N,) steps in which each goes through its data once.
+        syncs: the steps of all syncs of the run, where they are not a period apart; then period is the shortest time.
     """
 
     num_nodes: int
@@ -49,6 +52,32 @@ class Round(NamedTuple):
     period: int
     seconds: Seconds | None = None
     epochs: NDArray[np.float64] | None = None
+    syncs: tuple[int, ...] = ()
+
+    def rounds(self, rounds: int | None, what: str) -> Iterator[tuple[int, int]]:
+        """Yield the first and the last step of every round: of so many steps, or by default from sync to sync.
+
+        Raises:
+            ValueError: `rounds` does not fit the syncs; the error names `what`.
+        """
+        if rounds is not None and self.syncs:
+            raise ValueError(
+                f"{what}: rounds={rounds} has no effect where H is a schedule, which has rounds of its own"
+            )
+        period = self.period if rounds is None else rounds
+        if period % self.period:
+            raise ValueError(
+                f"{what}: rounds={rounds} must be a multiple of the {self.period} steps from one sync of the strategy "
+                "to the next"
+            )
+        last = self.syncs[-1] if self.syncs else 0
+        of_syncs = zip((0, *self.syncs), self.syncs, strict=False)
+        return chain(((before + 1, end) for before, end in of_syncs), _every(last, period))
+
+
+def _every(last: int, period: int) -> Iterator[tuple[int, int]]:
+    for first in range(last + 1, sys.maxsize, period):
+        yield first, first + period - 1
 
 
 class Plan:

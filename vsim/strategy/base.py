@@ -9,6 +9,7 @@ can be used for many runs.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -26,11 +27,12 @@ from vsim.cluster import Cluster
 from vsim.cluster.muon import StackedMuon
 from vsim.cluster.optim import ELEMENTWISE, OptimSpec, clip_by_node, resolve_optim
 from vsim.cluster.optimizers import StackedOptimizer, evaluating, parts_of, stepped_tensors, torch_optimizers
+from vsim.cluster.plan import Seconds
 from vsim.cluster.schedule import Schedule
 from vsim.strategy.communicate import communicating_through
 from vsim.strategy.configured import Configured
 from vsim.strategy.node import PerNodeStep, StackedModel
-from vsim.strategy.when import When, schedule_of
+from vsim.strategy.when import When, schedule_of, syncs
 
 
 class CommunicationModule(Configured):
@@ -154,7 +156,7 @@ class Strategy(Configured):
                 super().step()
     """
 
-    derived: ClassVar[tuple[str, ...]] = ("_stepped", "settings", "schedulers")
+    derived: ClassVar[tuple[str, ...]] = ("_period", "_stepped", "settings", "schedulers")
 
     # Whether all nodes have equal weights at every step by construction, so that one row serves them all, and whether
     # only the mean of their gradients is used. Promises of one class; its subclasses have to repeat them.
@@ -221,6 +223,7 @@ class Strategy(Configured):
         cluster.optim = self.optim
         self._stepped = [(p, p.grad) for p in stepped_tensors(self.optim)]
         self.schedulers = [self.schedule.build(part, cluster.max_steps) for part in parts_of(self.optim)]
+        self._period = self.period
         for module in self.communication_modules:
             module.when.setup(cluster)
             module.setup(cluster)
@@ -269,6 +272,31 @@ class Strategy(Configured):
     def period(self) -> int:
         """Steps from one sync to the next: the longest period of its communication modules."""
         return max((module.when.period or 1 for module in self.communication_modules), default=1)
+
+    def syncs(self, max_steps: int | None, seconds: Seconds | None) -> tuple[int, ...]:
+        """Return the steps of all syncs of a run whose H is a schedule; none where it is a number.
+
+        Raises:
+            TypeError: modules have several schedules, or it is not known how many steps the run has.
+        """
+        schedules = [module.when for module in self.communication_modules if module.when.period is None]
+        if not schedules:
+            return ()
+        if max_steps is None:
+            raise TypeError(f"rounds of participation= follow H={schedules[0]!r}, which takes max_steps=")
+        if any(other != schedules[0] for other in schedules):
+            raise TypeError(
+                f"{type(self).__name__}: H is {schedules[0]} and {schedules[-1]}; rounds follow one of them"
+            )
+        tensors = [[torch.zeros(2, 2)] for _ in range(2)]
+        optimizer = OptimSpec(self.optim_spec.cls, **self.optim_spec.kwargs).build_shared(tensors[0], tensors[1], True)
+        schedulers, rates = self.schedule.build(optimizer, max_steps), []
+        for _ in range(max_steps):
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+            optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+        return tuple(syncs(copy.copy(schedules[0]), rates, max_steps, seconds)) or (max_steps,)
 
     @property
     def needs_compute(self) -> bool:
@@ -338,6 +366,11 @@ class Strategy(Configured):
         if 0 < self.cluster.completed == self.cluster.step:
             raise TypeError(f"{type(self).__name__}: step {self.cluster.step} is counted twice; call super() once")
         self._note_step()
+        if self.cluster.plan is not None and self.cluster.plan.renews and self.period != self._period:
+            raise TypeError(
+                f"{type(self).__name__}: H is {self.period}, and rounds of clients have {self._period} steps; where H "
+                "moves in a run, give a schedule of vsim.strategy.when"
+            )
         for module in self.communication_modules:
             module.communicate(self.cluster)
         for scheduler in chain(*self.schedulers):

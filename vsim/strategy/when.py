@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.plan import Seconds as ComputeSeconds
-from vsim.cluster.state import Stateful
+from vsim.strategy.configured import Configured
 
 
-class When(Stateful):
+class When(Configured):
     """A schedule of syncs. A subclass defines `after`."""
 
     needs_compute = False  # whether compute seconds decide
@@ -32,6 +32,9 @@ class When(Stateful):
             lr: the inner learning rate at that step. steps_left: in the run. seconds: that nodes compute, if known.
         """
         raise NotImplementedError(f"{type(self).__name__} must define after(step, lr, steps_left, seconds)")
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self)
 
     def is_warmup(self, step: int) -> bool:
         """Whether gradients are averaged before step number `step`, so that weights stay equal without a sync."""
@@ -62,7 +65,7 @@ class When(Stateful):
         return self.next - cluster.step
 
 
-@dataclass(eq=True)
+@dataclass(eq=False)
 class Every(When):
     """After every H-th step: when t % H == 0."""
 
@@ -88,7 +91,7 @@ class Every(When):
         return step + self.H - step % self.H
 
 
-@dataclass(eq=True)
+@dataclass(eq=False)
 class QSR(When):
     """The quadratic synchronization rule: H grows as the learning rate falls.
 
@@ -122,7 +125,7 @@ class QSR(When):
         return step + max(1, min(max(int(min(grown, steps_left + 1)), self.minimum), steps_left))
 
 
-@dataclass(eq=True)
+@dataclass(eq=False)
 class PostLocal(When):
     """Gradients are averaged at each of the first steps, and weights from then on.
 
@@ -143,6 +146,9 @@ class PostLocal(When):
             raise TypeError(f"then={self.then!r} has a warm-up of its own; add up their steps")
         self.needs_compute = self._then.needs_compute
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self)
+
     def is_warmup(self, step: int) -> bool:
         return step <= self.warmup_steps
 
@@ -154,7 +160,7 @@ class PostLocal(When):
         return w + self._then.after(step - w, lr, steps_left, own)
 
 
-@dataclass(eq=True)
+@dataclass(eq=False)
 class Seconds(When):
     """After as many steps as the slowest node computes in `seconds`, at least one; the run needs `compute=`.
 
@@ -193,9 +199,9 @@ def schedule_of(H: int | When) -> When:
     return H if isinstance(H, When) else Every(H)
 
 
-def syncs(when: When, lr: Iterator[float], max_steps: int, seconds: ComputeSeconds | None) -> list[int]:
-    """Return the steps of all syncs of a run, by the learning rate of every step, in order."""
-    found, step, rates = [], 0, list(lr)
+def syncs(when: When, rates: Sequence[float], max_steps: int, seconds: ComputeSeconds | None) -> list[int]:
+    """Return the steps of all syncs of a run, by the learning rate of every step."""
+    found, step = [], 0
     while (step := when.after(step, rates[max(0, step - 1)], max_steps - step, seconds)) <= max_steps:
         found.append(step)
     return found

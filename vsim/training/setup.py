@@ -104,7 +104,9 @@ def plan_of(spec: RunSpec, batches: BatchSource | None) -> Plan | None:
         return None
     seconds = spec.compute.totals(spec.population) if isinstance(spec.compute, Compute) else None
     epochs = np.zeros(spec.population) if batches is None else batches.epoch_steps.numpy().astype(np.float64)
-    return spec.participation.plan(Round(spec.num_nodes, spec.seed, spec.strategy.period, seconds, epochs))
+    syncs = spec.strategy.syncs(spec.max_steps, seconds)
+    period = min((b - a for a, b in itertools.pairwise((0, *syncs))), default=spec.strategy.period)
+    return spec.participation.plan(Round(spec.num_nodes, spec.seed, period, seconds, epochs, syncs))
 
 
 def assemble(
@@ -227,6 +229,8 @@ def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, i
         spec.compile,
         part.plan,
     )
+    if spec.strategy.needs_compute and spec.compute is not None:
+        cluster.seconds = spec.compute.totals(spec.population)
     strategy = copy.deepcopy(spec.strategy)
     strategy.settings = settings_of(spec.strategy)
     if isinstance(strategy, AsynchronousStrategy):

@@ -214,6 +214,10 @@ class RunSpec:
             self._set("compute", Compute.of(self.compute))
             self.compute.steps(self.population)  # type: ignore[union-attr]
             return
+        if self.strategy.needs_compute and self.compute is not None and self.network is None:
+            self._set("compute", Compute.of(self.compute))
+            self.compute.steps(self.num_nodes)  # type: ignore[union-attr]
+            return
         if not self.strategy.is_asynchronous:
             if given:
                 raise TypeError(

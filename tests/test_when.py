@@ -1,0 +1,193 @@
+"""When nodes synchronize: schedules of H by hand, against torch's averagers, in cohorts, prices and resumed runs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driven import Parameters, driven, normal, size
+from test_strategies_common import model, uneven, weights
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+import vsim
+from vsim import Trainer
+from vsim.cluster.participation import Dropout, Sample
+from vsim.strategy import (
+    QSR,
+    CommunicationModule,
+    DiLoCoStrategy,
+    EagerDiLoCoStrategy,
+    Every,
+    FedAvgStrategy,
+    FedProxStrategy,
+    NoLoCoStrategy,
+    OptimSpec,
+    PostLocal,
+    Seconds,
+    SlowMoStrategy,
+    Strategy,
+    When,
+)
+
+PLAIN: dict[str, Any] = {"inner_optim": "sgd", "lr": 0.1}
+
+
+def run(strategy: Strategy, max_steps: int = 10, **options: Any) -> Trainer:
+    trainer = Trainer(model(), uneven)
+    trainer.fit(strategy=strategy, num_nodes=4, max_steps=max_steps, batch_size=8, progress=False, **options)
+    return trainer
+
+
+def steps_of(trainer: Trainer, label: str = "weights") -> list[int]:
+    return [event.step for event in trainer.ledger if event.label == label]
+
+
+def test_qsr_by_hand() -> None:
+    # lr 0.4 / 2^s at steps s = 0, 1, …; α = 0.2, H ≥ 2: (0.2 / lr)² = 0.25 · 4^s. From 0 to 2; lr of step 2, s = 1, has
+    # (0.2 / 0.2)² = 1, so 2: to 4; that of step 4, s = 3, has (0.2 / 0.05)² = 16: to 20; then the 4 that are left.
+    halved = {"lr_scheduler": torch.optim.lr_scheduler.ExponentialLR, "lr_scheduler_kwargs": {"gamma": 0.5}}
+    strategy = FedAvgStrategy(H=QSR(0.2, 2), inner_optim="sgd", lr=0.4, **halved)
+    assert steps_of(run(strategy, 24)) == [2, 4, 20, 24]
+    # During the warm-up the minimum, whatever the rate.
+    strategy = FedAvgStrategy(H=QSR(0.2, 2, warmup_steps=5), inner_optim="sgd", lr=0.4, **halved)
+    assert steps_of(run(strategy, 24)) == [2, 4, 6, 24]
+    assert QSR(0.03, 1, power=3).after(7, 0.01, 100, None) == 7 + 27
+    assert QSR(0.03, 1).after(7, 0.0, 100, None) == 107
+
+
+def test_a_number_is_every() -> None:
+    for H in (3, Every(3)):
+        assert torch.equal(weights(run(DiLoCoStrategy(H=H, **PLAIN))), weights(run(DiLoCoStrategy(H=3, **PLAIN))))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_post_local_sgd_is_torchs_averager(momentum: float) -> None:
+    # torch averages after steps w, w + H, … counted from 0, vsim after w + H, w + 2H, …, counted from 1.
+    w, H, K = 3, 2, 3
+    shapes = Parameters((5, 3), (7,))
+    gradients = normal(9, K, size(shapes), seed=4)
+    inner = OptimSpec("sgd", lr=0.1, momentum=momentum)
+    ours = driven(FedAvgStrategy(inner, H=PostLocal(w, H)), shapes, gradients, deterministic=True)
+    nodes = [copy.deepcopy(shapes) for _ in range(K)]
+    optims = [torch.optim.SGD(node.parameters(), lr=0.1, momentum=momentum) for node in nodes]
+    averager = PeriodicModelAverager(period=H, warmup_steps=w + H - 1, process_group=object())  # type: ignore[arg-type]
+    for step in range(1, 10):
+        own = gradients[step - 1]
+        if step <= w:
+            own = own.mean(0).expand(K, -1)
+        for node, optim, row in zip(nodes, optims, own, strict=True):
+            for p, piece in zip(node.parameters(), row.split([p.numel() for p in node.parameters()]), strict=True):
+                p.grad = piece.view_as(p).clone()
+            optim.step()
+        due = averager.step >= averager.warmup_steps and (averager.step - averager.warmup_steps) % averager.period == 0
+        averager.step += 1
+        if due:
+            flat = torch.stack([torch.cat([p.detach().flatten() for p in node.parameters()]) for node in nodes]).mean(0)
+            for node in nodes:
+                torch.nn.utils.vector_to_parameters(flat.clone(), node.parameters())
+    expected = torch.stack([torch.cat([p.detach().flatten() for p in node.parameters()]) for node in nodes])
+    assert torch.equal(ours.cluster.weights, expected)
+    sent = [(1, "gradients"), (2, "gradients"), (3, "gradients"), (5, "weights"), (7, "weights"), (9, "weights")]
+    assert [(e.step, e.label) for e in ours.ledger] == sent
+
+
+def test_outer_weights_follow_a_warm_up() -> None:
+    # Gradients 1 and 3, rate 0.1: two steps of 0.2 together, then two alone and an outer step of the mean distance.
+    strategy = DiLoCoStrategy(H=PostLocal(2, 2), outer_optim=OptimSpec("sgd", lr=1.0), **PLAIN)
+    shapes = Parameters((1,))
+    start = float(shapes.p0.detach())
+    gradients = torch.tensor([[1.0], [3.0]]).expand(4, 2, 1)
+    half = driven(strategy, shapes, gradients[:2])
+    assert half.strategy.global_weights().tolist() == pytest.approx([start - 0.4])
+    whole = driven(strategy, shapes, gradients)
+    assert whole.cluster.weights.flatten().tolist() == pytest.approx([start - 0.8] * 2)
+
+
+def test_seconds_are_those_of_the_slowest_node() -> None:
+    # The slowest takes 0.4 s a step: two steps in 1 s; and one at least.
+    compute = vsim.network.Compute([0.1, 0.1, 0.2, 0.4])
+    for seconds, expected in ((1.0, [2, 4, 6, 8, 10]), (0.8, [2, 4, 6, 8, 10]), (0.1, list(range(1, 11)))):
+        assert steps_of(run(FedAvgStrategy(H=Seconds(seconds), **PLAIN), compute=compute)) == expected
+    with pytest.raises(TypeError, match=r"Seconds\(seconds=1\.0\) goes by compute seconds"):
+        run(FedAvgStrategy(H=Seconds(1.0), **PLAIN))
+    priced = vsim.price(
+        FedAvgStrategy(H=Seconds(1.0)), model=model(), num_nodes=4, max_steps=10, network="1 Gbit/s", compute=compute
+    )
+    assert priced.seconds[-1] > 0.4 * 10
+
+
+class Growing(When):
+    """After 1, 3, 6, 10, … steps."""
+
+    def after(self, step: int, lr: float, steps_left: int, seconds: Any) -> int:
+        n = round(((1 + 8 * step) ** 0.5 - 1) / 2)
+        return (n + 1) * (n + 2) // 2
+
+
+def test_cohorts_and_dropouts_change_where_the_nodes_synchronize() -> None:
+    for strategy in (FedAvgStrategy(H=Growing(), **PLAIN), FedProxStrategy(H=Growing(), **PLAIN)):
+        trainer = run(strategy, participation=Sample(4, of=9))
+        assert steps_of(trainer) == [1, 3, 6, 10]
+        assert trainer.strategy is not None and trainer.strategy.cluster.plan is not None
+        plan = trainer.strategy.cluster.plan
+        assert [plan.segment(step)[:2] for step in (1, 2, 4, 7)] == [(1, 1), (2, 3), (4, 6), (7, 10)]
+        assert len({plan.segment(step).nodes for step in (1, 2, 4, 7)}) > 1
+    trainer = run(FedAvgStrategy(H=Growing(), **PLAIN), participation=Dropout(0.5))
+    assert steps_of(trainer) == [1, 3, 6, 10]
+    with pytest.raises(ValueError, match="rounds=2 has no effect where H is a schedule"):
+        run(FedAvgStrategy(H=Growing(), **PLAIN), participation=Sample(4, of=9, rounds=2))
+
+
+class Moves(CommunicationModule):
+    H = 2
+
+    def sync(self, cluster: Any) -> None:
+        self.H = 3
+
+
+def test_an_h_that_moves_by_itself_is_an_error_with_cohorts() -> None:
+    run(Strategy([Moves()], lr=0.1))
+    with pytest.raises(TypeError, match="H is 3, and rounds of clients have 2 steps"):
+        run(Strategy([Moves()], lr=0.1), participation=Sample(4, of=9))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [FedAvgStrategy, DiLoCoStrategy, SlowMoStrategy, EagerDiLoCoStrategy, NoLoCoStrategy],
+    ids=lambda cls: cls.__name__,
+)
+def test_a_resumed_run_goes_on_with_its_schedule(make: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_dir": tmp_path, "checkpoint_interval": 5}
+    whole = run(make(H=Growing(), **PLAIN), 12)
+    run(make(H=Growing(), **PLAIN), 5, **options)
+    resumed = run(make(H=Growing(), **PLAIN), 12, resume=True, **options)
+    assert torch.equal(weights(resumed), weights(whole))
+    assert list(resumed.ledger) == list(whole.ledger)
+
+
+def test_a_run_without_a_sync_gets_a_warning() -> None:
+    with pytest.warns(UserWarning, match="first acts after step 10, and the run ends after 4"):
+        run(FedAvgStrategy(H=10, **PLAIN), 4)
+
+    class Late(When):
+        def after(self, step: int, lr: float, steps_left: int, seconds: Any) -> int:
+            return step + 7
+
+    with pytest.warns(UserWarning, match="first acts after step 7, and the run ends after 4"):
+        run(FedAvgStrategy(H=Late(), **PLAIN), 4)
+
+
+def test_arguments_are_checked() -> None:
+    for make in (lambda: QSR(0), lambda: QSR(1, 0), lambda: PostLocal(0), lambda: Seconds(0), lambda: Every(0)):
+        with pytest.raises(ValueError, match="must be"):
+            make()
+    with pytest.raises(TypeError, match="H must be a whole number, got 'often'"):
+        FedAvgStrategy(H="often")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="has a warm-up of its own"):
+        PostLocal(3, PostLocal(2))
+    assert str(FedAvgStrategy(H=PostLocal(3, QSR(0.1)))).startswith(
+        "FedAvgStrategy(H=PostLocal(warmup_steps=3, then=QSR"
+    )
