@@ -229,7 +229,7 @@ def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, i
         spec.compile,
         part.plan,
     )
-    if spec.strategy.needs_compute and spec.compute is not None:
+    if spec.strategy.needs_compute and isinstance(spec.compute, Compute):
         cluster.seconds = spec.compute.totals(spec.population)
     strategy = copy.deepcopy(spec.strategy)
     strategy.settings = settings_of(spec.strategy)
