@@ -547,7 +547,8 @@ def _value(text: str) -> Any:
     """Return what the text of a value says: a literal, name(arguments) of a callable, or the text itself."""
     try:
         parsed = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(parsed, ast.Call | ast.BinOp):
+        joined = isinstance(parsed, ast.BinOp) and isinstance(parsed.op, ast.BitOr)
+        if not (joined or isinstance(parsed, ast.Call)):
             return ast.literal_eval(parsed)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # all that the two functions raise
         return text
