@@ -417,7 +417,7 @@ TABLE = [
         "no module",
         lambda: CommunicateOptimizeStrategy([SimpleReduceStrategy()]),
         TypeError,
-        r"CommunicateOptimizeStrategy\(\): communication_modules must be CommunicationModules, got <vsim",
+        r"CommunicateOptimizeStrategy\(\): communication_modules must be CommunicationModules, got SimpleReduceStr",
     ),
     Bad(
         "class of a module",

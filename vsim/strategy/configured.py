@@ -69,7 +69,7 @@ def _respelled(init: Callable[..., None]) -> Callable[..., None]:
                 continue
             if kwargs.get(ours) is not None or (ours in by_position and args[by_position.index(ours)] is not None):
                 raise TypeError(
-                    f"{type(self).__name__}(): {theirs} and {ours} are two spellings of one argument; give one of them"
+                    f"{type(self).__name__}(): {ours} and {theirs} are two spellings of one argument; give one of them"
                 )
             if ours in by_position:
                 args = tuple(value if name == ours else arg for name, arg in zip(by_position, args, strict=True))
