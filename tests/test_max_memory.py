@@ -27,7 +27,7 @@ from vsim.engine import AutoExecutor, Executor, LoopExecutor, VmapExecutor, memo
 from vsim.engine.memory import activation_bytes, divisors, fitting_minibatch, optimizer_bytes, step_bytes, step_moments
 from vsim.engine.objective import Objective
 from vsim.strategy import DiLoCoStrategy, SPARTAStrategy, Strategy
-from vsim.training import assemble as assembly
+from vsim.training import setup as assembly
 
 CPU = torch.device("cpu")
 K = 3

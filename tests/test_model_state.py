@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from separate import Communication, Scaled, train_separately, vectors
+from test_models_of_others import FromDict, Sentences
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -414,6 +415,34 @@ def test_processes_have_the_same_bits(model: nn.Module) -> None:
     loss_fn = F.cross_entropy if isinstance(model, Recurrent) else None
     options = {"num_nodes": 2, "max_steps": 4, "val_dataset": vectors(7), "val_interval": 2, "loss_fn": loss_fn}
     assert vsim.verify(model, vectors(), SGD, **options).identical
+
+
+class Routed(FromDict):
+    """With the load-balancing loss, for which transformers installs hooks at the first call."""
+
+    def __init__(self) -> None:
+        super().__init__("Mixtral ForCausalLM")
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        return self.model(**batch, output_router_logits=True)
+
+
+@pytest.mark.slow
+def test_router_logits_are_computed_in_the_loop_as_by_eager_pytorch() -> None:
+    trainer = Trainer(Routed(), Sentences())
+    options: dict[str, Any] = {"num_nodes": 1, "max_steps": 3, "batch_size": 4, "shuffle": False, "progress": False}
+    trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.1), **options)
+    assert trainer.history.executor == "loop" and "hooks_installed in forward" in trainer.history.executor_reason
+    model, losses = Routed(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        examples = [Sentences()[4 * step + i] for i in range(4)]
+        optimizer.zero_grad()
+        loss = model({name: torch.stack([e[name] for e in examples]) for name in examples[0]}).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    np.testing.assert_array_equal(trainer.history.node_losses[:, 0], losses)
 
 
 # The comparison of attributes

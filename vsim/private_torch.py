@@ -27,7 +27,6 @@ batch_level = _functorch.maybe_get_level
 batch_dim = _functorch.maybe_get_bdim
 unwrapped = _functorch.get_unwrapped
 is_wrapped = _functorch.is_functorch_wrapped_tensor
-is_batched = _functorch.is_batchedtensor
 add_batch_dim = _functorch._add_batch_dim
 
 # Plain stacked tensors are computed with, within a vmapped function, as if no vmap was going on. Replaced by the same.
@@ -154,19 +153,11 @@ def default_mps_generator() -> torch.Generator:
     return torch.mps._get_default_mps_generator()
 
 
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU has instructions for products of bfloat16. torch.backends.cpu would have to say so."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    known: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return known
-
-
 def hooks_of(module: nn.Module) -> dict[str, Any]:
     """Return name → hooks that a module calls around its forward. A public look at them would replace it."""
     return {"forward hook": module._forward_hooks, "forward pre-hook": module._forward_pre_hooks}
 
 
-def without_compiler(model: nn.Module) -> nn.Module:
+def uncompiled(model: nn.Module) -> nn.Module:
     """Return the module that `torch.compile(module)` wraps, or the module. A public attribute would replace it."""
     return getattr(model, "_orig_mod", model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
@@ -21,9 +22,10 @@ from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Data
-from vsim.doctor import Explanation, explain
+from vsim.engine.explain import Explanation, explain
 from vsim.engine.machine import devices_of_nodes, pick_device
 from vsim.engine.objective import LossFunction
+from vsim.private_torch import uncompiled
 from vsim.process import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
 from vsim.records.history import History, describe_run
 from vsim.records.loggers import Logger, RunLog
@@ -31,7 +33,7 @@ from vsim.records.progress import Recorder, StepReport
 from vsim.strategy.base import Strategy
 from vsim.training.callbacks import by_place, tell, tell_row, telling_exit, with_hooks
 from vsim.training.interrupt import Interrupted
-from vsim.training.loop import train
+from vsim.training.loop import steps, train
 from vsim.training.resume import captured, savable
 from vsim.training.run import Ensemble, Run
 from vsim.training.setup import prepare
@@ -83,7 +85,7 @@ class Trainer:
         if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
             given = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else type(loss_fn).__name__
             raise TypeError(f"loss_fn must be a function of (outputs, y), got {given}")
-        self.model = model
+        self.model = uncompiled(model)  # its names would begin with `_orig_mod.`; compile=True is for all nodes
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
         self.loss_fn = loss_fn
@@ -145,7 +147,12 @@ class Trainer:
         if options.get("backend", "stacked") != "stacked":
             raise ValueError("explain() is about the simulator; backend='process' runs eager PyTorch")
         unheard = dict.fromkeys(("callbacks", "train_loss_hook", "eval_loss_hook"))
-        return explain(self.prepare(**{"progress": False, **options, **unheard}))
+        ensemble = self.prepare(**{"progress": False, **options, **unheard})
+        run, stack = ensemble.only
+        batch = next(stack.batches)
+        stack.batches = itertools.chain([batch], stack.batches)
+        first = itertools.islice(steps(ensemble), 12)
+        return explain(stack.executor, first, batch, run.strategy.optim, stack.minibatch_size)
 
     @typed_by(RunSpec)
     @takes_options()

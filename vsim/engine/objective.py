@@ -437,7 +437,10 @@ def _advice(error: Exception, objective: Objective, batch: Any, kept: list[str])
             f". {', '.join(kept)} keeps a tensor of an earlier call, which cannot be computed with again: make it a "
             "buffer (register_buffer), and detach what is written there"
         )
+    takes_other = r"forward\(\) (missing|takes|got)|(list|tuple|dict)'? object|argument .* must be Tensor, not"
     if isinstance(error, TypeError | AttributeError):
+        if not re.search(takes_other, str(error)):
+            return ""
         if loss_fn is not None:
             return f". With loss_fn= the model is called as model(x), with x as the dataset has it: {_kind(batch[0])}"
         parameters = inspect.signature(model.forward).parameters.values()

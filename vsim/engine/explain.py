@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import html
-import itertools
-import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tabulate import tabulate
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from vsim.data.batches import evened
-from vsim.engine import AutoExecutor, VmapExecutor
+from vsim.cluster.optimizers import StackedOptimizer
+from vsim.engine.auto import AutoExecutor
+from vsim.engine.executor import Executor
 from vsim.engine.memory import activation_bytes, optimizer_bytes
-from vsim.private_torch import cpu_multiplies_bfloat16
-from vsim.training.loop import steps
-from vsim.training.run import Ensemble
+from vsim.engine.vmap import VmapExecutor
 
 # Side of the matrices whose product measures the machine's peak: large enough to reach it, small enough to be quick.
 _PEAK_SIDE = 1024
@@ -90,20 +88,22 @@ class Explanation:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def explain(ensemble: Ensemble, num_steps: int = 12) -> Explanation:
-    """Take `num_steps` steps of a run, at most what it has, and explain it."""
-    run, stack = ensemble.only
-    replicas, batches = run.cluster.replicas, stack.batches
-    moments, batch = [], None
-    stepping = steps(ensemble)
-    for _ in range(min(num_steps, run.max_steps - run.done)):
-        batch = next(batches)
-        stack.batches = itertools.chain([batch], batches)
-        moments.append(time.perf_counter())
-        next(stepping)
-        moments.append(time.perf_counter())
-    batch = tree_map(lambda t: t.to(replicas.weights.device), evened(batch))
-    engine = stack.executor.chosen if isinstance(stack.executor, AutoExecutor) else stack.executor
+def explain(
+    executor: Executor, steps: Iterator[Any], batch: Any, optimizer: StackedOptimizer, minibatch_size: int | None
+) -> Explanation:
+    """Take the steps of a run, and explain them.
+
+    Args:
+        executor: computes them. steps: takes the next step each time that it is asked.
+        batch: a stacked batch (K, B, …) of the run. optimizer: the nodes'. minibatch_size: as in the run.
+    """
+    replicas, seconds = executor.replicas, []
+    started = time.perf_counter()
+    for _ in steps:
+        seconds.append(time.perf_counter() - started)
+        started = time.perf_counter()
+    batch = tree_map(lambda t: t.to(replicas.weights.device), batch)
+    engine = executor.chosen if isinstance(executor, AutoExecutor) else executor
     calls, differing = (engine.calls, engine.differing) if isinstance(engine, VmapExecutor) else (Counter(), set())
     operations = [
         Operation(name, count, form, form == "node by node" or name not in differing)
@@ -113,18 +113,18 @@ def explain(ensemble: Ensemble, num_steps: int = 12) -> Explanation:
     memory = {
         "weights": replicas.weights.nbytes / nodes,
         "gradients": replicas.grads.nbytes / nodes,
-        "optimizer": optimizer_bytes(run.strategy.optim) / nodes,
+        "optimizer": optimizer_bytes(optimizer) / nodes,
         "activations": activation_bytes(engine, tree_map(lambda t: t[0], batch)),
     }
     with FlopCounterMode(display=False) as flops:
-        stack.executor.losses_and_grads(batch, stack.minibatch_size)
+        executor.losses_and_grads(batch, minibatch_size)
     return Explanation(
-        stack.executor.name,
-        stack.executor.reason,
+        executor.name,
+        executor.reason,
         operations,
         memory,
         nodes,
-        statistics.median(b - a for a, b in zip(moments[::2], moments[1::2], strict=True)),
+        statistics.median(seconds),
         flops.get_total_flops(),
         peak_flops(replicas.weights.device, replicas.weights.dtype),
     )
@@ -141,20 +141,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - started)
     return 2 * _PEAK_SIDE**3 / best
-
-
-def machine() -> str:
-    """Describe what torch finds on this machine, a line each."""
-    rows = [
-        ("python", platform.python_version()),
-        ("torch", torch.__version__),
-        ("CPU threads", torch.get_num_threads()),
-        ("CPU capability", torch.backends.cpu.get_cpu_capability()),
-        ("bfloat16 products", "in hardware" if cpu_multiplies_bfloat16() else "emulated: slower than float32"),
-        ("CUDA", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
-        ("MPS", "there" if torch.backends.mps.is_available() else "none"),
-    ]
-    return tabulate(rows, tablefmt="plain")
 
 
 def _megabytes(count: float) -> str:
