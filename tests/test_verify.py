@@ -25,8 +25,7 @@ from vsim.engine import EXECUTORS, Settings, VmapExecutor
 from vsim.engine.rules import Lowering
 from vsim.models import CNN, GPT, MLP
 from vsim.process import NodeFailure
-from vsim.process.comparison import KINDS
-from vsim.process.difference import ROUNDING_ULPS, difference, ulps
+from vsim.process.comparison import KINDS, ROUNDING_ULPS, difference, ulps
 from vsim.strategy import (
     STRATEGIES,
     CommunicateOptimizeStrategy,

@@ -9,7 +9,7 @@ from vsim.compat.diloco_sim import DilocoSimulator
 from vsim.grid import grid
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.price import price, required_bandwidth
-from vsim.process.difference import Difference
+from vsim.process.comparison import Difference
 from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.history import History
 from vsim.records.loggers import CSVLogger, TensorBoardLogger, WandbLogger

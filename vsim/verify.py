@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,15 @@ from vsim.data.batches import Data
 from vsim.engine.machine import using_threads
 from vsim.engine.objective import LossFunction
 from vsim.process import default_threads, under_torchrun
-from vsim.process.comparison import KINDS, RunComparison
-from vsim.process.difference import Difference, only_rounding
-from vsim.process.states import StateWriter
+from vsim.process.comparison import (
+    KINDS,
+    CompareStates,
+    Difference,
+    KeepStates,
+    compared_kinds,
+    differences_at,
+    only_rounding,
+)
 from vsim.strategy.base import Strategy
 from vsim.trainer import Trainer
 
@@ -150,53 +155,46 @@ def verify(
         "deterministic": True,
         "device": "cpu",
     }
+    simulator, processes = (Trainer(model, train_dataset, val_dataset, loss_fn=loss_fn) for _ in range(2))
+    simulator.run_label, processes.run_label = "simulator", "processes"
     with tempfile.TemporaryDirectory(prefix="vsim-verify-") as name:
-        sides, writers = {}, {}
-        for side in ("simulator", "processes"):
-            trainer = sides[side] = Trainer(model, train_dataset, val_dataset, loss_fn=loss_fn)
-            trainer.run_label = side
-            folder = Path(name) / side
-            folder.mkdir()
-            writers[side] = [StateWriter(folder)]
+        folder = Path(name)
         with using_threads(threads):
-            sides["simulator"].fit(**options, executor=executor, chunk_size=chunk_size, callbacks=writers["simulator"])
-        simulated = sides["simulator"].strategy
-        assert simulated is not None
-        replicas = simulated.cluster.replicas
-        plan = simulated.cluster.plan
+            simulator.fit(**options, executor=executor, chunk_size=chunk_size, callbacks=[KeepStates(folder)])
+        assert simulator.strategy is not None
+        replicas = simulator.strategy.cluster.replicas
+        found: list[Difference] = []
+        steps = 0  # that were compared, the start included
 
-        def there(step: int) -> Sequence[int]:
-            return range(num_nodes) if plan is None else plan.machines(step)
-
-        comparison = RunComparison(
-            Path(name), replicas, there, lambda: (sides["simulator"].history, sides["processes"].history)
-        )
+        def compare_through(last: int) -> None:
+            nonlocal steps, found
+            while not found and steps <= min(last, len(processes.history) - 1):
+                found = differences_at(steps, simulator.history, processes.history, replicas.weights.dtype, folder)
+                steps += 1
 
         def compare_so_far(step: int, _: float) -> None:
-            comparison.advance(step - 1)  # the losses of `step` are known: every node has completed step − 1
-            if comparison.differences:
+            compare_through(step - 1)  # the losses of `step` are known: every node has completed step − 1
+            if found:
                 raise _Different
 
         try:
-            sides["processes"].fit(
+            processes.fit(
                 **options,
                 backend="process",
                 threads_per_process=threads,
                 timeout_seconds=timeout_seconds,
-                callbacks=writers["processes"],
+                callbacks=[CompareStates(folder)],
                 train_loss_hook=compare_so_far,
             )
-            comparison.advance(max_steps)
+            compare_through(max_steps)
         except _Different:
             pass
         except Exception:
-            comparison.advance(max_steps)
-            if not comparison.differences:
+            compare_through(max_steps)
+            if not found:
                 raise
-        compared = tuple(kind for kind in KINDS if kind in comparison.compared)
-        return VerifyReport(
-            num_nodes, replicas.num_parameters, comparison.steps, compared, tuple(comparison.differences)
-        )
+        equal = max(0, steps - 1 - bool(found))
+        return VerifyReport(num_nodes, replicas.num_parameters, equal, compared_kinds(folder), tuple(found))
 
 
 class _Different(Exception):

@@ -1,133 +1,280 @@
-"""A simulated run and the same run in processes, compared step by step."""
+"""A run in processes compared with the simulator's after every step, bit by bit: what `vsim.verify` finds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import math
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten_with_path
 
-from vsim.cluster.replicas import Columns, Replicas
-from vsim.process.difference import Difference, difference, largest_magnitude, unlike
-from vsim.process.states import state_file
+from vsim.cluster.optimizers import (
+    JointOptimizers,
+    NodeOptimizers,
+    StackedOptimizer,
+    parts_of,
+    stepped_tensors,
+    torch_optimizers,
+)
+from vsim.cluster.replicas import Replicas
 from vsim.records.history import OF_THE_MACHINE, History
+from vsim.strategy.base import Strategy
+from vsim.training.run import Run
 
 # What is compared of a step, in this order.
 KINDS = ("losses", "weights", "buffers", "optimizer state", "global weights", "ledger", "history")
-_NOT_COMPARED = ("step", *OF_THE_MACHINE)
+_CUT = ("weights", "optimizer state", "global weights")  # where a tensor as wide as all parameters is cut into them
+# A difference is rounding up to this many units in the last place of the largest entry of its tensor.
+ROUNDING_ULPS = 64
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class RunComparison:
-    """The comparison of a simulated run with the same run in processes, as far as it has come.
-
-    Args:
-        folder: where the `StateWriter`s of the two write, in the folders "simulator" and "processes".
-        replicas: the simulator's. there: returns the numbers of the processes that take part in a step.
-        histories: returns the simulator's history, which is complete, and that of the processes, which may be growing.
+@dataclass(frozen=True)
+class Difference:
+    """One tensor, event or number of a node that differs between the simulator and the node's process.
 
     Attributes:
-        differences: all that differs at the first step at which anything does: by kind, then node, then name.
-        compared: the kinds that either side has, of KINDS.
+        step: t; 0 is before training. node: its number.
+        what: the kind, one of KINDS.
+        name: the parameter, the buffer, the state ("exp_avg of head.weight"), the event's label, the history's column.
+        entries: how many entries differ, of `size`.
+        ulps: the largest distance of two entries in units in the last place: the number of floating-point numbers from
+            one to the other; None where that has no meaning (events, integers, NaN).
+        relative: the largest distance over the largest entry; infinite or NaN where it has no meaning.
+        index: the entry where the distance is largest. simulator, process: its value in each.
+        rounding: of a report's first difference whether all that differs at its step can be rounding; otherwise whether
+            this one can: it is at most ROUNDING_ULPS units in the last place of the tensor's largest entry, for
+            optimizer state that of all parameters'.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        replicas: Replicas,
-        there: Callable[[int], Sequence[int]],
-        histories: Callable[[], tuple[History, History]],
-    ) -> None:
-        self.folder, self.there, self.histories = folder, there, histories
-        self.layout: list[Columns] = replicas.layout
-        self.dtype = replicas.weights.dtype
-        self.next_step = 0
-        self.differences: list[Difference] = []
-        self.compared: set[str] = {"losses", "ledger", "history"}
+    step: int
+    node: int
+    what: str
+    name: str
+    entries: int
+    size: int
+    ulps: int | None
+    relative: float
+    index: tuple[int, ...]
+    simulator: str
+    process: str
+    rounding: bool
 
-    def advance(self, last: int) -> None:
-        """Compare the steps up to `last` that are known in full, until one differs; their files are deleted."""
-        while self.next_step <= min(last, len(self.histories()[1]) - 1) and not self.differences:
-            step = self.next_step
-            files = [state_file(self.folder / "simulator", step, 0)]
-            files += [state_file(self.folder / "processes", step, row) for row in range(len(self.there(step)))]
-            if step and not all(file.exists() for file in files):
-                return
-            found = self._step(step, files) if step else list(self._of_history(0))
-            self.differences = sorted(found, key=lambda d: (KINDS.index(d.what), d.node))
-            self.next_step += 1
-            for file in files:
-                file.unlink(missing_ok=True)
-
-    @property
-    def steps(self) -> int:
-        """The number of steps that were compared and found equal."""
-        return max(0, self.next_step - 1 - bool(self.differences))
-
-    def _step(self, step: int, files: Sequence[Path]) -> list[Difference]:
-        simulator, *processes = (torch.load(file, weights_only=True) for file in files)
-        found = [*self._of_losses(step), *self._of_history(step)]
-        for row, (node, process) in enumerate(zip(self.there(step), processes, strict=True)):
-            found += self._of_states(step, node, row, simulator, process)
-            found += _of_events(step, node, simulator["events"], process["events"])
-        return found
-
-    def _of_losses(self, step: int) -> Iterator[Difference]:
-        pairs = zip(*(history.node_losses[step - 1] for history in self.histories()), strict=True)
-        for node, pair in enumerate(pairs):
-            yield from self._of_numbers(step, node, "losses", "", *pair)
-
-    def _of_history(self, step: int) -> Iterator[Difference]:
-        histories = self.histories()
-        for column in (name for name in histories[0].columns if name not in _NOT_COMPARED):
-            pair = (history[column][step] for history in histories)
-            yield from self._of_numbers(step, 0, "history", column, *pair)
-
-    def _of_numbers(
-        self, step: int, node: int, what: str, name: str, simulator: float, process: float
-    ) -> Iterator[Difference]:
-        pair = torch.tensor([simulator, process], dtype=torch.float64)
-        # In the dtype of the computation, for the ULPs.
-        own = pair.to(self.dtype)
-        if torch.equal(own.double(), pair):
-            pair = own
-        yield from difference(pair[0], pair[1], step, node, what, name)
-
-    def _of_states(
-        self, step: int, node: int, row: int, simulator: Mapping[str, Any], process: Mapping[str, Any]
-    ) -> Iterator[Difference]:
-        for place in ("matrices", "tensors"):
-            for what, theirs in simulator[place].items():
-                others = process[place][what]
-                if theirs or others:
-                    self.compared.add(what)
-                for name in dict.fromkeys([*theirs, *others]):
-                    if name not in theirs or name not in others:
-                        has = ["present" if name in side else "absent" for side in (theirs, others)]
-                        yield unlike(step, node, what, name, *has)
-                        continue
-                    pair = _rows(theirs[name], others[name], row, len(self.there(step)))
-                    if pair[0].dtype == pair[1].dtype and torch.equal(*pair):
-                        continue
-                    # A layer's gradient may be nothing but rounding of larger ones: their scale is that of the state.
-                    scale = largest_magnitude(*pair) if what == "optimizer state" else None
-                    for part, own in self._parts(name, pair) if place == "matrices" else [(name, pair)]:
-                        yield from difference(*own, step, node, what, part, scale)
-
-    def _parts(self, name: str, pair: tuple[Tensor, Tensor]) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        """Cut two rows (P,) into the parameters, by name."""
-        for c in self.layout:
-            cut = tuple(row[..., c.start : c.stop].reshape(c.shape) for row in pair)
-            yield f"{name} of {c.name}" if name else c.name, (cut[0], cut[1])
+    def __str__(self) -> str:
+        where = f"entry {list(self.index)}: " if self.index else ""
+        lines = [f"step {self.step}, node {self.node}, {self.what}" + (f", {self.name}" if self.name else "")]
+        if self.size > 1:
+            lines.append(f"  {self.entries:,} of {self.size:,} entries differ")
+        if self.ulps is not None:
+            lines.append(f"  by up to {self.ulps:,} ULPs; at most by {self.relative:.1e} of the largest entry")
+        lines.append(f"  {where}{self.simulator} in the simulator, {self.process} in the process")
+        return "\n".join(lines)
 
 
-def _rows(simulator: Tensor, process: Tensor, row: int, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Return a node's row of the simulator's tensor and of its process's; shared tensors unchanged."""
-    if simulator.shape == (num_nodes, *process.shape[1:]) and process.shape[:1] == (1,):
-        return simulator[row], process[0]
-    return simulator, process
+def difference(
+    simulator: Tensor, process: Tensor, step: int, node: int, what: str, name: str, scale: float | None = None
+) -> Iterator[Difference]:
+    """Yield the `Difference` of two tensors, if there is one.
+
+    Args:
+        step, node, what, name: as of `Difference`.
+        scale: what rounding is relative to; default the largest entry.
+    """
+    if simulator.shape != process.shape or simulator.dtype != process.dtype:
+        shown = [f"{t.dtype} {tuple(t.shape)}" for t in (simulator, process)]
+        yield unlike(step, node, what, name, *shown)
+        return
+    if simulator.is_complex():
+        simulator, process = torch.view_as_real(simulator), torch.view_as_real(process)
+    differs = (simulator != process) & ~((simulator != simulator) & (process != process))
+    entries = int(differs.sum())
+    if entries == 0:
+        return
+    gap = torch.where(differs, (simulator.double() - process.double()).abs(), 0.0)
+    gap = gap.nan_to_num(math.inf, math.inf)  # against NaN or an infinity
+    position = int(gap.argmax())
+    largest = gap.flatten()[position].item()
+    own_scale = largest_magnitude(simulator, process)
+    relative = largest / own_scale if own_scale else math.inf
+    measurable = simulator.is_floating_point() and math.isfinite(largest)
+    yield Difference(
+        step,
+        node,
+        what,
+        name,
+        entries,
+        differs.numel(),
+        int(ulps(simulator, process)[differs.numpy()].max()) if measurable else None,
+        relative,
+        tuple(int(i) for i in np.unravel_index(position, differs.shape)),
+        _shown(simulator.flatten()[position]),
+        _shown(process.flatten()[position]),
+        measurable and largest <= ROUNDING_ULPS * torch.finfo(simulator.dtype).eps * (scale or own_scale),
+    )
+
+
+def unlike(step: int, node: int, what: str, name: str, simulator: str, process: str) -> Difference:
+    """Return the difference of two things whose distance cannot be measured."""
+    return Difference(step, node, what, name, 1, 1, None, math.nan, (), simulator, process, False)
+
+
+def ulps(a: Tensor, b: Tensor) -> NDArray[np.uint64]:
+    """Return how many steps over the floating-point numbers lead from `a` to `b`, entry by entry; −0 is +0.
+
+    >>> ulps(torch.tensor([1.0, -0.0, -1e-45]), torch.tensor([1.0000001, 0.0, 1e-45])).tolist()
+    [1, 0, 2]
+    """
+    first, second = (_ordered(t) for t in (a, b))
+    higher, lower = np.maximum(first, second), np.minimum(first, second)
+    return higher.view(np.uint64) - lower.view(np.uint64)  # modulo 2⁶⁴, so that nothing overflows
+
+
+def _ordered(t: Tensor) -> NDArray[np.int64]:
+    """Return integers in the order of the floating-point numbers `t`; neighbours are one apart."""
+    bits = t.contiguous().view(_INTEGERS[t.element_size()])
+    lowest = torch.iinfo(bits.dtype).min
+    ordered: NDArray[np.int64] = torch.where(bits < 0, lowest - bits, bits).long().numpy()
+    return ordered
+
+
+def _shown(entry: Tensor) -> str:
+    return f"{entry.item():.9g}" if entry.is_floating_point() else str(entry.item())
+
+
+def largest_magnitude(*tensors: Tensor) -> float:
+    """The largest absolute value of a finite entry."""
+    return max(t.double().nan_to_num(0, 0, 0).abs().max().item() if t.numel() else 0.0 for t in tensors)
+
+
+def only_rounding(differences: Sequence[Difference]) -> bool:
+    """Whether all differences of a step can come from rounding alone.
+
+    AdamW and its like divide a gradient by its own size: one that is nothing but rounding moves a weight by a whole
+    step. Where the optimizer's state differs too, it tells instead of the weights how the gradients differed.
+    """
+    follow = ("weights", "global weights", "history")
+    causes = [d for d in differences if d.what not in follow]
+    if not any(d.what == "optimizer state" for d in causes):
+        causes = list(differences)
+    return all(d.rounding for d in causes)
+
+
+# The numbers of a run, compared where the histories are -------------------------------------------------------------
+
+
+def differences_at(
+    step: int, simulator: History, processes: History, dtype: torch.dtype, folder: Path
+) -> list[Difference]:
+    """Return all that differs after a step that all processes have completed, by kind, then node, then name.
+
+    Args:
+        dtype: of the computation, in whose units in the last place losses are measured.
+        folder: where the nodes' `CompareStates` have written what differs.
+    """
+    found = []
+    if step:
+        pairs = zip(simulator.node_losses[step - 1], processes.node_losses[step - 1], strict=True)
+        found += [d for node, pair in enumerate(pairs) for d in _of_numbers(step, node, "losses", "", pair, dtype)]
+    for column in (name for name in simulator.columns if name not in ("step", *OF_THE_MACHINE)):
+        found += _of_numbers(step, 0, "history", column, (simulator[column][step], processes[column][step]), dtype)
+    for file in sorted(folder.glob(f"different-{step}-*")):
+        found += pickle.loads(file.read_bytes())
+    return sorted(found, key=lambda d: (KINDS.index(d.what), d.node))
+
+
+def _of_numbers(
+    step: int, node: int, what: str, name: str, pair: tuple[float, float], dtype: torch.dtype
+) -> Iterator[Difference]:
+    both = torch.tensor(pair, dtype=torch.float64)
+    own = both.to(dtype)
+    shown = own if torch.equal(own.double(), both) else both
+    yield from difference(shown[0], shown[1], step, node, what, name)
+
+
+# The states of nodes, compared where they are -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeepStates:
+    """A callback in the simulator: writes the state of all nodes to a file after every step."""
+
+    folder: Path
+
+    def __call__(self, run: Run) -> None:
+        state = {kind: {n: t.detach().cpu().clone() for n, t in named.items()} for kind, named in _state(run).items()}
+        torch.save((state, _events(run)), self.folder / f"step-{run.cluster.step}.pt")
+
+
+@dataclass(frozen=True)
+class CompareStates:
+    """A callback in a node's process: compares its state with the simulator's, and writes what differs to a file."""
+
+    folder: Path
+
+    def __call__(self, run: Run) -> None:
+        step, row = run.cluster.step, run.cluster.replicas.first_node
+        node, (simulated, events) = run.cluster.active[row], torch.load(self.folder / f"step-{step}.pt")
+        found = [d for kind, own in _state(run).items() for d in _of_state(run, node, row, kind, simulated[kind], own)]
+        found += _of_events(step, node, events, _events(run))
+        if found:
+            path = self.folder / f"part-{node}"
+            path.write_bytes(pickle.dumps(found))
+            os.replace(path, self.folder / f"different-{step}-{node:06}")
+
+
+def compared_kinds(folder: Path) -> tuple[str, ...]:
+    """Return the kinds that are compared: those that the simulator's state at the first step has."""
+    state, _ = torch.load(folder / "step-1.pt")
+    return tuple(kind for kind in KINDS if kind not in state or state[kind])
+
+
+def _state(run: Run) -> dict[str, dict[str, Tensor]]:
+    """Return kind → name → tensor, stacked (R, …) or shared."""
+    replicas = run.cluster.replicas
+    return {
+        "weights": {"": replicas.weights},
+        "buffers": dict(replicas.buffers),
+        "optimizer state": _optimizer_state(run.strategy),
+        "global weights": {"": run.strategy.global_weights()},
+    }
+
+
+def _events(run: Run) -> list[tuple[str, str]]:
+    step = run.cluster.step
+    return [(e.label, str(e)) for e in run.ledger if e.step == step or e.step < step == 1]
+
+
+def _of_state(
+    run: Run, node: int, row: int, kind: str, simulated: dict[str, Tensor], own: dict[str, Tensor]
+) -> Iterator[Difference]:
+    step, replicas = run.cluster.step, run.cluster.replicas
+    for name in dict.fromkeys([*simulated, *own]):
+        if name not in simulated or name not in own:
+            has = ["present" if name in side else "absent" for side in (simulated, own)]
+            yield unlike(step, node, kind, name, *has)
+            continue
+        pair = simulated[name], own[name].detach().cpu()
+        if pair[0].shape == (run.cluster.num_nodes, *pair[1].shape[1:]) and pair[1].shape[:1] == (1,):  # stacked
+            pair = pair[0][row], pair[1][0]
+        if pair[0].dtype == pair[1].dtype and torch.equal(*pair):
+            continue
+        # A layer's gradient may be nothing but rounding of larger ones: their scale is that of the state.
+        scale = largest_magnitude(*pair) if kind == "optimizer state" else None
+        if kind not in _CUT or pair[1].shape[-1:] != (replicas.num_parameters,):
+            yield from difference(*pair, step, node, kind, name, scale)
+            continue
+        for c in replicas.layout:
+            ours, theirs = (t[..., c.start : c.stop].reshape(c.shape) for t in pair)
+            yield from difference(ours, theirs, step, node, kind, f"{name} of {c.name}" if name else c.name, scale)
 
 
 def _of_events(
@@ -142,3 +289,64 @@ def _of_events(
         label = next(event[0] for event in events if event is not None)
         shown = ["no event" if event is None else event[1] for event in events]
         yield replace(unlike(step, node, "ledger", label, *shown), entries=len(unequal), size=count, index=(i,))
+
+
+def _optimizer_state(strategy: Strategy) -> dict[str, Tensor]:
+    """Return name → tensor, (R, P) or (P,) where the state is shaped like all weights."""
+    replicas = strategy.cluster.replicas
+    found: dict[str, Tensor] = {}
+    for prefix, optimizer in _optimizers(strategy):
+        by_parameter = _states(optimizer, replicas)
+        starts = {view.data_ptr(): name for name, view in replicas.views(replicas.weights).items()}
+        for j, (tensor, (states, each)) in enumerate(zip(stepped_tensors(optimizer), by_parameter, strict=False)):
+            of = ""
+            if len(by_parameter) > 1:
+                by_place = replicas.layout[j].name if len(by_parameter) == len(replicas.layout) else f"parameter {j}"
+                of = f" of {starts.get(tensor.data_ptr(), by_place)}"
+            for key, first in states[0].items():
+                value = torch.stack([state[key] for state in states]) if each else first
+                if first.dim() and first.shape[-1] in (replicas.num_parameters, replicas.weights.stride(0)):
+                    found[prefix + key] = value[..., : replicas.num_parameters]  # without the gaps between rows
+                else:
+                    found[prefix + key + of] = value
+    return found
+
+
+def _optimizers(strategy: Strategy) -> Iterator[tuple[str, StackedOptimizer]]:
+    """Yield the optimizers that are attributes of a strategy or its modules, with what to call their state."""
+    yield "", strategy.optim
+    owners = [("", vars(strategy))]
+    owners += [(f"communication_modules[{i}].", vars(m)) for i, m in enumerate(strategy.communication_modules)]
+    for owner, attributes in owners:
+        for name, value in attributes.items():
+            listed = {f"{name}[{j}]": one for j, one in enumerate(value)} if isinstance(value, list) else {name: value}
+            for called, one in listed.items():
+                if isinstance(one, Optimizer | JointOptimizers) and one is not strategy.optim:
+                    yield f"{owner}{called} ", one
+
+
+def _states(optimizer: StackedOptimizer, replicas: Replicas) -> list[tuple[list[dict[str, Tensor]], bool]]:
+    """Return, by parameter, (the states of the nodes, True), or ([the one of all, or stacked], False)."""
+    parts = parts_of(optimizer)
+    if len(parts) > 1:
+        return [states for part in parts for states in _states(part, replicas)]
+    by_part = []
+    for part in torch_optimizers(optimizer):
+        parameters = [p for group in part.param_groups for p in group["params"]]
+        by_part.append([_leaves(part.state.get(p, {})) for p in parameters])
+    if isinstance(parts[0], NodeOptimizers):
+        return [(list(states), True) for states in zip(*by_part, strict=True)]
+    if [p.data_ptr() for p in parameters] == [row.data_ptr() for row in replicas.weights] and parameters[0].dim() == 1:
+        return [(by_part[0], True)]
+    return [([state], False) for state in by_part[0]]
+
+
+def _leaves(state: Any) -> dict[str, Tensor]:
+    """Name → tensor of the tensors and numbers in one parameter's state."""
+    leaves = {}
+    for path, leaf in tree_flatten_with_path(state)[0]:
+        if isinstance(leaf, Tensor | int | float):
+            leaves[".".join(str(getattr(part, "key", getattr(part, "idx", part))) for part in path)] = (
+                leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, dtype=torch.float64)
+            )
+    return leaves
