@@ -34,7 +34,7 @@ from vsim.strategy import (
 from vsim.strategy.communicate import all_gather, all_reduce, broadcast, send
 from vsim.training.run import Run
 
-STEPS = 30
+STEPS = 14
 
 # DeMo says which parameters cost more than they are.
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
@@ -169,9 +169,9 @@ def own_dataset(make: Callable[..., TensorDataset], rank: int, num_nodes: int, t
     return make(20 + 3 * rank, seed=rank)
 
 
-# Plackett and Burman's design of 12 runs: any two columns show each of the four pairs of values three times. Of the 12
-# cells, one for each model and K, a strategy has one with each K, and so meets every model. From row to row the design
-# and the models move on by one, so that a cell meets all of it. The full product would be 100 times as many.
+# Plackett and Burman's design of 12 runs: any two columns show each of the four pairs of values three times. A strategy
+# has one cell with K = 2 and one with K = 3, of different models; from row to row the design and the models move on by
+# one. The full product would be 100 times as many. test_verify.py has K = 1.
 _GENERATOR = [1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 0]
 DESIGN = [Variant(*(bool(_GENERATOR[(j - i) % 11]) for j in range(5))) for i in range(11)] + [Variant(*5 * [False])]
 
@@ -195,10 +195,9 @@ QUICK = [
 ]
 CELLS = {
     f"K{num_nodes}-{task.name}-{row.name}": (num_nodes, row, task, DESIGN[(i + j) % 12])
-    for i, (num_nodes, task) in enumerate(itertools.product([1, 2, 3, 4], TASKS))
+    for i, (num_nodes, task) in enumerate(itertools.product([2, 3], TASKS))
     for j, row in enumerate(ROWS)
-    if fits(row, num_nodes)
-    and (i == j % 3 if num_nodes == 1 else (i + i // 3 + j) % 3 == 0 or f"K{num_nodes}-{task.name}-{row.name}" in QUICK)
+    if fits(row, num_nodes) and ((i + i // 3 + j) % 3 == 0 or f"K{num_nodes}-{task.name}-{row.name}" in QUICK)
 }
 
 
@@ -262,8 +261,8 @@ def both(tmp_path: Path, task: Task, variant: Variant, strategy: Strategy, num_n
         deterministic=True,
         minibatch_size=2 if variant.accumulation else None,
         val_size=10,
-        val_interval=13,
-        correlation_interval=7,
+        val_interval=5,
+        correlation_interval=4,
     )
     return run(tmp_path / "simulated", **SIMULATED), run(tmp_path / "processes", **PROCESSES)
 
@@ -304,9 +303,7 @@ def test_every_strategy_has_the_same_bits_in_processes(
     monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(num_nodes).train)
     simulated, processes = both(tmp_path, task, variant, variant.strategy(row), num_nodes)
     assert_same_bits(simulated, processes)
-    sends = {collective for _, collective, *_ in row.sent}
-    silent = row.name in ("no modules", "alone") or (num_nodes == 1 and sends == {"send"})  # to oneself is to nobody
-    assert bool(simulated.trainer.ledger) != silent
+    assert bool(simulated.trainer.ledger) == (row.name not in ("no modules", "alone"))
 
 
 @pytest.mark.slow
@@ -386,9 +383,10 @@ AVERAGING = [
 QUICKLY_CLOSE = ["K3-cnn-DiLoCo", "K3-gpt-AllReduce"]
 CLOSE = [
     pytest.param(row, task, id=name, marks=() if name in QUICKLY_CLOSE else pytest.mark.slow)
-    for row in AVERAGING
-    for task in TASKS
+    for i, row in enumerate(AVERAGING)
+    for j, task in enumerate(TASKS)
     for name in [f"K3-{task.name}-{row}"]
+    if (i + j) % 3 == 0 or name in QUICKLY_CLOSE
 ]
 
 
@@ -400,7 +398,7 @@ def test_without_the_flag_the_difference_is_rounding(
     monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(3).train)
     for i, spec in enumerate([OptimSpec("sgd", momentum=0.9), OptimSpec("adamw", eps=1e-3), OptimSpec("adamw")]):
         strategy = BY_NAME[row].make(optim_spec=spec, lr_scheduler="cosine", warmup_steps=4, max_norm=0.3)
-        run = partial(fit, model=task.model(), data=task.data(), strategy=strategy, num_nodes=3)
+        run = partial(fit, model=task.model(), data=task.data(), strategy=strategy, num_nodes=3, max_steps=30)
         simulated, processes = run(tmp_path / f"simulated {i}"), run(tmp_path / f"processes {i}", **PROCESSES)
 
         assert (simulated.trainer.history.executor, processes.trainer.history.executor) == ("vmap", "eager")

@@ -117,11 +117,12 @@ OTHERS: list[dict[str, Any]] = [
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DCTTopK")
 @pytest.mark.filterwarnings("ignore:too few steps")
-@pytest.mark.parametrize("seed", range(30))
-def test_schedules_of_failures_and_joins(seed: int) -> None:
-    make = STRATEGIES[seed % len(STRATEGIES)]
-    options = OTHERS[seed // 7] if seed % 7 == 6 else drawn(seed)
-    options["seed"], options["val_interval"] = seed, 4
+@pytest.mark.parametrize("case", range(len(STRATEGIES) + len(OTHERS)))
+def test_schedules_of_failures_and_joins(case: int) -> None:
+    """A random schedule for every strategy, then the other kinds of participation."""
+    make = STRATEGIES[case % len(STRATEGIES)]
+    options = {**(drawn(case) if case < len(STRATEGIES) else OTHERS[case - len(STRATEGIES)])}
+    options["seed"], options["val_interval"] = case, 4
     check_equal(trained(make(), **options), trained(make(), **options, **PROCESSES))
 
 
