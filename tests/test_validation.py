@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,29 @@ def test_a_part_of_the_examples_is_named() -> None:
     assert given.validated_on == "100 of 700" and given.measured("val_examples")[0].tolist() == [100] * 4
     assert fitted(vectors(3000, seed=1)).history.validated_on == "2,048 of 3,000"
     assert fitted(vectors(300), val_interval=None).history["val_examples"][[0, -1]].tolist() == [300, 300]
+
+
+def test_a_run_that_is_stopped_is_measured_on_all_examples_too() -> None:
+    val, seen = vectors(700, seed=1), []
+
+    def stop(run: Any) -> None:
+        seen.append(run.row.get("val_examples"))
+        if run.done == 4:
+            run.stop()
+
+    trainer = fitted(val, callbacks=[stop])
+    assert len(trainer.history) == 5 and seen[-1] == 256
+    assert trainer.history.validated_on == "700"
+    expected = float(losses_by_hand(trainer, val).mean())
+    assert trainer.history.last("global_loss") == pytest.approx(expected, rel=1e-5)
+
+
+def test_table_and_title_name_the_part() -> None:
+    strategies = {"DiLoCo": DiLoCoStrategy(H=4, lr=0.01)}
+    options = {"strategies": strategies, "num_nodes": 2, "max_steps": 1, "progress": False}
+    part, whole = (vsim.compare(MLP(4, (8,), 2, seed=0), vectors(64), vectors(n), **options) for n in (3000, 300))  # type: ignore[arg-type]
+    assert "2,048 of 3,000" in part.table() and "2,048 of 3,000" in part._title()
+    assert "validated on" not in whole.table() + whole._title()
 
 
 def test_runs_with_other_seeds_are_measured_on_the_same_examples() -> None:
@@ -117,3 +141,10 @@ def test_a_loss_that_cannot_be_vectorized_over_examples_has_a_standard_error_too
     )
     assert by_example == pytest.approx(plain, rel=1e-5)
     assert math.isnan(fitted(vectors(50, seed=1), loss_fn=contrastive, executor="loop").history.last("global_loss_se"))
+
+
+def test_batches_without_a_label_are_named() -> None:
+    data = TensorDataset(torch.randn(16, 4), torch.full((16,), -100))
+    trainer = Trainer(nn.Linear(4, 2), data, loss_fn=F.cross_entropy)
+    with pytest.raises(FloatingPointError, match=r"non-finite loss at step 1.* batch\[1\] is -100 throughout"):
+        trainer.fit(strategy=FedAvgStrategy(H=2), num_nodes=2, max_steps=1, batch_size=4, progress=False)

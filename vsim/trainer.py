@@ -295,7 +295,8 @@ class Trainer:
             recorder(report)
             for callback in here if is_first else ():
                 tell(callback, "on_start", report)
-            tell_row(here, report)
+            if not report.amends:
+                tell_row(here, report)
 
         here, there = by_place(spec.callbacks)
         spec = replace(spec, callbacks=there, logger=None, run_name=None, wandb_project=None, log_x_axis="step")

@@ -386,6 +386,9 @@ class Comparison(Mapping[str, ComparedRun]):
                 row[self._loss_title] = diverged[name]
             if name in never:
                 row |= {key: never[name] for key in row if key.endswith(f" to {loss:g}")}
+        if self._sampled():
+            for name, row in zip(self._ordered(), rows, strict=True):
+                row["validated on"] = ", ".join(dict.fromkeys(h.validated_on for h in self.histories[name]))
         titles = [title for name in self._ordered()[:1] for title in self._titles(name)]
         return text_table(rows, format, titles, columns, digits)
 
@@ -543,7 +546,12 @@ class Comparison(Mapping[str, ComparedRun]):
         megabytes = self.allreduce_bytes / 1e6
         size = f"{megabytes:.2f} MB" if megabytes >= 0.1 else f"{1e3 * megabytes:.3g} kB"
         nodes = sorted({history.num_nodes for history in self._all_histories()})
-        return f"{' or '.join(map(str, nodes))} nodes, {size} of weights each{repeated}"
+        sampled = "".join(f", validated on {part} examples" for part in self._sampled())
+        return f"{' or '.join(map(str, nodes))} nodes, {size} of weights each{repeated}{sampled}"
+
+    def _sampled(self) -> list[str]:
+        """Return the numbers of validation examples, such as "2,048 of 50,000", where they are a part of all."""
+        return list(dict.fromkeys(h.validated_on for h in self._all_histories() if " of " in h.validated_on))
 
     def _pictures(self) -> dict[str, Figure]:
         """What a notebook shows below the table: what it is → figure."""

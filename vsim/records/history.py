@@ -95,6 +95,11 @@ class History:
         if len(self._new) >= _MOST_NEW_ROWS:
             self._take_in()
 
+    def amend(self, row: Mapping[str, float]) -> None:
+        """Replace the values of the last row."""
+        for name, value in row.items():
+            self._columns[name][-1] = float(value)
+
     def _take_in(self) -> None:
         new, self._new = self._new, []
         for row, node_losses in new:

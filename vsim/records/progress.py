@@ -58,6 +58,7 @@ class StepReport:
     executor_reason: str = ""
     segment: Segment | None = None
     preparing: str = ""
+    amends: bool = False  # whether the row replaces the one that was reported last
 
 
 class Reporter(Protocol):
@@ -88,6 +89,9 @@ class Recorder:
 
     def __call__(self, report: StepReport) -> None:
         row = report.row
+        if report.amends:
+            self.history.amend(row)
+            return
         self._note_validation(row)
         self.history.executor, self.history.executor_reason = report.executor, report.executor_reason
         self.history.minibatch_size = report.minibatch_size

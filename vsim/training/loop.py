@@ -310,6 +310,9 @@ def _report(ensemble: Ensemble, step: int) -> None:
                 report = StepReport(row, run.losses_of_all, events, name, run.max_steps, run.minibatch_size, reason)
                 _tell(ensemble, run, report)
                 if step == run.max_steps:
+                    if step < report.max_steps and run.evaluator is not None:  # a callback has stopped the run
+                        run.row = {**run.row, **_measurements(ensemble, [run])[run]}
+                        run.report(replace(report, row=run.row, events=[], segment=None, amends=True))
                     run.check_weights()
 
 

@@ -31,6 +31,7 @@ from vsim.training.rows import FewRows
 from vsim.training.spec import RunSpec
 
 _WHAT_HELPS = "A lower learning rate, warmup_steps or max_norm usually helps"
+_IGNORED = -100  # the label of an example that torch's cross_entropy leaves out
 
 
 @dataclass(eq=False)
@@ -234,6 +235,9 @@ class Run:
             whole = {f"batch{keystr(path)}": t for path, t in tree_flatten_with_path(own)[0]}
             odd_data = [name for name, t in whole.items() if t.is_floating_point() and not bool(t.isfinite().all())]
             told = f"The data are not finite: {', '.join(odd_data)}" if odd_data else _WHAT_HELPS
+            unlabelled = [name for name, t in whole.items() if _has_row_of(t, _IGNORED)]
+            if unlabelled and not odd_data and any(map(math.isnan, odd.values())):
+                told = f"No label is left in the batch of a node: {', '.join(unlabelled)} is {_IGNORED} throughout"
             raise FloatingPointError(
                 f"non-finite loss at step {step} on nodes {list(odd)} ({given}); the history up to step {step - 1} is "
                 f"kept. {told}"
@@ -254,6 +258,12 @@ class Run:
             else f"mean of the nodes' weights after step {self.done}"
         )
         raise FloatingPointError(f"non-finite {where}. {_WHAT_HELPS}")
+
+
+def _has_row_of(batch: Tensor, value: int) -> bool:
+    """Whether all numbers of a row of a stacked tensor of whole numbers are this one."""
+    whole = not (batch.is_floating_point() or batch.is_complex()) and batch.numel() > 0
+    return whole and bool((batch == value).flatten(1).all(1).any())
 
 
 class GroupMatrix(Protocol):
