@@ -365,6 +365,7 @@ def test_metrics_of_a_comparison_and_a_run_that_resumes(tmp_path: Path) -> None:
         ({"metrics": {"lr": print}}, ValueError, "metrics: 'lr' cannot name a new column of the history"),
         ({"metrics": {"v": 3}}, TypeError, r"metrics\['v'\] must be a function of \(model, batch\), got 3"),
         ({"metrics": {"v": lambda m, b: b}}, TypeError, r"metrics\['v'\] must return a number, got list"),
+        ({"metrics": {"v": lambda m, b: 10**400}}, ValueError, r"metrics\['v'\] returned a number that is too large"),
         ({"metrics": {"v": lambda m, b: b[0]}}, TypeError, r"metrics\['v'\] must return a number, got Tensor"),
     ],
 )

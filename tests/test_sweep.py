@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from vsim.data import digits
 from vsim.grid import known_settings, points
 from vsim.models import MLP
 from vsim.records.plots import COLOURS
+from vsim.records.sweep import Point
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy, TopK, compress
 
 # grid
@@ -398,6 +400,14 @@ def test_files_hold_the_settings(swept: Sweep, mixed: Sweep, tmp_path: Path) -> 
     assert [float(line["lr_setting"]) for line in lines] == frame["lr_setting"].tolist()
     last = frame[frame["step"] == 10].groupby(["H", "outer_lr", "lr_setting"])["global_loss"].mean()
     assert last[5, 0.7, 0.01] == pytest.approx(final(swept, H=5, outer_lr=0.7, lr=0.01))
+
+
+def test_numbers_of_numpy_stay_numbers_in_files(tmp_path: Path) -> None:
+    points = {"H=2": Point({"H": np.int64(2), "lr": np.float32(0.5), "flag": np.bool_(True)}, {"H": "2"})}
+    sweep = Sweep(4, points, "DiLoCo")
+    sweep.add("H=2", ComparedRun(History()))
+    sweep.to_json(tmp_path / "s.json")
+    assert json.loads((tmp_path / "s.json").read_text())["settings"] == {"H=2": {"H": 2, "lr": 0.5, "flag": True}}
 
 
 def test_a_notebook_shows_all_of_it(swept: Sweep) -> None:

@@ -157,6 +157,8 @@ class Evaluator:
                 total, examples = total + size * float(outcome), examples + size
             except (TypeError, ValueError, RuntimeError) as error:
                 raise TypeError(f"metrics[{name!r}] must return a number, got {type(outcome).__name__}") from error
+            except OverflowError as error:
+                raise ValueError(f"metrics[{name!r}] returned a number that is too large for a float") from error
         return total / examples
 
     def _measure(self, rows: Sequence[_Rows], pieces: Sequence[Any]) -> list[_Measured]:
