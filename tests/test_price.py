@@ -97,7 +97,7 @@ def test_parameters_are_the_layers_of_the_computation(size: int, layers: int) ->
     )
     sizes = [event.payload_bytes / 4 for event in line.ledger]
     assert sum(sizes) == size and max(sizes) - min(sizes) <= 1 and len(sizes) == layers
-    with pytest.raises(ValueError, match=f"at least the number of layers that compute has, {size + 1}, got {size}"):
+    with pytest.raises(ValueError, match=f"at least the number of layers, {size + 1}, got {size}"):
         price(strategy, parameters=size, num_nodes=2, max_steps=1, network=1e9, compute=Compute(1, layers=size + 1))
 
 
@@ -244,7 +244,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="DiLoCoStrategy sends nothing in 9 steps; a larger max_steps shows more"):
         required_bandwidth(strategy, **required, max_steps=9)
     with pytest.raises(
-        ValueError, match="SimpleReduceStrategy sends nothing in 9 steps; one node has nobody to send to"
+        ValueError, match="SimpleReduceStrategy sends nothing in 9 steps; one node has no other to send to"
     ):
         required_bandwidth(SimpleReduceStrategy(), **{**required, "num_nodes": 1}, max_steps=9)
     wrong: Any = {

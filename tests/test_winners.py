@@ -119,7 +119,7 @@ def test_who_is_first_by_hand(three: vsim.Comparison) -> None:
     Without latency p = 2 · 3/4 · 8 · 10⁶ bit / B, so B = 6 Mbit/s. With 1/3 s a message, 6 messages take the 2 s.
     """
     found = three.winners(1.0, bandwidths=["3 Mbit/s", 12e6, "1 Gbit/s"], latencies=[0, "400 ms"], compute=1.0)
-    assert found.first == [["local", "AllReduce", "AllReduce"], ["local"] * 3]
+    assert found.first == [[("local",), ("AllReduce",), ("AllReduce",)], [("local",)] * 3]
     np.testing.assert_allclose(found.seconds["AllReduce"][0], [50, 20, 10 + 0.12])
     assert (found.seconds["local"] == 30).all()
     assert found.never == {"sometimes": "1 of 2 runs", "lost": "never"}
@@ -128,8 +128,95 @@ def test_who_is_first_by_hand(three: vsim.Comparison) -> None:
     assert one.high == two.low == pytest.approx(6e6, rel=0.1)  # between 3 and 12 Mbit/s, in logarithms
     table = found.table()
     assert "never" in table and "1 of 2 runs" in table and "time to loss 1" in table
-    fine = three.winners(1.0, np.linspace(5e6, 7e6, 101), [0], 1.0)
+    fine = three.winners(1.0, np.linspace(5e6, 7e6, 100), [0], 1.0)
     assert fine.stretches()[0].high == pytest.approx(6e6, rel=1e-4)
+
+
+def curve(losses: list[float], every: int, seed: int = 0, payload: float = 0.0) -> vsim.ComparedRun:
+    """A run with these losses at every step, measured at every `every`-th."""
+    history = vsim.History("", K)
+    for step, loss in enumerate(losses):
+        row = {"step": step, "examples": step, "wire_bytes": 1.5 * payload * step}
+        history.append(row | ({} if step % every else {"global_loss": loss}))
+        if step and payload:
+            history.ledger.record(Event(step, step, "weights", "all_reduce", "x", payload, (range(K),)))
+    return vsim.ComparedRun(history, seed=seed)
+
+
+def of_curves(every: int, order: int = 1, seeds: int = 1) -> vsim.Comparison:
+    """Three strategies of different bytes and speeds, straight lines from 2 down, in one order or the other."""
+    made = vsim.Comparison(1)
+    falls = {"dense": (0.05, 4e6), "half": (0.043, 1e6), "rare": (0.032, 1e5)}
+    for name in list(falls)[::order]:
+        for seed in range(seeds):
+            fall, payload = falls[name]
+            losses = [max(0.1, 2.0 - (fall + 0.0004 * seed) * step) for step in range(61)]
+            made.add(name, curve(losses, every, seed, payload))
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:validation every")
+def test_a_coarse_map_is_that_of_every_step_but_for_ties() -> None:
+    """Brute force: measured at every step the first is known, and a coarser map names it in every cell."""
+    fine = of_curves(1).winners(1.0, compute=0.5)
+    assert fine.settled_by is None
+    known = [cell for row in fine.first for cell in row]
+    assert {names for names in known if len(names) == 1} == {("dense",), ("half",), ("rare",)}
+    for every in (4, 20):
+        coarse = [cell for row in of_curves(every).winners(1.0, compute=0.5).first for cell in row]
+        assert all(set(names) <= set(found) for names, found in zip(known, coarse, strict=True))
+        decided = sum(len(names) == 1 for names in coarse)
+        assert 0 < decided < len(coarse)
+
+
+@pytest.mark.filterwarnings("ignore:validation every")
+def test_a_map_does_not_depend_on_the_order_of_strategies() -> None:
+    for every in (1, 10):
+        one, other = (of_curves(every, order).winners(1.0, compute=0.5) for order in (1, -1))
+        assert one.first == other.first and one.settled_by == other.settled_by
+    same = vsim.Comparison(1)
+    for name in ("b", "a"):
+        same.add(name, curve([2.0, 1.5, 1.0], 1))
+    assert {cell for row in same.winners(1.2, compute=1.0).first for cell in row} == {("a", "b")}
+
+
+def test_the_interval_that_is_advised_settles_most_of_the_map() -> None:
+    with pytest.warns(UserWarning, match="validation every 20 steps cannot tell who is first to loss 1") as caught:
+        coarse = of_curves(20).winners(1.0, compute=0.5)
+    share, interval = coarse.settled_by or (0.0, 0)
+    assert share > 0.1 and f"{share:.0%} of the map; val_interval={interval} would" in str(caught[0].message)
+    advised = of_curves(interval).winners(1.0, compute=0.5)
+    assert (advised.settled_by or (0.0, 0))[0] < 0.3 * share
+
+
+def test_strategies_that_seeds_cannot_tell_apart_are_tied_by_hand() -> None:
+    """Steps to the loss: a 10, 12, 14, and b in the mean 1 more: by the same each time, or by −5, 1 and 7."""
+    for offsets, first in ([1, 1, 1], ("a",)), ([-5, 1, 7], ("a", "b")):
+        made = vsim.Comparison(1)
+        for seed, (step, offset) in enumerate(zip([10, 12, 14], offsets, strict=True)):
+            made.add("a", curve([2.0] * step + [1.0] * 20, 1, seed))
+            made.add("b", curve([2.0] * (step + offset) + [1.0] * 20, 1, seed))
+        assert made.winners(1.0, [1e6], [0.1], 1.0).first == [[first]]
+
+
+def test_a_map_shows_itself_with_ties_and_leader_lines() -> None:
+    import matplotlib.pyplot as plt
+    from matplotlib.text import Text
+
+    with pytest.warns(UserWarning, match="validation every 10 steps"):
+        winners = of_curves(10).winners(1.0, compute=0.5)
+    assert winners._repr_html_().startswith('<img alt="which strategy reaches loss 1 first')
+    ax = winners.plot()
+    figure = ax.get_figure(root=True)
+    figure.draw_without_rendering()
+    frame, whole = ax.get_window_extent(), figure.bbox
+    boxes = {text.get_text().replace("\n", " "): Text.get_window_extent(text) for text in ax.texts}
+    assert {"rare", "dense or half"} <= boxes.keys()
+    for box in boxes.values():  # inside the map, or next to it on the figure
+        inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
+        assert inside or (box.x0 > frame.x1 and box.x1 <= whole.x1)
+    assert any(collection.get_hatch() or getattr(collection, "hatches", [None])[0] for collection in ax.collections)
+    plt.close("all")
 
 
 def test_the_map_is_drawn(three: vsim.Comparison) -> None:
@@ -137,20 +224,20 @@ def test_the_map_is_drawn(three: vsim.Comparison) -> None:
 
     ax = three.winners(1.0, compute=1.0).plot()
     ax.figure.canvas.draw()
-    assert [text.get_text() for text in ax.texts] == ["AllReduce", "local", NOT_REACHED]
+    assert [text.get_text() for text in ax.texts] == [NOT_REACHED, "AllReduce", "local"]
     assert ax.get_title("left") == "first to loss 1" and ax.get_xscale() == ax.get_yscale() == "log"
     assert [t.get_text() for t in ax.get_xticklabels()] == ["1M", "10M", "100M", "1G", "10G", "100G"]
     nobody = three.winners(0.1, compute=1.0)
-    assert set(nobody.never) == set(three) and not nobody.stretches() and nobody.first[0][0] == ""
-    assert nobody.plot().get_title("left") == "nobody reaches 0.1"
+    assert set(nobody.never) == set(three) and not nobody.stretches() and nobody.first[0][0] == ()
+    assert nobody.plot().get_title("left") == "no strategy reaches 0.1"
     alone = three.winners(1.0, ["1 Mbit/s"], [0.1], 1.0).plot()
-    assert alone.texts[0].get_text() == "local"
+    assert alone.texts[-1].get_text() == "local"
     plt.close("all")
 
 
 def test_a_map_that_nobody_is_on_has_the_axes_of_the_others(three: vsim.Comparison) -> None:
     ax = three.winners(loss=0.001, compute=1.0).plot()
-    assert ax.get_title("left") == "nobody reaches 0.001" and ax.get_xscale() == ax.get_yscale() == "log"
+    assert ax.get_title("left") == "no strategy reaches 0.001" and ax.get_xscale() == ax.get_yscale() == "log"
     (low, high), (bottom, top) = ax.get_xlim(), ax.get_ylim()
     assert 1e5 < low <= 1e6 and 1e11 <= high < 1e12  # bit/s
     assert 0.01 < bottom <= 0.1 and 1e3 <= top < 1e4  # ms
@@ -202,6 +289,16 @@ def test_the_cheapest_within_a_time(three: vsim.Comparison) -> None:
         three.cheapest(0.5)
     with pytest.raises(TypeError, match="network is missing"):
         three.cheapest(1.0, hours=1)
+    with pytest.raises(TypeError, match="hours must be a number, got 'x'"):
+        three.cheapest(1.0, hours="x", network=1e6, compute=1.0)  # type: ignore[arg-type]
+
+
+def test_the_cheapest_is_named_with_those_that_validation_cannot_tell_from_it() -> None:
+    made = vsim.Comparison(1)
+    made.add("b", curve([2.0 - 0.05 * step for step in range(41)], 20, payload=1.0))  # 20 steps to loss 1
+    made.add("a", curve([2.0 - 0.06 * step for step in range(41)], 20, payload=1.0))  # 17
+    with pytest.warns(UserWarning, match="too coarse to tell a, .* from b"):
+        assert made.cheapest(1.0) == "a"
 
 
 def test_a_comparison_holds_its_network(tmp_path: Path) -> None:
@@ -211,7 +308,7 @@ def test_a_comparison_holds_its_network(tmp_path: Path) -> None:
     again = vsim.Comparison.from_json(tmp_path / "c.json")
     assert again.table() == runs.table() and again.rows()[1]["utilization"] == 1
     np.testing.assert_array_equal(*(own.plot("time").get_lines()[0].get_xdata() for own in (runs, again)))
-    assert again.winners(9.0).first[0][-1] in strategies
+    assert again.winners(9.0).first[0][-1] == ("AllReduce", "alone")  # both from the start
     with pytest.raises(TypeError, match="compute is missing"):
         compared(strategies, network="1 Mbit/s")
     with pytest.raises(ValueError, match="compute has 3 nodes, and the run 2"):

@@ -235,6 +235,7 @@ def _compared(runner: Runner) -> ComparedRun:
         runner.diverged_at,
         runner.stopped_at,
         [one for one in runner.spec.callbacks if not getattr(one, "here", False)],
+        runner.spec.strategy,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,23 +9,14 @@ from functools import cache
 from numbers import Real
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vsim.arguments import known_keywords, one_of, real_number, whole_number
-from vsim.cluster import Cluster
+from vsim.arguments import known_keywords, real_number, whole_number
 from vsim.cluster.ledger import Ledger
-from vsim.cluster.optimizers import torch_optimizers
-from vsim.cluster.randomness import SHARED, generator
-from vsim.cluster.replicas import Replicas
-from vsim.cluster.stacked import StackedCollectives
 from vsim.network import Compute, Network, Timeline, timeline
-from vsim.network.links import bits_per_second
-from vsim.private_torch import mark_stepped
+from vsim.network.links import MOST_NODES, bits_per_second
+from vsim.shapes import without_values
 from vsim.strategy import Strategy
-
-_DTYPES = {1: torch.float8_e5m2, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-_META = torch.device("meta")
 
 
 @known_keywords
@@ -34,6 +24,7 @@ def price(
     strategy: Strategy,
     *,
     parameters: float | None = None,
+    layers: int | None = None,
     model: nn.Module | None = None,
     num_nodes: int,
     max_steps: int,
@@ -42,31 +33,30 @@ def price(
     bytes_per_parameter: int | None = None,
     seed: int = 42,
 ) -> Timeline:
-    """Return how long a run would take, without training: nothing has values, so that 10¹² parameters cost nothing.
+    """Return how long a run would take, without training: no tensor has values, so that 10¹² parameters cost nothing.
 
-    What depends on drawn numbers is taken as expected: a share p of N random entries is p·N of them.
+    Drawn numbers are replaced by their expectation: a share p of N random entries is p·N of them.
 
     Args:
-        strategy: its own code runs, but for the inner optimizer, which sends nothing.
-        parameters: N, up to 10¹⁵, in as many layers of equal size as `compute` has, each a matrix as square as its
-            divisors allow. Or give a model.
-        model: whose parameters it is; strategies that look at shapes (DeMo, PowerSGD) need it. It may be on the meta
-            device, and is not changed.
-        num_nodes, max_steps: of the run. network, compute: as of `timeline`.
-        bytes_per_parameter: 1, 2, 4 or 8; default 4, of a model those of its own.
+        strategy: its own code runs, except for the inner optimizer, which sends nothing.
+        parameters: N, up to 10¹⁵, in the shapes of a GPT; see `gpt_of`. Or give a model.
+        layers: of this GPT. Default: those of `compute`, or else as many as a GPT of that size usually has.
+        model: gives the shapes instead. It may be on the meta device, and is not changed.
+        num_nodes: K, up to 10⁶. max_steps: of the run. network, compute: see `timeline`.
+        bytes_per_parameter: 1, 2, 4 or 8. Default: 4, or as in the model.
         seed: of what the nodes decide together, such as islands.
 
     Raises:
         TypeError: neither or both of parameters and model are given; network or compute is missing.
-        ValueError: what the strategy sends depends on values (the union of entries that nodes nominate, for instance).
+        ValueError: what the strategy sends depends on values (such as the union of entries that nodes nominate).
     """
     network, compute = Network.of(network), Compute.of(compute)
     max_steps = whole_number("max_steps", max_steps)
-    num_nodes = whole_number("num_nodes", num_nodes)
+    num_nodes = whole_number("num_nodes", num_nodes, at_most=MOST_NODES)
     network.check(num_nodes)
     seed = whole_number("seed", seed, at_least=0)
-    model = _model(parameters, model, bytes_per_parameter, compute.layers)
-    return timeline(_communicated(strategy, model, num_nodes, max_steps, seed, compute), network, compute)
+    model = without_values(parameters, layers or _overlapped(compute, model), model, bytes_per_parameter)
+    return timeline(_dry_run(strategy, model, num_nodes, max_steps, seed, compute), network, compute)
 
 
 @known_keywords
@@ -74,6 +64,7 @@ def required_bandwidth(
     strategy: Strategy,
     *,
     parameters: float | None = None,
+    layers: int | None = None,
     model: nn.Module | None = None,
     num_nodes: int,
     compute: Compute | float | str | None = None,
@@ -84,10 +75,10 @@ def required_bandwidth(
     grid: Sequence[float | str] | None = None,
     max_steps: int = 1000,
 ) -> dict[float, float]:
-    """Return the bandwidth between the nodes, in bit/s, at which they compute so much of the time.
+    """Return the bandwidth between the nodes, in bit/s, at which they spend a share of the time computing.
 
     Args:
-        strategy, parameters, model, num_nodes, compute, bytes_per_parameter: as of `price`.
+        strategy, parameters, layers, model, num_nodes, compute, bytes_per_parameter: see `price`.
         utilization: shares of the time, in (0, 1].
         latency, collective: of the `Network`.
         grid: bandwidths to choose from, in bit/s or text. Default: 50 from 0.1 to 1000 Gbit/s, evenly spaced in their
@@ -98,7 +89,7 @@ def required_bandwidth(
         Utilization → the smallest bandwidth of the grid that suffices, inf where none does.
 
     Raises:
-        ValueError: nothing is sent in `max_steps` steps; and as of `price`.
+        ValueError: nothing is sent in `max_steps` steps; and see `price`.
     """
     compute = Compute.of(compute)
     for name, several in (("utilization", utilization), ("grid", grid)):
@@ -107,12 +98,11 @@ def required_bandwidth(
     shares = [real_number("utilization", share, above=0, at_most=1) for share in utilization]
     given = np.logspace(8, 12, 50).tolist() if grid is None else grid
     bits = sorted(bits_per_second("grid", one) for one in given)
-    model = _model(parameters, model, bytes_per_parameter, compute.layers)
-    ledger = _communicated(
-        strategy, model, whole_number("num_nodes", num_nodes), whole_number("max_steps", max_steps), 42, compute
-    )
+    model = without_values(parameters, layers or _overlapped(compute, model), model, bytes_per_parameter)
+    num_nodes = whole_number("num_nodes", num_nodes, at_most=MOST_NODES)
+    ledger = _dry_run(strategy, model, num_nodes, whole_number("max_steps", max_steps), 42, compute)
     if not ledger.total_wire_bytes + ledger.server_wire_bytes:
-        hint = "one node has nobody to send to" if num_nodes == 1 else "a larger max_steps shows more"
+        hint = "one node has no other to send to" if num_nodes == 1 else "a larger max_steps shows more"
         raise ValueError(f"{type(strategy).__name__} sends nothing in {max_steps} steps; {hint}")
     ledger.steps = max(event.due for event in ledger)  # whole rounds, with all that is waited for
 
@@ -124,71 +114,14 @@ def required_bandwidth(
     return {share: bits[place] if place < len(bits) else math.inf for share, place in places.items()}
 
 
-def _model(
-    parameters: float | None, model: nn.Module | None, bytes_per_parameter: int | None, layers: int
-) -> nn.Module:
-    """Return a model on the meta device."""
-    if (parameters is None) == (model is None):
-        raise TypeError("give either parameters=, how many there are, or a model=")
-    if bytes_per_parameter is not None:
-        bytes_per_parameter = int(one_of("bytes_per_parameter", str(bytes_per_parameter), map(str, _DTYPES)))
-    if model is not None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be an nn.Module, got {model!r}")
-        values = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        bare = copy.deepcopy(model, {key: _without_values(t) for key, t in values.items()})  # copies no value
-        return bare if bytes_per_parameter is None else bare.to(_DTYPES[bytes_per_parameter])
-    number = real_number("parameters", parameters)
-    size = whole_number("parameters", int(number) if number.is_integer() else parameters, at_most=10**15)
-    if size < layers:
-        raise ValueError(f"parameters must be at least the number of layers that compute has, {layers}, got {size}")
-    dtype = _DTYPES[bytes_per_parameter or 4]
-    bare = nn.ParameterList()
-    for layer in range(layers):
-        own = size // layers + (layer < size % layers)
-        width = next(w for w in range(math.isqrt(own), 0, -1) if own % w == 0)
-        bare.append(nn.Parameter(torch.empty(own // width, width, dtype=dtype, device=_META)))
-    return bare
+def _overlapped(compute: Compute, model: nn.Module | None) -> int | None:
+    """Return the layers that the compute has, if the model is to have as many."""
+    return compute.layers if model is None and compute.layers > 1 else None
 
 
-def _without_values(tensor: Tensor) -> Tensor:
-    bare = torch.empty_like(tensor, device=_META)
-    return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-
-
-def _communicated(
+def _dry_run(
     strategy: Strategy, model: nn.Module, num_nodes: int, max_steps: int, seed: int, compute: Compute
 ) -> Ledger:
-    """Return the ledger of a run without values."""
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy, got {strategy!r}")
-    if strategy.is_asynchronous:
-        raise ValueError(
-            f"{type(strategy).__name__} is asynchronous: what it sends depends on how long nodes compute. Train it "
-            "with compute= and network=; history.time(network, compute) has its seconds"
-        )
-    ledger = Ledger(num_nodes)
-    replicas = Replicas.of(model, num_nodes, _META)
-    cluster = Cluster(replicas, StackedCollectives(ledger), generator(seed, SHARED), torch.ones(num_nodes), max_steps)
-    cluster.seconds = compute.totals(num_nodes)
-    name = type(strategy).__name__
-    strategy = copy.deepcopy(strategy)
-    try:
-        strategy.setup(cluster)
-        optimizers = torch_optimizers(strategy.optim)
-        for step in range(1, max_steps + 1):
-            cluster.step = ledger.steps = step
-            if strategy.is_per_node:
-                strategy.take_step()
-                continue
-            with torch.no_grad():
-                strategy.begin_step()
-                for optimizer in optimizers:
-                    mark_stepped(optimizer)
-                strategy.finish_step()
-    except (NotImplementedError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} cannot be priced without training: what it sends depends on values, and here tensors have none "
-            f"(step {cluster.step}: {str(error).splitlines()[0]}). Train it with a small model, and price its ledger"
-        ) from error
-    return ledger
+    return strategy.dry_run(model, num_nodes, max_steps, seed, compute.totals(num_nodes))

@@ -8,8 +8,9 @@ import html
 import io
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -17,7 +18,7 @@ import numpy as np
 from torch import nn
 from typing_extensions import Self
 
-from vsim.arguments import real_number
+from vsim.arguments import naming, one_of, real_number
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
@@ -25,13 +26,16 @@ from vsim.network.links import bits_per_second, seconds
 from vsim.network.timeline import seconds_on
 from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, time_axis
-from vsim.records.tables import text_table
+from vsim.records.statistics import Crossing, differences, ranking
+from vsim.records.tables import Marks, text_table
 from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners, ascending
+from vsim.shapes import without_values
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from torch import nn
 
     from vsim.figures.paper import PaperFigure
 
@@ -51,6 +55,7 @@ class ComparedRun:
         callbacks: the run's own copies of those that were given.
         diverged_at: the first step with a loss or weights that are not finite; None: there was none.
         stopped_at: the step after which a sweep with `halving` took it out; None: it went on.
+        strategy: what trained; None if the run was read from a file.
     """
 
     history: History
@@ -61,6 +66,7 @@ class ComparedRun:
     diverged_at: int | None = None
     stopped_at: int | None = None
     callbacks: Sequence[Any] = ()
+    strategy: Any = None
 
     @property
     def ledger(self) -> Ledger:
@@ -115,6 +121,7 @@ class Comparison(Mapping[str, ComparedRun]):
         self.allreduce_bytes = allreduce_bytes
         self.network: Network | None = None
         self.compute: Compute | None = None
+        self._measured_bytes: int | None = None  # of the model that was trained, where bytes are those of another
         self._runs: dict[str, list[ComparedRun]] = {}
         self._names: list[str] = []  # of all runs, of a selection too: the looks of lines follow from them
 
@@ -242,16 +249,51 @@ class Comparison(Mapping[str, ComparedRun]):
     def steps_to(self, loss: float, of: str = "step") -> dict[str, list[float]]:
         """Return name → for each seed the first step with a validation loss of at most `loss`, NaN if there is none.
 
-        It is as fine as `val_interval`. Without validation the loss is that of the training batches.
+        Between two measurements it is interpolated, and rounded up to a whole step. Without validation the loss is
+        that of the training batches.
 
         Args:
             loss: the target.
-            of: another column of `History` that is to be returned of that step, such as "wire_bytes".
+            of: another column of `History` to return at that step, such as "wire_bytes".
         """
-
         return {
-            name: [history.first(loss, self._loss_column, of)[0] for history in histories]
-            for name, histories in self.histories.items()
+            name: [run.history.at_step(own.step, of) for run, own in zip(self.runs(name), found, strict=True)]
+            for name, found in self._crossings(loss).items()
+        }
+
+    def _crossings(self, loss: float) -> dict[str, list[Crossing]]:
+        """Name → for each seed where the loss is reached."""
+        column = self._loss_column
+        return {name: [own.crossing(loss, column) for own in histories] for name, histories in self.histories.items()}
+
+    def differences(self, to: str | None = None, of: str = "global_loss", level: float = 0.95) -> pd.DataFrame:
+        """Return how strategies differ from one of them in what they have at the end, paired by seed.
+
+        Args:
+            to: the strategy to compare with; default: the best.
+            of: a column of `History`: its last value. A run that diverged has none.
+            level: of the intervals, in (0, 1).
+
+        Returns:
+            A DataFrame `strategy, difference, low, high, p, seeds, seeds_needed`. difference: the strategy's mean minus
+            that of `to`, over common seeds. low, high: its interval, by Student's t. p: of the paired t-test, adjusted
+            by Holm over all strategies. seeds_needed: to find such a difference with a chance of 80 %, infinite for
+            none. With one seed there are no intervals, and no p.
+
+        Raises:
+            ValueError: there is no such strategy or column.
+        """
+        import pandas
+
+        to = self.best() if to is None else one_of("to", to, self)
+        one_of("of", of, dict.fromkeys(column for history in self._all_histories() for column in history.columns))
+        return pandas.DataFrame(differences(self._by_seed(lambda run: run.history.last(of)), to, level))
+
+    def _by_seed(self, value: Callable[[ComparedRun], float]) -> dict[str, dict[int, float]]:
+        """Name → seed → a value of its run, NaN if it diverged."""
+        return {
+            name: {run.seed: math.nan if run.diverged_at is not None else value(run) for run in runs}
+            for name, runs in self._runs.items()
         }
 
     def cheapest(
@@ -259,9 +301,11 @@ class Comparison(Mapping[str, ComparedRun]):
     ) -> str:
         """Return the name that reaches a loss, within so many hours, with the fewest bytes on the wire.
 
+        Of equal ones it is the first in the alphabet; a warning names strategies that validation cannot tell from it.
+
         Args:
-            loss: the target, which every seed has to reach. hours: on this network; None: however long it takes.
-            network, compute: as of `vsim.timeline`; default those of the comparison.
+            loss: the target, which every seed has to reach. hours: on this network; default: however long it takes.
+            network, compute: see `vsim.timeline`; default: those of the comparison.
 
         Raises:
             ValueError: none does. TypeError: hours need network and compute.
@@ -269,14 +313,32 @@ class Comparison(Mapping[str, ComparedRun]):
         loss, hours = real_number("loss", loss), None if hours is None else real_number("hours", hours, above=0)
         priced = self._priced(network, compute) if hours is None else self._must_be_priced(network, compute)
         rows = dict(zip(self._ordered(), self.rows(loss, *(priced or ())), strict=True))
-        took = {name: row[f"wire MB to {loss:g}"] for name, row in rows.items() if name not in self._never(loss)}
+        took = {name: rows[name][f"wire MB to {loss:g}"] for name in sorted(rows) if name not in self._never(loss)}
         within = [name for name in took if hours is None or rows[name][f"hours to {loss:g}"] <= hours]
         if not within:
             times = {name: rows[name].get(f"hours to {loss:g}", 0.0) for name in took}
             fastest = min(times, key=times.__getitem__, default=None)
             hint = "" if fastest is None else f"; the first is {fastest}, in {times[fastest]:.3g} hours"
             raise ValueError(f"no run reaches loss {loss:g}{'' if hours is None else f' within {hours:g} hours'}{hint}")
-        return min(within, key=took.__getitem__)
+        best = min(within, key=took.__getitem__)
+        bounds = {
+            name: [
+                statistics.fmean(
+                    run.history.at_step(step, "wire_bytes") for run, step in zip(self.runs(name), ends, strict=True)
+                )
+                for ends in zip(*((own.first, own.last) for own in found), strict=True)
+            ]
+            for name, found in self._crossings(loss).items()
+            if name in within
+        }
+        others = [name for name in within if took[name] > took[best] and bounds[name][0] <= bounds[best][1]]
+        if others:
+            warnings.warn(
+                f"validation is too coarse to tell {best}, which takes {took[best]:.3g} MB to loss {loss:g}, from "
+                f"{', '.join(others)}; a smaller val_interval would settle it",
+                stacklevel=2,
+            )
+        return best
 
     def winners(
         self,
@@ -289,30 +351,87 @@ class Comparison(Mapping[str, ComparedRun]):
     ) -> Winners:
         """Return which strategy reaches a loss first, over bandwidth and latency; it shows itself as a map.
 
+        Where strategies cannot be told apart it names all of them; see `Winners`. A warning says which `val_interval`
+        would settle it, if validation leaves more than a tenth of the map open.
+
         Args:
             loss: the target. A strategy takes the mean of its seeds, all of which have to reach it.
-            bandwidths: in bit/s or as text; default 1 Mbit/s to 100 Gbit/s.
-            latencies: in seconds or as text; default 0.1 ms to 1 s.
-            compute: as of `vsim.timeline`; default that of the comparison.
-            collective: how collectives are made of messages, as of `Network`.
+            bandwidths: in bit/s or as text; default: 1 Mbit/s to 100 Gbit/s.
+            latencies: in seconds or as text; default: 0.1 ms to 1 s.
+            compute: see `vsim.timeline`; default: that of the comparison.
+            collective: how collectives are made of messages, see `Network`.
         """
         bits = ascending("bandwidths", bandwidths, BANDWIDTHS, bits_per_second)
         delays = ascending("latencies", latencies, LATENCIES, lambda name, one: seconds(name, one, at_least=0))
         grid = np.tile(bits, len(delays)), np.repeat(delays, len(bits)), collective
         own, never = Compute.of(self.compute if compute is None else compute), self._never(loss)
-        took = {}
-        for name, steps in self.steps_to(loss).items():
+        times, interval = {}, 1
+        for name, found in self._crossings(loss).items():
             if name not in never:
-                runs = zip(self.runs(name), steps, strict=True)
-                each = [seconds_on(run.ledger, *grid, own, [int(step)])[:, 0] for run, step in runs]
-                took[name] = np.mean(each, axis=0).reshape(len(delays), len(bits))
-        return Winners(loss, bits, delays, took, never, self._looks())
+                times[name] = {
+                    run.seed: seconds_on(run.ledger, *grid, own, [int(step) for step in (at.step, at.first, at.last)])
+                    .T.reshape(3, len(delays), len(bits))
+                    for run, at in zip(self.runs(name), found, strict=True)
+                }  # fmt: skip
+                interval = max(interval, *(int(at.last - at.first) + 1 for at in found))
+        winners = Winners(loss, bits, delays, times, never, self._looks(), interval, self._sized)
+        settled = winners.settled_by
+        if settled is not None and settled[0] > 0.1:
+            warnings.warn(
+                f"validation every {interval} steps cannot tell who is first to loss {loss:g} on {settled[0]:.0%} of "
+                f"the map; val_interval={settled[1]} would settle most of it",
+                stacklevel=2,
+            )
+        return winners
+
+    def at(
+        self,
+        *,
+        parameters: float | None = None,
+        layers: int | None = None,
+        model: nn.Module | None = None,
+        bytes_per_parameter: int | None = None,
+        strategies: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Return the same losses with the bytes and hours of a model of another size; titles say both sizes.
+
+        A comparison of a small model says who needs how many steps. What these steps cost depends on the model that is
+        meant: each strategy's own code runs on tensors of that size without values, see `vsim.price`.
+
+        Args:
+            parameters, layers, model, bytes_per_parameter: of the model that is meant, see `vsim.price`.
+            strategies: name → strategy, of a comparison that was read from a file, which has no strategies.
+
+        Raises:
+            ValueError: a strategy cannot be priced without training; or nodes took part in some of the steps only.
+            TypeError: there is no strategy for a name.
+        """
+        bare = without_values(parameters, layers, model, bytes_per_parameter)
+        clock = None if self.compute is None or self.num_nodes is None else self.compute.totals(self.num_nodes)
+        other = copy.copy(self)
+        other.allreduce_bytes = sum(p.numel() * p.element_size() for p in bare.parameters() if p.requires_grad)
+        other._measured_bytes = self.allreduce_bytes if self._measured_bytes is None else self._measured_bytes
+        other._runs = {}
+        for name, runs in self._runs.items():
+            first = runs[0]
+            if any(run.ledger.attendance for run in runs):
+                raise ValueError(f"{name}: at() prices runs in which all nodes take part in all steps")
+            strategy = (strategies or {}).get(name, first.strategy)
+            if strategy is None:
+                raise TypeError(
+                    f"{name} was read from a file without strategies: give at(…, strategies={{{name!r}: …}})"
+                )
+            most = max(1, *(run.ledger.steps for run in runs))
+            with naming(name):
+                ledger = strategy.dry_run(bare, first.history.num_nodes, most, first.seed, clock)
+            other._runs[name] = [replace(run, history=run.history.with_ledger(ledger)) for run in runs]
+        return other
 
     def _never(self, loss: float) -> dict[str, str]:
         """Name → what is said of a strategy of which not every seed reaches the loss."""
         said = {}
-        for name, steps in self.steps_to(loss).items():
-            reach = sum(step == step for step in steps)
+        for name, steps in self._crossings(loss).items():
+            reach = sum(not math.isnan(at.step) for at in steps)
             if reach < len(steps):
                 said[name] = f"{reach} of {len(steps)} runs" if reach else "never"
         return said
@@ -376,6 +495,9 @@ class Comparison(Mapping[str, ComparedRun]):
             loss: adds what it took to reach this loss; see `rows`. A strategy that never does is said so.
             network, compute: add hours; see `rows`.
 
+        A † marks losses that cannot be told from the best: its p in `differences` is above 0.05. LaTeX sets the best in
+        bold. With one seed a line below says that there is no interval.
+
         Raises:
             ValueError: there is no such column.
         """
@@ -390,7 +512,14 @@ class Comparison(Mapping[str, ComparedRun]):
             for name, row in zip(self._ordered(), rows, strict=True):
                 row["validated on"] = ", ".join(dict.fromkeys(h.validated_on for h in self.histories[name]))
         titles = [title for name in self._ordered()[:1] for title in self._titles(name)]
-        return text_table(rows, format, titles, columns, digits)
+        marks: Marks | None = None
+        if len(self) > 1 and (columns is None or (isinstance(columns, Sequence) and self._loss_title in columns)):
+            losses = self._by_seed(self._loss)
+            found = ranking({name: losses[name] for name in self if name not in diverged})
+            places = {name: i for i, name in enumerate(self._ordered())}
+            best, others = ({places[name] for name in names} for names in (found.best, found.undecided))
+            marks = Marks(self._loss_title, best, others, found.tested)
+        return text_table(rows, format, titles, columns, digits, marks)
 
     def plot(
         self,
@@ -475,11 +604,14 @@ class Comparison(Mapping[str, ComparedRun]):
         if self._validated:
             numbers["validation seconds"] = history.last("validation_seconds")
         if target is not None:
-            first, bytes_to_it = history.first(target, self._loss_column, "step", "wire_bytes")
-            numbers |= {f"steps to {target:g}": first, f"wire MB to {target:g}": bytes_to_it / 1e6}
+            first = history.crossing(target, self._loss_column).step
+            numbers |= {f"steps to {target:g}": first}
+            numbers |= {f"wire MB to {target:g}": history.at_step(first, "wire_bytes") / 1e6}
         if priced is not None:
             timeline = history.time(*priced)
             numbers |= {"hours": float(timeline.seconds[-1]) / 3600, "utilization": timeline.utilization}
+            if not math.isnan(timeline.dollars):
+                numbers["dollars"] = timeline.dollars
             if target is not None:
                 known = not math.isnan(first)
                 numbers[f"hours to {target:g}"] = timeline.seconds[int(first)] / 3600 if known else math.nan
@@ -543,8 +675,9 @@ class Comparison(Mapping[str, ComparedRun]):
         seeds = max((len(runs) for runs in self._runs.values()), default=1)
         spread = f"{seeds} seeds: mean ± standard deviation" if len(self) <= MANY else f"mean of {seeds} seeds"
         repeated = f", {spread}" if seeds > 1 else ""
-        megabytes = self.allreduce_bytes / 1e6
-        size = f"{megabytes:.2f} MB" if megabytes >= 0.1 else f"{1e3 * megabytes:.3g} kB"
+        size = _size(self.allreduce_bytes)
+        if self._measured_bytes is not None:
+            size += f" (losses of {_size(self._measured_bytes)})"
         nodes = sorted({history.num_nodes for history in self._all_histories()})
         sampled = "".join(f", validated on {part} examples" for part in self._sampled())
         return f"{' or '.join(map(str, nodes))} nodes, {size} of weights each{repeated}{sampled}"
@@ -552,6 +685,13 @@ class Comparison(Mapping[str, ComparedRun]):
     def _sampled(self) -> list[str]:
         """Return the numbers of validation examples, such as "2,048 of 50,000", where they are a part of all."""
         return list(dict.fromkeys(h.validated_on for h in self._all_histories() if " of " in h.validated_on))
+
+    @property
+    def _sized(self) -> str:
+        """What the title of a map adds where bytes are those of another size than losses."""
+        if self._measured_bytes is None:
+            return ""
+        return f", {_size(self.allreduce_bytes)} of weights\n(losses of {_size(self._measured_bytes)})"
 
     def _pictures(self) -> dict[str, Figure]:
         """What a notebook shows below the table: what it is → figure."""
@@ -568,6 +708,13 @@ class Comparison(Mapping[str, ComparedRun]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._title()})\n{self.table()}"
+
+
+def _size(num_bytes: float) -> str:
+    """Return the size of a model as text."""
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.3g} GB"
+    return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.3g} kB"
 
 
 def _sound(runs: list[ComparedRun]) -> list[ComparedRun]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import platform
@@ -21,6 +22,7 @@ from vsim.arguments import is_factory, real_number
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.optim import OptimSpec
 from vsim.network import Compute, Network, Timeline, timeline
+from vsim.records.statistics import Crossing, crossing
 from vsim.version import __version__
 
 if TYPE_CHECKING:
@@ -121,6 +123,23 @@ class History:
         self._take_in()
         return self._losses
 
+    def with_ledger(self, ledger: Ledger) -> History:
+        """Return the same losses with what another ledger sent, up to the last step of this record."""
+        history = copy.copy(self)
+        history._table = {name: list(column) for name, column in self._columns.items()}
+        history.ledger = Ledger(ledger.num_nodes)
+        sent, events = [(0.0, 0.0)], iter(ledger)
+        event = next(events, None)
+        for step in range(int(self.last("step")) + 1):
+            while event is not None and event.step <= step:
+                history.ledger.record(event)
+                event = next(events, None)
+            sent.append((history.ledger.payload_bytes, history.ledger.wire_bytes))
+        history.ledger.steps = self.ledger.steps
+        for name, way in (("payload_bytes", 0), ("wire_bytes", 1)):
+            history._table[name] = [sent[int(step) + 1][way] for step in history._table["step"]]
+        return history
+
     def continue_from(self, other: History) -> None:
         """Begin with the rows of another record."""
         self._table = {name: list(column) for name, column in other._columns.items()}
@@ -199,17 +218,22 @@ class History:
             return ""
         return f"{used:,.0f}" if used == total or math.isnan(total) else f"{used:,.0f} of {total:,.0f}"
 
-    def first(self, loss: float, of: str, *columns: str) -> tuple[float, ...]:
-        """Return these columns at the first step at which column `of` is at most `loss`; NaN if there is none.
+    def crossing(self, loss: float, of: str) -> Crossing:
+        """Return the step at which column `of` reaches a loss, interpolated between measurements.
 
         >>> history = History()
-        >>> for step, measured in enumerate([3.0, 2.0, 2.5]): history.append({"step": step, "global_loss": measured})
-        >>> history.first(2.2, "global_loss", "step")
-        (1.0,)
+        >>> for step, loss in [(0, 3.0), (10, 2.0), (20, 2.5)]: history.append({"step": step, "global_loss": loss})
+        >>> history.crossing(2.2, "global_loss")
+        Crossing(step=8.0, first=1.0, last=10.0)
         """
-        losses, *values = self.measured(of, *columns)
-        reached = np.flatnonzero(losses <= real_number("loss", loss))
-        return tuple(float(own[reached[0]]) if len(reached) else math.nan for own in values)
+        steps, losses = self.measured("step", of)
+        return crossing(steps, losses, real_number("loss", loss))
+
+    def at_step(self, step: float, column: str) -> float:
+        """Return the first value of a column that was measured at a step or after it; NaN if there is none."""
+        steps, values = self.measured("step", column)
+        place = int(np.searchsorted(steps, step)) if not math.isnan(step) else len(steps)
+        return float(values[place]) if place < len(values) else math.nan
 
     def time(
         self, network: Network | str | float | None = None, compute: Compute | float | str | None = None

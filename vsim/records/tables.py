@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
 
 from vsim.arguments import one_of, whole_number
 
 # Digits after the point, where they are not 2. A loss or a number of bytes needs more, a time or a count fewer.
 _DIGITS = {"validation loss": 4, "training loss": 4, "seconds": 1, "validation seconds": 1}
+# Stand for LaTeX commands, which tabulate would escape.
+_BOLD, _END, _DAGGER = "\ue000", "\ue001", "\ue002"
 _MARKDOWN = ("github", "pipe")
 _PERCENT, _TIMES = ("accuracy", "utilization"), ("times less than AllReduce",)
 # Columns that a table has only when it is asked for them: with all of them it is wider than a page.
 _ON_DEMAND = ("payload MB/node", "validation seconds")
+
+
+class Marks(NamedTuple):
+    """What is marked in a column: the rows that are best, and the rows that cannot be told from it.
+
+    Attributes:
+        tested: whether there were seeds enough for a test.
+    """
+
+    column: str
+    best: AbstractSet[int]
+    undecided: AbstractSet[int]
+    tested: bool
 
 
 def text_table(
@@ -22,6 +38,7 @@ def text_table(
     titles: Sequence[str],
     columns: Sequence[str] | None = None,
     digits: int | Mapping[str, int] | None = None,
+    marks: Marks | None = None,
 ) -> str:
     """Return rows of numbers and text as a table.
 
@@ -32,6 +49,7 @@ def text_table(
         columns: the other columns to show, in this order; default: all but payload, seconds of validation, and the
             perplexity of a classifier.
         digits: after the point, for all columns or by column; default by column.
+        marks: a † at what cannot be told from the best, which is bold in LaTeX, and a line below that explains it.
 
     Raises:
         TypeError: `columns` is not a list of names.
@@ -49,7 +67,25 @@ def text_table(
         columns = [name for name in known if name not in left_out]
     shown = [*titles, *(name for name in columns if name not in titles)]
     cells = [[_cell(key, row[key], row.get(f"{key} std"), own.get(key)) for key in shown] for row in rows]
-    return aligned(cells, shown, format, len(titles))
+    if marks is None:
+        return aligned(cells, shown, format, len(titles))
+    latex, place = format.startswith("latex"), shown.index(marks.column)
+    for i, row in enumerate(cells):
+        if i in marks.undecided:
+            row[place] += _DAGGER if latex else " †"
+        elif i in marks.best and latex:
+            row[place] = f"{_BOLD}{row[place]}{_END}"
+    table = aligned(cells, shown, format, len(titles))
+    for mark, command in ((_DAGGER, r"$^{\dagger}$"), (_BOLD, r"\textbf{"), (_END, "}")):
+        table = table.replace(mark, command)
+    note = "" if marks.tested else "one seed: no interval says whether losses differ"
+    if marks.undecided:
+        note = "† not told from the best by these seeds (p > 0.05, paired t-test, Holm)"
+    if not note:
+        return table
+    if "html" in format:
+        return f"{table}\n<p>{note}</p>"
+    return f"{table}\n{'% ' if latex else chr(10) if format in _MARKDOWN else ''}{note}"
 
 
 def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, left: int | None = None) -> str:

@@ -1,11 +1,14 @@
-"""Which strategy reaches a loss first, over bandwidth and latency."""
+"""Which strategy reaches a loss first, over bandwidth and latency, and where that cannot be told."""
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,14 +27,19 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 # bit/s and seconds, where they are not given.
 BANDWIDTHS, LATENCIES = np.logspace(6, 11, 61), np.logspace(-4, 0, 41)
-# A table has about so many rows.
-_ROWS = 5
-# So many of those that do not reach the loss are named below the map.
-_NAMED = 6
+# Approximate number of a table's latencies, and how many of the strategies that do not reach the loss are named.
+_ROWS, _NAMED = 5, 6
+# Regions smaller than this share of the map have no label next to it, and there are at most so many.
+_SMALL, _BESIDE = 0.004, 4
+# Equal but for rounding.
+_EQUAL = 1 + 1e-9
 
 
 class Stretch(NamedTuple):
-    """At one latency, from one bandwidth to the next: who is first there, and its seconds at both ends."""
+    """At one latency, from one bandwidth to the next: who is first there, and its seconds at both ends.
+
+    Where strategies cannot be told apart, `name` joins their names with "or", and the seconds are those of the fastest.
+    """
 
     latency: float
     low: float
@@ -42,54 +50,113 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Winners:
-    """Who reaches a loss first, on every network of a grid.
+    """Which strategy reaches a loss first, on every network of a grid. In a notebook it shows itself as a map.
+
+    Two strategies are tied where their means over the seeds cannot be told apart: where validation is too coarse to say
+    who is first, or where 0 is in the paired 95 % interval of their difference.
 
     Attributes:
         loss: the target.
         bandwidths: (B,) in bit/s, ascending. latencies: (L,) in seconds, ascending.
-        seconds: name → (L, B), when the strategy has the loss, in the mean of its seeds; of those that all of their
-            seeds reach it.
-        never: name → what is said of a strategy that does not.
-        looks: of the strategies, by name.
+        times: name → seed → (3, L, B): seconds until the strategy has the loss, by interpolation, and the earliest and
+            latest that measurements allow; of the strategies that reach it with all seeds.
+        never: name → text about a strategy that does not.
+        looks: of the strategies, by name. interval: most steps between two measurements around a crossing.
+        note: added to the title.
     """
 
     loss: float
     bandwidths: Floats
     latencies: Floats
-    seconds: Mapping[str, Floats]
+    times: Mapping[str, Mapping[int, Floats]]
     never: Mapping[str, str]
     looks: Looks
+    interval: int = 1
+    note: str = ""
+
+    @cached_property
+    def seconds(self) -> dict[str, Floats]:
+        """Name → (L, B), the mean over the seeds, in alphabetical order."""
+        return {name: np.mean([own[0] for own in self.times[name].values()], axis=0) for name in sorted(self.times)}
+
+    @cached_property
+    def _first(self) -> NDArray[np.int64]:
+        """(L, B) the place in `seconds` of the fastest."""
+        return np.argmin(list(self.seconds.values()), axis=0)
+
+    @cached_property
+    def _tied(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return (M, L, B) whether a strategy is tied with the fastest there, by the seeds and by validation."""
+        names = list(self.seconds)
+        by_seeds, by_validation = np.zeros((2, len(names), *self._first.shape), dtype=bool)
+        for i, j in np.ndindex(len(names), len(names)):
+            here = self._first == i
+            if i == j or not here.any():
+                continue
+            one, other = ({s: own[:, here] for s, own in self.times[names[k]].items()} for k in (i, j))
+            latest, earliest = (np.mean([t[way] for t in own.values()], axis=0) for own, way in ((one, 2), (other, 1)))
+            by_validation[j, here] = earliest <= latest * _EQUAL
+            by_seeds[j, here] = _seeds_cannot_tell([other[seed][0] - one[seed][0] for seed in one if seed in other])
+        return by_seeds, by_validation
+
+    @cached_property
+    def first(self) -> list[list[tuple[str, ...]]]:
+        """(L, B): the name of the first, or the names of those that cannot be told from it; () if none has the loss."""
+        names = list(self.seconds)
+        if not names:
+            return [[()] * len(self.bandwidths) for _ in self.latencies]
+        ahead = np.logical_or(*self._tied) | (self._first == np.arange(len(names))[:, None, None])
+        return [
+            [tuple(name for name, own in zip(names, cell, strict=True) if own) for cell in row]
+            for row in np.moveaxis(ahead, 0, -1).tolist()
+        ]
 
     @property
-    def first(self) -> list[list[str]]:
-        """(L, B): the name of the first; "" if nobody reaches the loss."""
+    def settled_by(self) -> tuple[float, int] | None:
+        """The share of the map that is tied by validation alone, and the `val_interval` that would settle most of it.
+
+        None if validation leaves nothing open.
+        """
         if not self.seconds:
-            return [[""] * len(self.bandwidths) for _ in self.latencies]
-        names = list(self.seconds)
-        return [[names[i] for i in row] for row in np.argmin(list(self.seconds.values()), axis=0)]
+            return None
+        by_seeds, by_validation = self._tied
+        mean = np.array(list(self.seconds.values()))
+        gap = mean - mean.min(0)
+        coarse = by_validation & ~by_seeds & (gap > (_EQUAL - 1) * mean)
+        if not coarse.any():
+            return None
+        # How far the truth may be from the interpolation grows with the steps between two measurements.
+        spread = np.array([np.mean([t[2] - t[1] for t in self.times[name].values()], axis=0) for name in self.seconds])
+        both = spread + np.take_along_axis(spread, self._first[None], 0)
+        enough = np.quantile((gap / np.maximum(both, 1e-300))[coarse], 0.1)
+        return float(coarse.any(0).mean()), 1 + int((self.interval - 1) * min(1.0, float(enough)))
 
     def stretches(self) -> list[Stretch]:
-        """Return at every latency who is first from which bandwidth to which; between two of the grid, where equal.
+        """Return, for every latency, who is first from which bandwidth to which.
 
-        That is where the lines of both, in logarithms of bandwidth and seconds, cross.
+        Two strategies change places where their lines, in logarithms of bandwidth and seconds, cross; a tie begins and
+        ends between two bandwidths of the grid.
         """
         found = []
+        fastest = np.min(list(self.seconds.values()), axis=0) if self.seconds else np.empty((0, 0))
         for i, row in enumerate(self.first if self.seconds else []):
             ends = [list(columns) for _, columns in groupby(range(len(row)), row.__getitem__)]
             edges = [self._crossing(i, one[-1], row[one[-1]], row[two[0]]) for one, two in pairwise(ends)]
             lows, highs = [self.bandwidths[0], *edges], [*edges, self.bandwidths[-1]]
             for own, low, high in zip(ends, lows, highs, strict=True):
-                name = row[own[0]]
-                took = self.seconds[name][i, own[0]], self.seconds[name][i, own[-1]]
+                took = float(fastest[i, own[0]]), float(fastest[i, own[-1]])
+                name = " or ".join(row[own[0]])
                 found.append(Stretch(float(self.latencies[i]), float(low), float(high), name, took))
         return found
 
-    def _crossing(self, i: int, j: int, one: str, other: str) -> float:
-        """The bandwidth between columns j and j + 1 at which two strategies are as fast."""
-        ahead, behind = (np.log(self.seconds[name][i, j : j + 2]) for name in (one, other))
-        gap = behind - ahead  # (2,), from above 0 to below
-        share = gap[0] / (gap[0] - gap[1]) if gap[0] != gap[1] else 0.5
+    def _crossing(self, i: int, j: int, one: tuple[str, ...], other: tuple[str, ...]) -> float:
+        """Return the bandwidth between columns j and j + 1 at which those that are first change."""
         low, high = np.log(self.bandwidths[j : j + 2])
+        share = 0.5
+        if len(one) == len(other) == 1:
+            ahead, behind = (np.log(self.seconds[name][i, j : j + 2]) for (name,) in (one, other))
+            gap = behind - ahead  # (2,), from above 0 to below
+            share = gap[0] / (gap[0] - gap[1]) if gap[0] != gap[1] else 0.5
         return math.exp(low + share * (high - low))
 
     def table(self, format: str = "simple") -> str:
@@ -105,61 +172,87 @@ class Winners:
         return aligned(rows, header, format)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the map: a colour for each strategy that is first somewhere, its name, and lines where two are equal.
+        """Draw the map: a colour for each strategy that is first somewhere; hatched in both colours where two are tied.
+
+        A label that does not fit into its region stands next to the map, with a line to the region.
 
         Args:
-            ax: where; default a new figure as wide as a column.
+            ax: default: the axes of a new figure as wide as a column.
         """
-        from matplotlib.colors import ListedColormap
-
         from vsim.figures.paper import new_figure, plain_ticks
 
         if ax is None:
             ax = new_figure(3.3, 2.7).subplots()
         bits, milliseconds = self.bandwidths, np.maximum(self.latencies, 1e-9) * 1e3
         ax.set(xscale="log", yscale="log", xlabel="bandwidth (bit/s)", ylabel="latency (ms)")
-        first = np.array(self.first)
-        shown = [name for name in self.seconds if (first == name).any()]
-        if shown:
-            index = np.vectorize(shown.index)(first)
-            colours = [self.looks.by_name[name].colour for name in shown]
-            kind: Any = {"cmap": ListedColormap(colours), "vmin": -0.5, "vmax": len(shown) - 0.5, "alpha": 0.45}
-            ax.pcolormesh(bits, milliseconds, index, shading="nearest", rasterized=True, **kind)
-        else:  # as wide as the map would be
-            ax.plot(bits[[0, -1]], milliseconds[[0, -1]], linestyle="none")
-        for i, name in enumerate(shown):
-            own = index == i
-            if len(shown) > 1 and min(own.shape) > 1:
-                ahead = np.min([self.seconds[other] for other in self.seconds if other != name], axis=0)
-                gap = np.log(ahead) - np.log(self.seconds[name])  # above 0 where it is first
-                ax.contour(bits, milliseconds, gap, levels=[0.0], colors="white", linewidths=1.2)
-            y, x = _inside(own)
-            ax.text(
-                bits[x],
-                milliseconds[y],
-                literal(name).replace(", ", ",\n"),
-                ha="center",
-                va="center",
-                fontsize=STYLE["legend.fontsize"],
-                clip_on=True,
-            )
+        shown = sorted({names for row in self.first for names in row if names})
+        index = np.array([[shown.index(names) if names else -1 for names in row] for row in self.first])
+        ax.plot(bits[[0, -1]], milliseconds[[0, -1]], linestyle="none")  # as wide as the map, also without winners
+        for i, names in enumerate(shown):
+            self._fill(ax, bits, milliseconds, index == i, names)
         plain_ticks(ax.xaxis)
         ax.xaxis.set_major_formatter(lambda value, _: rate(value).removesuffix("bit/s").replace(" ", ""))
         plain_ticks(ax.yaxis)
         sized(ax)
-        ax.set_title(
-            f"first to loss {self.loss:g}" if shown else f"nobody reaches {self.loss:g}", fontsize=8, loc="left"
+        title = f"first to loss {self.loss:g}" if shown else f"no strategy reaches {self.loss:g}"
+        ax.set_title(literal(f"{title}{self.note}"), fontsize=8, loc="left")
+        self._say_never(ax)
+        _label(ax, bits, milliseconds, {names: index == i for i, names in enumerate(shown)})
+        return ax
+
+    def _fill(self, ax: Axes, bits: Floats, milliseconds: Floats, own: NDArray[np.bool_], names: Sequence[str]) -> None:
+        from matplotlib.colors import ListedColormap, to_rgb
+
+        colours = [tuple(0.45 * c + 0.55 for c in to_rgb(self.looks.by_name[name].colour)) for name in names]
+        cells = np.ma.masked_where(~own, np.zeros(own.shape))
+        kind: Any = {"shading": "nearest", "rasterized": True, "vmin": 0, "vmax": 1}
+        ax.pcolormesh(bits, milliseconds, cells, cmap=ListedColormap(colours[:1]), **kind)
+        if min(own.shape) < 2:
+            return
+        # To the edges of the outer cells, not to their centres.
+        level = np.pad(own.astype(float), 1, mode="edge")
+        x, y = (
+            np.concatenate([[v[0] ** 1.5 / v[1] ** 0.5], v, [v[-1] ** 1.5 / v[-2] ** 0.5]])
+            for v in (bits, milliseconds)
         )
+        for colour, hatch in zip(colours[1:], ("//////", "\\\\\\\\\\\\", "......"), strict=False):
+            striped = ax.contourf(x, y, level, levels=[0.5, 1.5], colors="none", hatches=[hatch])
+            striped.set(edgecolor=colour, linewidth=0.0)
+        if not own.all():
+            ax.contour(x, y, level, levels=[0.5], colors="white", linewidths=1.0)
+
+    def _say_never(self, ax: Axes) -> None:
         if self.never:
             names = [f"{name} ({what})" for name, what in self.never.items()]
             more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
             said = literal(f"not reached by {', '.join(names[:_NAMED])}{more}")
             below: Any = {"xytext": (0, -32), "xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
             ax.annotate(textwrap.fill(said, 55), (0, 0), fontsize=7, color="0.4", **below)
-        return ax
+
+    def _repr_html_(self) -> str:
+        from matplotlib import pyplot
+
+        figure, image = self.plot().get_figure(root=True), io.BytesIO()
+        assert figure is not None
+        figure.savefig(image, format="png", dpi=130)
+        pyplot.close(figure)
+        encoded = base64.b64encode(image.getvalue()).decode()
+        alt = f"which strategy reaches loss {self.loss:g} first, over bandwidth and latency"
+        return f'<img alt="{alt}" src="data:image/png;base64,{encoded}"/>'
 
     def __repr__(self) -> str:
         return self.table()
+
+
+def _seeds_cannot_tell(differences: Sequence[Floats]) -> NDArray[np.bool_] | bool:
+    """Return whether 0 is in the 95 % interval of paired differences (n, cells), which are at least 0 in the mean."""
+    if len(differences) < 2:
+        return False
+    from scipy import stats
+
+    own = np.array(differences)
+    mean, error = own.mean(0), own.std(0, ddof=1) / math.sqrt(len(own))
+    return np.asarray(mean <= stats.t.ppf(0.975, len(own) - 1) * error)
 
 
 def _range(stretch: Stretch, bandwidths: Floats) -> str:
@@ -168,23 +261,114 @@ def _range(stretch: Stretch, bandwidths: Floats) -> str:
     return " ".join(filter(None, texts)) or "any"
 
 
-def _inside(region: NDArray[np.bool_]) -> tuple[int, int]:
-    """Return the cell of a region that is furthest from its edge, in cells: where a name has most room."""
+# Labels of regions ----------------------------------------------------------------------------------------------------
+
+
+def _label(ax: Axes, x: Floats, y: Floats, regions: Mapping[tuple[str, ...], NDArray[np.bool_]]) -> None:
+    """Name regions of a map: inside where the text fits, otherwise next to the map with a line to the region.
+
+    Args:
+        x: (B,), y: (L,) of the cells, in data coordinates. regions: names → (L, B).
+    """
+    depths = {names: _depth(own) for names, own in regions.items()}
+    outside: list[tuple[str, ...]] = []
+    while True:  # a label next to the map makes the map narrower
+        placed = _outside(ax, x, y, {names: depths[names] for names in outside})
+        ax.get_figure(root=True).draw_without_rendering()  # type: ignore[union-attr]
+        missing = []
+        for names, own in regions.items():
+            if names not in outside:
+                fitted = _inside(ax, x, y, own, depths[names], names)
+                placed += [fitted] if fitted is not None else []
+                missing += [names] if fitted is None and own.mean() >= _SMALL else []
+        missing = sorted(missing, key=lambda names: -regions[names].sum())[: max(0, _BESIDE - len(outside))]
+        if not missing:
+            return
+        outside += missing
+        for text in placed:
+            text.remove()
+
+
+def _texts(names: tuple[str, ...]) -> list[str]:
+    """Return ways to write the names of a region, the widest first."""
+    whole = literal(" or ".join(names))
+    lines = literal(" or\n".join(names))
+    return list(
+        dict.fromkeys([whole, lines, lines.replace(", ", ",\n"), lines.replace(" ", "\n").replace("\nor", " or")])
+    )
+
+
+def _inside(
+    ax: Axes, x: Floats, y: Floats, own: NDArray[np.bool_], depth: NDArray[np.int64], names: tuple[str, ...]
+) -> Any:
+    """Write the names into their region, as deep inside as they fit; return the text, None if they do not fit."""
+    columns = ax.transData.transform(np.stack([x, np.full(len(x), y[0])], 1))[:, 0]
+    rows = ax.transData.transform(np.stack([np.full(len(y), x[0]), y], 1))[:, 1]
+    frame = ax.get_window_extent()
+    style: Any = {"ha": "center", "va": "center", "fontsize": STYLE["legend.fontsize"]}
+    deepest = np.argwhere(depth > 0)[np.argsort(-depth[depth > 0], kind="stable")][:200]
+    for said in _texts(names):
+        if own.all():
+            text = ax.text(0.5, 0.5, said, transform=ax.transAxes, clip_on=True, **style)
+            if text.get_window_extent().width <= frame.width or said == _texts(names)[-1]:
+                return text
+            text.remove()
+            continue
+        text = ax.text(x[0], y[0], said, **style)
+        box = text.get_window_extent()
+        wide, high = box.width / 2 + 2, box.height / 2 + 1
+        for i, j in deepest:
+            across, up = np.abs(columns - columns[j]) <= wide, np.abs(rows - rows[i]) <= high
+            edges = columns[j] - wide, columns[j] + wide, rows[i] - high, rows[i] + high
+            in_frame = frame.x0 <= edges[0] and edges[1] <= frame.x1 and frame.y0 <= edges[2] and edges[3] <= frame.y1
+            if in_frame and own[np.ix_(up, across)].all():
+                text.set_position((x[j], y[i]))
+                return text
+        text.remove()
+    return None
+
+
+def _outside(ax: Axes, x: Floats, y: Floats, depths: Mapping[tuple[str, ...], NDArray[np.int64]]) -> list[Any]:
+    """Write names to the right of the map, one below the other, with lines to the deepest cells of their regions."""
+    from matplotlib.text import Text
+
+    line: Any = {"arrowstyle": "-", "color": "0.2", "linewidth": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
+    frame = ax.get_window_extent()
+    labels: list[tuple[float, float, Any]] = []  # (where its region is, its height, the text), in parts of the axes
+    for names, depth in sorted(depths.items(), key=lambda one: -int((one[1] > 0).sum())):  # the largest first
+        i, j = np.unravel_index(int(depth.argmax()), depth.shape)
+        said = literal(textwrap.fill(" or ".join(names), 16, break_long_words=False))
+        where: Any = {"xytext": (1.05, 0.5), "textcoords": "axes fraction", "va": "top"}
+        text = ax.annotate(said, (x[j], y[i]), fontsize=6.5, arrowprops=line, **where)
+        height = Text.get_window_extent(text).height / frame.height + 0.05  # without the line
+        if sum(own for _, own, _ in labels) + height > 1.1:
+            text.remove()
+            continue
+        row = ax.transData.transform((x[j], y[i]))[1]
+        labels.append(((row - frame.y0) / frame.height, height, text))
+    top, below = 1.02, sum(height for _, height, _ in labels)
+    for row, height, text in sorted(labels, key=lambda label: -label[0]):
+        top = min(top, max(row + height / 2, below - 0.05))
+        text.set_position((1.05, top))
+        top, below = top - height, below - height
+    return [text for _, _, text in labels]
+
+
+def _depth(region: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return how far every cell is from the edge of its region, in cells; 0 outside."""
     framed = np.pad(region, 1)
-    depth = np.zeros(framed.shape, dtype=int)
+    depth = np.zeros(framed.shape, dtype=np.int64)
     while framed.any():
         depth += framed
         inner = framed.copy()
         for axis in (0, 1):
             inner &= np.roll(framed, 1, axis) & np.roll(framed, -1, axis)
         framed = inner
-    deepest = np.argwhere(depth == depth.max())
-    middle = deepest[np.abs(deepest - deepest.mean(0)).sum(1).argmin()]
-    return int(middle[0]) - 1, int(middle[1]) - 1
+    return depth[1:-1, 1:-1]
 
 
 def ascending(name: str, given: Sequence[float | str] | None, default: Floats, parse) -> Floats:  # type: ignore[no-untyped-def]
-    """Return rates or delays, given as numbers or text, in their order; raise a ValueError if there are none."""
+    """Return rates or delays, given as numbers or text, in ascending order; raise a ValueError if there are none."""
     if given is None:
         return default
     if isinstance(given, str) or not hasattr(given, "__len__"):

@@ -24,11 +24,16 @@ from typing_extensions import Unpack
 
 from vsim.arguments import real_number, reject_unknown
 from vsim.cluster import Cluster
+from vsim.cluster.ledger import Ledger
 from vsim.cluster.muon import StackedMuon
 from vsim.cluster.optim import ELEMENTWISE, OptimSpec, clip_by_node, resolve_optim
 from vsim.cluster.optimizers import StackedOptimizer, evaluating, parts_of, stepped_tensors, torch_optimizers
 from vsim.cluster.plan import Seconds
+from vsim.cluster.randomness import SHARED, generator
+from vsim.cluster.replicas import Replicas
 from vsim.cluster.schedule import Schedule
+from vsim.cluster.stacked import StackedCollectives
+from vsim.private_torch import mark_stepped
 from vsim.strategy.communicate import communicating_through
 from vsim.strategy.configured import Configured
 from vsim.strategy.node import PerNodeStep, StackedModel
@@ -394,6 +399,49 @@ class Strategy(Configured):
             for module in self.communication_modules:
                 stack.enter_context(module.evaluating())
             yield
+
+    def dry_run(
+        self, model: nn.Module, num_nodes: int, max_steps: int, seed: int = 42, seconds: Seconds | None = None
+    ) -> Ledger:
+        """Return what a run would send, without training: the strategy's own code runs on tensors without values.
+
+        Args:
+            model: on the meta device. seconds: how long nodes compute, for schedules that depend on it.
+
+        Raises:
+            ValueError: the strategy is asynchronous, or what it sends depends on values.
+        """
+        name = type(self).__name__
+        if self.is_asynchronous:
+            raise ValueError(
+                f"{name} is asynchronous: what it sends depends on how long nodes compute. Train it with compute= and "
+                "network=; history.time(network, compute) has its seconds"
+            )
+        ledger, draws = Ledger(num_nodes), generator(seed, SHARED)
+        replicas = Replicas.of(model, num_nodes, torch.device("meta"))
+        cluster = Cluster(replicas, StackedCollectives(ledger), draws, torch.ones(num_nodes), max_steps)
+        cluster.seconds = seconds
+        strategy = copy.deepcopy(self)
+        try:
+            strategy.setup(cluster)
+            optimizers = torch_optimizers(strategy.optim)
+            for step in range(1, max_steps + 1):
+                cluster.step = ledger.steps = step
+                if strategy.is_per_node:
+                    strategy.take_step()
+                    continue
+                with torch.no_grad():
+                    strategy.begin_step()
+                    for optimizer in optimizers:
+                        mark_stepped(optimizer)
+                    strategy.finish_step()
+        except (NotImplementedError, RuntimeError) as error:
+            raise ValueError(
+                f"{name} cannot be priced without training: what it sends depends on values, and here tensors have "
+                f"none (step {cluster.step}: {str(error).splitlines()[0]}). Train it with a small model, and price its "
+                "ledger"
+            ) from error
+        return ledger
 
     @property
     def lr(self) -> float:

@@ -1,0 +1,143 @@
+"""What measurements can tell: crossings by their properties, tests against scipy, and effects found at their power."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+import vsim
+from vsim.records.statistics import crossing, holm, paired, power, ranking, seeds_needed
+
+losses = st.lists(st.floats(0.01, 10), min_size=1, max_size=12)
+
+
+@given(losses, st.integers(1, 30), st.floats(0, 10))
+def test_a_crossing_is_within_the_interval_of_the_loss(curve: list[float], every: int, target: float) -> None:
+    steps = [every * i for i in range(len(curve))]
+    found = crossing(steps, curve, target)
+    below = [i for i, loss in enumerate(curve) if loss <= target]
+    if not below:
+        assert all(math.isnan(value) for value in found)
+        return
+    i = below[0]
+    assert found.last == steps[i] and found.first == (steps[i - 1] + 1 if i else 0)
+    assert found.first <= found.step <= found.last and found.step == int(found.step)
+    if every == 1:
+        assert found.step == i
+
+
+@given(losses.filter(lambda curve: len(curve) > 1), st.floats(0.01, 10))
+def test_a_crossing_is_on_the_line_between_two_measurements(curve: list[float], target: float) -> None:
+    every = 1000  # so that the step's rounding does not matter
+    found = crossing([every * i for i in range(len(curve))], curve, target)
+    i = int(found.last) // every if found.last == found.last else 0
+    if i:
+        line = np.interp(found.step, [every * (i - 1), every * i], [curve[i - 1], curve[i]])
+        assert line <= target + 1e-9 and line >= target - (curve[i - 1] - curve[i]) / every - 1e-9
+
+
+def comparison(**runs: list[float]) -> vsim.Comparison:
+    """Name → the final validation loss of each seed."""
+    made = vsim.Comparison(1)
+    for name, finals in runs.items():
+        for seed, loss in enumerate(finals):
+            history = vsim.History(name, 2)
+            history.append({"step": 0, "examples": 0, "global_loss": loss})
+            made.add(name, vsim.ComparedRun(history, seed=seed))
+    return made
+
+
+ONE, TWO, THREE = [1.0, 1.2, 0.9, 1.1], [1.3, 1.4, 1.25, 1.45], [1.1, 1.05, 1.0, 1.12]
+
+
+def test_differences_are_those_of_scipy_by_hand() -> None:
+    frame = comparison(one=ONE, two=TWO, three=THREE).differences(to="one", level=0.9).set_index("strategy")
+    tests = {name: stats.ttest_rel(own, ONE) for name, own in (("two", TWO), ("three", THREE))}
+    least, most = sorted(float(test.pvalue) for test in tests.values())
+    for name, test in tests.items():
+        row, interval = frame.loc[name], test.confidence_interval(0.9)
+        assert row["difference"] == pytest.approx(np.mean({"two": TWO, "three": THREE}[name]) - np.mean(ONE))
+        assert (row["low"], row["high"]) == pytest.approx((interval.low, interval.high))
+        assert row["p"] == pytest.approx(2 * least if test.pvalue == least else max(2 * least, most))  # Holm
+        assert row["seeds"] == 4
+    assert frame.columns.tolist() == ["difference", "low", "high", "p", "seeds", "seeds_needed"]
+    assert set(comparison(one=ONE, two=TWO).differences().strategy) == {"two"}  # to the best
+
+
+def test_identical_strategies_do_not_differ() -> None:
+    made = comparison(a=ONE, b=list(ONE), c=TWO)
+    row = made.differences(to="a").set_index("strategy").loc["b"]
+    assert row["difference"] == row["low"] == row["high"] == 0 and row["p"] == 1 and row["seeds_needed"] == math.inf
+    found = ranking({name: dict(enumerate(own)) for name, own in (("b", ONE), ("a", ONE), ("c", TWO))})
+    assert found == (("a", "b"), (), True)
+    assert "†" not in made.table()
+    bold = made.table("latex_booktabs", columns=["validation loss"])
+    assert bold.count("\\textbf{1.05") == 2 and "\\textbf{1.35" not in bold
+
+
+def test_a_table_marks_what_cannot_be_told_from_the_best() -> None:
+    table = comparison(one=ONE, two=TWO, three=THREE).table(columns=["validation loss"])
+    marked = {line.split()[0] for line in table.splitlines() if line.endswith("†")}
+    assert marked == {"three"} and "p > 0.05" in table.splitlines()[-1]
+    latex = comparison(one=ONE, three=THREE).table("latex", columns=["validation loss"])
+    assert "$^{\\dagger}$" in latex and latex.splitlines()[-1].startswith("% †")
+    html = comparison(one=ONE, three=THREE).table("html", columns=["validation loss"])
+    assert html.endswith("</p>") and "†" in html
+
+
+def test_one_seed_has_no_interval() -> None:
+    made = comparison(a=[1.0], b=[1.1])
+    row = made.differences(to="a").iloc[0]
+    assert row["difference"] == pytest.approx(0.1) and row[["low", "high", "p", "seeds_needed"]].isna().all()
+    assert "one seed: no interval" in made.table().splitlines()[-1]
+
+
+def test_seeds_are_paired_and_what_diverged_is_left_out() -> None:
+    made = comparison(a=[1.0, 2.0, 3.0], b=[1.1, 2.1, 3.1, 9.0])
+    row = made.differences(to="a").iloc[0]
+    assert row["difference"] == pytest.approx(0.1) and row["seeds"] == 3 and row["p"] == pytest.approx(0, abs=1e-12)
+    made.runs("b")[1].diverged_at = 4
+    assert made.differences(to="a").iloc[0]["seeds"] == 2
+
+
+def test_bad_input() -> None:
+    made = comparison(a=ONE, b=TWO)
+    for options, message in (
+        ({"to": "AllReduce"}, "to must be one of 'a', 'b', got 'AllReduce'"),
+        ({"of": "loss"}, "of must be one of .*, got 'loss'"),
+        ({"level": 1.0}, "level must be > 0 and < 1, got 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made.differences(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("effect", "seeds"), [(1.2, 5), (0.0, 4)])
+def test_an_effect_of_known_size_is_found_at_its_power(effect: float, seeds: int) -> None:
+    """Of 500 comparisons with differences N(effect, 1) the share that is found is that of the noncentral t."""
+    draws = np.random.default_rng(3).normal(effect, 1, (500, seeds))
+    found = np.mean([paired(own).p < 0.05 for own in draws])
+    expected = power(effect, seeds) if effect else 0.05
+    assert abs(found - expected) < 3 * math.sqrt(expected * (1 - expected) / 500)
+    covered = [paired(own) for own in draws]
+    assert abs(np.mean([one.low <= effect <= one.high for one in covered]) - 0.95) < 0.03
+
+
+def test_the_seeds_that_it_takes_reach_the_power() -> None:
+    for effect, seeds in ((3.0, 4), (1.0, 10), (0.5, 34)):  # G*Power: two-sided paired t-test, 0.05, 0.8
+        pairs = effect + np.array([-1.0, 1.0]) / math.sqrt(2)  # of standard deviation 1
+        assert seeds_needed(pairs) == seeds
+        assert power(effect, seeds) >= 0.8 > power(effect, seeds - 1)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_never_lowers_a_p_and_keeps_their_order(p: list[float]) -> None:
+    adjusted: Any = holm(p)
+    assert all(own <= new <= 1 for own, new in zip(p, adjusted, strict=True))
+    assert [adjusted[i] for i in np.argsort(p, kind="stable")] == sorted(adjusted)
+    assert min(adjusted) == pytest.approx(min(1, len(p) * min(p)))

@@ -1,0 +1,100 @@
+"""Models without values: the shapes of a model, or of a GPT with so many parameters."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+
+from vsim.arguments import one_of, real_number, whole_number
+
+_DTYPES = {1: torch.float8_e5m2, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+_META = torch.device("meta")
+# Of the GPT that stands for a number of parameters: GPT-2's vocabulary as it is padded for accelerators, 64 · 786.
+_TOKENS, _POSITIONS, _SMALLEST_GPT = 50_304, 2_048, 20_000_000
+
+
+def without_values(
+    parameters: float | None,
+    layers: int | None,
+    model: nn.Module | None,
+    bytes_per_parameter: int | None = None,
+) -> nn.Module:
+    """Return a model on the meta device: a copy of `model`, or a GPT of so many parameters; see `vsim.price`."""
+    if (parameters is None) == (model is None):
+        raise TypeError("give either parameters=, how many there are, or a model=")
+    if bytes_per_parameter is not None:
+        bytes_per_parameter = int(one_of("bytes_per_parameter", str(bytes_per_parameter), map(str, _DTYPES)))
+    if model is not None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, got {model!r}")
+        if layers is not None:
+            raise TypeError("layers= has no effect with model=, which has its own; it goes with parameters=")
+        values = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        bare = copy.deepcopy(model, {key: _without_values(t) for key, t in values.items()})  # copies no value
+        return bare if bytes_per_parameter is None else bare.to(_DTYPES[bytes_per_parameter])
+    number = real_number("parameters", parameters)
+    size = whole_number("parameters", int(number) if number.is_integer() else parameters, at_most=10**15)
+    layers = None if layers is None else whole_number("layers", layers)
+    if size < (layers or 1):
+        raise ValueError(f"parameters must be at least the number of layers, {layers}, got {size}")
+    return gpt_of(size, layers).to(_DTYPES[bytes_per_parameter or 4])
+
+
+def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
+    """Return a model without values that has exactly so many parameters, in the shapes of a GPT.
+
+    An embedding of about 50,304 tokens and 2,048 positions; in each layer the matrices of attention (3d, d) and (d, d)
+    and of an MLP (4d, d) and (d, 4d), with biases and norms. The width d is the multiple of 64 that comes nearest, and
+    the embedding has as many tokens more or less as are needed: all sides have many divisors, as in models that are
+    made for accelerators. Models below 20 million parameters, where the embedding would be most of it, are `layers`
+    equal matrices, as square as their divisors allow.
+
+    Args:
+        layers: default: of a GPT with d = 80 · layers, about 12 for 125 million and 26 for 1.3 billion parameters.
+    """
+    usual = max(1, round((parameters / (12 * 80**2)) ** (1 / 3)))
+    depth = usual if layers is None else layers
+
+    def size(width: int, tokens: int = _TOKENS) -> int:
+        return (tokens + _POSITIONS + 2) * width + depth * (12 * width + 13) * width
+
+    root = math.sqrt((_TOKENS + _POSITIONS) ** 2 + 48 * depth * parameters)  # of 12 depth d² + (tokens + …) d = N
+    guess = int((root - _TOKENS - _POSITIONS) / (24 * depth)) // 64
+    widths = [64 * n for n in (guess, guess + 1) if n > 0]
+    width = min(widths, key=lambda width: abs(size(width) - parameters), default=0)
+    tokens = _TOKENS + 64 * math.floor((parameters - size(width)) / (64 * width)) if width else 0
+    if parameters < _SMALLEST_GPT or tokens < 64:
+        depth = layers or 1
+        sizes = [parameters // depth + (layer < parameters % depth) for layer in range(depth)]
+        sides = [next(w for w in range(math.isqrt(own), 0, -1) if own % w == 0) for own in sizes]
+        shapes = [(own // side, side) for own, side in zip(sizes, sides, strict=True)]
+        return nn.ParameterList(nn.Parameter(torch.empty(shape, device=_META)) for shape in shapes)
+    matrices = {"attention_in": (3, 1), "attention_out": (1, 1), "mlp_in": (4, 1), "mlp_out": (1, 4)}
+    block: dict[str, tuple[int, ...]] = {}
+    for name, (out, into) in matrices.items():
+        block |= {f"{name}_weight": (out * width, into * width), f"{name}_bias": (out * width,)}
+    block |= {f"norm{i}_{what}": (width,) for i in (1, 2) for what in ("weight", "bias")}
+    model = _module({"tokens": (tokens, width), "positions": (_POSITIONS, width)})
+    model.blocks = nn.ModuleList(_module(block) for _ in range(depth))
+    model.norm = _module({"weight": (width,), "bias": (width,)})
+    rest = parameters - size(width, tokens)  # below 64 · width
+    for i, shape in enumerate([(rest // 64, 64), (rest % 64,)]):
+        if math.prod(shape):
+            model.register_parameter(f"rest{i}", nn.Parameter(torch.empty(shape, device=_META)))
+    return model
+
+
+def _module(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
+    """Return a module with parameters of these shapes, without values."""
+    module = nn.Module()
+    for name, shape in shapes.items():
+        module.register_parameter(name, nn.Parameter(torch.empty(shape, device=_META)))
+    return module
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    bare = torch.empty_like(tensor, device=_META)
+    return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
