@@ -175,9 +175,10 @@ def cut(node: Node, rows: Sequence[int]) -> Node:
         return cut(node["items"][rows[0]], [0])
     if node["kind"] == "tensor" and node["rows"]:
         parts = node["value"]
-        if sum(map(len, parts)) > 1:  # else equal nodes share it
-            taken = [parts[row] for row in rows] if len(parts) > 1 else [parts[0][list(rows)]]
-            return {**node, "value": taken}
+        if len(parts) > 1:
+            return {**node, "value": [parts[row] for row in rows]}
+        if len(parts[0]) > 1 and list(rows) != list(range(len(parts[0]))):  # equal nodes share one
+            return {**node, "value": [parts[0][list(rows)]]}
     if node["kind"] == "object":
         items = node["items"]
         if node["rows"]:
