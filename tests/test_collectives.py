@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -291,13 +291,8 @@ def _rank(rank: int, folder: Path, exact: bool) -> None:
 
 @pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_processes_go_on_while_what_they_sent_is_on_its_way(exact: bool, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(rank, tmp_path, exact), daemon=True) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    ranks = [forked.started(_rank, rank, tmp_path, exact) for rank in range(2)]
+    assert [forked.ended(process) for process in ranks] == [0, 0]
     for rank in range(2):
         results = [result.tolist() for result in torch.load(tmp_path / f"{rank}.pt")]
         assert results == [
@@ -309,6 +304,55 @@ def test_processes_go_on_while_what_they_sent_is_on_its_way(exact: bool, tmp_pat
             [[1.0] * 2, [2.0] * 2],
             [[2.0] * 2],
         ]
+
+
+def _every_collective(collectives: Collectives, rows: torch.Tensor) -> list[torch.Tensor]:
+    """What the nodes held here get, as stacked rows in their order, from each collective."""
+    held, parts = len(rows), rows[:, :, None].expand(-1, -1, 5).transpose(1, 2).contiguous()  # (R, K, 3)
+    shared = [
+        *[collectives.all_reduce(rows, op) for op in ("mean", "sum", "max", "min")],
+        collectives.all_reduce(rows, "mean", weights=torch.arange(1.0, 6)),
+        collectives.all_gather(rows),
+        *[collectives.broadcast(rows, src) for src in (1, 4)],
+        *[collectives.push(rows, among=among) for among in (None, [4, 0])],
+    ]
+    stacked = [
+        collectives.all_reduce(rows, "mean", among=[[0, 3], [4, 1, 2]]),
+        collectives.all_gather(rows, among=[4, 0, 1]),
+        collectives.broadcast(rows, 3, among=[3, 0, 2]),
+        collectives.all_to_all(parts),
+        collectives.all_to_all(parts[:, :3].contiguous(), among=[0, 2, 4]),
+        collectives.send(rows, [(0, 1), (1, 4), (4, 0), (2, 3)]),
+        collectives.pull(rows[0] * 0, rows, among=[1, 2]),
+    ]
+    return [t.expand(held, *t.shape) for t in shared] + stacked
+
+
+def _share(rank: int, folder: Path, exact: bool) -> None:
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    collectives = ProcessCollectives(Ledger(5), exact)
+    rows = torch.load(folder / "rows.pt")[collectives.nodes.start : collectives.nodes.stop]
+    results = _every_collective(collectives, rows)
+    torch.save((list(collectives.nodes), results, [str(e) for e in collectives.ledger]), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_process_may_hold_several_nodes(exact: bool, tmp_path: Path) -> None:
+    """Two and three of five: the rows of the simulator's results, and its events."""
+    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    torch.save(rows, tmp_path / "rows.pt")
+    ranks = [forked.started(_share, rank, tmp_path, exact) for rank in range(2)]
+    assert [forked.ended(process) for process in ranks] == [0, 0]
+    simulated = StackedCollectives(Ledger(5))
+    expected = _every_collective(simulated, rows)
+    for rank, own in enumerate([[0, 1], [2, 3, 4]]):
+        nodes, results, events = torch.load(tmp_path / f"{rank}.pt")
+        assert nodes == own and events == [str(e) for e in simulated.ledger]
+        for result, whole in zip(results, expected, strict=True):
+            tolerance = {"rtol": 0.0, "atol": 0.0 if exact else 1e-6}
+            torch.testing.assert_close(result, whole[own], **tolerance)
 
 
 @pytest.mark.parametrize("named", [False, True])

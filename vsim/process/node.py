@@ -54,7 +54,7 @@ class Outcome:
 
 
 def run_node(
-    config: RunSpec,
+    spec: RunSpec,
     device: torch.device,
     report: Reporter,
     interrupt: Interrupt | None = None,
@@ -66,28 +66,33 @@ def run_node(
 
     Args:
         meeting: where it meets others when nodes come and go.
-        joins: whether `config.start` is the state of a peer. minibatch_size: then likewise.
+        joins: whether `spec.start` and `minibatch_size` are those of a peer whose state the node copies.
     """
-    rank, history = dist.get_rank(), None
+    rank, history, reporters = dist.get_rank(), None, [report]
     # Rank 0 writes the checkpoints; where nodes come and go every process may become it.
-    if config.participation is not None or (rank == 0 and config.saving is not None):
-        history = History(type(config.strategy).__name__, config.num_nodes, config.population)
-        if config.start is not None:
-            config.start.fill(history)
-        report = _recording(report, history)
-    ledger = Ledger(config.population) if history is None else history.ledger
-    with isolated(config.seed, device):
-        collectives = ProcessCollectives(ledger, config.deterministic, range(config.population))
-        batches = NodeBatches(config, rank, collectives)
-        plan = plan_of(config, batches)
+    if spec.participation is not None or (rank == 0 and spec.saving is not None):
+        history = History(type(spec.strategy).__name__, spec.num_nodes, spec.population)
+        if spec.start is not None:
+            spec.start.fill(history)
+        reporters.insert(0, Recorder(history))
+
+    def tell(report: StepReport) -> None:
+        for reporter in reporters:
+            reporter(report)
+
+    ledger = Ledger(spec.population) if history is None else history.ledger
+    with isolated(spec.seed, device):
+        collectives = ProcessCollectives(ledger, spec.deterministic, range(spec.population))
+        batches = NodeBatches(spec, rank, collectives)
+        plan = plan_of(spec, batches)
         part = NodePart(
-            *(config, report, history, collectives.nodes, collectives, batches),
+            *(spec, tell, history, collectives.nodes, collectives, batches),
             minibatch_size=minibatch_size,
             plan=plan,
             continues=[0] if joins else None,
             meeting=meeting,
         )
-        first = config.first_step + joins
+        first = spec.first_step + joins
         ensemble = assemble([part if plan is None else part.attended(first)], EagerExecutor, device, interrupt)
         try:
             train(ensemble)
@@ -95,19 +100,8 @@ def run_node(
             return None
         (run,) = ensemble.runs
         buffers = {name: b.cpu() for name, b in run.cluster.mean_buffers().items()}
-        states = {name: one.state_dict() for name, one in savable(config.callbacks).items()}
+        states = {name: one.state_dict() for name, one in savable(spec.callbacks).items()}
         return Outcome(run.mean_weights().cpu(), buffers, states)
-
-
-def _recording(send: Reporter, history: History) -> Reporter:
-    """Return a reporter that fills `history` first."""
-    record = Recorder(history)
-
-    def both(report: StepReport) -> None:
-        record(report)
-        send(report)
-
-    return both
 
 
 class EagerExecutor(Executor):
@@ -165,17 +159,17 @@ class EagerExecutor(Executor):
 class NodeBatches:
     """The batches of one node: DistributedSampler and DataLoader, epoch after epoch."""
 
-    def __init__(self, config: RunSpec, rank: int, collectives: ProcessCollectives) -> None:
-        self._config, everyone = config, config.population
-        self._options, drop_last = loader_options(config.dataloader_kwargs)
+    def __init__(self, spec: RunSpec, rank: int, collectives: ProcessCollectives) -> None:
+        self._spec, everyone = spec, spec.population
+        self._options, drop_last = loader_options(spec.dataloader_kwargs)
         # Where not all are there to tell of theirs, each process has the datasets of all.
-        self._all_here = config.participation is not None
+        self._all_here = spec.participation is not None
         whose = range(everyone) if self._all_here else range(rank, rank + 1)
-        self._datasets = resolve(config.train_dataset, everyone, whose, True, "train_dataset")
-        self._dataset, self._own = self._datasets[0], is_factory(config.train_dataset)
+        self._datasets = resolve(spec.train_dataset, everyone, whose, True, "train_dataset")
+        self._dataset, self._own = self._datasets[0], is_factory(spec.train_dataset)
         self._collectives = collectives
         lengths = self._of_all(len)  # type: ignore[arg-type]
-        order = Order(lengths, everyone, config.batch_size, config.shuffle, config.seed, drop_last)
+        order = Order(lengths, everyone, spec.batch_size, spec.shuffle, spec.seed, drop_last)
         order.check()
         self.steps_per_epoch, self.epoch_steps = order.steps_per_epoch, order.epoch_steps
         self.lengths, self.shard_sizes = order.lengths, order.shard_sizes
@@ -205,19 +199,19 @@ class NodeBatches:
 
     def from_step(self, start_step: int = 0) -> Iterator[Any]:
         """Yield (1, B, …) for every step from the 0-based `start_step` on, without end."""
-        config = self._config
+        spec = self._spec
         sampler: DistributedSampler[Any] = DistributedSampler(
             self._dataset,
-            num_replicas=1 if self._own else config.population,
+            num_replicas=1 if self._own else spec.population,
             rank=0 if self._own else self._node,
-            shuffle=config.shuffle,
-            seed=config.seed,
+            shuffle=spec.shuffle,
+            seed=spec.seed,
         )
-        batches = _From(BatchSampler(sampler, config.batch_size, self._drop_last))
+        batches = _From(BatchSampler(sampler, spec.batch_size, self._drop_last))
         named = self._options.get("worker_init_fn") is None  # which may ask for the user's own dataset
         loader: DataLoader[Any] = DataLoader(
             OfNode(self._dataset, self._node) if named else self._dataset,
-            generator=generator(config.seed, LOADER),
+            generator=generator(spec.seed, LOADER),
             batch_sampler=batches,
             **self._options,
         )
@@ -291,17 +285,17 @@ def local_ranks() -> tuple[int, int]:
     return int(rank), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 
-def join(config: RunSpec, options: ProcessOptions, report: Reporter) -> Outcome:
+def join(spec: RunSpec, options: ProcessOptions, report: Reporter) -> Outcome:
     """Train as the rank that this process was started as. A process group that there is already is used.
 
     Raises:
         ValueError: there is not a rank for every node.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    if num_ranks != config.num_nodes:
+    if num_ranks != spec.num_nodes:
         raise ValueError(
-            f"num_nodes is {config.num_nodes}, but torchrun has started {num_ranks} processes, a node each: give "
-            f"num_nodes={num_ranks}, or a torchrun --nnodes and --nproc_per_node that make {config.num_nodes} together"
+            f"num_nodes is {spec.num_nodes}, but torchrun has started {num_ranks} processes, a node each: give "
+            f"num_nodes={num_ranks}, or a torchrun --nnodes and --nproc_per_node that make {spec.num_nodes} together"
         )
     local_rank, ranks_here = local_ranks()
     device = options.devices[local_rank % len(options.devices)]
@@ -312,7 +306,7 @@ def join(config: RunSpec, options: ProcessOptions, report: Reporter) -> Outcome:
         _init_process_group(backend_for(options.devices, ranks_here), timedelta(seconds=options.timeout_seconds))
     try:
         with using_threads(options.threads):
-            outcome = run_node(config, device, report)
+            outcome = run_node(spec, device, report)
         assert outcome is not None  # all take part in all steps
         return outcome
     finally:

@@ -1,4 +1,4 @@
-"""Nodes that come and go: their processes meet anew in every segment, and those that join get the state of a peer."""
+"""Nodes that come and go: their processes meet again in every segment, and nodes that join get the state of a peer."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ class NodePart(Part):
         if meeting.node not in nodes:
             raise Left
         meeting.meet(nodes, f"step {step}")
-        config = replace(self.spec, start=replace(start, together=False))
-        return replace(self, spec=config, continues=[0]).attended(step)  # type: ignore[return-value]
+        spec = replace(self.spec, start=replace(start, together=False))
+        return replace(self, spec=spec, continues=[0]).attended(step)  # type: ignore[return-value]
 
 
-def joined(config: RunSpec, meeting: Meeting, copying: Sequence[int], step: int) -> tuple[RunSpec, int | None]:
+def joined(spec: RunSpec, meeting: Meeting, copying: Sequence[int], step: int) -> tuple[RunSpec, int | None]:
     """Return what a node that joins at a step starts with, and its minibatch size, which come from its peer."""
     text, contents, minibatch_size = meeting.passed_on(None, copying, step)
     tree = unpacked(text, contents)
     start = Checkpoint(tree["step"], History.from_plain(tree["history"]), {}, tree["state"], together=False)
-    return replace(config, start=start, max_memory_usage=None), minibatch_size
+    return replace(spec, start=start, max_memory_usage=None), minibatch_size
