@@ -424,9 +424,24 @@ def test_frequencies_are_of_a_nodes_own_batch_where_nodes_share_their_weights(ex
 def test_what_cannot_be_vectorized_is_refused_by_name(kind: type[Classifier]) -> None:
     with pytest.raises(VmapError, match=r"cannot be vectorised over nodes.*executor='loop' runs it node by node"):
         trained(kind(16), executor="vmap")
-    with pytest.warns(UserWarning, match="executor='auto' continues with 'loop'"):
+    of_checkpoints = "activation checkpointing computes a part of the model again" if kind is Checkpointed else ""
+    with pytest.warns(UserWarning, match=f"executor='auto' continues with 'loop': .*{of_checkpoints}"):
         trainer = trained(kind(16))
     assert trainer.history.executor == "loop"
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_layer_with_the_old_weight_norm_is_named() -> None:
+    model = SmallOperations(12)
+    nn.utils.weight_norm(model.first)
+    with pytest.raises(TypeError, match=r"of first use torch\.nn\.utils\.parametrizations\.weight_norm"):
+        trained(model)
+
+
+def test_the_module_that_was_compiled_is_trained() -> None:
+    trained_alone, compiled = trained(SmallOperations(12)), trained(torch.compile(SmallOperations(12)))
+    assert torch.equal(compiled.strategy.cluster.weights, trained_alone.strategy.cluster.weights)
+    assert not any("_orig_mod" in name for name in compiled.model.state_dict())
 
 
 class Teacher(Classifier):

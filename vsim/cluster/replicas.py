@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from vsim_kernels.alignment import ALIGNMENT
 
-from vsim.private_torch import has_gradient_hooks
+from vsim.private_torch import has_gradient_hooks, hooks_of
 
 Views = dict[str, Tensor]
 
@@ -214,7 +214,15 @@ def _copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:
-        raise TypeError(f"the model cannot be copied by copy.deepcopy, which every node needs: {error}") from error
+        # Of torch.nn.utils, before there were parametrizations: a weight that is computed anew before each call.
+        hooks = {path: hooks_of(m)["forward pre-hook"].values() for path, m in model.named_modules()}
+        old = [path for path, own in hooks.items() for h in own if type(h).__name__ in ("WeightNorm", "SpectralNorm")]
+        advice = (
+            f"; of {', '.join(old)} use torch.nn.utils.parametrizations.weight_norm or spectral_norm" if old else ""
+        )
+        raise TypeError(
+            f"the model cannot be copied by copy.deepcopy, which every node needs: {error}{advice}"
+        ) from error
 
 
 def _check_one(what: str, of: Mapping[str, str]) -> None:

@@ -57,7 +57,7 @@ class LoopExecutor(Executor):
     def _use_python(self, changes: list[str]) -> None:
         if not changes:
             return
-        if self._steps == 1 and self.step > 1 and (unsaved := self.objective.unsaved()):
+        if self.objective.is_resumed and (unsaved := self.objective.unsaved()):
             warnings.warn(
                 f"the model changes {listed(unsaved)} in forward, which a checkpoint does not hold: this run continues "
                 "with the values of the model that was given; make it a buffer (register_buffer), or define "
@@ -65,6 +65,7 @@ class LoopExecutor(Executor):
                 UserWarning,
                 stacklevel=3,
             )
+        self.objective.is_resumed = False
         self.objective.follow()
         self.objective.part(self.objective.callers or range(len(self.nodes)))
 

@@ -60,6 +60,7 @@ class Objective(nn.Module):
         self.originals: tuple[nn.Module, ...] = ()
         self.changes: list[str] | None = None
         self.callers: Sequence[int] | None = None
+        self.is_resumed = False  # and its nodes have only what a checkpoint holds
         self.places = Places(model)
         self._of_nodes: dict[int, Objective] = {}  # of the nodes but the first
         self._at_first: Objective | None = None  # what the copy of a node that is yet to come is made of
@@ -135,7 +136,8 @@ class Objective(nn.Module):
         return [{p: m.get_extra_state() for p, m in _with_extra_state(self.of_row(row).model)} for row in rows]
 
     def set_extra_states(self, rows: Sequence[int], states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what `extra_states` returned."""
+        """Restore what `extra_states` returned, in a run that resumes."""
+        self.is_resumed = True
         if any(states):
             self.part(rows)
         for row, state in zip(rows, states, strict=True):

@@ -352,8 +352,11 @@ def even_pieces(num_nodes: int, at_once: int) -> list[slice]:
 
 
 def _explain_vmap_failure(error: Exception) -> str:
-    where = [f for f in traceback.extract_tb(error.__traceback__) if "torch" not in f.filename.split("/")]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [f for f in frames if "torch" not in f.filename.split("/")]
     where = [f for f in where if Path(f.filename).parent not in (_HERE, _HERE.parent)]
     at = f" at {where[-1].filename}:{where[-1].lineno}, `{where[-1].line}`" if where else ""
     reason = str(error).strip().split("\n")[0]
+    if any(f.filename.endswith("torch/utils/checkpoint.py") for f in frames):
+        reason = "activation checkpointing computes a part of the model again, outside of the vmap"
     return f"the model cannot be vectorised over nodes{at}: {reason} — executor='loop' runs it node by node"
