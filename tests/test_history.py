@@ -117,6 +117,11 @@ def test_a_csv_file_holds_every_bit(tmp_path_factory: pytest.TempPathFactory, va
     assert (header[0], *first[:2], *second[:2]) == ("'-name", "text", "7", "'=1+1", "8")  # a spreadsheet would compute
 
 
+def test_whole_numbers_lose_their_point_beside_others(tmp_path: Path) -> None:
+    write_csv(tmp_path / "a.csv", pd.DataFrame({"rate": [0.4, 1.0, math.nan], "name": ["a", "-b", "c"]}))
+    assert (tmp_path / "a.csv").read_text().split() == ["rate,name", "0.4,a", "1,'-b", ",c"]
+
+
 def test_files_are_named_by_paths_alone(history: History) -> None:
     reader, writer = os.pipe()
     for act in (History.from_json, vsim.Comparison.from_json, history.to_json, history.to_csv):

@@ -310,7 +310,7 @@ def write_csv(path: str | Path, frame: pd.DataFrame) -> None:
     for column in frame.select_dtypes(exclude="number"):
         frame[column] = frame[column].map(csv_field)
     frame.columns = frame.columns.map(csv_field)
-    frame.to_csv(file_path(path), index=False, float_format=csv_field, lineterminator="\r\n")
+    frame.to_csv(file_path(path), index=False, float_format=lambda v: str(csv_field(v)), lineterminator="\r\n")
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
