@@ -50,11 +50,11 @@ TABLE: dict[str, tuple[Callable[..., Strategy], dict[str, Any], dict[str, dict[s
         {
             "H": {"H": 3},
             "outer_optim": {"H": 2, "outer_optim": PLAIN},
-            "outer_optim_spec": {"H": 2, "outer_optim_spec": "adam"},
             "outer_lr": {"H": 2, "outer_lr": 0.3},
             "staleness": {"H": 2, "staleness": "none"},
             "buffer": {"H": 2, "buffer": 2},
             "patience": {"H": 2, "patience": 2},
+            "average": {"H": 2, "buffer": 3, "average": "median"},
         },
     ),
     "delayed Nesterov": (
@@ -290,6 +290,15 @@ def test_a_quorum_merges_lengths_and_directions() -> None:
         )
         trainer = run(strategy, 2, compute=1, network=None, **options)
         assert ran(trainer).outer_weights.tolist() == pytest.approx([expected] * 2)
+
+
+@pytest.mark.parametrize(("H", "expected"), [(1, [-1, -2, -3, -4, -5, -6]), (2, [0, -2, -2, -4, -4, -6])])
+def test_without_a_delay_a_learner_waits_for_the_syncer(H: int, expected: list[int]) -> None:
+    # One learner with the gradient 1 and all rates 1: the outer weights after steps 1 … 6, as in the authors' code.
+    options: dict[str, Any] = {"model": Constant(1), "data": directions([1.0]), "compute": 1, "network": None}
+    strategy = DecoupledDiLoCoStrategy(H=H, fragments=1, delay=0, grace=0.0, outer_optim=PLAIN, optim_spec=PLAIN)
+    found = [float(ran(run(strategy, 1, max_steps=steps, **options)).outer_weights) for steps in range(1, 7)]
+    assert found == expected
 
 
 def test_the_grace_of_a_syncer() -> None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from separate import TASKS, Task, small_cnn, small_mlp, vectors
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from vsim import Trainer
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
+from vsim.cluster.reductions import groups_of
 from vsim.strategy import (
     AloneStrategy,
     AveragingCommunicator,
@@ -29,6 +31,7 @@ from vsim.strategy import (
     SimpleReduceStrategy,
     SPARTAStrategy,
     Strategy,
+    StreamingDiLoCoStrategy,
 )
 from vsim.strategy.communicate import all_reduce, broadcast
 from vsim.strategy.node import StackedModel
@@ -415,6 +418,8 @@ def test_a_norm_over_all_nodes_is_an_error() -> None:
     [
         (DiLoCoStrategy(H=5), 5),
         (FedAvgStrategy(H=6), 6),
+        (StreamingDiLoCoStrategy(H=6, fragments=2, delay=1), 4),
+        (StreamingDiLoCoStrategy(H=6, fragments=None), 3),  # two layers, the first of which is sent after 3 steps
         (SPARTAStrategy(p_sparta=0.5, sparta_interval=2, async_delay=2), 6),
         (CommunicateOptimizeStrategy([AveragingCommunicator(every=3), DiLoCoCommunicator(4)]), 4),
     ],
@@ -447,3 +452,46 @@ def test_stacked_state_has_a_row_for_each_node() -> None:
         Trainer(small_mlp(), vectors()).fit(
             strategy=CommunicateOptimizeStrategy([Momentum()]), num_nodes=2, max_steps=1, progress=False
         )
+
+
+class LooksUpState(Strategy):
+    """Reads momentum by parameter before every step, as scripts for EXO Gym do."""
+
+    def step(self) -> None:
+        self.seen = [self.optim.state.get(p) for p in self.model.parameters()]  # type: ignore[union-attr]
+        super().step()
+
+
+def test_state_of_the_optimizer_by_parameter() -> None:
+    strategy = fit(LooksUpState(inner_optim=SPEC)).strategy
+    assert isinstance(strategy, LooksUpState)
+    matrix = strategy.optim.param_groups[0]["params"][0]
+    buffer = strategy.optim.state[matrix]["momentum_buffer"]  # type: ignore[union-attr]
+    parameters = list(strategy.model.parameters())
+    for p, state, columns in zip(parameters, strategy.seen, strategy.cluster.replicas.layout, strict=True):
+        assert state["momentum_buffer"].shape == p.shape
+        view = buffer[:, columns.start : columns.stop].reshape(p.shape)
+        assert torch.equal(state["momentum_buffer"], view)
+        assert p in strategy.optim.state  # type: ignore[union-attr]
+        with pytest.raises(TypeError, match="keep it in an attribute of the strategy"):
+            strategy.optim.state[p] = {}  # type: ignore[union-attr]
+
+
+def test_a_strategy_shows_the_call_that_makes_it() -> None:
+    assert str(DiLoCoStrategy(H=5, outer_optim_spec="adam", inner_lr=0.1)) == (
+        "DiLoCoStrategy(outer_optim='adam', H=5, lr=0.1)"
+    )
+    assert repr(SPARTAStrategy(p_sparta=0.5)) == "SPARTAStrategy(p_sparta=0.5)"
+    for strategy in (FedAvgStrategy(average=lambda rows, weights: rows[0]), Strategy([DiLoCoCommunicator(4)])):
+        assert " at 0x" not in str(strategy)
+
+
+def test_nodes_are_whole_numbers_of_any_library() -> None:
+    for among in ([0, 1], np.array([0, 1]), [np.int64(0), torch.tensor(1)], torch.tensor([0, 1])):
+        assert groups_of(among, 3) == [[0, 1]]
+    with pytest.raises(ValueError, match="from 0 to 2"):
+        groups_of([True, 2], 3)
+    StreamingDiLoCoStrategy(H=np.int64(4), fragments=torch.tensor(2))
+    for fragments, error in ((0, ValueError), (-1, ValueError), (True, TypeError), (np.float64(2), TypeError)):
+        with pytest.raises(error, match="fragments must be a whole number"):
+            StreamingDiLoCoStrategy(H=4, fragments=fragments)

@@ -47,10 +47,16 @@ def groups_of(among: Any, num_nodes: int) -> list[list[int]]:
     """
     parts: list[Any] = [part.tolist() if hasattr(part, "tolist") else part for part in among]
     groups = [list(part) for part in parts] if all(hasattr(part, "__iter__") for part in parts) else [parts]
+    groups = [[_number(node) for node in group] for group in groups]
     named = [node for group in groups for node in group]
     if any(type(node) is not int for node in named) or sorted({*named} & {*range(num_nodes)}) != sorted(named):
         raise ValueError(f"each of the nodes that take part must be named once, from 0 to {num_nodes - 1}; got {among}")
     return [group for group in groups if group]
+
+
+def _number(node: Any) -> Any:
+    """Return a whole number of Python, numpy or torch as an int, anything else as it is."""
+    return node.__index__() if hasattr(node, "__index__") and not isinstance(node, bool) else node
 
 
 def pairs_of(pairs: Any, num_nodes: int) -> list[tuple[int, int]]:

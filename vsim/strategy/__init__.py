@@ -44,6 +44,7 @@ from vsim.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vsim.strategy.dpfedavg import DPFedAvgStrategy, PrivateAverage
 from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
+from vsim.strategy.fedbn import FedBNStrategy, LocalNorms
 from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi, ServerStep
 from vsim.strategy.fedper import FedPerStrategy, PersonalAverage
 from vsim.strategy.fedprox import FedProxStrategy, ProximalTerm
@@ -140,6 +141,7 @@ __all__ = [
     "FedAdagrad",
     "FedAdam",
     "FedAvgStrategy",
+    "FedBNStrategy",
     "FedOptStrategy",
     "FedPerStrategy",
     "FedProxStrategy",
@@ -147,6 +149,7 @@ __all__ = [
     "GPAStrategy",
     "GradientAverage",
     "IndexSelector",
+    "LocalNorms",
     "MuLoCoStrategy",
     "NoLoCoStrategy",
     "OptimSpec",

@@ -36,7 +36,7 @@ from vsim.cluster.stacked import StackedCollectives
 from vsim.private_torch import mark_stepped
 from vsim.strategy.communicate import communicating_through
 from vsim.strategy.configured import Configured
-from vsim.strategy.node import PerNodeStep, StackedModel
+from vsim.strategy.node import PerNodeStep, StackedModel, StateByParameter
 from vsim.strategy.when import When, schedule_of, syncs
 
 
@@ -314,6 +314,14 @@ class Strategy(Configured):
         return self.cluster.completed
 
     @property
+    def _is_matrix(self) -> bool:
+        """Whether one torch optimizer steps all nodes as one matrix."""
+        if not isinstance(self.optim, Optimizer):
+            return False
+        stepped = [p for group in self.optim.param_groups for p in group["params"]]
+        return len(stepped) == 1 and stepped[0].data_ptr() == self.cluster.replicas.weights.data_ptr()
+
+    @property
     def is_per_node(self) -> bool:
         """Whether a subclass defines `step`, which may call the optimizer itself."""
         return type(self).step is not Strategy.step
@@ -327,6 +335,8 @@ class Strategy(Configured):
         # The same code runs at every step, so that watching the first one is enough.
         watched = self.is_per_node and self.cluster.completed == 0 and not self.cluster.compile
         optimizers = torch_optimizers(self.optim) if self.is_per_node else []
+        if self.is_per_node and self._is_matrix and not isinstance(self.optim.state, StateByParameter):  # type: ignore[union-attr]
+            self.optim.state = StateByParameter(self.optim.state, self.optim, self.model)  # type: ignore[union-attr, arg-type]
         with (
             communicating_through(self.cluster.collectives),
             PerNodeStep(self.model, optimizers, self.clip, self._note_step, watched),

@@ -82,6 +82,7 @@ SERVERS = {
     "yogi": OptimSpec(FedYogi),
     "adagrad": OptimSpec(FedAdagrad),
     "sgd": OptimSpec("sgd", lr=1.0),
+    "momentum": OptimSpec("sgd", lr=1.0, momentum=0.9),
 }
 
 
@@ -104,8 +105,8 @@ class FedOptStrategy(Strategy):
 
     Args:
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
-        server_optim: "adam" (`FedAdam`), "yogi", "adagrad", or "sgd" with lr 1, which is FedAvg; or an `OptimSpec`
-            such as OptimSpec(FedYogi, tau=1e-2) or, for FedAvgM, OptimSpec("sgd", lr=1.0, momentum=0.9).
+        server_optim: "adam" (`FedAdam`), "yogi", "adagrad", or "sgd" with lr 1, which is FedAvg, "momentum" with
+            lr 1 and momentum 0.9, which is FedAvgM; or an `OptimSpec` such as OptimSpec(FedYogi, tau=1e-2).
         server_lr: its learning rate, above 0; 0.03 by default, 0.1 of "adagrad".
         average: how the φ − θ_k become one; see `vsim.strategy.average`.
         options: those of every strategy; see `Strategy`. In the paper the nodes train with SGD.

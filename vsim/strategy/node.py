@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from vsim.cluster.replicas import Replicas
+from vsim.cluster.replicas import Columns, Replicas
 
 
 class StackedModel(nn.Module):
@@ -52,6 +54,11 @@ class StackedModel(nn.Module):
         )
 
     @property
+    def columns(self) -> Sequence[Columns]:
+        """The columns of every parameter in the node matrix."""
+        return self._replicas.layout
+
+    @property
     def of_one_node(self) -> nn.Module:
         """The user's model, whose own tensors are not used."""
         return self._replicas.module
@@ -82,6 +89,52 @@ class StackedModel(nn.Module):
                 self._stacked[name] = parameter
                 self._views.append((parameter, view, grads[name]))
         return self._stacked
+
+
+class StateByParameter(defaultdict[Any, Any]):
+    """The state of an optimizer that steps all nodes as one matrix, also by the stacked parameters of the model.
+
+    Args:
+        state: the optimizer's own. optimizer: its only parameter is the matrix (R, pitch).
+        model: whose parameters views are asked for.
+    """
+
+    def __init__(self, state: Mapping[Any, Any], optimizer: Optimizer, model: StackedModel) -> None:
+        super().__init__(dict, state)
+        (self._matrix,) = optimizer.param_groups[0]["params"]
+        self._columns: dict[Any, Columns] = dict(zip(model.parameters(), model.columns, strict=True))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter: tensors (K, *shape) that share the optimizer's memory."""
+        columns = self._columns.get(key)
+        if columns is None:
+            return super().get(key, default)
+        own = super().get(self._matrix)
+        if not own:
+            return default
+        shape, of_matrix = self._matrix.shape, slice(columns.start, columns.stop)
+        return MappingProxyType(
+            {
+                name: value[:, of_matrix].unflatten(1, columns.shape or (1,)).view(len(value), *columns.shape)
+                if isinstance(value, Tensor) and value.shape == shape
+                else value
+                for name, value in own.items()
+            }
+        )
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(self._matrix if key in self._columns else key)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.get(key, MappingProxyType({})) if key in self._columns else super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key in self._columns:
+            raise TypeError("optim.state takes no state of your own here: keep it in an attribute of the strategy")
+        super().__setitem__(key, value)
 
 
 class PerNodeStep(ExitStack):

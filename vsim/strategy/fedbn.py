@@ -1,0 +1,55 @@
+"""FedBN: federated averaging of all layers but the normalization, which is every client's own."""
+
+from __future__ import annotations
+
+from torch import nn
+from typing_extensions import Unpack
+
+from vsim.cluster import Cluster
+from vsim.strategy.average import AverageLike
+from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.fedper import PersonalAverage
+from vsim.strategy.when import When, interval
+
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+class LocalNorms(PersonalAverage):
+    """As `PersonalAverage`, with the parameters of normalization layers as the personal ones."""
+
+    def setup(self, cluster: Cluster) -> None:
+        modules = cluster.replicas.module.named_modules()
+        prefixes = [name for name, module in modules if isinstance(module, NORMS)]
+        names = [c.name for c in cluster.replicas.layout]
+        self.personal = [name for name in names if any(name.rpartition(".")[0] == p for p in prefixes)]
+        if not self.personal:
+            raise ValueError("FedBN: the model has no normalization layer with parameters, which clients would keep")
+        super().setup(cluster)
+
+
+class FedBNStrategy(Strategy):
+    """Federated learning with local normalization [Li et al. 2021, arXiv:2102.07623].
+
+        θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[all but norms] ← Σ_j w_j θ_j[all but norms]
+
+    The parameters of batch, group, layer and RMS norms never leave a client; running statistics never do.
+
+    Args:
+        H: local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`.
+        average: how the shared parameters become one; see `FedAvgStrategy`.
+        options: those of every strategy; see `Strategy`.
+
+    Payload: the shared weights every H steps.
+
+    Deviations from the paper: H counts steps, not epochs; norms that are no batch norms stay local, too.
+    """
+
+    def __init__(
+        self,
+        inner_optim: Optim = None,
+        H: int | When = 10,
+        *,
+        average: AverageLike = "mean",
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        super().__init__([LocalNorms(interval(H), average=average)], inner_optim=inner_optim, **options)
