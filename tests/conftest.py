@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ["VSIM_TEST_SESSION"] = uuid.uuid4().hex  # tells the processes that this one starts from all others
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, or in the background of a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import pytest
