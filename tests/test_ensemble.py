@@ -28,7 +28,6 @@ from vsim.cluster.randomness import isolated
 from vsim.data import digits
 from vsim.engine import Executor
 from vsim.models import MLP
-from vsim.race import race
 from vsim.records.history import COLUMNS, OF_THE_MACHINE, History
 from vsim.records.progress import Recorder
 from vsim.strategy import (
@@ -43,7 +42,7 @@ from vsim.strategy import (
     Strategy,
 )
 from vsim.strategy.communicate import all_reduce
-from vsim.training import rows
+from vsim.training import entries, setup
 from vsim.training.loop import steps
 from vsim.training.run import Ensemble
 from vsim.training.setup import prepare
@@ -222,7 +221,7 @@ def test_what_is_alike_is_one_group_and_equal_nodes_keep_their_one_row(monkeypat
     kept = [run.cluster.replicas for run in run.runs]
     assert [(len(r.weights), len(r.grads), r.num_held) for r in kept] == [(3, 3, 3), *[(1, 1, 3)] * 2, *[(3, 3, 3)] * 3]
     assert len(stack.executor.replicas.weights) == 18
-    monkeypatch.setattr(rows, "_SMALL", 100)
+    monkeypatch.setattr(setup, "_SMALL", 100)
     run = run_of(strategies, small_mlp(), vectors(), num_nodes=3, deterministic=False)
     assert sorted(len(stack.runs) for stack in run.stacks) == [1, 1, 4]
     (exact,) = run_of(strategies, small_mlp(), vectors(), num_nodes=3).stacks  # a row per node
@@ -420,7 +419,7 @@ def test_halving_needs_to_know_how_long_and_all_at_once(monkeypatch: pytest.Monk
         swept(max_steps=None, halving=3)
     with pytest.raises(ValueError, match="halving must be a whole number >= 2, got 1"):
         swept(halving=1)
-    monkeypatch.setattr(race, "available_bytes", lambda *_: 5e6)
+    monkeypatch.setattr(entries, "available_bytes", lambda *_: 5e6)
     with pytest.raises(ValueError, match="halving compares all runs at every rung"):
         swept(halving=3)
 
@@ -433,7 +432,9 @@ def test_runs_are_taken_in_groups_that_fit(monkeypatch: pytest.MonkeyPatch) -> N
     options = {**OPTIONS, "num_nodes": 2}
     together = vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, **options)
     (spec,) = (m.spec for m in run_of([FedAvgStrategy(H=1)], small_mlp(), vectors(), num_nodes=2).runs)
-    monkeypatch.setattr(race, "available_bytes", lambda *_: 2.1 * race.matrix_bytes(spec) / race._SHARE_OF_MATRICES)
+    monkeypatch.setattr(
+        entries, "available_bytes", lambda *_: 2.1 * entries.matrix_bytes(spec) / entries._SHARE_OF_MATRICES
+    )
     with pytest.warns(UserWarning, match="trained in groups that fit into memory: 2, 2, 1 runs"):
         in_groups = vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, **options)
     one_by_one = vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, together=False, **options)

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Rooms are the packages and modules directly in vsim/. Its __init__ and __main__ only say what is public.
-FACES = {"cli", "compare", "compat", "grid", "logger", "race", "sweep", "trainer", "verify"}
+FACES = {"cli", "compare", "compat", "grid", "logger", "sweep", "trainer", "verify"}
 BELOW_TRAINING = [
     "arguments",
     "checkpoint",

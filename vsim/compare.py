@@ -19,11 +19,11 @@ from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
 from vsim.grid import merged
 from vsim.network import Compute, Network
-from vsim.race import Race, Runner, saving_in
 from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
 from vsim.strategy.base import Strategy
 from vsim.trainer import Trainer
+from vsim.training.entries import Entries, Entry, saving_in
 from vsim.training.interrupt import Interrupted
 from vsim.training.spec import takes_options
 
@@ -142,12 +142,12 @@ def train_entries(
     logs = logger is not None or run_name is not None or options.get("wandb_project") is not None
     folder = run_name or date_and_time()
     models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}
-    runners: list[Runner] = []
+    running: list[Entry] = []
     for seed in seeds:
         trainer = Trainer(models[seed], train_dataset, val_dataset, loss_fn=loss_fn)
-        for name, entry in entries.items():
+        for name, settings in entries.items():
             label = name if len(seeds) == 1 else f"{name}, seed {seed}"
-            own = {**options, **entry, "seed": seed, "logger": for_one_run(logger)}
+            own = {**options, **settings, "seed": seed, "logger": for_one_run(logger)}
             if logs:
                 own["run_name"] = f"{folder}/{folder_name(label)}"
             if name in on_clock:
@@ -158,14 +158,14 @@ def train_entries(
                 spec = trainer.spec(label, **own)
             saving = None if save_dir is None else saving_in(save_dir, folder_name(label), checkpoint_interval)
             if spec.participation is not None:
-                spec = replace(spec, participation=spec.participation.of_run(len(runners)))
+                spec = replace(spec, participation=spec.participation.of_run(len(running)))
             # What callbacks hold is copied, but not what all runs share.
             shared = {id(one): one for one in (models[seed], train_dataset, val_dataset, loss_fn)}
             spec = replace(spec, saving=saving, callbacks=copy.deepcopy(spec.callbacks, shared))
-            runners.append(Runner(name, trainer.logged(spec, own, spec.loggers)))
+            running.append(Entry(name, trainer.logged(spec, own, spec.loggers)))
     if spec.backend != "stacked":
         raise ValueError("compare() runs in the simulator; backend='process' is for Trainer.fit and verify()")
-    folders = [runner.folder for runner in runners if runner.folder is not None]
+    folders = [entry.folder for entry in running if entry.folder is not None]
     if len({str(own).casefold() for own in folders}) < len(folders):  # not every file system knows upper case
         raise ValueError("the names of strategies become folders, and two of them are the same there")
     kept: list[tuple[int, int]] = []
@@ -175,8 +175,8 @@ def train_entries(
         if not true_or_false("together", together):
             raise ValueError("halving compares all runs at every rung, which together=False trains one after the other")
         kept = rungs(len(entries), spec.max_steps, whole_number("halving", halving, at_least=2))
-    race = Race(
-        runners,
+    trained = Entries(
+        running,
         trainer.device_of(spec),
         together=true_or_false("together", together),
         memory_share=spec.max_memory_usage,
@@ -187,14 +187,14 @@ def train_entries(
         resume=resume,
     )
     with suppress(Interrupted):
-        race.run()
+        trained.run()
     trainable = [p for p in models[seeds[0]].parameters() if p.requires_grad]
     comparison = Comparison(sum(p.numel() * p.element_size() for p in trainable))
     if priced is not None:
         comparison.network, comparison.compute = priced
-    for runner in runners:
-        if runner.has_begun:
-            comparison.add(runner.name, _compared(runner))
+    for entry in running:
+        if entry.has_begun:
+            comparison.add(entry.name, _compared(entry))
     return comparison
 
 
@@ -213,29 +213,29 @@ def _checked_seeds(seeds: Sequence[int] | None, options: dict[str, Any]) -> list
     return checked
 
 
-def _compared(runner: Runner) -> ComparedRun:
-    """Return the outcome of a runner, with a UserWarning if it did not reach its end."""
-    failure, error = "", runner.error
+def _compared(entry: Entry) -> ComparedRun:
+    """Return the outcome of an entry, with a UserWarning if it did not reach its end."""
+    failure, error = "", entry.error
     if error is not None:
         diverged = isinstance(error, FloatingPointError)
         failure = str(error).split(" (")[0] if diverged else f"{type(error).__name__}: {_first_line(error)}"
-        warnings.warn(f"{runner.spec.label}: {error}", UserWarning, stacklevel=4)
-    elif runner.interrupted_at is not None:
-        failure = f"interrupted after step {runner.interrupted_at}"
-        text = f"{runner.spec.label}: {failure}; the comparison holds its steps so far"
-        if runner.folder is not None:
-            text += f", and resume=True (--resume) resumes it from {str(runner.folder.parent)!r}"
+        warnings.warn(f"{entry.spec.label}: {error}", UserWarning, stacklevel=4)
+    elif entry.interrupted_at is not None:
+        failure = f"interrupted after step {entry.interrupted_at}"
+        text = f"{entry.spec.label}: {failure}; the comparison holds its steps so far"
+        if entry.folder is not None:
+            text += f", and resume=True (--resume) resumes it from {str(entry.folder.parent)!r}"
         warnings.warn(text, UserWarning, stacklevel=4)
     return ComparedRun(
-        runner.history,
-        runner.model,
+        entry.history,
+        entry.model,
         failure,
-        runner.spec.seed,
+        entry.spec.seed,
         error,
-        runner.diverged_at,
-        runner.stopped_at,
-        [one for one in runner.spec.callbacks if not getattr(one, "here", False)],
-        runner.spec.strategy,
+        entry.diverged_at,
+        entry.stopped_at,
+        [one for one in entry.spec.callbacks if not getattr(one, "here", False)],
+        entry.spec.strategy,
     )
 
 

@@ -46,8 +46,8 @@ def settings_of_run(run: Any) -> dict[str, Any]:
     found = {
         **{name: getattr(spec, name) for name in _ARGUMENTS},
         **{name: one.as_plain() for name in ("compute", "network") if (one := getattr(spec, name)) is not None},
-        "examples of the training data": run.part.batches.lengths,
-        "contents of the training data": [f"{digest:x}" if digest else None for digest in run.part.batches.digests],
+        "examples of the training data": run.batches.lengths,
+        "contents of the training data": [f"{digest:x}" if digest else None for digest in run.batches.digests],
         "drop_last": bool(kwargs.get("drop_last", False)),
         "device": replicas.weights.device.type,
         HORIZON: run.strategy.schedule.horizon(run.max_steps),

@@ -34,7 +34,7 @@ from vsim.engine.executor import check_depends, write_or_add
 from vsim.engine.machine import using_threads
 from vsim.engine.objective import keep_assigned
 from vsim.process.collectives import ProcessCollectives
-from vsim.process.segments import Left, Meeting, NodePart
+from vsim.process.segments import Left, Meeting, NodeRun
 from vsim.records.history import History
 from vsim.records.progress import Recorder, Reporter, StepReport
 from vsim.training.interrupt import Interrupt
@@ -85,7 +85,7 @@ def run_node(
         collectives = ProcessCollectives(ledger, spec.deterministic, range(spec.population))
         batches = NodeBatches(spec, rank, collectives)
         plan = plan_of(spec, batches)
-        part = NodePart(
+        run = NodeRun(
             *(spec, tell, history, collectives.nodes, collectives, batches),
             minibatch_size=minibatch_size,
             plan=plan,
@@ -93,15 +93,15 @@ def run_node(
             meeting=meeting,
         )
         first = spec.first_step + joins
-        ensemble = assemble([part if plan is None else part.attended(first)], EagerExecutor, device, interrupt)
+        ensemble = assemble([run if plan is None else run.attended(first)], EagerExecutor, device, interrupt)
         try:
             train(ensemble)
         except Left:
             return None
-        (run,) = ensemble.runs
-        buffers = {name: b.cpu() for name, b in run.cluster.mean_buffers().items()}
+        (done,) = ensemble.runs
+        buffers = {name: b.cpu() for name, b in done.cluster.mean_buffers().items()}
         states = {name: one.state_dict() for name, one in savable(spec.callbacks).items()}
-        return Outcome(run.mean_weights().cpu(), buffers, states)
+        return Outcome(done.mean_weights().cpu(), buffers, states)
 
 
 class EagerExecutor(Executor):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from vsim.checkpoint.files import Checkpoint, packed, unpacked
 from vsim.process.collectives import completing
 from vsim.records.history import History
-from vsim.training.part import Part
+from vsim.training.run import Run
 from vsim.training.spec import RunSpec
 
 # How long a node waits for the others' interpreters to start and to read the shipped data. The parent notices one that
@@ -64,13 +64,13 @@ class Meeting:
 
 
 @dataclass
-class NodePart(Part):
-    """The parts of the one row of a run that the process of a node holds."""
+class NodeRun(Run):
+    """A run of which the process of a node holds one row."""
 
     meeting: Meeting | None = None  # None: there is one process group, of all nodes
 
-    def moved(self, step: int) -> NodePart:
-        """As of `Part`: the peer passes its row on to those who join, and this process meets those who are there then.
+    def moved(self, step: int) -> NodeRun:
+        """See `Run.moved`. The peer passes its row on to joining nodes, and this process meets the nodes of the step.
 
         Raises:
             Left: this node does not take part in the step.

@@ -33,11 +33,11 @@ class Workers:
     """
 
     def __init__(self, run: Run, engine: Executor, few: FewRows, minibatch_size: int | None) -> None:
-        strategy, batches = run.strategy, run.part.batches
+        strategy, batches = run.strategy, run.batches
         assert isinstance(strategy, AsynchronousStrategy) and isinstance(batches, Batches)
         self.run, self.strategy, self.engine, self.minibatch_size = run, strategy, engine, minibatch_size
         self._few = few
-        self._here = nullcontext if one_in_memory(batches) is not None else run.part.here
+        self._here = nullcontext if one_in_memory(batches) is not None else run.here
         skipped = run.done - strategy.clock.taken // run.cluster.num_nodes  # of a run that another forked from
         self._feeds = [batches.of_node(node, skipped + own) for node, own in enumerate(strategy.clock.steps)]
         strategy.step_workers = self.step

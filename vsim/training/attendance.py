@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from vsim.cluster.randomness import NODE, derive_seeds
 from vsim.cluster.stacked import StackedCollectives
 from vsim.data.batches import joint_batches
 from vsim.training.clients import lasting
-from vsim.training.part import Part
 from vsim.training.regroup import put_together, snapshot
 from vsim.training.run import Ensemble, Run, Stack
 from vsim.training.setup import source
@@ -50,8 +48,8 @@ def attend(ensemble: Ensemble, step: int) -> None:
             for run in renewed:
                 _begin_round(run, step)
             if renewed:
-                fetching: dict[Any, Part] = {}
-                stack.batches = joint_batches([source(m.part, step - 1, fetching) for m in stack.runs], step - 1)
+                fetching: dict[Any, Run] = {}
+                stack.batches = joint_batches([source(m, step - 1, fetching) for m in stack.runs], step - 1)
     for run in ensemble.training:
         if _begins(run, step):
             collectives = run.cluster.collectives
@@ -66,13 +64,13 @@ def attend(ensemble: Ensemble, step: int) -> None:
 
 
 def _plan(run: Run) -> Plan:
-    assert run.part.plan is not None
-    return run.part.plan
+    assert run.plan is not None
+    return run.plan
 
 
 def _begins(run: Run, step: int) -> bool:
     """Whether a segment of the run's plan begins with `step`, or, in the midst of one, a fork."""
-    there = run.trains and run.part.plan is not None and run.done == step - 1 < run.max_steps
+    there = run.trains and run.plan is not None and run.done == step - 1 < run.max_steps
     return there and (run.starts or _plan(run).segment(step).first == step)
 
 
@@ -87,8 +85,8 @@ def _changes(run: Run, step: int) -> bool:
 def _changed(ensemble: Ensemble, stack: Stack, step: int) -> list[Stack]:
     """Put a group together anew with the nodes that take part in `step`; return the groups in its place."""
     runs = [run for run in stack.runs if run.trains and run.done < run.max_steps]
-    parts = [snapshot(run).moved(step) if _begins(run, step) else snapshot(run) for run in runs]
-    return put_together(ensemble, runs, parts)
+    copies = [snapshot(run).moved(step) if _begins(run, step) else snapshot(run) for run in runs]
+    return put_together(ensemble, runs, copies)
 
 
 def _join(run: Run, step: int) -> None:
@@ -156,5 +154,5 @@ def _begin_round(run: Run, step: int) -> None:
     assert run.clients is not None
     run.clients.arrive(cluster)
     _seed(run, nodes, step)
-    run.part = replace(run.part, batches=run.part.batches.attended(nodes, plan.missed(step)))
-    cluster.shard_sizes = run.part.batches.shard_sizes
+    run.batches = run.batches.attended(nodes, plan.missed(step))
+    cluster.shard_sizes = run.batches.shard_sizes

@@ -98,7 +98,7 @@ class Evaluator:
             columns |= {"val_examples": count, "val_total": self.total}
             if count == self.num_examples:
                 columns["global_loss_se"] = math.nan  # known in one process, which is enough
-                if 0 in run.part.nodes:
+                if 0 in run.nodes:
                     columns["global_loss_se"] = self._standard_error(own, columns["global_loss"])
             columns |= {name: self._mean(f, name, own, pieces) for name, f in (run.spec.metrics or {}).items()}
         return found

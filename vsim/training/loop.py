@@ -330,11 +330,11 @@ def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
     collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
     attendance = run.ledger.attendance
     run.row, report.segment = report.row, attendance[-1] if attendance else None
-    if not ensemble.is_alone and (run.spec.callbacks or run.part.plan is not None):
+    if not ensemble.is_alone and (run.spec.callbacks or run.plan is not None):
         values = torch.tensor([list(report.row.values())], dtype=torch.float64).expand(held, -1)
         with collectives.unbilled():
             run.row = dict(zip(report.row, collectives.broadcast(values, label="row").tolist(), strict=True))
-    run.report(report if 0 in run.part.nodes else replace(report, row=run.row))
+    run.report(report if 0 in run.nodes else replace(report, row=run.row))
     if not run.spec.callbacks:
         return
     with ensemble.interrupt.requested_inside():

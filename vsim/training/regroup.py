@@ -1,4 +1,4 @@
-"""Runs are put together anew: without the rows of those that have left, or with other nodes."""
+"""Runs move to other matrices: without the rows of those that have left, or with other nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from vsim.cluster.randomness import preserved
 from vsim.cluster.state import CheckpointError
-from vsim.training.part import Part
 from vsim.training.resume import begin, captured
 from vsim.training.run import Ensemble, Run, Stack
 from vsim.training.setup import assemble
@@ -37,11 +36,11 @@ def regroup(ensemble: Ensemble) -> None:
         ensemble.regroups = False
 
 
-def put_together(ensemble: Ensemble, runs: Sequence[Run], parts: Sequence[Part]) -> list[Stack]:
-    """Set up runs of a run anew, each from its part; they take the places of the old ones. Return their groups."""
+def put_together(ensemble: Ensemble, runs: Sequence[Run], copies: Sequence[Run]) -> list[Stack]:
+    """Place copies of runs, which take the places of the runs; return their stacks."""
     device = runs[0].cluster.weights.device
     with preserved(device):
-        fresh = assemble(parts, ensemble.executor, device, ensemble.interrupt)
+        fresh = assemble(copies, ensemble.executor, device, ensemble.interrupt)
     successors = dict(zip(runs, fresh.runs, strict=True))
     for old, new in successors.items():
         for name in ("examples", "tokens", "seconds", "validation_seconds", "draws", "row", "known_events"):
@@ -53,18 +52,17 @@ def put_together(ensemble: Ensemble, runs: Sequence[Run], parts: Sequence[Part])
     return fresh.stacks
 
 
-def snapshot(run: Run) -> Part:
-    """Return the parts of a run in its present state, to be assembled again.
+def snapshot(run: Run) -> Run:
+    """Return a copy of a run that continues from its present state once it is placed.
 
     Raises:
         CheckpointError: it has a state that cannot be saved.
     """
-    part = run.part
     return replace(
-        part,
-        spec=replace(part.spec, start=captured(run, apart=True), max_memory_usage=None),
-        collectives=part.collectives.anew(run.cluster.active),
-        globals=None if part.globals is None else part.globals.anew(),
-        minibatch_size=run.minibatch_size,
-        continues=part.nodes,
+        run,
+        spec=replace(run.spec, start=captured(run, apart=True), max_memory_usage=None),
+        collectives=run.collectives.anew(run.cluster.active),
+        globals=None if run.globals is None else run.globals.anew(),
+        starts=True,
+        continues=run.nodes,
     )

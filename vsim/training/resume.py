@@ -116,7 +116,7 @@ def _save(run: Run, folder: Path) -> None:
     run.check_weights()
     checkpoint = captured(run)
     try:
-        if 0 in run.part.nodes:
+        if 0 in run.nodes:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # only a temporary folder is not there yet
             checkpoint.save(checkpoint_path(folder, run.done))
             prune(folder, run.done)
@@ -171,9 +171,9 @@ def _gathered(run: Run, tree: dict[str, Any]) -> dict[str, Any]:
         for digest, (node, size) in first.items():
             flat = contents.get(digest, torch.empty(size, dtype=torch.uint8))
             flat = collectives.broadcast(flat[None], node, label="checkpoint")
-            if 0 in run.part.nodes:
+            if 0 in run.nodes:
                 contents[digest] = flat
-    if 0 not in run.part.nodes:
+    if 0 not in run.nodes:
         return {}
     return dict(unpacked(json.dumps({name: merged([own[name] for own, _ in told]) for name in tree}), contents))
 
@@ -187,7 +187,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: the checkpoint is of another run, or beyond this run's last step; the differences are named.
     """
-    same = run.part.continues is not None  # the same run, with other nodes
+    same = run.continues is not None  # the same run, with other nodes
     if not checkpoint.forks and not same:
         _check_same(run, checkpoint)
     if checkpoint.step > run.max_steps or (checkpoint.forks and checkpoint.step == run.max_steps):
@@ -239,7 +239,7 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
 
 def _restorer(run: Run, checkpoint: Checkpoint) -> tuple[Restorer, list[int], bool]:
     """Return what restores, the checkpoint's rows that the nodes here continue, and whether other rows were saved."""
-    continues, saved = run.part.continues, len(checkpoint.state["streams"]["items"])
+    continues, saved = run.continues, len(checkpoint.state["streams"]["items"])
     rows = list(run.cluster.replicas.nodes if continues is None else continues)
     moved = (continues is None and checkpoint.together != run.is_alone) or (
         checkpoint.together and rows != list(range(saved))
@@ -262,7 +262,7 @@ def _check_same(run: Run, checkpoint: Checkpoint) -> None:
             f"the checkpoint at step {checkpoint.step} is of another run: {'; '.join(changes)}. To start from its "
             f"weights all the same, fork: resume={where}.fork()"
         )
-    if versions[0] != versions[1] and 0 in run.part.nodes:
+    if versions[0] != versions[1] and 0 in run.nodes:
         warnings.warn(f"saved with {versions[0]}, resumed with {versions[1]}: bits may differ", UserWarning, 2)
 
 
@@ -285,7 +285,7 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
         scheduler.step()
     restorer, rows, _ = _restorer(run, checkpoint)
     _carry(run, checkpoint, restorer)
-    if len(checkpoint.weights) != run.cluster.num_nodes or run.part.plan is not None:
+    if len(checkpoint.weights) != run.cluster.num_nodes or run.plan is not None:
         return
     own = slice(replicas.nodes.start, replicas.nodes.stop)
     alike = [

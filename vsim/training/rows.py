@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,23 +14,11 @@ from vsim.cluster.replicas import Replicas, matrix
 from vsim.data.batches import Uneven
 from vsim.engine import Executor
 from vsim.engine.executor import bits_of
-from vsim.training.part import Part
 
-# Models of at most so many weights are computed with a row per node also where the nodes are equal: a call of its own
-# would take longer than the copies of the row.
-_SMALL = 2**16
 _SHARED = (
     "the model changes its weights in forward, on each node in another way, and with this strategy all nodes share one "
     "row of them: with deterministic=True every node has a row of its own"
 )
-
-
-def can_join(part: Part) -> bool:
-    """Whether a part can be computed with others: in lockstep, its nodes with rows of their own or one soon copied."""
-    if part.spec.strategy.is_asynchronous:
-        return False
-    trainable = sum(p.numel() for p in part.spec.model.parameters() if p.requires_grad)
-    return not any(part.shares) or trainable <= _SMALL
 
 
 @dataclass
@@ -65,35 +53,6 @@ class Rows:
                 raise ValueError(_SHARED)
             if own.shares_grads:
                 torch.mean(self.whole.grads[rows], 0, keepdim=True, out=own.grads)
-
-
-def rows_of(parts: Sequence[Part], device: torch.device) -> Rows:
-    """Lay out the rows of parts that are computed together, in their order."""
-    models, counts = [part.spec.model for part in parts], [len(part.nodes) for part in parts]
-    if len(parts) == 1:
-        share_weights, share_grads = parts[0].shares
-        whole = Replicas.of_several(models, counts, device, share_weights, share_grads)
-        whole.first_node = parts[0].nodes.start
-        return Rows(whole, [whole])
-    whole = Replicas.of_several(models, counts, device)
-    # Below each other, so that their optimizers can be stepped in one call, too.
-    num_shared = sum(part.shares[0] for part in parts), sum(part.shares[1] for part in parts)
-    weights, grads = (matrix(n, whole.num_parameters, whole.weights.dtype, device) for n in num_shared)
-    found, start, next_weights, next_grads = Rows(whole, []), 0, 0, 0
-    for part, count in zip(parts, counts, strict=True):
-        rows = slice(start, start + count)
-        own = whole.rows(rows.start, rows.stop, part.nodes.start)
-        share_weights, share_grads = part.shares
-        if share_weights:
-            row = weights[next_weights : next_weights + 1].copy_(own.weights[:1])
-            own, next_weights = replace(own, weights=row), next_weights + 1
-        if share_grads:
-            own, next_grads = replace(own, grads=grads[next_grads : next_grads + 1]), next_grads + 1
-        if share_weights or share_grads:
-            found.spread.append((own, rows))
-        found.parts.append(own)
-        start += count
-    return found
 
 
 class FewRows:

@@ -1,10 +1,11 @@
-"""The parts of a run: its runs, and the groups of runs whose gradients are computed in one call."""
+"""Runs, the stacks of those whose gradients are computed in one call, and the ensemble of all that train together."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from vsim.cluster.cluster import Cluster
+from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
+from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import OwnGlobals, global_states
-from vsim.data.batches import Uneven, of_rows
+from vsim.data.batches import BatchSource, Uneven, of_rows
 from vsim.engine import Executor
 from vsim.engine.machine import Threads
 from vsim.engine.memory import Held
@@ -26,8 +29,7 @@ from vsim.strategy.base import Strategy
 from vsim.training.clients import Clients
 from vsim.training.interrupt import Interrupt
 from vsim.training.optimizers import Optimizers
-from vsim.training.part import Part
-from vsim.training.rows import FewRows
+from vsim.training.rows import FewRows, Rows
 from vsim.training.spec import RunSpec
 
 _WHAT_HELPS = "A lower learning rate, warmup_steps or max_norm usually helps"
@@ -36,15 +38,23 @@ _IGNORED = -100  # the label of an example that torch's cross_entropy leaves out
 
 @dataclass(eq=False)
 class Run:
-    """One strategy with one seed and one setting on K nodes: its own state and record, whoever trains beside it.
+    """One strategy with one seed on K nodes: its own state and record, independent of the runs that train with it.
+
+    `vsim.training.setup` places a run in a matrix; until then it has no rows, cluster and strategy. Where nodes come
+    and go, a copy that continues from its state is placed again.
 
     Attributes:
-        part: its configuration, and the parts that its backend provided.
-        rows: those of the group's matrix that are its nodes. cluster: its nodes. strategy: the run's own copy.
+        spec: what was asked. report: gets the outcome of every step.
+        history: the record of these outcomes, where this process keeps one.
+        nodes: those held in this process. collectives: how they communicate. batches: stacked batches (R, B, …).
+        plan: who takes part in which steps; None: all nodes in all.
+        globals: the global random generators as this run alone would find them; None: the process's are its own.
+        minibatch_size: examples per node whose gradients are computed at once; None: the whole batch.
+        continues: the rows of its start that its nodes continue from; None: each its own.
+        rows: its rows of the stack's matrix. cluster: its nodes. strategy: the run's own copy.
         streams: a random generator per node, for randomness in the model.
-        objective: model and loss, shared with its group.
-        max_steps: steps to train; fewer than its configuration says once it was stopped.
-        minibatch_size: examples per node whose gradients are computed at once; None for the whole batch.
+        objective: model and loss, shared with its stack.
+        max_steps: steps to train; fewer than it was asked for once it was stopped.
         evaluator: measures it on the validation data; None: there are no such data.
         examples, tokens, seconds, validation_seconds: totals, including those before a resume. Runs that train
             together share the seconds of a step in proportion to their nodes.
@@ -53,21 +63,30 @@ class Run:
         draws: whether code of its strategy may draw from the global random generators.
         left_states: of the process's generators, as training left them.
         settings: what must be equal in a run that resumes, once they are known; see `vsim.checkpoint.settings`.
-        fixed: path → what its state refers to that a run which resumes cannot make; see `vsim.training.resume`.
+        fixed: path → objects in its state that a run which resumes cannot make.
         error: why it left the run before the others.
         stopped: whether it was asked to stop before the others.
         node_losses: the losses of its nodes (K,) in the step that is being taken, or was taken last.
         clients: what belongs to the clients of a population, where its rows serve one.
     """
 
-    part: Part
-    rows: range
-    cluster: Cluster
-    strategy: Strategy
-    streams: list[torch.Generator]
-    objective: Objective
-    max_steps: int
+    spec: RunSpec
+    report: Reporter
+    history: History | None
+    nodes: range
+    collectives: Collectives
+    batches: BatchSource
+    plan: Plan | None = None
+    globals: OwnGlobals | None = None
     minibatch_size: int | None = None
+    continues: Sequence[int] | None = None
+    rows: range = field(init=False)
+    cluster: Cluster = field(init=False)
+    strategy: Strategy = field(init=False)
+    streams: list[torch.Generator] = field(init=False)
+    objective: Objective = field(init=False)
+    interrupt: Interrupt = field(init=False)
+    max_steps: int = field(init=False)
     evaluator: Callable[[Sequence[Run]], dict[Run, dict[str, float]]] | None = None
     examples: int = 0
     tokens: int = 0
@@ -77,7 +96,6 @@ class Run:
     starts: bool = True
     draws: bool = False
     left_states: dict[str, Any] | None = None
-    interrupt: Interrupt = field(default_factory=Interrupt)
     settings: dict[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, str] = field(default_factory=dict)
     error: Exception | None = None
@@ -91,26 +109,6 @@ class Run:
     _kept: tuple[list[int], Tensor, list[Tensor]] | None = None
     # Those that are measured next, shared (P,).
     global_weights: Tensor | None = None
-
-    @property
-    def spec(self) -> RunSpec:
-        """Its checked arguments."""
-        return self.part.spec
-
-    @property
-    def report(self) -> Reporter:
-        """Gets the outcome of every step."""
-        return self.part.report
-
-    @property
-    def history(self) -> History | None:
-        """Its record, where this process keeps one."""
-        return self.part.history
-
-    @property
-    def globals(self) -> OwnGlobals | None:
-        """The global random generators as this run alone would find them; None: the process's are its own."""
-        return self.part.globals
 
     @property
     def done(self) -> int:
@@ -148,7 +146,7 @@ class Run:
     def losses_of_all(self) -> list[float]:
         """The losses of its nodes (K,) in the last step, NaN where one did not take part; a cohort's in its order."""
         spec, losses = self.spec, self.node_losses
-        if self.part.plan is None or spec.num_nodes < spec.population:
+        if self.plan is None or spec.num_nodes < spec.population:
             return [*losses, *[math.nan] * (spec.num_nodes - len(losses))]
         own = dict(zip(self.cluster.active, losses, strict=True))
         return [own.get(node, math.nan) for node in range(spec.num_nodes)]
@@ -184,6 +182,46 @@ class Run:
         apart = self.spec.correlation_interval is not None
         own = [c for c in COLUMNS if (validated or c not in VALIDATED) and (apart or c not in SPREAD)]
         return [*own, *self.strategy.measured(), *(self.spec.metrics or ())]
+
+    @property
+    def steps(self) -> int:
+        """The steps of the run."""
+        spec = self.spec
+        return spec.num_epochs * self.batches.steps_per_epoch if spec.max_steps is None else spec.max_steps
+
+    @property
+    def start(self) -> int:
+        """The completed steps that it starts with."""
+        return 0 if self.spec.start is None else self.spec.start.step
+
+    @property
+    def shares(self) -> tuple[bool, bool]:
+        """Whether its nodes share one row of weights, and one of gradients."""
+        # Separate processes have a row each; so has an exact run, whose sums have the order of theirs.
+        in_one = not self.spec.deterministic and len(self.nodes) == self.collectives.num_nodes > 1
+        strategy = self.spec.strategy
+        return in_one and strategy.shares_weights, in_one and strategy.shares_grads
+
+    def attended(self, step: int) -> Run:
+        """Return a run that is not set up yet, with the nodes that take part in step number `step`."""
+        assert self.plan is not None
+        nodes = self.plan.segment(step).nodes
+        collectives, batches = self.collectives.anew(nodes), self.batches.attended(nodes, self.plan.missed(step))
+        return replace(self, nodes=collectives.nodes, collectives=collectives, batches=batches)
+
+    def moved(self, step: int) -> Run:
+        """Return it with the nodes that take part in `step`, and the rows of its start that they continue from.
+
+        A node that joins copies the first of those before that stays, or else the first of those that leave.
+        """
+        assert self.plan is not None
+        run, before, peer = self.attended(step), list(self.collectives.active), self.plan.peer(step)
+        rows = [before.index(node if node in before else peer) for node in run.collectives.active]
+        return replace(run, continues=rows)
+
+    def here(self) -> AbstractContextManager[None]:
+        """Return the context in which it draws from the global generators as if it were alone."""
+        return nullcontext() if self.globals is None else self.globals.here()
 
     def stop(self) -> None:
         """Let the step that is done be the last, as if the run had been asked for so many."""
@@ -266,14 +304,6 @@ def _has_row_of(batch: Tensor, value: int) -> bool:
     return whole and bool((batch == value).flatten(1).all(1).any())
 
 
-class GroupMatrix(Protocol):
-    """Rows that are computed together, some of them copies of the one row that a run holds."""
-
-    def copy_out(self) -> None: ...
-
-    def gather_gradients(self) -> None: ...
-
-
 class AsynchronousWorkers(Protocol):
     """The workers of one asynchronous run; see `vsim.training.asynchronous`."""
 
@@ -282,7 +312,7 @@ class AsynchronousWorkers(Protocol):
 
 @dataclass(eq=False)
 class Stack:
-    """Runs whose losses and gradients are computed together: their nodes are rows of one matrix, in this order.
+    """Runs of equal model and shapes: their nodes are rows of one matrix, whose gradients are one call.
 
     Attributes:
         matrix: their rows; see `vsim.training.rows`.
@@ -296,7 +326,7 @@ class Stack:
     """
 
     runs: list[Run]
-    matrix: GroupMatrix
+    matrix: Rows
     executor: Executor
     batches: Iterator[Any]
     minibatch_size: int | None
@@ -336,7 +366,7 @@ class Ensemble:
     """Runs that are set up to train together: all that the training loop needs.
 
     Attributes:
-        runs: in the order in which they were given. groups: the same runs, as they are computed.
+        runs: in the order in which they were given. stacks: the same runs, as they are computed.
         val_interval: steps between validations, beside the first and the last; None: only these.
         extra_validations: further steps with a validation.
         correlation_interval: steps between measurements of the replicas' divergence and correlation; None: never.

@@ -21,7 +21,7 @@ from vsim.cluster.cluster import Cluster
 from vsim.cluster.participation import Schedule, Trace
 from vsim.cluster.plan import Plan, Round
 from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
-from vsim.cluster.replicas import Replicas
+from vsim.cluster.replicas import Replicas, matrix
 from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import check_rows
 from vsim.data.batches import (
@@ -51,11 +51,14 @@ from vsim.training.clients import Clients
 from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
 from vsim.training.optimizers import Optimizers
-from vsim.training.part import Part
 from vsim.training.resume import begin_fork, resume
-from vsim.training.rows import FewRows, can_join, rows_of
+from vsim.training.rows import FewRows, Rows
 from vsim.training.run import Ensemble, Run, Stack
 from vsim.training.spec import RunSpec
+
+# Models of at most so many weights are computed with a row per node also where the nodes are equal: a call of its own
+# would take longer than the copies of the row.
+_SMALL = 2**16
 
 
 def prepare(
@@ -67,13 +70,13 @@ def prepare(
     """Set up runs that train together, all their nodes in this process.
 
     Args:
-        configs: one per run. reports, histories: likewise; they receive the outcomes.
+        specs: one per run. reports, histories: likewise; they receive the outcomes.
 
     Raises:
         CheckpointError: a run does not fit the checkpoint that it starts from.
-        TypeError, ValueError: a configuration is refused; with several runs, the run is named.
+        TypeError, ValueError: a spec is refused; with several runs, the run is named.
     """
-    parts = []
+    runs = []
     for spec, report, history in zip(specs, reports, histories, strict=True):
         weights = [p.nbytes for p in spec.model.parameters() if p.requires_grad]
         of_node = generator(spec.seed, NODE).get_state().nbytes
@@ -90,13 +93,13 @@ def prepare(
         with naming(spec.label if len(specs) > 1 else ""):
             plan = plan_of(spec, batches)
         collectives = StackedCollectives(history.ledger, range(everyone))  # the ledger may be of another run
-        part = Part(spec, report, history, range(everyone), collectives, batches, own, plan=plan)
-        parts.append(part if plan is None else part.attended(spec.first_step))
-    return assemble(parts, executor_class(specs[0].executor, specs[0].compile), device)
+        run = Run(spec, report, history, range(everyone), collectives, batches, plan, own)
+        runs.append(run if plan is None else run.attended(spec.first_step))
+    return assemble(runs, executor_class(specs[0].executor, specs[0].compile), device)
 
 
 def plan_of(spec: RunSpec, batches: BatchSource | None) -> Plan | None:
-    """Return who takes part in which steps of a run, None for all nodes in all.
+    """Return who takes run in which steps of a run, None for all nodes in all.
 
     Without batches it is not known how long a client takes to go through its own.
     """
@@ -110,9 +113,9 @@ def plan_of(spec: RunSpec, batches: BatchSource | None) -> Plan | None:
 
 
 def assemble(
-    parts: Sequence[Part], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt | None = None
+    runs: Sequence[Run], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt | None = None
 ) -> Ensemble:
-    """Set up the run of `parts`, whose nodes are rows on `device`.
+    """Place runs in matrices on `device`.
 
     Args:
         executor: called with (replicas, objective, generators, settings).
@@ -120,40 +123,72 @@ def assemble(
     """
     settle_vector_functions()
     interrupt = interrupt or Interrupt()
-    runs: dict[int, Run] = {}
-    stacks = []
-    for own in _grouped(parts):
-        stack, made = _assemble_group([parts[i] for i in own], executor, device, interrupt)
-        stacks.append(stack)
-        runs.update(zip(own, made, strict=True))
-    spec = parts[0].spec
+    stacks = [_stacked([runs[i] for i in own], executor, device, interrupt) for own in _grouped(runs)]
+    spec = runs[0].spec
     return Ensemble(
-        [runs[i] for i in range(len(parts))],
+        list(runs),
         stacks,
-        max(part.steps for part in parts),
+        max(run.steps for run in runs),
         executor,
         spec.val_interval,
         correlation_interval=spec.correlation_interval,
         interrupt=interrupt,
-        tolerant=len(parts) > 1,
+        tolerant=len(runs) > 1,
     )
 
 
-def _grouped(parts: Sequence[Part]) -> list[list[int]]:
-    """Return the numbers of the parts that are computed together, those with equal optimizers next to each other."""
+def can_join(run: Run) -> bool:
+    """Whether a run can be computed with others: in lockstep, its nodes with rows of their own or one soon copied."""
+    if run.spec.strategy.is_asynchronous:
+        return False
+    trainable = sum(p.numel() for p in run.spec.model.parameters() if p.requires_grad)
+    return not any(run.shares) or trainable <= _SMALL
+
+
+def rows_of(runs: Sequence[Run], device: torch.device) -> Rows:
+    """Lay out the rows of runs that are computed together, in their order."""
+    models, counts = [run.spec.model for run in runs], [len(run.nodes) for run in runs]
+    if len(runs) == 1:
+        share_weights, share_grads = runs[0].shares
+        whole = Replicas.of_several(models, counts, device, share_weights, share_grads)
+        whole.first_node = runs[0].nodes.start
+        return Rows(whole, [whole])
+    whole = Replicas.of_several(models, counts, device)
+    # Below each other, so that their optimizers can be stepped in one call, too.
+    num_shared = sum(run.shares[0] for run in runs), sum(run.shares[1] for run in runs)
+    weights, grads = (matrix(n, whole.num_parameters, whole.weights.dtype, device) for n in num_shared)
+    found, start, next_weights, next_grads = Rows(whole, []), 0, 0, 0
+    for run, count in zip(runs, counts, strict=True):
+        rows = slice(start, start + count)
+        own = whole.rows(rows.start, rows.stop, run.nodes.start)
+        share_weights, share_grads = run.shares
+        if share_weights:
+            row = weights[next_weights : next_weights + 1].copy_(own.weights[:1])
+            own, next_weights = replace(own, weights=row), next_weights + 1
+        if share_grads:
+            own, next_grads = replace(own, grads=grads[next_grads : next_grads + 1]), next_grads + 1
+        if share_weights or share_grads:
+            found.spread.append((own, rows))
+        found.parts.append(own)
+        start += count
+    return found
+
+
+def _grouped(runs: Sequence[Run]) -> list[list[int]]:
+    """Return the numbers of the runs that are computed together, those with equal optimizers next to each other."""
     stacks: list[list[int]] = []
-    for i, part in enumerate(parts):
+    for i, run in enumerate(runs):
         for stack in stacks:
-            if can_join(part) and can_join(parts[stack[0]]) and _are_alike(parts[stack[0]], part):
+            if can_join(run) and can_join(runs[stack[0]]) and _are_alike(runs[stack[0]], run):
                 stack.append(i)
                 break
         else:
             stacks.append([i])
-    return [sorted(stack, key=lambda i: settings_order(parts[i].spec.strategy)) for stack in stacks]
+    return [sorted(stack, key=lambda i: settings_order(runs[i].spec.strategy)) for stack in stacks]
 
 
-def _are_alike(first: Part, other: Part) -> bool:
-    """Whether losses and gradients of two parts can be computed in one call."""
+def _are_alike(first: Run, other: Run) -> bool:
+    """Whether losses and gradients of two runs can be computed in one call."""
     one, two = first.spec, other.spec
     if (first.plan is None) != (other.plan is None):  # whose batches get smaller at other steps
         return False
@@ -166,36 +201,37 @@ def _are_alike(first: Part, other: Part) -> bool:
     )
 
 
-def _assemble_group(
-    parts: Sequence[Part], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt
-) -> tuple[Stack, list[Run]]:
-    spec, steps = parts[0].spec, parts[0].steps
-    rows = rows_of(parts, device)
+def _stacked(
+    runs: Sequence[Run], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt
+) -> Stack:
+    spec, steps = runs[0].spec, runs[0].steps
+    rows = rows_of(runs, device)
     whole = rows.whole
     whole.module.train()
     objective = Objective(whole.module, copy.deepcopy(spec.loss_fn)).to(device)
-    objective.originals = tuple(part.spec.model for part in parts)
+    objective.originals = tuple(run.spec.model for run in runs)
     settings = Settings(spec.autocast, spec.deterministic, spec.chunk_size, spec.compile)
-    runs: list[Run] = []
-    for part, replicas in zip(parts, rows.parts, strict=True):
-        first = runs[-1].rows.stop if runs else 0
-        with part.here(), naming(part.spec.label if len(parts) > 1 else ""):
-            runs.append(_member(part, range(first, first + len(part.nodes)), replicas, objective, interrupt))
+    first = 0
+    for run, replicas in zip(runs, rows.parts, strict=True):
+        run.rows, run.objective, run.interrupt = range(first, first + len(run.nodes)), objective, interrupt
+        first = run.rows.stop
+        with run.here(), naming(run.spec.label if len(runs) > 1 else ""):
+            _place(run, replicas)
     streams = [stream for run in runs for stream in run.streams]
     engine = executor(whole, objective, streams, settings)
-    examples = _validation_examples(parts, device)
+    examples = _validation_examples(runs, device)
     evaluators: dict[int, Evaluator] = {}
-    for part, run in zip(parts, runs, strict=True):
-        if part.spec.start is not None:
-            with part.here(), naming(part.spec.label if len(parts) > 1 else ""):
-                resume(run, part.spec.start)
-            part.spec = replace(part.spec, start=None)  # which holds memory
+    for run in runs:
+        if run.spec.start is not None:
+            with run.here(), naming(run.spec.label if len(runs) > 1 else ""):
+                resume(run, run.spec.start)
+            run.spec = replace(run.spec, start=None)  # which holds memory
     if len({run.done for run in runs}) > 1:
         raise ValueError(f"runs that train together are at different steps: {[run.done for run in runs]}")
     engine.step = runs[0].done
-    fetching: dict[Hashable, Part] = {}
-    batches = joint_batches([source(part, runs[0].done, fetching) for part in parts], runs[0].done)
-    minibatch_size = parts[0].minibatch_size or spec.minibatch_size
+    fetching: dict[Hashable, Run] = {}
+    batches = joint_batches([source(run, runs[0].done, fetching) for run in runs], runs[0].done)
+    minibatch_size = runs[0].minibatch_size or spec.minibatch_size
     if spec.max_memory_usage is not None and runs[0].done < steps:
         first = next(batches)
         batches = itertools.chain([first], batches)
@@ -212,22 +248,23 @@ def _assemble_group(
     optimizers = Optimizers([run.strategy for run in runs])
     few = FewRows(engine, lambda copies, own: executor(copies, objective, own, settings))
     workers = Workers(runs[0], engine, few, minibatch_size) if spec.strategy.is_asynchronous else None
-    return Stack(runs, rows, engine, batches, minibatch_size, optimizers, few, workers), runs
+    return Stack(list(runs), rows, engine, batches, minibatch_size, optimizers, few, workers)
 
 
-def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, interrupt: Interrupt) -> Run:
-    spec = part.spec
+def _place(run: Run, replicas: Replicas) -> None:
+    """Set up the cluster and strategy of a run, whose nodes have these rows."""
+    spec = run.spec
     if spec.start is not None and spec.start.forks:
         begin_fork(spec.start, replicas)
     cluster = Cluster(
         replicas,
-        part.collectives,
+        run.collectives,
         generator(spec.seed, SHARED),
-        part.batches.shard_sizes,
-        part.steps,
+        run.batches.shard_sizes,
+        run.steps,
         spec.deterministic,
         spec.compile,
-        part.plan,
+        run.plan,
     )
     if spec.strategy.needs_compute and isinstance(spec.compute, Compute):
         cluster.seconds = spec.compute.totals(spec.population)
@@ -242,65 +279,56 @@ def _member(part: Part, rows: range, replicas: Replicas, objective: Objective, i
     taken = [name for name in strategy.measured() if name in (*COLUMNS, *(spec.metrics or ()))]
     if taken:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
-    if spec.start is None and 0 in part.nodes:  # once a run
-        _warn_of_what_comes_late(strategy, part)
-    device, clients = replicas.weights.device, None
-    if part.plan is not None and part.plan.renews:
-        clients = Clients(strategy, cluster, part.plan.store, claims=0 in part.nodes)
-    return Run(
-        part,
-        rows,
-        cluster,
-        strategy,
-        [generator(spec.seed, NODE, part.collectives.active[node], device=device) for node in part.nodes],
-        objective,
-        part.steps,
-        draws=bool(spec.callbacks) or not is_vsims_own(spec.strategy),
-        clients=clients,
-        interrupt=interrupt,
-    )
+    if spec.start is None and 0 in run.nodes:  # once a run
+        _warn_of_what_comes_late(strategy, run)
+    device = replicas.weights.device
+    run.cluster, run.strategy, run.max_steps = cluster, strategy, run.steps
+    run.streams = [generator(spec.seed, NODE, run.collectives.active[n], device=device) for n in run.nodes]
+    run.draws = bool(spec.callbacks) or not is_vsims_own(spec.strategy)
+    if run.plan is not None and run.plan.renews:
+        run.clients = Clients(strategy, cluster, run.plan.store, claims=0 in run.nodes)
 
 
-def _warn_of_what_comes_late(strategy: Strategy, part: Part) -> None:
+def _warn_of_what_comes_late(strategy: Strategy, run: Run) -> None:
     late = [
         f"{type(strategy).__name__}: {type(module).__name__} first acts after step {module.first_step}"
         for module in strategy.communication_modules
-        if module.first_step > part.steps
+        if module.first_step > run.steps
     ]
-    if part.plan is not None and isinstance(part.spec.participation, Schedule | Trace):
-        first = part.plan.segment(1)
-        if len(first.nodes) == part.spec.num_nodes and part.steps <= first.last < sys.maxsize:
-            late.append(f"{type(part.spec.participation).__name__}: nodes first leave after step {first.last}")
+    if run.plan is not None and isinstance(run.spec.participation, Schedule | Trace):
+        first = run.plan.segment(1)
+        if len(first.nodes) == run.spec.num_nodes and run.steps <= first.last < sys.maxsize:
+            late.append(f"{type(run.spec.participation).__name__}: nodes first leave after step {first.last}")
     for one in late:
-        warnings.warn(f"too few steps for {one}, and the run ends after {part.steps}", UserWarning, stacklevel=2)
+        warnings.warn(f"too few steps for {one}, and the run ends after {run.steps}", UserWarning, stacklevel=2)
 
 
-def source(part: Part, done: int, fetching: dict[Hashable, Part]) -> Source:
-    """Return the batches of a part after so many steps.
+def source(run: Run, done: int, fetching: dict[Hashable, Run]) -> Source:
+    """Return the batches of a run after so many steps.
 
     Args:
-        fetching: the first part of every order, which fetches for the others.
+        fetching: the first run of every order, which fetches for the others.
     """
-    spec = part.spec
-    runs_code, shared = one_in_memory(part.batches) is None, is_vsims_own(spec.strategy)
-    when = () if part.plan is None else (part.plan.segment(done + 1), *part.plan.missed(done + 1))
+    spec = run.spec
+    runs_code, shared = one_in_memory(run.batches) is None, is_vsims_own(spec.strategy)
+    when = () if run.plan is None else (run.plan.segment(done + 1), *run.plan.missed(done + 1))
     same = (spec.seed, spec.num_nodes, spec.batch_size, id(spec.train_dataset), when)
-    key: Hashable = same if shared or not runs_code else id(part)
+    key: Hashable = same if shared or not runs_code else id(run)
     if runs_code:  # what is drawn where one fetches is drawn for all, who draw nothing else
-        part.globals = fetching.setdefault(key, part).globals
-    return Source(part.batches, key, part.here if runs_code else nullcontext)
+        run.globals = fetching.setdefault(key, run).globals
+    return Source(run.batches, key, run.here if runs_code else nullcontext)
 
 
-def _validation_examples(parts: Sequence[Part], device: torch.device) -> list[ValidationExamples | None]:
-    """Return each part's validation examples on `device`, None without validation data.
+def _validation_examples(runs: Sequence[Run], device: torch.device) -> list[ValidationExamples | None]:
+    """Return each run's validation examples on `device`, None without validation data.
 
     Parts with equal examples get the same object, and are measured together.
     """
     found: list[ValidationExamples | None] = []
-    for part in parts:
-        spec, examples = part.spec, None
+    for run in runs:
+        spec, examples = run.spec, None
         if spec.val_dataset is not None:
-            with part.here():  # a dataset may draw from the global generators
+            with run.here():  # a dataset may draw from the global generators
                 (dataset,) = resolve(spec.val_dataset, spec.num_nodes, range(1), False, "val_dataset")
                 collate = (spec.dataloader_kwargs or {}).get("collate_fn")
                 examples = validation_examples(dataset, spec.val_size, collate)

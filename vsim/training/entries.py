@@ -1,0 +1,496 @@
+"""Runs of a comparison: in ensembles that fit into memory, saved and resumed as one, the best of them to the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import statistics
+import time
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vsim.arguments import naming
+from vsim.checkpoint.files import Checkpoint, load_checkpoint
+from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, folder_at, held, replacing, step_of
+from vsim.cluster.randomness import isolated
+from vsim.cluster.state import CheckpointError
+from vsim.engine.memory import available_bytes
+from vsim.records.history import History, write_json
+from vsim.records.progress import LiveRace, Recorder
+from vsim.training.callbacks import tell
+from vsim.training.interrupt import Interrupted
+from vsim.training.loop import train
+from vsim.training.run import Ensemble, Run
+from vsim.training.setup import prepare
+from vsim.training.spec import RunSpec
+
+# The share of a device's free memory for the matrices of runs that train together; the rest is for activations.
+_SHARE_OF_MATRICES = 0.5
+_SECONDS_BETWEEN = 0.1  # two updates of a progress bar
+
+
+@dataclass(eq=False)
+class Entry:
+    """One run of a comparison: what was asked, and what became of it.
+
+    Attributes:
+        name: of its strategy or setting, the same for all seeds.
+        spec: what was asked.
+        history, model: its record, and the mean of its nodes' final models if it reached its end.
+        error: why it left. stopped_at: the step after which a rung took it out. interrupted_at: the last step before an
+            interrupt. finished_at: the step after which a callback stopped it, before the others.
+    """
+
+    name: str
+    spec: RunSpec
+    history: History = field(init=False)
+    model: nn.Module | None = None
+    error: Exception | None = None
+    stopped_at: int | None = None
+    interrupted_at: int | None = None
+    finished_at: int | None = None
+
+    def __post_init__(self) -> None:
+        self.history = History(self.spec.label, self.spec.num_nodes, self.spec.population)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a record."""
+        return len(self.history) > 0
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The first step with a loss or weights that are not finite."""
+        if not isinstance(self.error, FloatingPointError):
+            return None
+        at = re.search(r"step (\d+)", str(self.error))
+        return int(at[1]) if at else len(self.history)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of its checkpoints; None: it is not saved."""
+        return None if self.spec.saving is None else self.spec.saving.folder
+
+
+@dataclass
+class Entries:
+    """The runs of a comparison, which train together.
+
+    Args:
+        entries: the runs, which start under identical conditions.
+        device: where they are computed.
+        together: whether they train at the same time, as rows of one matrix; if not, one after the other.
+        memory_share: the share of the device's memory that this process may hold; None: half of the free memory.
+        rungs: (step, number of names that continue): after these steps the other names are taken out; see `vsim.sweep`.
+        progress: a bar, "plot" for a figure, or False. title: of the bar or figure.
+        folder: where all entries are saved together, each in a folder of its own.
+        resume: whether to resume from that folder.
+    """
+
+    entries: Sequence[Entry]
+    device: torch.device
+    together: bool = True
+    memory_share: float | None = None
+    rungs: Sequence[tuple[int, int]] = ()
+    progress: bool | str = True
+    title: str = ""
+    folder: Path | None = None
+    resume: bool = False
+
+    def run(self) -> None:
+        """Train all entries to their ends.
+
+        Raises:
+            Interrupted: by Ctrl-C; the entries hold their steps so far.
+            Exception: an error of an entry in its first step, when nothing is lost yet; but not a non-finite loss.
+        """
+        with held(self.folder, self._folders()):
+            self._check_folder()
+            self._run()
+
+    def _run(self) -> None:
+        ensembles = self._ensembles()
+        if len(ensembles) > 1 and self.together and self.rungs:
+            raise ValueError(
+                f"halving compares all runs at every rung, and {len(self.entries)} do not fit into memory together: "
+                "take fewer settings or nodes, or a smaller model"
+            )
+        if len(ensembles) > 1 and self.together:
+            sizes = ", ".join(str(len(entries)) for entries in ensembles)
+            warnings.warn(f"trained in groups that fit into memory: {sizes} runs", UserWarning, stacklevel=3)
+        for entries in ensembles[1:]:  # errors come before the first one trains
+            self._prepared([replace(entry.spec, start=None, saving=None) for entry in entries])
+        with _Watch(self.entries, self.progress, self.title) as watch:
+            for entries in ensembles:
+                self._train(entries, watch)
+
+    def _prepared(self, configs: Sequence[RunSpec], entries: Sequence[tuple[Recorder, Entry]] = ()) -> Ensemble:
+        """Return the run of these configurations, which reports to `entries`."""
+        if entries:
+            recorders, own = [recorder for recorder, _ in entries], [entry for _, entry in entries]
+            return prepare(configs, recorders, [r.history for r in own], self.device)
+        alone = configs[0].label if len(configs) == 1 else ""  # which nobody else names
+        with isolated(configs[0].seed, self.device), naming(alone):
+            histories = [History(spec.label, spec.num_nodes, spec.population) for spec in configs]
+            return prepare(configs, [Recorder(history) for history in histories], histories, self.device)
+
+    def _train(self, entries: Sequence[Entry], watch: _Watch) -> None:
+        running = self._resumed(entries)
+        if not running:
+            return
+        with ExitStack() as ending:
+            recorders = {r: Recorder(r.history, False, r.spec.label) for r in running}
+            # Every callback is told the end of its own run.
+            for entry, recorder in recorders.items():
+                ending.push(lambda kind, error, trace, own=entry, recorder=recorder: _finish(recorder, own, error))
+            seed = running[0].spec.seed
+            with isolated(seed, self.device):
+                configs = [entry.spec for entry in running]
+                ensemble = self._prepared(configs, [(recorders[entry], entry) for entry in running])
+                for entry in running:
+                    entry.spec = replace(entry.spec, start=None)  # which holds memory
+                del configs
+                ensemble.tolerant = True
+                ensemble.ends_early = not any(r.has_begun for r in self.entries if r not in running)
+                ensemble.extra_validations = [step for step, _ in self.rungs]
+                ensemble.stopping = lambda ensemble: self._stopped(ensemble, running)
+                ensemble.watch = lambda ensemble: self._collect(ensemble, running, watch)
+                for run in self._stopped(ensemble, running):  # at a rung, where it was saved
+                    run.stopped = True
+                for run, entry in zip(ensemble.runs, running, strict=True):
+                    if entry.finished_at is not None:
+                        run.stop()
+                try:
+                    train(ensemble)
+                except KeyboardInterrupt as interrupt:
+                    for run, entry in zip(ensemble.runs, running, strict=True):
+                        if run.trains and run.done < run.max_steps:
+                            entry.interrupted_at = run.done
+                    step = max(run.done for run in ensemble.runs)
+                    raise Interrupted(step, running[0].spec.saving) from interrupt
+                finally:
+                    self._collect(ensemble, running, watch)
+                for run, entry in zip(ensemble.runs, running, strict=True):
+                    if run.trains:
+                        entry.model = run.mean_model()
+
+    def _collect(self, ensemble: Ensemble, running: Sequence[Entry], watch: _Watch) -> None:
+        """Note which runs have left, and show the progress of all."""
+        for run, entry in zip(ensemble.runs, running, strict=True):
+            entry.error = run.error
+            if run.stopped and entry.stopped_at is None:
+                entry.stopped_at = run.done
+            if run.trains and run.done == run.max_steps < run.steps:
+                entry.finished_at = run.done
+            is_over = not run.trains or run.done == run.max_steps
+            if is_over and entry.folder is not None and not (entry.folder / "end.json").exists():
+                try:
+                    write_end(entry)
+                except OSError as error:  # such as a full disk: the record is in memory
+                    warnings.warn(f"how {entry.spec.label} ended is not saved: {error}", UserWarning, stacklevel=2)
+        watch.show(ensemble)
+
+    def _stopped(self, ensemble: Ensemble, running: Sequence[Entry]) -> Collection[Run]:
+        """Return the runs whose names are not among the best at a rung."""
+        step = max((run.done for run in ensemble.training), default=0)
+        keep = dict(self.rungs).get(step)
+        if keep is None:
+            return []
+        pairs = list(zip(ensemble.runs, running, strict=True))
+        scores: dict[str, list[float]] = {}
+        for run, entry in pairs:
+            if not run.stopped:
+                scores.setdefault(entry.name, []).append(_score(entry) if run.trains else float("inf"))
+        best = sorted(scores, key=lambda name: statistics.fmean(scores[name]))[:keep]
+        return [run for run, entry in pairs if run in ensemble.unfinished and entry.name not in best]
+
+    # Memory ----------------------------------------------------------------------------------------------------------
+
+    def _ensembles(self) -> list[list[Entry]]:
+        """Cut the entries into groups whose matrices fit into memory."""
+        if not self.together:
+            return [[entry] for entry in self.entries]
+        room = _SHARE_OF_MATRICES * available_bytes(self.device, self.memory_share)
+        ensembles: list[list[Entry]] = []
+        taken = 0.0
+        for entry in self.entries:
+            own = matrix_bytes(entry.spec)
+            if not ensembles or taken + own > room:
+                ensembles.append([])
+                taken = 0.0
+            ensembles[-1].append(entry)
+            taken += own
+        return ensembles
+
+    # Saved together --------------------------------------------------------------------------------------------------
+
+    def _check_folder(self) -> None:
+        """Raise a CheckpointError unless the folder is empty, or holds this comparison, which resumes.
+
+        race.json describes the comparison; it is written before anything is saved.
+        """
+        if self.folder is None:
+            return
+        about = {"runs": [entry.spec.label for entry in self.entries], "rungs": [list(r) for r in self.rungs]}
+        path = self.folder / "race.json"
+        if not self.resume:
+            if path.exists() or any(checkpoints_in(folder) for folder in self._folders()):
+                raise CheckpointError(
+                    f"save_dir {str(self.folder)!r} holds the checkpoints of a comparison; give resume=True to "
+                    "resume it, or another save_dir"
+                )
+            self._make_folders()
+            write_whole(path, about)
+            return
+        if not path.exists():
+            raise CheckpointError(f"there is no comparison to resume in the folder {str(self.folder)!r}")
+        saved = read_whole(path)
+        for what, now in about.items():
+            if saved.get(what) != now:
+                raise CheckpointError(
+                    f"the comparison in {str(self.folder)!r} is another: its {what} were {saved.get(what)} and are "
+                    f"{now}"
+                )
+
+    def _make_folders(self) -> None:
+        """Make the folders of all runs, so that a name which cannot be one is an error before training."""
+        for entry in self.entries:
+            folder = entry.folder
+            if folder is None:
+                continue
+            try:
+                if folder.name.lower() in ("race.json", ".lock"):
+                    raise OSError("the name is taken")
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"{entry.spec.label!r} cannot be saved to a folder: {error}") from error
+
+    def _folders(self) -> Iterator[Path]:
+        return (entry.folder for entry in self.entries if entry.folder is not None)
+
+    def _resumed(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Bring entries back to the last step at which all of them were saved; return those that train on."""
+        if self.folder is None or not self.resume:
+            return list(entries)
+        ends = {entry: read_end(entry) for entry in entries}
+        saved = {r: {step_of(path) for path in checkpoints_in(r.folder)} for r in entries if r.folder is not None}
+        steps = sorted(set().union(*saved.values()), reverse=True)
+        shared = [step for step in steps if all(step in saved[r] or ended_by(ends[r], step) for r in entries)]
+        common, starts = self._starts(shared, ends)
+        running = []
+        for entry in entries:
+            assert entry.folder is not None
+            for path in checkpoints_in(entry.folder):
+                if step_of(path) > common:
+                    path.unlink()
+            end = ends[entry] if ended_by(ends[entry], common) else None
+            if common and end is not None and not end["finished"]:
+                take_end(entry, end)
+                continue
+            if not common or end is None:
+                (entry.folder / "end.json").unlink(missing_ok=True)
+            if common:
+                entry.finished_at = end["step"] if end is not None and end["early"] else None
+                starts[entry].fill(entry.history)
+                entry.spec = replace(entry.spec, start=starts[entry])
+            running.append(entry)
+        return running
+
+    def _starts(
+        self, steps: Sequence[int], ends: Mapping[Entry, dict[str, Any] | None]
+    ) -> tuple[int, dict[Entry, Checkpoint]]:
+        """Return the first of `steps` at which the checkpoints of all runs can be read, and these; without any, step 0.
+
+        Raises:
+            CheckpointError: all of them are damaged.
+        """
+        problem: CheckpointError | None = None
+        for step in steps:
+            try:
+                starts = {}
+                for entry, end in ends.items():
+                    ended = end if ended_by(end, step) else None
+                    assert entry.folder is not None
+                    if ended is None or ended["finished"]:
+                        at = step if ended is None else ended["step"]
+                        starts[entry] = load_checkpoint(checkpoint_path(entry.folder, at))
+            except CheckpointError as error:
+                problem = problem or error
+                continue
+            if problem is not None:
+                warnings.warn(f"{problem}; all runs resume from step {step} instead", UserWarning, stacklevel=2)
+            return step, starts
+        if problem is not None:
+            raise problem
+        return 0, {}
+
+
+def saving_in(save_dir: str | Path, name: str, interval: int | None) -> Saving:
+    """Return where a entry is saved: a folder of its own in that of the comparison."""
+    return Saving(folder_at(save_dir) / name, interval)
+
+
+def matrix_bytes(spec: RunSpec) -> float:
+    """Return an estimate of the bytes that weights, gradients, optimizer and strategy of a run take."""
+    trainable = [p for p in spec.model.parameters() if p.requires_grad]
+    row = sum(p.nbytes for p in trainable)
+    buffers = sum(b.nbytes for b in spec.model.buffers())
+    in_one = not spec.deterministic
+    weights = 1 if in_one and spec.strategy.shares_weights else spec.num_nodes
+    grads = 1 if in_one and spec.strategy.shares_grads else spec.num_nodes
+    moments = len(spec.strategy.optim_spec.state_names() - {"step"})
+    # The state of strategies: outer weights and momentum, a residual per node.
+    return float(row * (weights * (1 + moments) + grads + spec.num_nodes + 3) + buffers * spec.num_nodes)
+
+
+def _score(entry: Entry) -> float:
+    """Return the last validation loss, or without one the mean training loss of the last tenth."""
+    loss = entry.history.last("global_loss")
+    if loss == loss:
+        return loss
+    (losses,) = entry.history.measured("train_loss")
+    return float(losses[-max(1, len(losses) // 10) :].mean())
+
+
+def _finish(recorder: Recorder, entry: Entry, error: BaseException | None) -> bool:
+    own = error if entry.error is None else entry.error
+    failure = "" if own is None else f"{type(own).__name__}: {own}"
+    if own is None and entry.stopped_at is not None:
+        failure = f"stopped after step {entry.stopped_at}"
+    recorder.__exit__(None if own is None else type(own), own, None)
+    for callback in entry.spec.callbacks:
+        tell(callback, "on_exit", failure)
+    return False
+
+
+# How a run ended, in a file -------------------------------------------------------------------------------------------
+
+
+def write_end(entry: Entry) -> None:
+    """Write how a run ended to its folder, which must be there."""
+    assert entry.folder is not None
+    content = {
+        "step": int(entry.history["step"][-1]),
+        "finished": _length(entry) if entry.error is None and entry.stopped_at is None else None,
+        "stopped": entry.stopped_at is not None,
+        "early": entry.finished_at is not None,
+        "diverged": isinstance(entry.error, FloatingPointError),
+        "error": "" if entry.error is None else str(entry.error),
+        "history": entry.history.as_plain(),
+    }
+    write_whole(entry.folder / "end.json", content)
+
+
+def _length(entry: Entry) -> list[int | None]:
+    """Return what decides how many steps a run has; a longer one goes on where this one ended."""
+    return [entry.spec.max_steps, entry.spec.num_epochs]
+
+
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Write a file that is whole or not there at all, whenever the process is killed, and that has a checksum."""
+    with replacing(path) as part:
+        write_json(part, {**content, "sha256": _checksum(content)})
+
+
+def read_whole(path: Path) -> dict[str, Any]:
+    """Read what `write_whole` wrote.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        known = content.pop("sha256")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a file of a comparison, or is torn: {error!r}") from error
+    if known != _checksum(content):
+        raise CheckpointError(f"{path} is damaged: its contents do not have their checksum")
+    return content
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    as_read = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
+def read_end(entry: Entry) -> dict[str, Any] | None:
+    """Return how a run of this length ended, None if it did not."""
+    assert entry.folder is not None
+    path = entry.folder / "end.json"
+    end = read_whole(path) if path.exists() else None
+    return None if end is None or not (end["early"] or end["finished"] in (None, _length(entry))) else end
+
+
+def ended_by(end: dict[str, Any] | None, step: int) -> bool:
+    """Whether a run had ended when the others were at a step."""
+    return end is not None and end["step"] <= step
+
+
+def take_end(entry: Entry, end: dict[str, Any]) -> None:
+    """Give a entry the record of a run that left before the others."""
+    entry.history = History.from_plain(end["history"])
+    if end["stopped"]:
+        entry.stopped_at = int(end["step"])
+    elif end["error"]:
+        entry.error = (FloatingPointError if end["diverged"] else RuntimeError)(end["error"])
+
+
+# What a user sees while they train ------------------------------------------------------------------------------------
+
+
+class _Watch:
+    """Shows the runs to the user: a bar, or all curves in one figure."""
+
+    def __init__(self, entries: Sequence[Entry], progress: bool | str, title: str) -> None:
+        self.entries, self.progress, self.title = entries, progress, title
+        self.bar: Any = None
+        self.live: LiveRace | None = None
+        self.histories: dict[str, list[History]] = {}
+        self._next = 0.0
+        if progress == "plot":
+            self.live = LiveRace(self.histories, title)
+
+    def show(self, ensemble: Ensemble) -> None:
+        """Bring the picture or the bar up to date, if the last one is old enough."""
+        if self.live is not None:
+            for entry in self.entries:
+                own = self.histories.setdefault(entry.name, [])
+                if entry.has_begun and entry.history not in own:
+                    own.append(entry.history)
+            self.live.update(ensemble.max_steps)
+            return
+        now = time.perf_counter()
+        if not self.progress or (now < self._next and ensemble.training):
+            return
+        self._next = now + _SECONDS_BETWEEN
+        if self.bar is None:
+            from tqdm.auto import tqdm
+
+            self.bar = tqdm(total=0, unit="step", desc=self.title, dynamic_ncols=True, disable=None)
+        self.bar.total = ensemble.max_steps * len(self.entries)
+        self.bar.n = sum(max(0, len(entry.history) - 1) for entry in self.entries)
+        known = [m.row.get("train_loss", math.nan) for m in ensemble.training]
+        losses = [loss for loss in known if loss == loss]
+        left = sum(not run.trains for run in ensemble.runs)
+        preparing = next(filter(None, (stack.executor.preparing for stack in ensemble.stacks)), "")
+        best = f"best loss {min(losses):.3f}" if losses else preparing
+        self.bar.set_postfix_str(best + (f", {left} not training" if left else ""), refresh=False)
+        self.bar.update(0)
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if self.live is not None:
+            self.live.close()
