@@ -72,10 +72,7 @@ def assert_is_its_own_fit(run: vsim.ComparedRun, own: vsim.Trainer) -> None:
 def run_of(strategies: Sequence[Strategy], start: nn.Module, data: Any, **options: Any) -> Ensemble:
     """Runs that are set up together, for a look inside."""
     trainer = vsim.Trainer(start, data)
-    specs = [
-        trainer.spec(trainer.options(strategy=s, **{**OPTIONS, **options}), f"run {i}")
-        for i, s in enumerate(strategies)
-    ]
+    specs = [trainer.spec(f"run {i}", strategy=s, **{**OPTIONS, **options}) for i, s in enumerate(strategies)]
     histories = [History(c.label, c.num_nodes) for c in specs]
     with isolated(0, CPU):
         return prepare(specs, [Recorder(h) for h in histories], histories, CPU)
