@@ -63,7 +63,7 @@ class Meeting:
         return message[0]
 
 
-@dataclass
+@dataclass(eq=False)
 class NodeRun(Run):
     """A run of which the process of a node holds one row."""
 
