@@ -669,6 +669,11 @@ def test_over_commitment_takes_the_first_to_arrive() -> None:
     network = vsim.Network(float("inf"))
     times = [vsim.timeline(one, network, options["compute"]).seconds[-1] for one in (trainer, all_waited_for)]
     assert times[0] < 0.9 * times[1]
+    pulls = [event for event in trainer.ledger if event.label == "pull"]
+    for pull, segment in zip(pulls, trainer.ledger.attendance, strict=True):  # of late clients, too
+        assert pull.groups == (tuple(sorted(segment.nodes + segment.late)),)
+    with pytest.raises(ValueError, match="dropped stragglers by their compute seconds, so that another compute is"):
+        vsim.timeline(trainer, network, 1.0)
 
 
 def test_clients_with_few_examples_arrive_early() -> None:

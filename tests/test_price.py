@@ -13,10 +13,14 @@ import numpy as np
 import pytest
 import test_strategies_common as common
 import torch
+from torch import nn
 
 from vsim import Compute, Network, price, required_bandwidth, timeline
 from vsim.cluster import Cluster
+from vsim.shapes import gpt_of
 from vsim.strategy import (
+    STRATEGIES,
+    AloneStrategy,
     CommunicationModule,
     DeMoStrategy,
     DiLoCoStrategy,
@@ -137,6 +141,87 @@ print(line.seconds[-1], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - bef
     seconds, kilobytes, cpu_seconds = map(float, done.stdout.split())
     assert seconds == pytest.approx(2000 * 30 + 4 * 2 * 9999 / 10_000 * 32e12 / 1e9)
     assert kilobytes < 50e3 and cpu_seconds < 10
+
+
+def gpt2(layers: int, width: int, vocabulary: int, positions: int = 1024) -> nn.Module:
+    """The shapes of GPT-2 as other code has them: a module a matrix, without values."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.c_attn, self.attn_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.c_fc, self.mlp_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    with torch.device("meta"):
+        made = nn.Module()
+        made.wte, made.wpe = nn.Embedding(vocabulary, width), nn.Embedding(positions, width)
+        made.h = nn.ModuleList(Block() for _ in range(layers))
+        made.ln_f = nn.LayerNorm(width)
+    return made
+
+
+LOCKSTEP = {name: made(**options) for name, (made, options) in STRATEGIES.items() if not made.is_asynchronous}
+
+
+@pytest.mark.parametrize(("number", "layers", "width"), [(124e6, 12, 768), (1.3e9, 24, 2048), (6.7e9, 32, 4096)])
+def test_parameters_are_priced_as_a_real_gpt_of_that_size(number: float, layers: int, width: int) -> None:
+    options: dict[str, Any] = {"num_nodes": 8, "max_steps": 30, "network": "200 Mbit/s, 50 ms"}
+    options["compute"] = Compute(0.8, layers=layers)
+    model = gpt2(layers, width, 50_304)
+    for name, strategy in LOCKSTEP.items():
+        if number > 2e8 and name not in ("allreduce", "sparta", "streaming", "demo", "sparseloco"):
+            continue  # the smallest is where the embedding matters most
+        real = price(strategy, model=model, **options)
+        stand_in = price(strategy, parameters=number, **options)
+        assert stand_in.seconds[-1] == pytest.approx(real.seconds[-1], rel=0.05), name
+        assert stand_in.ledger.wire_bytes == pytest.approx(real.ledger.wire_bytes, rel=0.05), name
+
+
+@pytest.mark.parametrize("number", [19_999_999, 20_000_000, 30_000_001, 1.3e9, 175e9, 1e12])
+@pytest.mark.parametrize("layers", [None, 3, 24])
+def test_a_gpt_has_exactly_so_many_parameters(number: float, layers: int | None) -> None:
+    assert sum(p.numel() for p in gpt_of(int(number), layers).parameters()) == number
+
+
+def test_layers_do_not_multiply_the_latency_of_small_messages() -> None:
+    """SPARTA sends 0.4 MB a step, one bucket: two rounds of 50 ms between two nodes, with 24 layers or with none."""
+    options: dict[str, Any] = {"parameters": 2e7, "num_nodes": 2, "max_steps": 10, "network": "1 Tbit/s, 50 ms"}
+    strategy = SPARTAStrategy(p_sparta=0.005)
+    overlapped = price(strategy, compute=Compute(0.8, layers=24), **options).seconds[-1]
+    assert overlapped == pytest.approx(10 * 0.9, rel=1e-3)
+    apart = price(strategy, compute=Compute(0.8, layers=24, bucket_bytes=0), **options).seconds[-1]
+    assert apart > 10 * (24 * 0.1)
+    # All gradients, 80 MB, fill three buckets.
+    assert [Compute(1, layers=24).parts(size) for size in (80e6, 25e6, 1.0, 0.0, 1e12)] == [3, 1, 1, 1, 24]
+    with pytest.raises(TypeError, match="bucket_bytes has no effect without layers="):
+        Compute(1, bucket_bytes=1e6)
+
+
+def test_dollars() -> None:
+    line = price(
+        AloneStrategy(),
+        parameters=10,
+        num_nodes=3,
+        max_steps=3600,
+        network=1e9,
+        compute=Compute(2.0, dollars_per_hour=1.5),
+    )
+    assert line.dollars == pytest.approx(3 * 2 * 1.5)  # nodes, hours
+    assert math.isnan(price(AloneStrategy(), parameters=10, num_nodes=3, max_steps=4, network=1e9, compute=2.0).dollars)
+    assert Compute.from_plain(Compute(2.0, dollars_per_hour=1.5).as_plain()).dollars_per_hour == 1.5
+
+
+def test_more_nodes_than_memory_holds_are_refused() -> None:
+    for num_nodes in (10**9, 10**6 + 1):
+        with pytest.raises(ValueError, match=f"num_nodes must be a whole number from 1 to 1000000, got {num_nodes}"):
+            price(DiLoCoStrategy(H=2), parameters=10, num_nodes=num_nodes, max_steps=2, **ON_A_NETWORK)
+        with pytest.raises(ValueError, match=f"num_nodes must be .*, got {num_nodes}"):
+            required_bandwidth(DiLoCoStrategy(H=2), parameters=10, num_nodes=num_nodes, compute=1.0)
+    with pytest.raises(ValueError, match=r"regions: the number of all nodes must be .* to 1000000, got 10000000000"):
+        Network.regions({"a": 10**10}, 1e9, 1e9)
+    with pytest.raises(ValueError, match=r"bandwidth must be below 1.8e308 bit/s, got '1e400 bit/s'"):
+        Network("1e400 bit/s")
 
 
 def test_the_model_is_left_as_it_is_and_may_have_no_values() -> None:

@@ -130,16 +130,15 @@ def simulated(ledger: Ledger, wires: Wires, own: Any, compute: Compute) -> tuple
     done: dict[tuple[int, int], float] = {}
     L = compute.layers
 
-    def full(layer: float, bucket: float, most: int) -> int:
-        """Layers in a bucket: one after the other until it is full."""
-        return next((n for n in range(1, most) if n * layer >= bucket), most if bucket else 1)
-
     def ready(began: float, seconds: float, count: int) -> list[float]:
         """When the last layer of every bucket is: pieces L + 1, L + 3, …, 3L − 1 of the step."""
         ends = [L + 1 + 2 * ((j + 1) * L / count - 1) for j in range(count)]
         return [began + seconds * (end / (3 * L - 1) if L > 1 else 1) for end in ends]
 
-    parts = [math.ceil(L / full(event.payload_bytes / L, compute.bucket_bytes, L)) for event in events]
+    # As many full buckets as there can be, at most one a layer.
+    parts = [
+        max(n for n in range(1, L + 1) if n == 1 or event.payload_bytes >= n * compute.bucket_bytes) for event in events
+    ]
 
     queues: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     lines: dict[tuple[int, int], list[tuple[str, int]]] = {}

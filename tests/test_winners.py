@@ -329,3 +329,33 @@ def test_a_comparison_holds_its_network(tmp_path: Path) -> None:
     assert swept.cheapest(9.0, hours=1) in swept and "hours" in swept.table()
     swept.to_json(tmp_path / "s.json")
     assert vsim.Sweep.from_json(tmp_path / "s.json").table() == swept.table()
+
+
+def test_at_another_size_losses_stay_and_bytes_are_those_of_that_model(tmp_path: Path) -> None:
+    strategies: dict[str, Any] = {"AllReduce": SimpleReduceStrategy(), "DiLoCo": DiLoCoStrategy(H=2)}
+    small = compared(strategies, seeds=[0, 1], val_interval=1)
+    large = small.at(parameters=1.3e9, layers=24)
+    priced: dict[str, Any] = {"network": "1 Gbit/s, 1 ms", "compute": Compute(0.8, layers=24, dollars_per_hour=2)}
+    for name, strategy in strategies.items():
+        line = vsim.price(strategy, parameters=1.3e9, num_nodes=2, max_steps=5, **priced)
+        for before, run in zip(small.runs(name), large.runs(name), strict=True):
+            history = run.history
+            np.testing.assert_array_equal(history["global_loss"], before.history["global_loss"])
+            assert history["wire_bytes"][-1] == line.ledger.wire_bytes
+            assert history.time(**priced).seconds.tolist() == line.seconds.tolist()
+        (row,) = large[[name]].rows(**priced)
+        assert row["dollars"] == pytest.approx(line.dollars) and row["hours"] == pytest.approx(line.seconds[-1] / 3600)
+    assert small["DiLoCo"].history["wire_bytes"][-1] < 1e6  # which stay as they were
+    assert "5.2 GB (losses of 0.10 MB) of weights each" in repr(large) and large.best() == small.best()
+    assert large["AllReduce"].history["wire_bytes"][1] == 5.2e9  # 2 (n - 1) / n of all weights
+    loss = float(small["AllReduce"].history["global_loss"][3])
+    title = large.winners(loss, [1e9, 1e11], [0.001], 0.8).plot().get_title("left")
+    assert title.startswith("first to loss") and "5.2 GB" in title and "0.10 MB" in title
+    small.to_json(tmp_path / "small.json")
+    again = vsim.Comparison.from_json(tmp_path / "small.json")
+    if again["DiLoCo"].strategy is None:
+        with pytest.raises(TypeError, match="AllReduce was read from a file without strategies"):
+            again.at(parameters=1.3e9)
+    assert again.at(parameters=1.3e9, layers=24, strategies=strategies).table(**priced) == large.table(**priced)
+    with pytest.raises(TypeError, match="give either parameters=, how many there are, or a model="):
+        small.at()

@@ -85,8 +85,9 @@ class Ledger(Sequence[Event]):
         num_nodes: K, or the number of clients in a population.
         attendance: the segments of steps in which the same nodes took part. Empty: all nodes in all steps.
         steps: completed steps of the run, those without an event included.
-        clock: of an asynchronous run, the network and compute that it depended on, as lists, numbers and text. seconds:
-            likewise when every step was done, and what a node had computed until then, in the mean of the nodes.
+        clock: what a run depended on, as plain data: the compute that decided who was late, or the compute and network
+            of an asynchronous run. seconds: of an asynchronous run, when every step was done, and what a node had
+            computed until then, in the mean of the nodes.
         total_wire_bytes: the total so far over all nodes. server_wire_bytes: that of a server, which is no node.
     """
 

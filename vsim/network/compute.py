@@ -28,8 +28,8 @@ class Compute:
         speeds: relative, one per node: node k takes seconds_per_step / speeds[k].
         jitter: σ, at least 0: each step of each node takes exp(σ z − σ²/2) times as long, z standard normal.
         seed: of the jitter.
-        bucket_bytes: layers that are smaller travel together, in as few parts of about this size as there can be;
-            default 25e6, as in PyTorch's DDP. 0: every layer by itself. It needs `layers`.
+        bucket_bytes: smaller layers travel together, in as many parts of at least this size as there can be, of equal
+            size; default 25e6, as in PyTorch's DDP. 0: every layer by itself. It needs `layers`.
         dollars_per_hour: what a node costs.
 
     Attributes:
@@ -122,10 +122,8 @@ class Compute:
 
     def parts(self, payload_bytes: float) -> int:
         """Return the number of messages in which the layers of a payload travel."""
-        if not self.bucket_bytes:
-            return self.layers
-        layers_a_part = self.layers * min(1.0, self.bucket_bytes / payload_bytes) if payload_bytes else self.layers
-        return math.ceil(self.layers / math.ceil(layers_a_part))
+        full = payload_bytes / self.bucket_bytes if self.bucket_bytes else math.inf
+        return int(min(self.layers, max(1.0, full)))
 
     def steps(self, num_nodes: int) -> ComputedSteps:
         """Return the compute seconds of a run of `num_nodes` nodes, from the first step on."""

@@ -145,11 +145,15 @@ def _end_round(run: Run) -> None:
 def _begin_round(run: Run, step: int) -> None:
     """Let the rows be those of the clients of the round that begins with `step`."""
     cluster, strategy, plan = run.cluster, run.strategy, _plan(run)
-    collectives, replicas, nodes = cluster.collectives, cluster.replicas, plan.segment(step).nodes
+    collectives, replicas, segment = cluster.collectives, cluster.replicas, plan.segment(step)
+    nodes = segment.nodes
     collectives.attend(nodes)
     collectives.step, collectives.moment = step, "start"
     pulled = replicas.weights[0].nbytes - sum(module.personal_bytes for module in strategy.communication_modules)
-    collectives.pull(replicas.weights[0], label="pull", payload_bytes=pulled)  # only bills: the rows have them already
+    # Only bills, clients that will be late included: the rows have the weights already.
+    billing = StackedCollectives(run.ledger, sorted((*nodes, *segment.late))) if segment.late else collectives
+    billing.step, billing.moment = step, "start"
+    billing.pull(replicas.weights[0], label="pull", payload_bytes=pulled)
     forget(strategy.optim)
     assert run.clients is not None
     run.clients.arrive(cluster)

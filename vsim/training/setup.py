@@ -92,6 +92,8 @@ def prepare(
             own.at_setup = own.states
         with naming(spec.label if len(specs) > 1 else ""):
             plan = plan_of(spec, batches)
+        if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
+            history.ledger.clock = {"compute": spec.compute.as_plain()}  # which decides who is late
         collectives = StackedCollectives(history.ledger, range(everyone))  # the ledger may be of another run
         run = Run(spec, report, history, range(everyone), collectives, batches, plan, own)
         runs.append(run if plan is None else run.attended(spec.first_step))
