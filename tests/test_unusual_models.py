@@ -438,6 +438,7 @@ def test_a_layer_with_the_old_weight_norm_is_named() -> None:
         trained(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
 def test_the_module_that_was_compiled_is_trained() -> None:
     trained_alone, compiled = trained(SmallOperations(12)), trained(torch.compile(SmallOperations(12)))
     assert torch.equal(compiled.strategy.cluster.weights, trained_alone.strategy.cluster.weights)

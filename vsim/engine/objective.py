@@ -62,6 +62,7 @@ class Objective(nn.Module):
         self.callers: Sequence[int] | None = None
         self.is_resumed = False  # and its nodes have only what a checkpoint holds
         self.places = Places(model)
+        self._arguments = _arguments_of(model)  # here: the compiler cannot see through a cached property
         self._of_nodes: dict[int, Objective] = {}  # of the nodes but the first
         self._at_first: Objective | None = None  # what the copy of a node that is yet to come is made of
         self._left: dict[tuple[str, str], Any] = {}
@@ -180,13 +181,13 @@ class Objective(nn.Module):
             return self.model(*batch)
         return self.model(batch)
 
-    @functools.cached_property
-    def _arguments(self) -> list[str]:
-        try:
-            parameters = inspect.signature(self.model.forward).parameters.values()
-        except (TypeError, ValueError):  # of C code
-            return []
-        return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+def _arguments_of(model: nn.Module) -> list[str]:
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # of C code
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def as_given(batch: Any) -> Any:
