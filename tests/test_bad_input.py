@@ -429,13 +429,13 @@ TABLE = [
         "two optimizers",
         lambda: SimpleReduceStrategy(optim_spec="sgd", inner_optim="sgd"),
         TypeError,
-        r"SimpleReduceStrategy\(\): optim_spec and inner_optim are two spellings of one argument",
+        r"SimpleReduceStrategy\(\): inner_optim and optim_spec are two spellings of one argument",
     ),
     Bad(
         "two outer optimizers",
         lambda: DiLoCoStrategy(outer_optim="sgd", outer_optim_spec="sgd"),
         TypeError,
-        "outer_optim_spec and outer_optim are two spellings",
+        "outer_optim and outer_optim_spec are two spellings",
     ),
     Bad("two rates", lambda: FedAvgStrategy(lr=0.1, inner_lr=0.1), TypeError, "lr and inner_lr are two spellings"),
     Bad(

@@ -426,7 +426,7 @@ def test_every_argument_changes_weights_or_bytes(changed: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"optim_spec": "adam"}, TypeError, "optim_spec has no effect"),
+        ({"optim_spec": "adam"}, TypeError, "inner_optim has no effect"),
         ({"inner_optim": OptimSpec("sgd", lr=0.1)}, TypeError, "inner_optim has no effect"),
         ({"compresion_topk": 3}, TypeError, "did you mean 'compression_topk'"),
         ({"compression_decay": 1.1}, ValueError, "compression_decay must be >= 0 and <= 1"),

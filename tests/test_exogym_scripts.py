@@ -565,7 +565,7 @@ def test_arguments_by_position_have_their_old_order() -> None:
     assert sparta.index_selector.p == both.index_selector.p == 0.125 and both.H == 3
     assert scope["demo"].momentum.error_feedback == 0.875
     for cls in {type(strategy) for strategy in scope["strategies"]}:
-        with pytest.raises(TypeError, match="the first argument and optim_spec are two spellings"):
+        with pytest.raises(TypeError, match="inner_optim and optim_spec are two spellings"):
             cls(scope["inner"], optim_spec="adam")
         with pytest.raises(TypeError, match=r"an optimizer must be a torch.optim class or the name of one, got 10"):
             cls(10)
