@@ -101,9 +101,10 @@ class Order:
             num_nodes: the user's name for the number of nodes.
         """
         if self.shared and self.lengths[0] < self.num_nodes:
+            nodes = "nodes" if num_nodes == "num_nodes" else "clients"
             raise ValueError(
-                f"the training dataset has {self.lengths[0]} examples for {num_nodes}={self.num_nodes}, which share "
-                f"it; lower {num_nodes}, or give more examples"
+                f"the training dataset has {self.lengths[0]} examples, fewer than the {self.num_nodes} {nodes}; "
+                f"lower {num_nodes}, or give more examples"
             )
         odd = (self.epoch_steps == 0).nonzero().flatten().tolist()
         if odd:
