@@ -127,14 +127,15 @@ SHAPES = [(128, 192), (20, 30), (128,), (10,), (), (8, 3, 3, 3), (67,), (71, 6)]
 def recorded_means(run: Driven) -> list[Tensor]:
     """A list that the run appends to: what the mean of every step decodes to, before its sign is taken."""
     means: list[Tensor] = []
-    original = run.strategy.momentum.average
+    compressor = run.strategy.momentum.compressor
+    original = compressor.restore
 
-    def recorded(*arguments: Any) -> Tensor:
-        mean = original(*arguments)
+    def recorded(arranged: list[Tensor]) -> Tensor:
+        mean = original(arranged)
         means.append(mean.clone())
         return mean
 
-    run.strategy.momentum.average = recorded
+    compressor.restore = recorded
     return means
 
 
