@@ -213,7 +213,7 @@ def test_rounding_of_a_rate_makes_no_extra_chunk() -> None:
 def test_a_selector_must_select() -> None:
     with pytest.raises(NotImplementedError, match="IndexSelector must define select"):
         IndexSelector(0.5).select(cluster_of(Tensors((2,))), 0)
-    assert repr(PartitionedIndexSelector(0.005)) == "PartitionedIndexSelector(0.005)"
+    assert repr(PartitionedIndexSelector(0.005)) == "PartitionedIndexSelector(p=0.005)"
     for p, error in [(0, ValueError), (-0.1, ValueError), (1.5, ValueError), (True, TypeError), ("0.1", TypeError)]:
         with pytest.raises(error, match=r"p must be"):
             RandomIndexSelector(p)  # type: ignore[arg-type]
