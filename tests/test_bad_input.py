@@ -261,7 +261,7 @@ TABLE = [
         "nothing left",
         lambda: fit(data=vectors(8), dataloader_kwargs={"drop_last": True}),
         ValueError,
-        "drop_last leaves no batch: 4 examples a node, batch_size 16",
+        "drop_last leaves 2 of 2 nodes no batch of batch_size=16 examples .*0: 4, 1: 4",
     ),
     Bad("a stream", lambda: fit(data=Stream()), TypeError, "train_dataset must be a dataset .* got Stream"),
     Bad("a loader", lambda: fit(data=DataLoader(vectors())), TypeError, "train_dataset must be .* got DataLoader"),
@@ -273,7 +273,7 @@ TABLE = [
         "no pairs",
         lambda: fit(nn.Linear(12, 5), TensorDataset(torch.ones(8, 12)), loss_fn=F.cross_entropy),
         ValueError,
-        r"with loss_fn= a batch must be a pair \(x, y\); the dataset gives a list of 1",
+        r"with loss_fn= a batch must be a pair \(x, y\); the dataset gives a tuple of 1",
     ),
     Bad("missing file", lambda: text_file("no/such/file.txt"), FileNotFoundError, r"no/such/file\.txt"),
     # Models
@@ -810,15 +810,15 @@ def test_errors_do_not_depend_on_the_executor(executor: str) -> None:
 
 
 class Own(nn.Module):
-    """A model whose forward does not take a batch alone."""
+    """A model whose forward takes the parts of a batch by names that say nothing of which is the target."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+    def forward(self, idx: Tensor, following: Tensor | None = None) -> Any:
         logits = self.head(self.embed(idx))
-        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, None if following is None else F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
 class ByName(nn.Module):
@@ -841,7 +841,7 @@ class Keeps(nn.Module):
         super().__init__()
         self.linear, self.last = nn.Linear(12, 5), None
 
-    def forward(self, batch: list[Tensor]) -> Tensor:
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         outputs = self.linear(batch[0])
         loss = F.cross_entropy(outputs if self.last is None else outputs + 0 * self.last.mean(), batch[1])
         self.last = outputs
@@ -849,18 +849,18 @@ class Keeps(nn.Module):
 
 
 X, Y = vectors().tensors
-NAMED = [{"input_ids": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+NAMED = [{"input_ids": x, "labels": y, "weights": x} for x, y in zip(X, Y, strict=True)]
 CLASSIFIER = partial(nn.Linear, 12, 5)
 GIVEN = r"the model or its loss raised this at step 1, given batch\[0\]: float32 \(15, 12\), batch\[1\]: int64 \(15,\)"
 
 # What a model or a loss was given, and what must be said beside the error that PyTorch has for it.
 MISFITS: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
-    "no loss_fn": (CLASSIFIER, vectors(), None, rf"{GIVEN}.*model\(batch\), with a list of 2.*needs loss_fn="),
-    "nanoGPT's": (
+    "no loss_fn": (CLASSIFIER, vectors(), None, rf"{GIVEN}.*model\(batch\), with a tuple of 2.*needs loss_fn="),
+    "in parts": (
         Own,
         tokens(),
         None,
-        r"takes idx, targets: give .*\(batch\) returns the loss of model\(\*batch",
+        r"takes idx, following: give .*\(batch\) returns the loss of model\(\*batch",
     ),
     "by name": (
         ByName,
@@ -918,12 +918,15 @@ def test_outputs_that_hold_the_loss(executor: str) -> None:
         return torch.cat([p.detach().flatten() for p in trained.parameters()])
 
     with torch.random.fork_rng():
-        alone, *others = map(weights, (lambda loss: loss, lambda loss: {"loss": loss}, Outputs))
+        forms = (lambda loss: loss, lambda loss: {"loss": loss}, Outputs, lambda loss: (loss.expand(3), loss))
+        alone, *others = map(weights, forms)
     assert all(torch.equal(alone, other) for other in others)
     with pytest.raises(ValueError, match="must be a scalar tensor, or outputs with one called loss, got NoneType"):
         fit(Model(lambda outputs, y: Outputs(None)), executor=executor)
     with pytest.raises(ValueError, match=r"got tuple of \(Tensor, Tensor\); return the loss alone"):
-        fit(Model(lambda outputs, y: (outputs, outputs.mean())), executor=executor)
+        fit(Model(lambda outputs, y: (outputs.mean(), outputs.sum())), executor=executor)  # which of them?
+    with pytest.raises(ValueError, match=r"got tuple of \(Tensor\); return the loss alone"):
+        fit(Model(lambda outputs, y: (outputs,)), executor=executor)
 
 
 def test_a_model_that_fails_under_vmap_trains_in_the_loop() -> None:

@@ -428,6 +428,7 @@ def explained(error: Exception, objective: Objective, batch: Any, nodes: int, wh
     raised_there = Objective.forward.__code__ in frames and Path(frames[-1].co_filename).parent != Path(__file__).parent
     if not (kept or raised_there) or type(error).__module__ != "builtins":
         return error
+    batch = as_given(batch)
     given = [f"batch{keystr(path)}: {_described(t, nodes)}" for path, t in tree_flatten_with_path(batch)[0]]
     advice = _advice(error, objective, batch, kept)
     return retold(error, f"{error} — the model or its loss raised this {when}, given {', '.join(given)}{advice}")
