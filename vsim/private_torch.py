@@ -32,6 +32,9 @@ add_batch_dim = _functorch._add_batch_dim
 # Plain stacked tensors are computed with, within a vmapped function, as if no vmap was going on. Replaced by the same.
 outside_of_vmap = temporarily_clear_interpreter_stack
 
+# What pickle's errors call operators that a script defines. A public type of theirs would replace the names.
+NAMES_OF_OPERATORS = ("torch._C", "torch._ops")
+
 # Modes that count or record operations do not see what is computed within this context: a trial, a probe. A public way
 # to leave all dispatch modes would replace it.
 unwatched = _disable_current_modes

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from vsim.engine.memory import check_room
+from vsim.private_torch import NAMES_OF_OPERATORS
 from vsim.process.child import Descriptor, Setup, main, torch_settings
 from vsim.process.collectives import CollectiveFailure
 from vsim.process.node import Outcome, ProcessOptions, backend_for
@@ -167,7 +168,7 @@ def _advice(error: Exception) -> str:
             ". Give the model a __reduce__ that returns a function of its state_dict() which builds it anew and loads "
             "that, and (state_dict(),)"
         )
-    if "torch._C" in str(error) or "torch._ops" in str(error):
+    if any(name in str(error) for name in NAMES_OF_OPERATORS):
         return ". Define custom operators, and the functions that call them, in a module that the script imports"
     return ""
 
