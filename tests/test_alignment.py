@@ -58,6 +58,9 @@ def test_empty_rows_are_dense_and_aligned(shape: tuple[int, ...]) -> None:
         assert begins(rows) == [0, 0, 0]
 
 
+SEEN: list[list[int]] = []  # where the tensors of `Odd`'s calls begin; its own attribute would be each node's
+
+
 class Odd(nn.Module):
     """Every parameter but the first begins at an odd place in a row; the forward pass also writes to one."""
 
@@ -67,11 +70,10 @@ class Odd(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
         self.first = nn.Parameter(0.3 * torch.randn(7, 5, generator=stream))
         self.second = nn.Parameter(0.3 * torch.randn(3, 7, generator=stream))
-        self.seen: list[list[int]] = []
 
     def forward(self, batch: Tensor) -> Tensor:
         plain = [t for t in (batch, self.first, self.second) if not is_wrapped(t)]
-        self.seen.append(begins(plain))  # type: ignore[arg-type]
+        SEEN.append(begins(plain))  # type: ignore[arg-type]
         with torch.no_grad():
             self.second.clamp_(-0.25, 0.25)
         return (self.scale * torch.tanh(batch @ self.first.T) @ self.second.T).square().mean()
@@ -82,6 +84,7 @@ def test_parameters_and_batches_begin_aligned_and_can_be_written_to(backend: str
     data = torch.randn(30, 5, generator=torch.Generator().manual_seed(1))
     model = Odd()
     trainer = Trainer(model, data)
+    SEEN.clear()
     place = {"backend": "process"} if backend == "process" else {"executor": backend}
     ended = trainer.fit(
         strategy=SimpleReduceStrategy(optim_spec=OptimSpec("sgd", lr=0.0)),
@@ -94,4 +97,4 @@ def test_parameters_and_batches_begin_aligned_and_can_be_written_to(backend: str
     torch.testing.assert_close(ended.second, model.second.clamp(-0.25, 0.25), rtol=1e-6, atol=0)  # a mean of equal ones
     assert (model.second.abs() > 0.25).any()
     if backend == "loop":
-        assert trainer.strategy.cluster.replicas.module.seen == 6 * [[0, 0, 0]]
+        assert len(SEEN) >= 6 and all(places == [0, 0, 0] for places in SEEN)  # a trial calls it, too
