@@ -563,7 +563,12 @@ class Broken(TensorDataset):
         (lambda: DelayedNesterovStrategy(c=0.5), {}, ValueError, "c must be at most 1/N, 0.25, got 0.5"),
         (lambda: DecoupledDiLoCoStrategy(quorum=5), {}, ValueError, "quorum must be at most the number of nodes, 4"),
         (lambda: DecoupledDiLoCoStrategy(H=2), {}, ValueError, "delay must be below H"),
-        (lambda: DecoupledDiLoCoStrategy(H=3, fragments=9), {}, ValueError, "fragments must be a whole number from 1 to 3, got 9"),
+        (
+            lambda: DecoupledDiLoCoStrategy(H=3, fragments=9),
+            {},
+            ValueError,
+            "fragments must be a whole number from 1 to 3, got 9",
+        ),
         (lambda: AsynchronousStrategy(H=1), {}, NotImplementedError, "AsynchronousStrategy must define receive"),
         (
             lambda: AsyncDiLoCoStrategy(H=1, optim_spec="sgd", lr=1e30),
