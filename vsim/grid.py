@@ -73,7 +73,7 @@ def known_settings(strategy: Any, settings: Mapping[str, Any], also: Sequence[st
     valid = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     open_ended = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
     if open_ended:
-        valid += ["inner_optim", *StrategyOptions.__annotations__]
+        valid += [name for name in ("inner_optim", *StrategyOptions.__annotations__) if name not in valid]
     unknown = [key for key in settings if key not in valid and not difflib.get_close_matches(key, also, 1, 0.8)]
     if open_ended not in ([], ["options"]) and unknown:
         return  # of an own class, which may take anything
@@ -138,25 +138,29 @@ def _texts(values: Sequence[Any]) -> list[str]:
     plain = [describe(value) for value in values]
     texts: list[str] = []
     for value, own in zip(values, plain, strict=True):
-        if isinstance(own, dict):
-            kin = [other for other in plain if isinstance(other, dict) and other.get("class") == own.get("class")]
-            differing = {k: v for k, v in own.items() if any(k not in o or o[k] != v for o in kin)}
-            text = str(own.get("class", "")) + (f"({_text(differing)})" if differing else "")
-        else:
-            text = getattr(value, "__name__", None) or _text(own)
+        text = getattr(value, "__name__", None) or _text(own, plain)
         count = sum(known == text or known.startswith(f"{text} #") for known in texts)
         texts.append(f"{text} #{count + 1}" if count else text)
     return texts
 
 
-def _text(value: Any) -> str:
-    """Short text of what `describe` returns.
+def _text(value: Any, among: Sequence[Any] = ()) -> str:
+    """Short text of what `describe` returns: of an object all, or what differs from others of its class `among` values.
 
     >>> _text({"T": 10, "rates": [1e-3, 0.5, None]})
-    'T=10, rates=(0.001, 0.5, None)'
+    '(T=10, rates=(0.001, 0.5, None))'
+    >>> small, large = ({"class": "A", "of": {"class": "B", "size": size, "shape": None}} for size in (1, 2))
+    >>> _text(small, [small, large])
+    'A(of=B(size=1))'
     """
     if isinstance(value, dict):
-        return ", ".join(f"{key}={_text(item)}" for key, item in value.items() if key != "class")
+        kin = [other for other in among if isinstance(other, dict) and other.get("class") == value.get("class")]
+        differing = ", ".join(
+            f"{key}={_text(own, [other[key] for other in kin if key in other])}"
+            for key, own in value.items()
+            if key != "class" and (not among or any(key not in other or other[key] != own for other in kin))
+        )
+        return str(value.get("class", "")) + (f"({differing})" if differing else "")
     if isinstance(value, list):
         return f"({', '.join(map(_text, value))})"
     if isinstance(value, float):
