@@ -387,9 +387,10 @@ def test_a_table_for_a_paper() -> None:
 
 
 def test_a_table_fits_a_page(repeated: vsim.Comparison) -> None:
-    header, rule, *lines = repeated.table().splitlines()
-    assert max(map(len, (header, rule, *lines))) <= 100 and "±" in lines[0]
+    header, rule, *lines, note = repeated.table().splitlines()
+    assert max(map(len, (header, rule, *lines, note))) <= 100 and "±" in lines[0]
     assert header.startswith("strategy ") and [line.split()[0] for line in lines] == list(repeated)
+    assert note.startswith("† not told from the best") and sum("†" in line for line in lines) == 1
     assert not any(line.startswith(" ") for line in lines)
     asked = ["payload MB/node", "validation seconds", "perplexity"]
     assert not any(name in header for name in asked)
