@@ -12,8 +12,6 @@ from vsim.strategy.diloco import DiLoCoCommunicator
 from vsim.strategy.outer import outer_spec
 from vsim.strategy.when import When
 
-# One learning rate for both: the steps of Muon are scaled to the size that AdamW's have.
-INNER = OptimSpec("muon", adjust_lr_fn="match_rms_adamw", rest=OptimSpec("adamw", betas=(0.9, 0.95)))
 OUTER = OptimSpec("sgd", lr=0.8, momentum=0.9, nesterov=True)
 OUTER_OF_ONE_NODE = OptimSpec("sgd", lr=0.7, momentum=0.6, nesterov=True)
 
@@ -53,9 +51,14 @@ class MuLoCoStrategy(Strategy):
         average: AverageLike = "mean",
         **options: Unpack[StrategyOptions],
     ) -> None:
+        # One learning rate for both: the steps of Muon are scaled to the size that AdamW's have. It is made here, since
+        # its check multiplies matrices, and an import must start no thread of OpenMP.
+        if inner_optim is None:
+            adamw = OptimSpec("adamw", betas=(0.9, 0.95))
+            inner_optim = OptimSpec("muon", adjust_lr_fn="match_rms_adamw", rest=adamw)
         self.outer_specs = [outer_spec(outer_optim, outer_lr, default) for default in (OUTER, OUTER_OF_ONE_NODE)]
         self.outer = DiLoCoCommunicator(H, self.outer_specs[0], average=average)
-        super().__init__([self.outer], inner_optim=INNER if inner_optim is None else inner_optim, **options)
+        super().__init__([self.outer], inner_optim=inner_optim, **options)
 
     def setup(self, cluster: Cluster) -> None:
         self.outer.outer_optim_spec = self.outer_specs[cluster.num_nodes == 1]
