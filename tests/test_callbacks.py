@@ -294,12 +294,15 @@ def test_a_comparison_resumes_with_a_member_that_had_stopped(tmp_path: Path) -> 
     assert_same_runs(compared(**saved, resume=True, max_steps=12), straight)  # what has stopped stays so
 
 
-def test_halving_counts_a_stopped_run_by_its_loss() -> None:
+@pytest.mark.parametrize(("val", "best"), [(vectors(), 0.3), (vectors(9), 1e-6)], ids=["lower", "higher"])
+def test_halving_counts_a_stopped_run_by_its_loss(val: Any, best: float) -> None:
     stop = [lambda run: run.stop() if run.strategy.lr == 0.3 and run.done == 2 else None]
     settings = {"lr": [0.3, 1e-4, 1e-5, 1e-6], "optim_spec": "sgd"}
     options = {"strategy": Strategy, "settings": settings, "halving": 2, **QUICK, "max_steps": 16, "callbacks": stop}
-    result = vsim.sweep(small_mlp(0.0), vectors(), vectors(9), **options)
-    assert result.settings[result.best()]["lr"] == 0.3 and result[result.best()].stopped_at is None
+    result = vsim.sweep(small_mlp(0.0), vectors(), val, **options)
+    assert result.settings[result.best()]["lr"] == best and result[result.best()].stopped_at is None
+    stopped = next(result[name].history for name in result if result.settings[name]["lr"] == 0.3)
+    assert len(stopped) == 3 and (stopped.last("global_loss") < stopped["global_loss"][0]) == (best == 0.3)
 
 
 # Metrics
@@ -364,7 +367,7 @@ def test_metrics_of_a_comparison_and_a_run_that_resumes(tmp_path: Path) -> None:
         ({"metrics": [print]}, TypeError, r"metrics must be a dict of name → function of \(model, batch\), got"),
         ({"metrics": {"lr": print}}, ValueError, "metrics: 'lr' cannot name a new column of the history"),
         ({"metrics": {"v": 3}}, TypeError, r"metrics\['v'\] must be a function of \(model, batch\), got 3"),
-        ({"metrics": {"v": lambda m, b: b}}, TypeError, r"metrics\['v'\] must return a number, got list"),
+        ({"metrics": {"v": lambda m, b: b}}, TypeError, r"metrics\['v'\] must return a number, got tuple"),
         ({"metrics": {"v": lambda m, b: 10**400}}, ValueError, r"metrics\['v'\] returned a number that is too large"),
         ({"metrics": {"v": lambda m, b: b[0]}}, TypeError, r"metrics\['v'\] must return a number, got Tensor"),
     ],

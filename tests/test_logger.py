@@ -256,7 +256,7 @@ def test_an_interrupted_run_keeps_its_files_and_is_told() -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(logger=[CSVLogger(), notes], run_name="i", train_loss_hook=interrupt)
     assert column(read("logs/i/train.csv"), "step") == [1, 2, 3]
-    assert notes.heard[-1] == ("finish", "KeyboardInterrupt: ")
+    assert notes.heard[-1][0] == "finish" and notes.heard[-1][1].startswith("Interrupted: interrupted after step 3:")
 
 
 # When
