@@ -368,6 +368,16 @@ def test_dropout_in_a_vmap_inside_the_model_is_left_to_the_loop(dropout: Callabl
     assert torch.equal(automatic, masks("loop", rows, *shape))
 
 
+@pytest.mark.parametrize("kind", ["normal_", "uniform_", "exponential_"])
+def test_so_are_tensors_that_are_filled_there(kind: str) -> None:
+    def rows(x: Tensor) -> Tensor:
+        noise = torch.func.vmap(lambda row: getattr(row.detach().clone(), kind)(), randomness="different")
+        return x + 1e-9 * noise(x)  # too little for a comparison with the loop to find
+
+    with pytest.raises(Exception, match=rf"{kind} writes into a tensor .*executor='loop' runs it node by node"):
+        masks("vmap", rows, 4, 5)
+
+
 def test_a_vmap_inside_the_model_may_drop_in_the_loop() -> None:
     def rows(x: Tensor) -> Tensor:
         return torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(x)

@@ -718,7 +718,8 @@ _WHOLE = _names(
 # These draw, as `vsim.engine.rules` has no form for.
 _DRAWS = _names(
     """
-    rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial poisson binomial dropout
+    rand randn randint randperm rand_like randn_like randint_like bernoulli cauchy exponential geometric log_normal
+    normal random uniform multinomial poisson binomial dropout
     native_dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout rrelu
     gumbel_softmax _standard_gamma _sample_dirichlet fractional_max_pool2d fractional_max_pool3d
     _fractional_max_pool2d fractional_max_pool2d_with_indices
