@@ -553,7 +553,11 @@ def test_scales_of_float64_have_eight_bytes() -> None:
 def test_every_compressor_learns_digits(name: str) -> None:
     train, val = digits()
     trainer = Trainer(MLP(seed=0), train, val)
-    options = {"lr": 3e-3} if name != "vote" else {"optim_spec": OptimSpec("sgd", lr=1e-3)}
+    options: dict[str, Any] = {"lr": 3e-3}
+    if name == "randomk":
+        options = {"lr": 1e-3}  # late gradients arrive together: with more AdamW swings around the minimum
+    elif name == "vote":
+        options = {"optim_spec": OptimSpec("sgd", lr=1e-3)}
     strategy = CommunicateOptimizeStrategy([GradientAverage(compress(ALL[name]()))], **options)
     trainer.fit(strategy=strategy, num_nodes=4, max_steps=80, progress=False)
     assert trainer.history.last("global_accuracy") > 0.6
