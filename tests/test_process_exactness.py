@@ -48,7 +48,8 @@ class PerNode(Strategy):
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         super()._init_node(model, rank, num_nodes)
-        self.first = [p.detach().clone() for p in model.parameters()]
+        # Declared, so that a run may resume with other nodes in a process.
+        self.keep_stacked(**{f"first_{i}": p.detach().clone() for i, p in enumerate(model.parameters())})
 
     def step(self) -> None:
         for p in self.model.parameters():
@@ -56,8 +57,8 @@ class PerNode(Strategy):
             p.grad.div_(self.num_nodes)
         super().step()
         source = self.local_step % self.num_nodes
-        for p, first in zip(self.model.parameters(), self.first, strict=True):
-            p.data.lerp_(first, 1e-3 * source)
+        for i, p in enumerate(self.model.parameters()):
+            p.data.lerp_(getattr(self, f"first_{i}"), 1e-3 * source)
             if self.local_step % 4 == 0:
                 largest = p.data.clone()
                 all_reduce(largest, "max")

@@ -235,8 +235,10 @@ def test_an_interrupt_in_a_hook_keeps_what_was_done() -> None:
     trainer = Trainer(small_mlp(), vectors())
     with pytest.raises(KeyboardInterrupt):
         fit(FedAvgStrategy(H=2), trainer=trainer, max_steps=100_000, train_loss_hook=interrupt)
-    assert trainer.history["step"].tolist() == [0, 1, 2, 3]
-    assert [event.step for event in trainer.ledger] == [2]
+    # The nodes end the step at which they hear of it, as after a Ctrl-C.
+    steps = trainer.history["step"].tolist()
+    assert steps == list(range(len(steps))) and 3 <= steps[-1] < 100
+    assert [event.step for event in trainer.ledger] == list(range(2, len(steps), 2))
 
 
 @pytest.mark.slow
