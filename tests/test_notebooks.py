@@ -74,7 +74,6 @@ EXPECTED: dict[str, list[str]] = {
         r"AllReduce .* %",
         r"time to loss",
         r"from [\d.]+ [kMG]bit/s|any",
-        r"VBox\(",
         r"DiLoCo H=\d+, outer_lr=0\.\d",
     ],
     "your_own_strategy": [
