@@ -215,7 +215,7 @@ FACTOR = 1.0
 def test_batches_may_have_more_shapes_than_torch_compiles_by_itself() -> None:
     limit = torch._dynamo.config.recompile_limit
     executor = make(CompiledExecutor, small_mlp(0.0))
-    for examples in range(1, 2 + limit):
+    for examples in range(1, 2 + limit):  # one shape more than torch compiles
         assert len(executor.losses_and_grads(batch_of(TASKS[0], size=examples))) == 3
     assert torch._dynamo.config.recompile_limit == limit
 

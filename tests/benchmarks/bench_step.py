@@ -175,8 +175,6 @@ def separate(model: nn.Module, batch: Sequence[Tensor]) -> Step:
 
 def bare(model: nn.Module, batch: Sequence[Tensor]) -> Step:
     """The vmapped gradients of stacked weights, compiled, and one fused optimizer over the stacked weights."""
-    torch._dynamo.config.recompile_limit = 256  # of this process: it counts the lines before this one
-
     def stacked(tensor: Tensor) -> Tensor:
         return tensor.detach().expand(len(batch[0]), *tensor.shape).clone()
 
@@ -188,7 +186,8 @@ def bare(model: nn.Module, batch: Sequence[Tensor]) -> Step:
         return functional_call(model, (own, own_buffers), (own_batch,))
 
     gradients = torch.compile(vmap(grad_and_value(loss)), dynamic=False, fullgraph=True)
-    with torch.no_grad(), warnings.catch_warnings():
+    # The limit on recompilations counts those of the lines before this one, too.
+    with torch.no_grad(), warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=256):
         warnings.simplefilter("ignore")  # attention has no vmapped form
         gradients(weights, buffers, batch)
 
