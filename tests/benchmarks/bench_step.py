@@ -175,6 +175,7 @@ def separate(model: nn.Module, batch: Sequence[Tensor]) -> Step:
 
 def bare(model: nn.Module, batch: Sequence[Tensor]) -> Step:
     """The vmapped gradients of stacked weights, compiled, and one fused optimizer over the stacked weights."""
+
     def stacked(tensor: Tensor) -> Tensor:
         return tensor.detach().expand(len(batch[0]), *tensor.shape).clone()
 
