@@ -314,12 +314,14 @@ def compare(
     output: Output,
     strategies: _Names = (),
     preset: Annotated[tuple[str, ...], _optional("NAME …", "none")] = (),
+    tune: Annotated[tuple[str, ...], _optional("NAME=V,V,… …", "none")] = (),
 ) -> int:
     """Train the same model with several strategies, and compare loss and bytes.
 
     Args:
         strategies: what to compare, see below; with --preset these alone are added to it
         preset: strategies with the hyperparameters of their papers, see below
+        tune: values to try for arguments; each strategy is compared with its own best, found with other seeds
     """
     for text in preset:
         one_of("--preset", text.partition(":")[0], PRESETS)
@@ -327,7 +329,9 @@ def compare(
     repeated = sorted({text for text in named if named.count(text) > 1})
     if repeated:
         raise ValueError(f"--strategies names {', '.join(repeated)} more than once")
-    rate = problem.learning_rate(named)
+    rate, tried = problem.learning_rate(named), parse_settings(tune, "--tune") if tune else None
+    if tried is not None and "lr" in tried and problem.lr is not None:
+        raise ValueError("--lr and --tune lr say the same thing; give one of them")
     made = {text: parse_strategy(text, rate) for text in named}
     options, (train, val), out = _fit_options(problem, training, priced, output), problem.datasets(), output.folder()
     comparison = compare_strategies(
@@ -335,6 +339,7 @@ def compare(
         problem.dealt(train, options["participation"]),
         val,
         strategies=made,
+        tune=tried,
         **options,
     )
     print(f"\n{comparison.table(loss=priced.target_loss)}\n")
@@ -498,7 +503,7 @@ def strategy_class(text: str, lr: float) -> tuple[type[Strategy], dict[str, Any]
     return cls, {"lr": lr, **own_defaults}, _arguments(tail, f"strategy {text!r}")
 
 
-def parse_settings(items: Sequence[str]) -> dict[str, list[Any]]:
+def parse_settings(items: Sequence[str], option: str = "--set") -> dict[str, list[Any]]:
     """Return name → values of "name=value,value,…".
 
     >>> parse_settings(["H=5,10", "lr=1e-3", "inner_optim=sgd,adamw", "pairs=(1,2),(3,4)"])
@@ -508,9 +513,9 @@ def parse_settings(items: Sequence[str]) -> dict[str, list[Any]]:
     for item in items:
         key, equals, text = item.partition("=")
         if not (key and equals and text):
-            raise ValueError(f"--set {item!r}: expected name=value,value,…")
+            raise ValueError(f"{option} {item!r}: expected name=value,value,…")
         if key in settings:
-            raise ValueError(f"--set names {key} more than once")
+            raise ValueError(f"{option} names {key} more than once")
         settings[key] = [_value(one) for one in _split(text) if one]
     return settings
 

@@ -13,14 +13,15 @@ from typing import Any
 
 from torch import nn
 
-from vsim.arguments import naming, true_or_false, whole_number
+from vsim.arguments import naming, one_of, true_or_false, whole_number
 from vsim.cluster.participation import Participation
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
-from vsim.grid import merged
+from vsim.grid import made, merged, points, settings_of
 from vsim.network import Compute, Network
 from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
+from vsim.records.sweep import Sweep
 from vsim.strategy.base import Strategy
 from vsim.trainer import Trainer
 from vsim.training.entries import Entries, Entry, saving_in
@@ -39,6 +40,7 @@ def compare(
     loss_fn: LossFunction | None = None,
     seeds: Sequence[int] | None = None,
     together: bool = True,
+    tune: Mapping[str, Sequence[Any]] | None = None,
     **options: Any,
 ) -> Comparison:
     """Train the same model on the same data in the same order with several strategies, all of them together.
@@ -60,6 +62,11 @@ def compare(
             vsim's own loggers are copied for every run; an object of your own hears all runs, step by step.
         together: train all runs at the same time, in groups that fit into half of the free memory, or into the share
             `max_memory_usage` of the whole memory; False: one after the other.
+        tune: argument of strategies → values to try. Each strategy is first trained with every combination of the
+            arguments that it takes, with seeds that the comparison does not use (as many, from the largest of its seeds
+            on), and goes into the comparison with the lowest mean validation loss. `tuned` of the comparison has all of
+            these runs. A warning names a best value that is the smallest or largest of those tried. The runs of tuning
+            have no loggers and hooks, and cannot be saved and resumed.
         save_dir: a folder for the checkpoints of all runs, with a folder for each, which `load_checkpoint` and
             `Trainer.fit` can read. All are saved at the end, when interrupted, and every `checkpoint_interval` steps.
         resume: resume the comparison in `save_dir` from the last step at which all of its runs were saved, bitwise
@@ -86,10 +93,93 @@ def compare(
     odd = [f"{name}: {value!r}" for name, value in strategies.items() if not isinstance(value, Strategy)]
     if odd:
         raise TypeError(f"strategies must be Strategy objects, got {', '.join(odd)}")
+    shared: dict[str, Any] = {"loss_fn": loss_fn, "together": together}
+    tuned: dict[str, Sweep] = {}
+    if tune is not None:
+        tuned = _tuned(strategies, tune, num_nodes, model, train_dataset, val_dataset, seeds, shared | options)
+        strategies = {name: _best_of(name, strategy, tuned.get(name)) for name, strategy in strategies.items()}
     entries = {name: {"strategy": strategy, "num_nodes": num_nodes} for name, strategy in strategies.items()}
-    return train_entries(
-        entries, model, train_dataset, val_dataset, loss_fn=loss_fn, seeds=seeds, together=together, **options
-    )
+    comparison = train_entries(entries, model, train_dataset, val_dataset, seeds=seeds, **shared, **options)
+    comparison.tuned.update(tuned)
+    return comparison
+
+
+# Options that the runs of tuning do without: they are of the final comparison.
+_OF_THE_COMPARISON = ("logger", "run_name", "wandb_project", "train_loss_hook", "eval_loss_hook")
+
+
+def _tuned(
+    strategies: Mapping[str, Strategy],
+    tune: Mapping[str, Sequence[Any]],
+    num_nodes: int,
+    model: Any,
+    train_dataset: Data,
+    val_dataset: Data | None,
+    seeds: Sequence[int] | None,
+    options: dict[str, Any],
+) -> dict[str, Sweep]:
+    """Train every strategy with all combinations of the settings that it takes; return name → sweep."""
+    if not isinstance(tune, Mapping) or not tune:
+        raise TypeError(f"tune must be a dict of argument → list of values, got {tune!r}")
+    if val_dataset is None:
+        raise ValueError("tune= chooses by validation loss and needs a validation dataset")
+    if options.get("save_dir") is not None or options.get("resume"):
+        raise ValueError("tune= cannot be saved; tune first, then compare(save_dir=…) the strategies that it found")
+    for key, values in tune.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) < 2:
+            raise ValueError(f"tune[{key!r}] must be a list of at least two values, got {values!r}")
+    takes = {name: [key for key in tune if key in settings_of(type(own))] for name, own in strategies.items()}
+    for key in tune:
+        if not any(key in own for own in takes.values()):
+            known = {one for own in strategies.values() for one in settings_of(type(own))}
+            one_of("an argument to tune", key, sorted(known))
+    found = {
+        name: points(type(strategies[name]), {key: tune[key] for key in keys}) for name, keys in takes.items() if keys
+    }
+    entries = {
+        f"{name}, {point}": {"strategy": _with(strategies[name], point, own.values), "num_nodes": num_nodes}
+        for name, by_point in found.items()
+        for point, own in by_point.items()
+    }
+    options = {key: value for key, value in options.items() if key not in _OF_THE_COMPARISON}
+    used = _checked_seeds(seeds, options)
+    own_seeds = [max(used) + 1 + i for i in range(len(used))]
+    runs = train_entries(entries, model, train_dataset, val_dataset, seeds=own_seeds, **options)
+    sweeps: dict[str, Sweep] = {}
+    for name, by_point in found.items():
+        sweeps[name] = Sweep(runs.allreduce_bytes, by_point, name)
+        sweeps[name].network, sweeps[name].compute = runs.network, runs.compute
+        for point in by_point:
+            for run in runs.runs(f"{name}, {point}"):
+                sweeps[name].add(point, run)
+    if any(run.note.startswith("interrupted") for name in runs for run in runs.runs(name)):
+        raise KeyboardInterrupt("interrupted while tuning, before the comparison began")
+    return sweeps
+
+
+def _with(strategy: Strategy, point: str, values: Mapping[str, Any]) -> Strategy:
+    """Return a strategy made with the same arguments but for these."""
+    return made(type(strategy), point, {**strategy.given, **values})
+
+
+def _best_of(name: str, strategy: Strategy, sweep: Sweep | None) -> Strategy:
+    """Return the strategy with its best setting; warn if the best value is the smallest or largest of those tried."""
+    if sweep is None:
+        return strategy
+    with naming(name):
+        best = sweep.best()
+    values = sweep.settings[best]
+    for key, value in values.items():
+        tried = [own[key] for own in sweep.settings.values()]
+        numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in tried)
+        if numbers and value in (min(tried), max(tried)):
+            which, wider = ("smallest", "smaller") if value == min(tried) else ("largest", "larger")
+            warnings.warn(
+                f"{name}: the best {key} is {value:g}, the {which} that was tried; a {wider} one may be better",
+                UserWarning,
+                stacklevel=5,
+            )
+    return _with(strategy, best, values)
 
 
 def train_entries(

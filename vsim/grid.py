@@ -69,15 +69,22 @@ def known_settings(strategy: Any, settings: Mapping[str, Any], also: Sequence[st
     """Raise a TypeError for a setting that is neither an argument of `strategy` nor one of `also`, with the nearest."""
     if isinstance(strategy, Strategy) or not callable(strategy):
         raise TypeError(f"strategy must be a class, such as DiLoCoStrategy, or a function, got {strategy!r}")
+    valid = settings_of(strategy)
     parameters = inspect.signature(strategy).parameters.values()
-    valid = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     open_ended = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
-    if open_ended:
-        valid += [name for name in ("inner_optim", *StrategyOptions.__annotations__) if name not in valid]
     unknown = [key for key in settings if key not in valid and not difflib.get_close_matches(key, also, 1, 0.8)]
     if open_ended not in ([], ["options"]) and unknown:
         return  # of an own class, which may take anything
     reject_unknown(settings, [*valid, *also], getattr(strategy, "__name__", "the strategy"))
+
+
+def settings_of(strategy: Callable[..., Strategy]) -> list[str]:
+    """Return the names of a class's arguments, with those that all strategies take."""
+    parameters = inspect.signature(strategy).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        names += [name for name in ("inner_optim", *StrategyOptions.__annotations__) if name not in names]
+    return names
 
 
 def merged(strategies: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from vsim.training.spec import takes_options
 OF_THE_RUN = ("num_nodes", "batch_size")
 
 
-@takes_options("strategies", of=compare)
+@takes_options("strategies", "tune", of=compare)
 def sweep(
     model: nn.Module | Callable[[int], nn.Module],
     train_dataset: Data,

@@ -105,6 +105,9 @@ AnyCompute = Compute | float | str | None
 _Priced = tuple[Network, Compute] | None
 
 
+_KINDS: dict[str, type[Comparison]] = {}  # the kinds of comparisons by name, for those that files hold in another
+
+
 class Comparison(Mapping[str, ComparedRun]):
     """The runs of several strategies, by name. In a notebook it shows itself as a table and a figure.
 
@@ -115,12 +118,17 @@ class Comparison(Mapping[str, ComparedRun]):
     Attributes:
         allreduce_bytes: what AllReduce would hand to its collectives in one step, per node: all gradients once.
         network, compute: what hours are derived from where no others are given; None: nothing.
+        tuned: name → the `Sweep` in which `tune=` found the strategy's settings; empty without it.
     """
+
+    def __init_subclass__(cls) -> None:
+        _KINDS[cls.__name__] = cls
 
     def __init__(self, allreduce_bytes: int) -> None:
         self.allreduce_bytes = allreduce_bytes
         self.network: Network | None = None
         self.compute: Compute | None = None
+        self.tuned: dict[str, Comparison] = {}
         self._measured_bytes: int | None = None  # of the model that was trained, where bytes are those of another
         self._runs: dict[str, list[ComparedRun]] = {}
         self._names: list[str] = []  # of all runs, of a selection too: the looks of lines follow from them
@@ -167,7 +175,9 @@ class Comparison(Mapping[str, ComparedRun]):
 
     def _titles(self, name: str) -> dict[str, Any]:
         """What a row of the table is called: column → text."""
-        return {"strategy": name}
+        chosen = {name: sweep._titles(sweep.best()) for name, sweep in self.tuned.items()}
+        settings = dict.fromkeys(key for own in chosen.values() for key in own)
+        return {"strategy": name, **{key: chosen.get(name, {}).get(key, "–") for key in settings}}
 
     def _titled_runs(self) -> Iterator[tuple[dict[str, Any], ComparedRun]]:
         """All runs, with what their lines in files begin with: column → value."""
@@ -213,7 +223,8 @@ class Comparison(Mapping[str, ComparedRun]):
     def _as_plain(self) -> dict[str, Any]:
         runs = [{"strategy": name, **run.as_plain()} for name, runs in self._runs.items() for run in runs]
         priced = {key: None if own is None else own.as_plain() for key, own in self._priced_on.items()}
-        return {"allreduce_bytes": self.allreduce_bytes, "runs": runs, **priced}
+        tuned = {name: sweep._as_plain() for name, sweep in self.tuned.items()}
+        return {"allreduce_bytes": self.allreduce_bytes, "runs": runs, **priced, **({"tuned": tuned} if tuned else {})}
 
     @property
     def _priced_on(self) -> dict[str, Network | Compute | None]:
@@ -227,6 +238,8 @@ class Comparison(Mapping[str, ComparedRun]):
             comparison.compute = Compute.from_plain(content["compute"])
         for run in content["runs"]:
             comparison.add(run["strategy"], ComparedRun.from_plain(run))
+        for name, sweep in content.get("tuned", {}).items():
+            comparison.tuned[name] = _KINDS["Sweep"]._from_plain(sweep)
         return comparison
 
     @classmethod

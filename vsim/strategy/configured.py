@@ -31,11 +31,16 @@ class Configured(Stateful):
         if "__init__" in vars(cls):
             cls.__init__ = _respelled(cls.__init__)  # type: ignore[method-assign]
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments that it was made with, by name."""
+        return dict(getattr(self, "_given", {}))
+
     def _check_made(self) -> None:
         """Raise a TypeError if `__init__` has left something out."""
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={shown(value)}" for name, value in getattr(self, "_given", {}).items())
+        given = ", ".join(f"{name}={shown(value)}" for name, value in self.given.items())
         return f"{type(self).__name__}({given})"
 
 

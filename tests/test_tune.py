@@ -1,0 +1,167 @@
+"""`compare(tune=…)`: every strategy with its own best setting, found with other seeds."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import vsim
+from vsim.cli import main
+from vsim.records.sweep import Sweep
+from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
+
+LRS = [0.05, 0.2, 0.5, 5.0]  # of SGD on a quadratic with curvature 1: the third is the best, the last diverges
+
+
+class Quadratic(nn.Module):
+    """The squared distance of a weight from the examples."""
+
+    def __init__(self, start: float = 4.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), start))
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return 0.5 * (self.weight - batch[0]).square().sum(1).mean()
+
+
+def data(seed: int) -> TensorDataset:
+    return TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(seed)))
+
+
+TRAIN, VAL = data(0), data(1)
+STRATEGIES = {
+    "AllReduce": SimpleReduceStrategy(inner_optim=OptimSpec("sgd")),
+    "DiLoCo": DiLoCoStrategy(H=2, inner_optim=OptimSpec("sgd"), outer_optim=OptimSpec("sgd", lr=1.0)),
+}
+OPTIONS: dict[str, Any] = {"num_nodes": 2, "max_steps": 6, "batch_size": 8, "progress": False}
+
+
+def compare(**options: Any) -> vsim.Comparison:
+    return vsim.compare(Quadratic(), TRAIN, VAL, **({"strategies": STRATEGIES, **OPTIONS} | options))
+
+
+@pytest.fixture(scope="module")
+def tuned() -> vsim.Comparison:
+    return compare(tune={"lr": LRS}, seeds=[3, 7])
+
+
+@pytest.mark.filterwarnings("ignore:.*diverged|.*not finite:UserWarning")
+def test_each_strategy_takes_its_best_setting(tuned: vsim.Comparison) -> None:
+    for name, strategy in STRATEGIES.items():
+        sweep = tuned.tuned[name]
+        assert isinstance(sweep, Sweep)
+        # Each setting by itself, with the seeds after the largest of the comparison.
+        losses = {}
+        for lr in LRS:
+            own = type(strategy)(**{**strategy.given, "lr": lr})
+            runs = compare(strategies={name: own}, seeds=[8, 9]).runs(name)
+            losses[lr] = statistics.fmean(run.history.last("global_loss") for run in runs)
+            of_sweep = next(key for key, values in sweep.settings.items() if values["lr"] == lr)
+            assert [run.seed for run in sweep.runs(of_sweep)] == [8, 9]
+            tried = statistics.fmean(run.history.last("global_loss") for run in sweep.runs(of_sweep))
+            assert tried == pytest.approx(losses[lr], rel=1e-5)
+        best = min(losses, key=losses.__getitem__)
+        assert best in LRS[1:-1] and sweep.settings[sweep.best()] == {"lr": best}
+        assert [run.seed for run in tuned.runs(name)] == [3, 7]
+        assert {run.strategy.given["lr"] for run in tuned.runs(name)} == {best}
+        assert tuned.rows()[list(STRATEGIES).index(name)]["lr"] == f"{best:g}"
+        # What is not tuned is as it was given.
+        assert {**tuned[name].strategy.given, "lr": None} == {**strategy.given, "lr": None}
+
+
+def test_the_table_and_files_have_the_settings(tuned: vsim.Comparison, tmp_path: Path) -> None:
+    assert tuned.table().splitlines()[0].split()[:2] == ["strategy", "lr"]
+    tuned.to_json(tmp_path / "tuned.json")
+    read = vsim.Comparison.from_json(tmp_path / "tuned.json")
+    assert read.table() == tuned.table()
+    assert {name: sweep.table() for name, sweep in read.tuned.items()} == {
+        name: sweep.table() for name, sweep in tuned.tuned.items()
+    }
+    assert tuned[["DiLoCo"]].tuned is tuned.tuned
+
+
+def test_a_setting_is_for_the_strategies_that_take_it() -> None:
+    with pytest.warns(UserWarning, match=r"DiLoCo: the best outer_lr is .*, the (smallest|largest) that was tried"):
+        comparison = compare(
+            strategies={**STRATEGIES, "DiLoCo": DiLoCoStrategy(H=2, inner_optim="sgd", lr=0.2)},
+            tune={"outer_lr": [0.1, 0.7]},
+        )
+    assert list(comparison.tuned) == ["DiLoCo"]
+    assert [row["outer_lr"] for row in comparison.rows()] == ["–", "0.7"]
+    assert comparison.table().count("–") >= 1
+
+
+def test_a_best_value_at_the_edge_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"AllReduce: the best lr is 0\.05, the largest that was tried; a larger one"):
+        compare(strategies={"AllReduce": STRATEGIES["AllReduce"]}, tune={"lr": [0.01, 0.05]})
+    with pytest.warns(UserWarning, match=r"AllReduce: the best lr is 0\.5, the smallest that was tried; a smaller"):
+        compare(strategies={"AllReduce": STRATEGIES["AllReduce"]}, tune={"lr": [0.5, 1.9]})
+
+
+class NeedsH(Strategy):
+    def __init__(self, H: int, **options: Any) -> None:
+        super().__init__(**options)
+        if H < 1:
+            raise ValueError(f"H must be at least 1, got {H}")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tune": {}}, TypeError, "tune must be a dict"),
+        ({"tune": ["lr"]}, TypeError, r"tune must be a dict .*\['lr'\]"),
+        ({"tune": {"lr": 0.1}}, ValueError, r"tune\['lr'\] .* at least two values, got 0\.1"),
+        ({"tune": {"lr": [0.1]}}, ValueError, r"at least two values, got \[0\.1\]"),
+        ({"tune": {"lr": "12"}}, ValueError, "at least two values, got '12'"),
+        ({"tune": {"lr": [0.1, 0.1]}}, ValueError, "lr has 0.1 twice"),
+        ({"tune": {"outer_rl": [0.1, 0.2]}}, ValueError, "outer_rl.*outer_lr"),
+        ({"tune": {"lr": [0.1, -1.0]}}, ValueError, "lr=-1 is refused.*lr must be"),
+        ({"tune": {"lr": [0.1, 0.2]}, "save_dir": "saved"}, ValueError, "tune= cannot be saved"),
+        ({"tune": {"H": [1, 0]}, "strategies": {"own": NeedsH(2)}}, ValueError, "H=0 is refused: H must be at least 1"),
+    ],
+)
+def test_mistakes_are_named_before_training(
+    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Quadratic, "forward", None)  # nothing trains
+    with pytest.raises(error, match=message):
+        compare(**options)
+
+
+def test_it_needs_validation_data() -> None:
+    with pytest.raises(ValueError, match=r"tune= .* needs a validation dataset"):
+        vsim.compare(Quadratic(), TRAIN, strategies=STRATEGIES, tune={"lr": [0.1, 0.2]}, **OPTIONS)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_values_that_all_diverge_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"AllReduce: no run got to its end; .* lr=1e\+30: non-finite"):
+        compare(strategies={"AllReduce": STRATEGIES["AllReduce"]}, tune={"lr": [1e30, 1e31]}, max_steps=8)
+
+
+def test_an_interrupt_while_tuning_is_one() -> None:
+    def interrupt(run: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.warns(UserWarning, match="interrupted"), pytest.raises(KeyboardInterrupt, match="while tuning"):
+        compare(tune={"lr": LRS[:3]}, callbacks=[interrupt])
+
+
+@pytest.mark.filterwarnings("ignore:.* that was tried:UserWarning")
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["compare", "--data", "digits", "--model", "mlp", "--steps", "4", "--quiet", "--out", str(tmp_path)]
+    few += ["--strategies", "allreduce", "diloco", "--val-size", "16", "--nodes", "2"]
+    assert main([*few, "--tune", "lr=1e-3,2e-2", "outer_lr=0.4,0.7"]) == 0
+    assert capsys.readouterr().out.split()[:3] == ["strategy", "lr", "outer_lr"]
+    read = vsim.Comparison.from_json(tmp_path / "comparison.json")
+    assert [len(sweep) for sweep in read.tuned.values()] == [2, 4]
+    assert main([*few, "--tune", "lr=1e-3,2e-2", "--lr", "1e-3"]) == 2
+    assert "--lr and --tune lr" in capsys.readouterr().err
+    assert main([*few, "--tune", "lr"]) == 2
+    assert "--tune 'lr': expected name=value" in capsys.readouterr().err
