@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from vsim import Trainer
 from vsim.cluster.state import CheckpointError
 from vsim.engine import VmapError
 from vsim.engine.objective import changed, kept_in_python, listed
+from vsim.private_torch import register_recorders
 from vsim.strategy import AsyncDiLoCoStrategy, SimpleReduceStrategy, Strategy
 
 OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": 6, "batch_size": 5, "val_interval": 2, "progress": False}
@@ -443,6 +445,24 @@ def test_router_logits_are_computed_in_the_loop_as_by_eager_pytorch() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     np.testing.assert_array_equal(trainer.history.node_losses[:, 0], losses)
+
+
+@pytest.mark.slow
+def test_router_logits_are_computed_in_processes() -> None:
+    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 2, "batch_size": 4, "threads": 1}
+    assert vsim.verify(Routed(), Sentences(), SGD, **options).identical
+
+
+def test_recorders_of_an_unpickled_model_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recording(nn.Linear):
+        _can_record_outputs: ClassVar = {"router_logits": "gate"}
+
+    registry: dict[nn.Module, Any] = {}
+    library = SimpleNamespace(_CAN_RECORD_REGISTRY=registry)
+    monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", library)  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(2, 2), Recording(2, 2))
+    register_recorders(model)
+    assert registry == {model[1]: {"router_logits": "gate"}}
 
 
 # The comparison of attributes

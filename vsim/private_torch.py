@@ -1,4 +1,4 @@
-"""What vsim takes from torch that torch does not promise to keep, each with the reason and what would replace it.
+"""Private names of torch and transformers that vsim uses, each with the reason and what would replace it.
 
 Apart from these vsim names only public functions of torch, and two that all its ecosystem leans on:
 `torch.utils._pytree` and `torch._foreach_*`. `tests/test_private_torch.py` holds every other file to that.
@@ -7,6 +7,7 @@ Apart from these vsim names only public functions of torch, and two that all its
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -164,3 +165,15 @@ def hooks_of(module: nn.Module) -> dict[str, Any]:
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the module that `torch.compile(module)` wraps, or the module. A public attribute would replace it."""
     return getattr(model, "_orig_mod", model)
+
+
+def register_recorders(model: nn.Module) -> None:
+    """Register the outputs that models of transformers can record, as their constructor does and unpickling does not.
+
+    Without it a Mixtral with `output_router_logits` finds no router logits in another process. A registration in
+    `PreTrainedModel.__setstate__` would replace it.
+    """
+    registry: Any = getattr(sys.modules.get("transformers.utils.output_capturing"), "_CAN_RECORD_REGISTRY", None)
+    for module in model.modules() if registry is not None else ():
+        if getattr(module, "_can_record_outputs", None) is not None:
+            registry[module] = module._can_record_outputs

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from vsim.engine.machine import settle_vector_functions
+from vsim.private_torch import register_recorders
 from vsim.process.collectives import CollectiveFailure
 from vsim.process.node import run_node
 from vsim.process.segments import Meeting, joined
@@ -188,6 +189,7 @@ def _load(shipped: Descriptor) -> RunSpec:
             "a notebook is shipped; everything else must be importable by its name from sys.path. Custom operators and "
             "other registrations with torch must be made when the module that defines the model is imported"
         ) from error
+    register_recorders(spec.model)
     return spec
 
 
