@@ -131,7 +131,7 @@ class Problem:
     """what to train"""
     nodes: Annotated[int | None, _optional("K", "4")] = None
     """number of nodes"""
-    steps: int = 200
+    steps: int = 150
     """optimizer steps"""
     batch_size: Annotated[int | None, _optional(default="by model")] = None
     """examples per node and step"""

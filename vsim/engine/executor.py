@@ -234,17 +234,22 @@ class Executor(ABC):
 
     @torch.no_grad()
     def evaluate(
-        self, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator, row: int = 0
+        self,
+        weights: Tensor,
+        buffers: Views,
+        batch: Any,
+        stream: torch.Generator,
+        objective: Objective | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return stacked (losses, accuracies), both (R,), of weights (R, P) on one shared batch (B, …).
 
-        A copy of the model computes them, in evaluation mode, and draws from `stream`, the same numbers for every row.
-        Nothing of the training state changes. `accuracies` is None where the objective knows none.
+        The model draws from `stream`, the same numbers for every row. The training state does not change. `accuracies`
+        is None if the objective has none.
 
         Args:
-            row: the node whose Python evaluates, where a model has another for each.
+            objective: what `for_evaluation` returned, for several batches; default: a new one.
         """
-        objective = self._for_evaluation(row)
+        objective = objective or self.for_evaluation()
         with self._restored(weights):
             return self._evaluate(objective, weights, buffers, batch, stream)
 
@@ -256,16 +261,21 @@ class Executor(ABC):
         buffers: Views,
         batch: Any,
         stream: torch.Generator,
-        row: int = 0,
+        objective: Objective | None = None,
     ) -> Any:
         """Return function(model, batch) of the model as in `evaluate`, with shared weights (P,) and buffers."""
-        objective = self._for_evaluation(row)
+        objective = objective or self.for_evaluation()
         own_buffers = {name: b.clone() for name, b in buffers.items()}
         parameters = {name: aligned(w) for name, w in self.replicas.views(weights.clone()).items()}
         with drawing_from(stream), self._precision(), objective.placed(parameters, own_buffers):
             return function(objective.model, as_given(cloned(batch)))
 
-    def _for_evaluation(self, row: int) -> Objective:
+    def for_evaluation(self, row: int = 0) -> Objective:
+        """Return a copy of the model and loss in evaluation mode.
+
+        Args:
+            row: the node that is copied, if each node has its own copy of the module.
+        """
         objective = self.objective.of_row(row).copied()
         objective.model.eval()
         return objective

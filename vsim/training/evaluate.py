@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,7 +134,7 @@ class Evaluator:
             try:
                 check_examples(self.batch, 0)
                 pieces = self._pieces(min(most, self.num_examples))
-                losses = torch.cat([self._apply(function, rows, piece).double().cpu() for piece in pieces])
+                losses = torch.cat([own.double().cpu() for own in self._applied(function, rows, pieces)])
             except Exception:  # not vectorizable, or undefined for a single example
                 continue
             error = float(losses.std()) / math.sqrt(self.num_examples)
@@ -142,17 +142,19 @@ class Evaluator:
             return error if abs(float(losses.mean()) - loss) <= 3 * error + 1e-4 * abs(loss) else math.nan
         return math.nan
 
-    def _apply(self, function: Callable[[Any, Any], Any], rows: _Rows, piece: Any) -> Any:
-        """Return function(model, batch) for the first of these models."""
-        stream = generator(rows.seed, EVALUATION, device=rows.weights.device)
+    def _applied(self, function: Callable[[Any, Any], Any], rows: _Rows, pieces: Sequence[Any]) -> Iterator[Any]:
+        """Yield function(model, batch) for the first of these models and every batch."""
+        objective = self.executor.for_evaluation(rows.python[0])
         buffers = {name: b[0] for name, b in rows.buffers.items()}
-        return self.executor.apply(function, rows.weights[0], buffers, piece, stream, rows.python[0])
+        for piece in pieces:
+            stream = generator(rows.seed, EVALUATION, device=rows.weights.device)
+            yield self.executor.apply(function, rows.weights[0], buffers, piece, stream, objective)
 
     def _mean(self, metric: Metric, name: str, rows: _Rows, pieces: Sequence[Any]) -> float:
         """Return the mean over the examples of a user's metric of the first of these models."""
         total = examples = 0.0
-        for piece in pieces:
-            outcome, size = self._apply(metric, rows, piece), len(tree_leaves(piece)[0])
+        for piece, outcome in zip(pieces, self._applied(metric, rows, pieces), strict=True):
+            size = len(tree_leaves(piece)[0])
             try:
                 total, examples = total + size * float(outcome), examples + size
             except (TypeError, ValueError, RuntimeError) as error:
@@ -190,11 +192,11 @@ class Evaluator:
         doubles = _where_doubles_are(weights.device)
         totals: list[Tensor] = []  # of losses and, where they are known, of accuracies
         stream = generator(rows[0].seed, EVALUATION, device=weights.device)
-        before = stream.get_state()
+        before, objective = stream.get_state(), self.executor.for_evaluation(rows[0].python[0])
         examples = sum(len(tree_leaves(piece)[0]) for piece in pieces)
         for piece in pieces:
             share = len(tree_leaves(piece)[0]) / examples
-            outcomes = self.executor.evaluate(weights, buffers, piece, stream, rows[0].python[0])
+            outcomes = self.executor.evaluate(weights, buffers, piece, stream, objective)
             shares = [share * outcome.to(doubles).double() for outcome in outcomes if outcome is not None]
             totals = [total + own for total, own in zip(totals, shares, strict=False)] if totals else shares
         drew = not torch.equal(stream.get_state(), before)
