@@ -5,7 +5,9 @@ import itertools
 import math
 import pickle
 import random
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 from torch.nn import functional as F
 
+import vsim
+from vsim.data import digits
 from vsim.models import CNN, GPT, MLP
+from vsim.strategy import SimpleReduceStrategy
 
 K = 3
 
@@ -380,3 +385,21 @@ def test_sizes_compose() -> None:
         model = GPT(5, block_size=2, layers=layers, width=8, heads=heads, seed=0)
         # embeddings 5·8 + 2·8, a block 12·8² + 13·8, the last norm 2·8
         assert sum(p.numel() for p in model.parameters()) == 56 + layers * 872 + 16
+
+
+def test_a_thread_that_a_hook_waits_for_may_make_a_model() -> None:
+    made: list[MLP] = []
+
+    def hook(step: int, loss: float) -> None:
+        thread = threading.Thread(target=lambda: made.append(MLP(hidden=(4,), seed=1)), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+
+    train, val = digits()
+    trainer = vsim.Trainer(MLP(hidden=(4,), seed=0), train, val)
+    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 1, "val_size": 8, "progress": False}
+    trainer.fit(strategy=SimpleReduceStrategy(), train_loss_hook=hook, eval_loss_hook=hook, **options)
+    alone = MLP(hidden=(4,), seed=1)
+    pairs = [pair for model in made for pair in zip(model.parameters(), alone.parameters(), strict=True)]
+    assert len(made) == 3 and all(torch.equal(*pair) for pair in pairs)

@@ -131,7 +131,7 @@ class Problem:
     """what to train"""
     nodes: Annotated[int | None, _optional("K", "4")] = None
     """number of nodes"""
-    steps: int = 150
+    steps: int = 160
     """optimizer steps"""
     batch_size: Annotated[int | None, _optional(default="by model")] = None
     """examples per node and step"""
@@ -219,7 +219,7 @@ class Training:
     """which nodes take part: sample:of=200, dropout:p=0.2, trace:file=events.csv, deadline:seconds=30"""
     val_size: Annotated[int | None, _optional("N", "all, and beyond 2048 a sample of them")] = None
     """validation examples"""
-    val_interval: Annotated[int | None, _optional("STEPS", "ten times in a run")] = None
+    val_interval: Annotated[int | None, _optional("STEPS", "up to ten times in a run")] = None
     """steps between validations"""
     device: Annotated[str | None, _optional(default="the first of cuda, mps and cpu that is there")] = None
     """where to train"""
@@ -609,7 +609,9 @@ def _fit_options(problem: Problem, training: Training, priced: Price, output: Ou
     """Return the arguments that `compare` and `sweep` have in common."""
     if output.resume and output.save_dir is None:
         raise ValueError("--resume needs --save-dir DIR")
-    every = max(1, problem.steps // 10) if training.val_interval is None else training.val_interval
+    # In steps of ten, as many strategies sync every ten steps by default, and are worse in between.
+    tenth = max(1, problem.steps // 10)
+    every = (tenth if tenth < 10 else -(-tenth // 10) * 10) if training.val_interval is None else training.val_interval
     return {
         "num_nodes": problem.num_nodes,
         "max_steps": problem.steps,

@@ -8,12 +8,13 @@ under `torch.func.vmap` runs K of them at once: no `.item()`, no branch on data,
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vsim.cluster.randomness import preserved
+from vsim.private_torch import TorchDispatchMode
 
 __all__ = ["CNN", "GPT", "MLP"]
 
@@ -323,11 +324,23 @@ def _seeded(seed: int | None) -> Iterator[None]:
         return
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"seed: got {seed!r}; None or an integer from 0 to 2**63 - 1 allowed")
-    # On the CPU whatever the default device: a seed then means the same weights everywhere, and no
-    # other device's generator is involved.
-    with preserved(), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed)
+    # On the CPU whatever the default device, so that a seed means the same weights everywhere.
+    with torch.device("cpu"), _DrawingFrom(torch.Generator().manual_seed(seed)):
         yield
+
+
+class _DrawingFrom(TorchDispatchMode):
+    """Draw initial weights of this thread from a generator, in place of the process's."""
+
+    def __init__(self, stream: torch.Generator) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default):
+            kwargs["generator"] = self.stream
+        return func(*args, **kwargs)
 
 
 def _check_sizes(**sizes: int) -> None:

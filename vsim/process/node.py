@@ -61,7 +61,7 @@ def _register_recorders(model: nn.Module) -> None:
     table of the process (version 5).
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
-    registry = getattr(capturing, "_CAN_RECORD_REGISTRY", None)
+    registry: Any = getattr(capturing, "_CAN_RECORD_REGISTRY", None)
     for module in model.modules() if registry is not None else ():
         if hasattr(module, "_can_record_outputs"):
             registry[module if type(registry) is not dict else str(type(module))] = module._can_record_outputs
