@@ -51,8 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_start_token_id": 0,
     },
 }
-pytestmark = pytest.mark.slow
-every_model = pytest.mark.parametrize("name", MODELS)
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("name", MODELS)]
 
 
 class FromDict(nn.Module):
@@ -103,21 +102,18 @@ def assert_close(one: Trainer, other: Trainer, **tolerance: float) -> None:
     torch.testing.assert_close(one.strategy.cluster.weights, other.strategy.cluster.weights, **tolerance)
 
 
-@every_model
 def test_it_is_vectorized_where_no_sentence_is_padded(name: str) -> None:
     vectorized, loop = trained(name, executor="vmap"), trained(name, executor="loop")
     assert not vectorized.history.executor_reason
     assert_close(vectorized, loop)
 
 
-@every_model
 def test_it_goes_to_the_loop_where_some_nodes_have_padding(name: str) -> None:
     vectorized, loop = (trained(name, padded=True, executor=executor) for executor in ("vmap", "loop"))
     assert "padding_mask" in vectorized.history.executor_reason
     assert_close(vectorized, loop)
 
 
-@every_model
 @pytest.mark.parametrize("padded", [False, True])
 def test_it_is_that_of_the_processes(
     name: str, padded: bool, ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
@@ -128,18 +124,3 @@ def test_it_is_that_of_the_processes(
     strategy = DiLoCoStrategy(inner_optim="sgd", lr=0.1, H=2)
     report = vsim.verify(FromDict(name), Sentences(padded), strategy, 2, max_steps=3, batch_size=4, threads=1)
     assert report.identical, report
-
-
-def test_router_logits_are_recorded_in_processes(
-    monkeypatch: pytest.MonkeyPatch, ranks_of: Callable[[int], Ranks]
-) -> None:
-    """transformers lists what a model records when it is constructed, which unpickling in a process does not do."""
-    name = "Mixtral ForCausalLM"
-    monkeypatch.setitem(MODELS, name, {**MODELS[name], "output_router_logits": True})
-    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(2).train)
-    strategy = DiLoCoStrategy(inner_optim="sgd", lr=0.1, H=2)
-    report = vsim.verify(FromDict(name), Sentences(), strategy, 2, max_steps=3, batch_size=4, threads=1)
-    assert report.identical, report
-    # The first forward installs hooks and notes that in an attribute, so that nodes have copies in the loop.
-    trainer = trained(name, deterministic=True)
-    assert trainer.history.executor == "loop" and "_output_capturing_hooks_installed" in trainer.history.executor_reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch.distributed as dist
 # Its functions' defaults are the process group that there is when they are imported, as optimizers do in their first
 # step. Gloo's threads would then outlive the group, and a process that ends while one of them frees a tensor aborts.
 import torch.distributed.nn.functional
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
@@ -54,19 +53,6 @@ class Outcome:
     callbacks: dict[str, Any]
 
 
-def _register_recorders(model: nn.Module) -> None:
-    """Register the outputs that models of transformers record, as their constructor does and unpickling does not.
-
-    Without it, Mixtral finds no router logits. https://github.com/huggingface/transformers keeps them by class, in a
-    table of the process (version 5).
-    """
-    capturing = sys.modules.get("transformers.utils.output_capturing")
-    registry: Any = getattr(capturing, "_CAN_RECORD_REGISTRY", None)
-    for module in model.modules() if registry is not None else ():
-        if hasattr(module, "_can_record_outputs"):
-            registry[module if type(registry) is not dict else str(type(module))] = module._can_record_outputs
-
-
 def run_node(
     spec: RunSpec,
     device: torch.device,
@@ -82,7 +68,6 @@ def run_node(
         meeting: where it meets others when nodes come and go.
         joins: whether `spec.start` and `minibatch_size` are those of a peer whose state the node copies.
     """
-    _register_recorders(spec.model)
     rank, history, reporters = dist.get_rank(), None, [report]
     # Rank 0 writes the checkpoints; where nodes come and go every process may become it.
     if spec.participation is not None or (rank == 0 and spec.saving is not None):
