@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from vsim.cluster.collectives import Pending
 from vsim.cluster.optimizers import JointOptimizers
 from vsim.cluster.randomness import GENERATORS
-from vsim.cluster.state import CheckpointError, described, name_of, placements_of
+from vsim.cluster.state import CheckpointError, described, name_of, placements_of, with_extra_state
 
 Node = Any  # of a tree; its dicts have texts for keys, as JSON's do
 _PLAIN = (type(None), bool, int, float, str)
@@ -371,7 +371,7 @@ def parts_of(value: Any, path: str) -> Mapping[Any, Any]:
     if isinstance(value, tuple(GENERATORS)):
         return {"state": _generator(value)[0](value)}
     if isinstance(value, nn.Module):
-        return {**tensors_of(value), **{f"{p} state": m.get_extra_state() for p, m in _with_extra_state(value)}}
+        return {**tensors_of(value), **{f"{p} state": m.get_extra_state() for p, m in with_extra_state(value)}}
     if isinstance(value, JointOptimizers):
         return {"optimizers": value.optimizers}
     name = name_of(type(value))
@@ -417,7 +417,7 @@ def fill(value: Any, parts: dict[Any, Any]) -> Any:
         odd = [name for name, tensor in tensors_of(value).items() if parts[name] is not tensor]
         if odd:
             raise ValueError(f"{odd} had another shape or dtype")
-        for path, module in _with_extra_state(value):
+        for path, module in with_extra_state(value):
             module.set_extra_state(parts[f"{path} state"])
     elif isinstance(value, JointOptimizers):
         if len(parts["optimizers"]) != len(value.optimizers):
@@ -450,11 +450,6 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def _generator(value: Any) -> tuple[Any, Any]:
     """Return how the state of a random generator is read, and how it is written."""
     return next(both for kind, both in GENERATORS.items() if isinstance(value, kind))
-
-
-def _with_extra_state(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    base = nn.Module.get_extra_state
-    return [(path, own) for path, own in module.named_modules() if type(own).get_extra_state is not base]
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
@@ -99,6 +99,12 @@ def check_rows(value: Any, num_held: int) -> None:
 def of_clients(value: Any) -> frozenset[str]:
     """Return the names of the attributes of an object that belong to clients; see `Stateful.keep_client`."""
     return frozenset(vars(value).get("_of_clients", ())) if isinstance(value, Stateful) else frozenset()
+
+
+def with_extra_state(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (path, module) of the submodules that define `get_extra_state`."""
+    base = nn.Module.get_extra_state
+    return [(path, own) for path, own in module.named_modules() if type(own).get_extra_state is not base]
 
 
 def name_of(cls: type) -> str:

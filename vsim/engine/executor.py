@@ -265,9 +265,7 @@ class Executor(ABC):
     ) -> Any:
         """Return function(model, batch) of the model as in `evaluate`, with shared weights (P,) and buffers."""
         objective = objective or self.for_evaluation()
-        own_buffers = {name: b.clone() for name, b in buffers.items()}
-        parameters = {name: aligned(w) for name, w in self.replicas.views(weights.clone()).items()}
-        with drawing_from(stream), self._precision(), objective.placed(parameters, own_buffers):
+        with self._placed(objective, weights.clone(), buffers, stream, requires_grad=False):
             return function(objective.model, as_given(cloned(batch)))
 
     def for_evaluation(self, row: int = 0) -> Objective:
@@ -294,7 +292,7 @@ class Executor(ABC):
             return
         at_first, copies = version(weights), weights.clone()
         yield
-        self._writes_in_evaluation = version(weights) != at_first or not _equal_bits(weights, copies)
+        self._writes_in_evaluation = version(weights) != at_first or not torch.equal(bits_of(weights), bits_of(copies))
         if self._writes_in_evaluation:
             shared = weights.stride(0) == 0  # one row for all
             (weights[:1] if shared else weights).copy_(copies[:1] if shared else copies)
@@ -310,16 +308,31 @@ class Executor(ABC):
         outcomes = []
         state = stream.get_state()
         for row, own_weights in enumerate(weights):
-            own_buffers = {n: b[row].clone() for n, b in buffers.items()}
             stream.set_state(state)
-            # Parameters, also to an operation that asks whether they need a gradient, as recurrent ones do.
-            parameters = {
-                name: aligned(w).detach().requires_grad_() for name, w in self.replicas.views(own_weights).items()
-            }
-            with drawing_from(stream), self._precision(), objective.placed(parameters, own_buffers):
+            with self._placed(objective, own_weights, {n: b[row] for n, b in buffers.items()}, stream):
                 outcomes.append(objective(cloned(batch), True))
         accuracies = [a for _, a in outcomes if a is not None]
         return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None
+
+    @contextmanager
+    def _placed(
+        self,
+        objective: Objective,
+        weights: Tensor,
+        buffers: Views,
+        stream: torch.Generator,
+        requires_grad: bool = True,
+    ) -> Iterator[None]:
+        """Place weights (P,) and copies of buffers in a model, which draws from `stream` within the block.
+
+        Args:
+            requires_grad: of the parameters; some operations, such as recurrent ones, read it.
+        """
+        views = self.replicas.views(weights)
+        parameters = {name: aligned(w).detach().requires_grad_(requires_grad) for name, w in views.items()}
+        own_buffers = {name: b.clone() for name, b in buffers.items()}
+        with drawing_from(stream), self._precision(), objective.placed(parameters, own_buffers):
+            yield
 
     def _precision(self) -> AbstractContextManager[Any]:
         if not self.settings.autocast:
@@ -430,10 +443,6 @@ def write_or_add(grads: list[Tensor], pieces: Sequence[Tensor], first: bool) -> 
     elsewhere = [(g, p) for g, p in zip(grads, pieces, strict=True) if g.data_ptr() != p.data_ptr()]
     if elsewhere:
         torch._foreach_copy_([g for g, _ in elsewhere], [p for _, p in elsewhere])
-
-
-def _equal_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(bits_of(one), bits_of(other))
 
 
 class SharedState:

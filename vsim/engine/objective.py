@@ -29,7 +29,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from vsim.arguments import retold
 from vsim.cluster.randomness import GENERATORS
-from vsim.cluster.state import CheckpointError
+from vsim.cluster.state import CheckpointError, with_extra_state
 from vsim.private_torch import hooks_of, is_wrapped, tensor_tables, version
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -117,8 +117,8 @@ class Objective(nn.Module):
 
     def unsaved(self) -> list[str]:
         """Return what it changes that no `get_extra_state` holds."""
-        holding = {f"model.{path}".rstrip(".") for path, _ in _with_extra_state(self.model)}
-        return [name for name in self.changes or () if not any(_is_in(name, path) for path in holding)]
+        holding = {f"model.{path}".rstrip(".") for path, _ in with_extra_state(self.model)}
+        return [name for name in self.changes or () if name.rpartition(".")[0] not in holding]
 
     def check_portable(self) -> None:
         """Check that rows may be given to other nodes.
@@ -134,7 +134,7 @@ class Objective(nn.Module):
 
     def extra_states(self, rows: Iterable[int]) -> list[dict[str, Any]]:
         """Return for each row: path of a module → its `get_extra_state()`, where it defines one."""
-        return [{p: m.get_extra_state() for p, m in _with_extra_state(self.of_row(row).model)} for row in rows]
+        return [{p: m.get_extra_state() for p, m in with_extra_state(self.of_row(row).model)} for row in rows]
 
     def set_extra_states(self, rows: Sequence[int], states: Sequence[Mapping[str, Any]]) -> None:
         """Restore what `extra_states` returned, in a run that resumes."""
@@ -401,15 +401,6 @@ def _is_attached(value: Any) -> bool:
 def _assigned(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Return (path, name) → value of the attributes of a model's modules, parameters and the like left out."""
     return {(p, k): v for p, m in model.named_modules() for k, v in vars(m).items() if k not in _COMMON}
-
-
-def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(p, m) for p, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
-
-
-def _is_in(name: str, path: str) -> bool:
-    """Whether an attribute is one of the module at a path itself."""
-    return name.rpartition(".")[0] == path
 
 
 # Why a batch was not taken --------------------------------------------------------------------------------------------
