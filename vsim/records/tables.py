@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,6 +18,7 @@ _MARKDOWN = ("github", "pipe")
 _PERCENT, _TIMES = ("accuracy", "utilization"), ("times less than AllReduce",)
 # Columns that a table has only when it is asked for them: with all of them it is wider than a page.
 _ON_DEMAND = ("payload MB/node", "validation seconds")
+_PAGE = 100  # characters
 
 
 class Marks(NamedTuple):
@@ -46,8 +48,8 @@ def text_table(
         rows: column → number or text, NaN: a dash; "<column> std" is the standard deviation of a column's number.
         format: one of tabulate's, such as "simple", "github", "html" or "latex_booktabs".
         titles: columns that are always shown, in front.
-        columns: the other columns to show, in this order; default: all but payload, seconds of validation, and the
-            perplexity of a classifier.
+        columns: the other columns to show, in this order; default: all but payload, seconds of validation, the
+            perplexity of a classifier. Notes stand below a text table that would be wider than a page with them.
         digits: after the point, for all columns or by column; default by column.
         marks: a † at what cannot be told from the best, which is bold in LaTeX, and a line below that explains it.
 
@@ -62,13 +64,19 @@ def text_table(
     for name in [*(columns or ()), *given]:
         one_of("a column", name, known)
     own = {name: whole_number("digits", n, at_least=0) for name, n in given.items() if n is not None}
+    below, asked = list[str](), columns
     if columns is None:
         left_out = (*_ON_DEMAND, "perplexity") if "accuracy" in known else _ON_DEMAND
         columns = [name for name in known if name not in left_out]
     shown = [*titles, *(name for name in columns if name not in titles)]
     cells = [[_cell(key, row[key], row.get(f"{key} std"), own.get(key)) for key in shown] for row in rows]
+    widths = [max(map(len, column)) + 2 for column in zip(shown, *cells, strict=True)]
+    if asked is None and shown[-1:] == ["note"] and format == "simple" and sum(widths) - 2 > _PAGE:
+        names = [", ".join(row[: len(titles)]) for row in cells]
+        below = [f"{name}: {row[-1]}" for name, row in zip(names, cells, strict=True) if row[-1]]
+        cells, shown = [row[:-1] for row in cells], shown[:-1]
     if marks is None:
-        return aligned(cells, shown, format, len(titles))
+        return _with_notes(aligned(cells, shown, format, len(titles)), below, format)
     latex, place = format.startswith("latex"), shown.index(marks.column)
     for i, row in enumerate(cells):
         if i in marks.undecided:
@@ -78,14 +86,19 @@ def text_table(
     table = aligned(cells, shown, format, len(titles))
     for mark, command in ((_DAGGER, r"$^{\dagger}$"), (_BOLD, r"\textbf{"), (_END, "}")):
         table = table.replace(mark, command)
-    note = "" if marks.tested else "one seed: no interval says whether losses differ"
     if marks.undecided:
-        note = "† not told from the best by these seeds (p > 0.05, paired t-test, Holm)"
-    if not note:
-        return table
+        below.append("† not told from the best by these seeds (p > 0.05, paired t-test, Holm)")
+    elif not marks.tested:
+        below.append("one seed: no interval says whether losses differ")
+    return _with_notes(table, below, format)
+
+
+def _with_notes(table: str, notes: Sequence[str], format: str) -> str:
+    """Return a table with lines of text below it."""
     if "html" in format:
-        return f"{table}\n<p>{note}</p>"
-    return f"{table}\n{'% ' if latex else chr(10) if format in _MARKDOWN else ''}{note}"
+        return "\n".join([table, *(f"<p>{html.escape(note)}</p>" for note in notes)])
+    begin = "% " if format.startswith("latex") else "\n" if format in _MARKDOWN else ""
+    return "\n".join([table, *(begin + " ".join(note.split()) for note in notes)])
 
 
 def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, left: int | None = None) -> str:
