@@ -17,7 +17,7 @@ _BOLD, _END, _DAGGER = "\ue000", "\ue001", "\ue002"
 _MARKDOWN = ("github", "pipe")
 _PERCENT, _TIMES = ("accuracy", "utilization"), ("times less than AllReduce",)
 # Columns that a table has only when it is asked for them: with all of them it is wider than a page.
-_ON_DEMAND = ("payload MB/node", "validation seconds")
+_ON_DEMAND = ("perplexity", "payload MB/node", "validation seconds")
 _PAGE = 100  # characters
 
 
@@ -48,8 +48,8 @@ def text_table(
         rows: column → number or text, NaN: a dash; "<column> std" is the standard deviation of a column's number.
         format: one of tabulate's, such as "simple", "github", "html" or "latex_booktabs".
         titles: columns that are always shown, in front.
-        columns: the other columns to show, in this order; default: all but payload, seconds of validation, the
-            perplexity of a classifier. Notes stand below a text table that would be wider than a page with them.
+        columns: the other columns to show, in this order; default: all but payload, perplexity and seconds of
+            validation. Notes stand below a text table that would be wider than a page with them.
         digits: after the point, for all columns or by column; default by column.
         marks: a † at what cannot be told from the best, which is bold in LaTeX, and a line below that explains it.
 
@@ -66,8 +66,7 @@ def text_table(
     own = {name: whole_number("digits", n, at_least=0) for name, n in given.items() if n is not None}
     below, asked = list[str](), columns
     if columns is None:
-        left_out = (*_ON_DEMAND, "perplexity") if "accuracy" in known else _ON_DEMAND
-        columns = [name for name in known if name not in left_out]
+        columns = [name for name in known if name not in _ON_DEMAND]
     shown = [*titles, *(name for name in columns if name not in titles)]
     cells = [[_cell(key, row[key], row.get(f"{key} std"), own.get(key)) for key in shown] for row in rows]
     widths = [max(map(len, column)) + 2 for column in zip(shown, *cells, strict=True)]
