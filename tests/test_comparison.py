@@ -6,9 +6,11 @@ import base64
 import csv
 import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from compared import STEPS, compared, three_strategies
@@ -16,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vsim
+from vsim.data import digits, partition
 from vsim.models import MLP
 from vsim.records.history import COLUMNS, History
 from vsim.records.plots import COLOURS, X_AXES, bands, looks_of, overview
@@ -70,7 +73,7 @@ def test_to_pandas_and_to_csv_agree(comparison: vsim.Comparison, tmp_path: Path)
         assert np.array_equal(written, frame[column].to_numpy(dtype=float), equal_nan=True)
 
 
-@pytest.mark.parametrize("x", [x for x in X_AXES if x != "tokens"])  # images have none
+@pytest.mark.parametrize("x", [x for x in X_AXES if x not in ("tokens", "round")])  # images have none
 def test_plot_draws_the_columns(comparison: vsim.Comparison, x: str) -> None:
     import matplotlib.pyplot as plt
 
@@ -427,3 +430,53 @@ def test_what_a_loss_takes() -> None:
     assert all(math.isnan(row["steps to 1"]) for row in others)  # of late one seed does
     table = {line.split()[0]: line for line in runs.table(loss=1.0).splitlines()[2:]}
     assert "8 ± 4" in table["good"] and table["late"].count("1 of 2 runs") == 2 and table["no"].count("never") == 2
+
+
+@pytest.fixture(scope="module")
+def cohorts() -> vsim.Comparison:
+    """Cohorts of 6 out of 60 clients, 8 rounds of 5 steps."""
+    train, val = digits()
+    return vsim.compare(
+        MLP(hidden=(16,), seed=0),  # 1210 parameters, 4840 bytes
+        partition(train, 60, "iid", seed=0),
+        val,
+        strategies={"FedAvg": FedAvgStrategy(H=5, lr=1e-2)},
+        participation=vsim.Sample(6, of=60),
+        seeds=[0, 1],
+        **{"num_nodes": 6, "max_steps": 40, "val_interval": 5, "val_size": 32, "progress": False},
+    )
+
+
+def test_bytes_of_cohorts_are_means_over_all_clients(cohorts: vsim.Comparison) -> None:
+    (row,) = cohorts.rows()
+    size, rounds = 4840, 8
+    ring = 2 * 5 * size * rounds  # of the six nodes of a cohort together
+    assert row["wire MB/client"] == pytest.approx(ring / 60 / 1e6)
+    assert row["payload MB/client"] == pytest.approx(6 * size * rounds / 60 / 1e6)
+    assert row["server MB"] == pytest.approx(6 * size * rounds / 1e6)  # every client of a cohort fetches the weights
+    busiest = [run.ledger.node_wire_bytes.max() / 1e6 for run in cohorts.runs("FedAvg")]
+    assert row["busiest client MB"] == pytest.approx(statistics.fmean(busiest)) and min(busiest) > row["wire MB/client"]
+    assert row["times less than AllReduce"] == pytest.approx(5)
+    # None of them is a matter of which clients were drawn.
+    assert not {"wire MB/client std", "server MB std", "times less than AllReduce std"} & row.keys()
+    assert "server MB" in cohorts.table() and "busiest" not in cohorts.table()
+    first = cohorts.runs("FedAvg")[0].history
+    (target,) = (loss for step, loss in zip(*first.measured("step", "global_loss"), strict=True) if step == 20)
+    own = cohorts[["FedAvg"]]
+    own._runs = {"FedAvg": own.runs("FedAvg")[:1]}
+    assert own.rows(float(target))[0][f"wire MB to {target:g}"] == pytest.approx(ring / 2 / 60 / 1e6)
+
+
+def test_cohorts_are_priced_with_a_server(cohorts: vsim.Comparison) -> None:
+    text, compute = "100 Mbit/s, 20 ms", 0.1
+    (row,), (ring,) = (cohorts.rows(network=network, compute=compute) for network in (text, f"{text}, ring"))
+    (own,) = cohorts.rows(network=vsim.Network("100 Mbit/s", "20 ms", collective="server"), compute=compute)
+    assert row["hours"] == own["hours"] != ring["hours"]
+
+
+def test_cohorts_are_drawn_against_rounds(cohorts: vsim.Comparison, comparison: vsim.Comparison) -> None:
+    (line, *_) = cohorts.plot(x="round").get_lines()
+    np.testing.assert_array_equal(np.asarray(line.get_xdata()), range(9))
+    with pytest.raises(ValueError, match="x='round' needs participation="):
+        comparison.plot(x="round")
+    plt.close("all")

@@ -123,15 +123,19 @@ class Network:
         self._server = None if server is None else bits_per_second("server", server)
 
     @classmethod
-    def parse(cls, text: str) -> Network:
+    def parse(cls, text: str, collective: str = "ring") -> Network:
         """Return the network that a text "bandwidth, latency, collective" describes; only the first is required.
+
+        Args:
+            text: such as "200 Mbit/s, 50 ms, tree".
+            collective: where the text names none.
 
         >>> Network.parse("200 Mbit/s, 50 ms, tree")
         Network(200 Mbit/s, 50 ms, tree)
         """
         first, *rest = (part.strip() for part in str(text).split(","))
         named = rest and (rest[-1] in ALGORITHMS or not any(letter.isdigit() for letter in rest[-1]))
-        collective = one_of("collective", rest.pop(), ALGORITHMS) if named else "ring"
+        collective = one_of("collective", rest.pop(), ALGORITHMS) if named else collective
         if len(rest) > 1:
             raise ValueError(
                 f"a network is 'bandwidth, latency, collective', such as '200 Mbit/s, 50 ms', got {text!r}"
@@ -139,13 +143,17 @@ class Network:
         return cls(first, *rest, collective=collective)
 
     @classmethod
-    def of(cls, given: Network | str | float | None) -> Network:
-        """Return `given` if it is a network; parse a text, and take a number as the bandwidth."""
+    def of(cls, given: Network | str | float | None, collective: str = "ring") -> Network:
+        """Return `given` if it is a network; parse a text, and take a number as the bandwidth.
+
+        Args:
+            collective: where `given` names none.
+        """
         if given is None:
             raise TypeError("network is missing: give a Network, or text such as '200 Mbit/s, 50 ms'")
         if isinstance(given, Network):
             return given
-        return cls.parse(given) if isinstance(given, str) else cls(given)
+        return cls.parse(given, collective) if isinstance(given, str) else cls(given, collective=collective)
 
     @classmethod
     def between(cls, bandwidth: Sequence[Any], latency: Sequence[Any] | float | str = 0, **options: Any) -> Network:

@@ -453,7 +453,9 @@ class Comparison(Mapping[str, ComparedRun]):
         """What hours are derived from: what is given, or else the comparison's own; None: nothing."""
         network = self.network if network is None else network
         compute = self.compute if compute is None else compute
-        return None if network is None and compute is None else (Network.of(network), Compute.of(compute))
+        if network is None and compute is None:
+            return None
+        return Network.of(network, "server" if self._of_clients else "ring"), Compute.of(compute)
 
     def _must_be_priced(self, network: AnyNetwork, compute: AnyCompute) -> tuple[Network, Compute]:
         return self._priced(network, compute) or (Network.of(None), Compute.of(None))  # which raises
@@ -465,8 +467,10 @@ class Comparison(Mapping[str, ComparedRun]):
 
         Losses are the last measured: of the global model on the validation data, or without any, the mean training
         loss of the last tenth of the run; NaN of a run that diverged. `times less than AllReduce` is what AllReduce
-        sends on the wire in as many steps over what this one did, NaN where nothing was sent. With several seeds every
-        number is the mean over those whose runs ended (all, if none did), and where it is not the same for all,
+        sends on the wire in as many steps over what this one did, NaN where nothing was sent. Of cohorts of clients,
+        bytes are means over all clients, next to the busiest client's and the server's, and a network's collectives go
+        through a server if its text names no other algorithm. With several seeds every number is the mean over those
+        whose runs ended (all, if none did), and where it is not the same for all,
         "<column> std" follows: the standard deviation of the sample.
 
         Args:
@@ -547,8 +551,8 @@ class Comparison(Mapping[str, ComparedRun]):
         """Draw the loss of every strategy.
 
         Args:
-            x: against "step", "examples", "tokens"; "payload" or "wire", bytes per node on a logarithmic axis; "time",
-                that of a network; or "seconds", those of the simulation.
+            x: against "step", "examples", "tokens"; "round", of a run with `participation`; "payload" or "wire", bytes
+                per node on a logarithmic axis; "time", that of a network; or "seconds", those of the simulation.
             y: a column of `History`; default the global validation loss, or the training loss without validation.
             ax: where; default a new figure.
             logy: whether y is logarithmic, too.
@@ -608,18 +612,26 @@ class Comparison(Mapping[str, ComparedRun]):
         numbers["perplexity"] = math.inf if loss >= 700 else math.exp(loss)
         if self._validated and any(not math.isnan(h.last("global_accuracy")) for h in self._all_histories()):
             numbers["accuracy"] = math.nan if run.diverged_at is not None else history.last("global_accuracy")
-        wire = history.last("wire_bytes")
-        numbers["wire MB/node"] = wire / 1e6
-        numbers["payload MB/node"] = history.last("payload_bytes") / 1e6
-        of_allreduce = self.allreduce_bytes * steps * float(traffic("all_reduce", history.num_nodes).busiest)
-        numbers["times less than AllReduce"] = of_allreduce / wire if wire else math.nan
+        ledger, everyone = history.ledger, traffic("all_reduce", history.num_nodes)
+        if self._of_clients:  # the busiest client's bytes depend on the draw of clients; the mean does not
+            sent, of_allreduce = ledger.total_wire_bytes, float(everyone.total)
+            numbers["wire MB/client"] = sent / ledger.num_nodes / 1e6
+            numbers["payload MB/client"] = float(ledger.node_payload_bytes.mean()) / 1e6
+            numbers["busiest client MB"] = ledger.wire_bytes / 1e6
+            numbers["server MB"] = ledger.server_wire_bytes / 1e6
+        else:
+            sent, of_allreduce = history.last("wire_bytes"), float(everyone.busiest)
+            numbers["wire MB/node"] = sent / 1e6
+            numbers["payload MB/node"] = history.last("payload_bytes") / 1e6
+        of_allreduce *= self.allreduce_bytes * steps
+        numbers["times less than AllReduce"] = of_allreduce / sent if sent else math.nan
         numbers["seconds"] = history.last("seconds")
         if self._validated:
             numbers["validation seconds"] = history.last("validation_seconds")
         if target is not None:
             first = history.crossing(target, self._loss_column).step
             numbers |= {f"steps to {target:g}": first}
-            numbers |= {f"wire MB to {target:g}": history.at_step(first, "wire_bytes") / 1e6}
+            numbers |= {f"wire MB to {target:g}": self._wire_bytes_at(history, first) / 1e6}
         if priced is not None:
             timeline = history.time(*priced)
             numbers |= {"hours": float(timeline.seconds[-1]) / 3600, "utilization": timeline.utilization}
@@ -629,6 +641,17 @@ class Comparison(Mapping[str, ComparedRun]):
                 known = not math.isnan(first)
                 numbers[f"hours to {target:g}"] = timeline.seconds[int(first)] / 3600 if known else math.nan
         return numbers
+
+    @property
+    def _of_clients(self) -> bool:
+        """Whether cohorts of a larger population trained."""
+        return any(history.ledger.num_nodes > history.num_nodes for history in self._all_histories())
+
+    def _wire_bytes_at(self, history: History, step: float) -> float:
+        """Return a node's bytes on the wire up to a step: the busiest node's, of cohorts a client's mean."""
+        if not self._of_clients or math.isnan(step):
+            return history.at_step(step, "wire_bytes")
+        return sum(event.total_wire_bytes for event in history.ledger if event.step <= step) / history.ledger.num_nodes
 
     def _loss(self, run: ComparedRun) -> float:
         if run.diverged_at is not None:

@@ -203,10 +203,24 @@ X_AXES = {
     "step": XAxis("step", 1, "step"),
     "examples": XAxis("examples", 1, "examples"),
     "tokens": XAxis("tokens", 1, "tokens"),
+    "round": XAxis(lambda history: rounds(history), 1, "round"),
     "payload": XAxis("payload_bytes", 1e6, "payload communicated per node (MB)", True),
     "wire": XAxis("wire_bytes", 1e6, "sent on the wire per node (MB)", True),
     "seconds": XAxis("seconds", 1, "seconds of the simulation"),
 }
+
+
+def rounds(history: History) -> NDArray[np.float64]:
+    """Return how many rounds were complete at every row of a run with `participation`.
+
+    A round is a segment of the ledger's attendance, a part of which counts as a fraction.
+    """
+    segments = history.ledger.attendance
+    bounds = [0, *(segment.last for segment in segments)]
+    steps: NDArray[np.float64] = np.interp(history["step"], bounds, range(len(bounds)))
+    return steps
+
+
 _TIMES = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 Y_LABELS = {
     "global_loss": "validation loss",
@@ -275,6 +289,8 @@ def bands(
     assert ax is not None
     if x == "tokens" and lists and not any(h.last("tokens") > 0 for histories in lists.values() for h in histories):
         raise ValueError("x='tokens' needs batches that hold token ids; x='examples' is there for all data")
+    if x == "round" and not all(h.ledger.attendance for histories in lists.values() for h in histories):
+        raise ValueError("x='round' needs participation=, which has rounds; x='step' is there for all runs")
     silent, drawn, thin = [], [], len(runs) > MANY
     for i, (name, histories) in enumerate(lists.items()):
         xs, mean, deviation = _points(histories, axis, y)

@@ -17,7 +17,7 @@ _BOLD, _END, _DAGGER = "\ue000", "\ue001", "\ue002"
 _MARKDOWN = ("github", "pipe")
 _PERCENT, _TIMES = ("accuracy", "utilization"), ("times less than AllReduce",)
 # Columns that a table has only when it is asked for them: with all of them it is wider than a page.
-_ON_DEMAND = ("perplexity", "payload MB/node", "validation seconds")
+_ON_DEMAND = ("perplexity", "payload MB/node", "payload MB/client", "busiest client MB", "validation seconds")
 _PAGE = 100  # characters
 
 
