@@ -13,6 +13,7 @@ import torch
 from documents import ROOT, blocks, run_page
 from torch import Tensor
 
+import vsim
 import vsim.strategy
 from vsim import Trainer
 from vsim.data import digits
@@ -200,3 +201,27 @@ def test_they_are_short_and_they_learn(name: str) -> None:
     trainer = run(defined(name)(lr=1e-2), max_steps=60)
     losses = trainer.history["global_loss"]
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.slow
+def test_the_map_is_that_of_a_validation_at_every_step(readme: dict[str, Any]) -> None:
+    """Cells that name one strategy name the one that a search over all steps finds, cell by cell."""
+    shown = readme["comparison"].winners(loss=1.0, compute=0.8)
+    every = vsim.compare(
+        readme["CNN"](seed=0),
+        *(readme["train"], readme["val"]),
+        strategies=readme["strategies"],
+        **{"num_nodes": 8, "max_steps": 100, "val_interval": 1, "progress": False},
+    )
+    steps = {}
+    for name in every:
+        measured, losses = every[name].history.measured("step", "global_loss")
+        steps[name] = int(measured[losses <= 1.0][0])
+    certain = 0
+    for row, latency in list(zip(shown.first, shown.latencies, strict=True))[::4]:
+        for bandwidth, names in list(zip(shown.bandwidths, row, strict=True))[::4]:
+            network = vsim.Network(float(bandwidth), float(latency))
+            took = {name: every[name].history.time(network, 0.8).seconds[at] for name, at in steps.items()}
+            assert min(took, key=took.__getitem__) in names
+            certain += len(names) == 1
+    assert certain > 50
