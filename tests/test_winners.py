@@ -351,6 +351,8 @@ def test_at_another_size_losses_stay_and_bytes_are_those_of_that_model(tmp_path:
     loss = float(small["AllReduce"].history["global_loss"][3])
     title = large.winners(loss, [1e9, 1e11], [0.001], 0.8).plot().get_title("left")
     assert title.startswith("first to loss") and "5.2 GB" in title and "0.10 MB" in title
+    large.to_json(tmp_path / "large.json")
+    assert repr(vsim.Comparison.from_json(tmp_path / "large.json")) == repr(large)  # both sizes in the title
     small.to_json(tmp_path / "small.json")
     again = vsim.Comparison.from_json(tmp_path / "small.json")
     if again["DiLoCo"].strategy is None:

@@ -223,8 +223,10 @@ class Comparison(Mapping[str, ComparedRun]):
     def _as_plain(self) -> dict[str, Any]:
         runs = [{"strategy": name, **run.as_plain()} for name, runs in self._runs.items() for run in runs]
         priced = {key: None if own is None else own.as_plain() for key, own in self._priced_on.items()}
-        tuned = {name: sweep._as_plain() for name, sweep in self.tuned.items()}
-        return {"allreduce_bytes": self.allreduce_bytes, "runs": runs, **priced, **({"tuned": tuned} if tuned else {})}
+        more: dict[str, Any] = {"tuned": {name: sweep._as_plain() for name, sweep in self.tuned.items()}}
+        more["measured_bytes"] = self._measured_bytes
+        own = {key: value for key, value in more.items() if value}
+        return {"allreduce_bytes": self.allreduce_bytes, "runs": runs, **priced, **own}
 
     @property
     def _priced_on(self) -> dict[str, Network | Compute | None]:
@@ -238,6 +240,7 @@ class Comparison(Mapping[str, ComparedRun]):
             comparison.compute = Compute.from_plain(content["compute"])
         for run in content["runs"]:
             comparison.add(run["strategy"], ComparedRun.from_plain(run))
+        comparison._measured_bytes = content.get("measured_bytes")
         for name, sweep in content.get("tuned", {}).items():
             comparison.tuned[name] = _KINDS["Sweep"]._from_plain(sweep)
         return comparison
