@@ -57,7 +57,7 @@ def compare(
         num_nodes: K.
         seeds: train every strategy once with each seed, instead of once with `seed`: tables then show mean ± standard
             deviation, and figures bands.
-        logger, run_name, wandb_project: as of `Trainer.fit`. Every strategy is a run of its own, called
+        logger, run_name, wandb_project: see `Trainer.fit`. Every strategy is a run of its own, called
             "<run_name>/<name of the strategy>", which is also its folder; the default run name is date and time.
             vsim's own loggers are copied for every run; an object of your own hears all runs, step by step.
         together: train all runs at the same time, in groups that fit into half of the free memory, or into the share
@@ -71,7 +71,7 @@ def compare(
             `Trainer.fit` can read. All are saved at the end, when interrupted, and every `checkpoint_interval` steps.
         resume: resume the comparison in `save_dir` from the last step at which all of its runs were saved, bitwise
             equal to one that was never stopped.
-        network, compute: what hours are derived from, as of `vsim.timeline`; kept in the comparison, whose tables then
+        network, compute: what hours are derived from, see `vsim.timeline`; kept in the comparison, whose tables then
             show hours and utilization. They can be given afterwards, too; but asynchronous strategies train by
             them.
         options: every other argument of `Trainer.fit`, the same for all.

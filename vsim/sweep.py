@@ -14,7 +14,7 @@ from vsim.records.sweep import Sweep
 from vsim.strategy.base import Strategy
 from vsim.training.spec import takes_options
 
-# Arguments of a run that may be settings, beside those of the strategy.
+# Arguments of a run that may be settings, besides the strategy's.
 OF_THE_RUN = ("num_nodes", "batch_size")
 
 
@@ -34,7 +34,7 @@ def sweep(
     """Train with every combination of settings and every seed, under identical conditions.
 
     Args:
-        model, train_dataset, val_dataset, seeds: as of `compare`.
+        model, train_dataset, val_dataset, seeds: see `compare`.
         strategy: a class of strategies, or a function that returns one.
         settings: its arguments by name, and `num_nodes` and `batch_size` if they vary. A list is varied, anything else
             is the same for all; a value that is itself a list is put in a list. See `vsim.grid`.

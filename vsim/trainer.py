@@ -48,7 +48,7 @@ class Trainer:
             `loss`; with `loss_fn`, `model(x)` returns outputs. It is not changed: every `fit` starts from its weights.
         train_dataset: a map-style dataset, which the nodes share as DistributedSampler would, or a function
             f(rank, num_nodes, train_dataset: bool) that returns the dataset of one node.
-        val_dataset: likewise; a function is asked for that of rank 0. None: no validation.
+        val_dataset: a dataset or factory, which is called for rank 0. None: no validation.
         loss_fn: f(outputs, y) → scalar loss of a batch (x, y).
         device: where to train by default. None: cuda, else mps, else cpu. devices: with backend="process", where the
             nodes train by default; see `fit`.
@@ -173,7 +173,7 @@ class Trainer:
                 512. Samples are the same for all runs, whatever their seed.
             val_interval: steps between validations (None: first and last only).
             seed: everything random follows from it. The process's own random state is not touched.
-            participation: who takes part in which steps: `vsim.Sample`, `Dropout`, `Schedule`, `Trace`, or a rule for
+            participation: which nodes take part when: `vsim.Sample`, `Dropout`, `Schedule`, `Trace`, or a rule for
                 stragglers; see `vsim.cluster.participation`. None: all nodes in all steps.
             device: as of Trainer, which it overrides.
             autocast: compute in bfloat16 where torch.autocast does; weights stay as they are.

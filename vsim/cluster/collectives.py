@@ -4,7 +4,7 @@ Every collective takes a *stacked* tensor (R, …): a row for each node held her
 is equal on all nodes comes back once, as a *shared* tensor; one that differs between nodes comes back stacked. What
 comes back has memory of its own, as what has travelled has. This is where the ledger is written, and nowhere else.
 
-`among=` says who takes part. Who does not neither sends nor pays, and its row of the result is as it was.
+`among=` lists the nodes that take part. Other nodes neither send nor pay, and keep their rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vsim.cluster.reductions import check_reduction, groups_of, is_whole, pairs_
 Nodes = Sequence[int] | Tensor | None  # their numbers; None: all
 Among = Nodes | Sequence[Sequence[int] | Tensor]
 Pairs = Sequence[tuple[int, int]] | Tensor
-Bytes = float | None  # None: those of the tensor as it is
+Bytes = float | None  # None: the tensor's own
 Finish = Callable[[], Tensor]  # waits for what was issued, and returns the result
 Merge = Callable[[Tensor, Tensor | None], Tensor]  # rows (n, …), weights (n,) that sum to 1, or None → (…)
 COLLECTIVES = ("all_reduce", "merge", "all_gather", "all_to_all", "broadcast", "send", "push", "pull")
@@ -89,7 +89,7 @@ class Collectives(ABC):
     Nodes are numbered from 0 to n − 1 here, in the order of `active`.
 
     Attributes:
-        active: who takes part now, as the ledger numbers them. num_nodes: n of them. nodes: those held here, R.
+        active: the nodes that take part now, by their number in the ledger. num_nodes: n. nodes: the R held here.
         ledger: where calls are recorded.
         step, moment: the step that calls now belong to, and whether they come before its optimizer step, "gradients",
             or after it, "weights"; the cluster and the strategy set them.
@@ -105,7 +105,7 @@ class Collectives(ABC):
         self._delay = 0
 
     def attend(self, active: Sequence[int]) -> None:
-        """Let these take part from now on, as the ledger numbers them."""
+        """Set the nodes that take part from now on, by their number in the ledger."""
         self.num_nodes, everyone = len(active), range(self.ledger.num_nodes)
         self.active = everyone if len(active) == len(everyone) and list(active) == list(everyone) else active
 
@@ -155,7 +155,7 @@ class Collectives(ABC):
         Args:
             stacked: (R, …).
             function: of dense rows (n, …) and weights (n,), None where there are none → (…).
-            among, weights, the result: as of `all_reduce`.
+            among, weights, the result: see `all_reduce`.
         """
         groups = [range(self.num_nodes)] if among is None else groups_of(among, self.num_nodes)
         shares = [shares_of(weights, group, self.num_nodes) for group in groups]
@@ -277,14 +277,14 @@ class Collectives(ABC):
     def start(
         self, collective: str | Callable[..., Tensor], *arguments: Any, delay: int = 0, **options: Any
     ) -> Pending:
-        """Hand tensors to a collective, and take its result later, while training goes on.
+        """Hand tensors to a collective, and take its result later, while training continues.
 
-        The values that travel are those of now. The simulator computes the result at once; processes send meanwhile.
+        Present values are sent. The simulator computes the result at once; processes send meanwhile.
 
         Args:
             collective: the name of a method here; or a function that communicates through this object, such as a
                 compressor's exchange of several messages, for which processes wait at once: what they send later
-                depends on what they got. arguments, options: those of the method or function.
+                depends on what they got. arguments, options: of the method or function.
             delay: steps until the result is taken, at least 0. The ledger has the step as `due`, also that of a result
                 which a run never gets to.
         """
@@ -365,7 +365,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def anew(self, active: Sequence[int]) -> Collectives:
-        """Return the collectives of those who take part from now on, recorded in the same ledger."""
+        """Return collectives of the nodes that take part from now on, recorded in the same ledger."""
 
     @abstractmethod
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:

@@ -1,4 +1,4 @@
-"""Who takes part in which steps: all nodes, a cohort of a population, those that have not failed or come too late.
+"""Which nodes take part in which steps: all, a cohort of a population, or all that have not failed or are late.
 
 A node that does not take part neither steps, counts, draws nor sends. Who takes part is decided beforehand, from the
 seed: a `Plan` is a sequence of `Segment`s, in each of which the same nodes take part.
@@ -60,7 +60,7 @@ class Participation(ABC):
 
 
 class Dropout(Participation):
-    """Every node is missing from a round with probability p, drawn anew each round; one at least is there.
+    """Each node misses a round with probability p, drawn each round; at least one node takes part.
 
     Args:
         p: in [0, 1).
@@ -186,7 +186,7 @@ def _events(file: Any) -> Iterator[tuple[int, int, str]]:
 
 
 class Stragglers(Participation):
-    """A rule for nodes that are slow: whose work of a round counts. The others' is lost, and they begin the next anew.
+    """A rule for slow nodes: which nodes' work of a round counts. Late work is lost; its nodes then start again.
 
     It needs `fit(compute=…)`: a node arrives when it has computed the round's steps, or its epochs. As `participation`
     of all nodes a round is from one sync of the strategy to the next; as `Sample(stragglers=…)` it is the cohort's.
@@ -213,7 +213,7 @@ class Stragglers(Participation):
             yield self.segment(Segment(first, last, everyone), given.num_nodes, given)
 
     def segment(self, drawn: Segment, wanted: int, given: Round, local: NDArray[np.int64] | None = None) -> Segment:
-        """Return a segment with those of its nodes whose work counts; `local` (N,): the steps that each has to do."""
+        """Return a segment with the nodes whose work counts; `local` (N,): the steps that each has to do."""
         if given.seconds is None:
             raise TypeError(
                 f"{type(self).__name__} needs compute seconds: fit(…, compute=Compute(seconds_per_step, …))"
@@ -257,7 +257,7 @@ class DropSlowest(Stragglers):
 
 
 class OverCommit(Stragglers):
-    """More clients are drawn than are wanted, and the round ends when so many have arrived; for `Sample`.
+    """Draw more clients than wanted, and end the round when the wanted number have arrived; for `Sample`.
 
     Args:
         factor: clients drawn for each one wanted, > 1 [Bonawitz et al. 2019, arXiv:1902.01046: 1.3].
@@ -275,7 +275,7 @@ class OverCommit(Stragglers):
 
 
 class Sample(Participation):
-    """Cohorts: each round n rows serve n clients of a population of N, drawn anew without replacement.
+    """Cohorts: each round n rows serve n clients of a population of N, drawn each round without replacement.
 
     A client starts a round from the global weights, with a fresh inner optimizer, where it left off in its own data,
     with its own lasting state (`keep_client` of `vsim.cluster.state.Stateful`) and random stream. With n = N there are

@@ -58,7 +58,7 @@ class Executor(ABC):
     Attributes:
         name: its name in the history.
         reason: why it was chosen, if there was a choice.
-        preparing: what the next step does beside computing, if that takes long: for those who wait.
+        preparing: other work of the next step, if that takes long, for a progress bar.
         has_given_threads: whether the user has said how many threads compute it.
         step: the number of the run's step that is computed, from 1; a run that resumes sets the completed steps.
     """
@@ -88,7 +88,7 @@ class Executor(ABC):
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         """Return stacked losses (K,) of a stacked batch (K, B, …) and leave the gradients in `replicas.grads`.
 
-        With a `minibatch_size` the batch is cut into pieces of so many examples a node, whose gradients are summed,
+        With a `minibatch_size` the batch is cut into pieces of that many examples a node, whose gradients are summed,
         each weighted by its part of the batch.
         """
         self.step += 1
@@ -212,7 +212,7 @@ class Executor(ABC):
         """Return a number for the bits of the row of weights that nodes share; None if they share none.
 
         Args:
-            weights: those that the model is given: views of the row, or copies.
+            weights: what the model gets: views of the row, or copies.
         """
         if not self.replicas.shares_weights or self.replicas.weights.is_meta:
             return None
@@ -371,7 +371,7 @@ def minibatches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
 def check_examples(batch: Any, dim: int) -> None:
     """Raise a ValueError for a batch that cannot be cut, as its tensors differ in the length of their dimension `dim`.
 
-    Such as of class weights, or of sequences with the time in front: a part of these is no part of the examples.
+    Such as of class weights, or of sequences with the time in front: a part of these is not a part of the examples.
     """
     lengths = {keystr(path): t.shape[dim] for path, t in tree_flatten_with_path(batch)[0] if t.dim() > dim}
     if len(set(lengths.values())) > 1:

@@ -23,7 +23,7 @@ from vsim.cluster.optimizers import StackedOptimizer, torch_optimizers
 from vsim.engine.executor import Executor, cloned, undone
 from vsim.private_torch import TorchDispatchMode, storage_key
 
-# Bytes beside those of tensors: workspaces inside of kernels, and an allocator's loss to fragmentation. On the
+# Bytes besides tensors: workspaces inside of kernels, and an allocator's loss to fragmentation. On the
 # CPU that is the C library's, whose heap was measured to take 1.25 to 1.6 times as much.
 _ALLOWANCE, _ALLOWANCE_CPU = 1.1, 1.5
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # of an optimizer: how it computes, not what it keeps
@@ -45,7 +45,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def check_room(num_nodes: int, bytes_each: int, device: torch.device) -> None:
-    """Raise a ValueError for more nodes than a device has room for, where each takes so many bytes at the least."""
+    """Raise a ValueError for more nodes than a device has room for, given the least number of bytes that each takes."""
     if num_nodes * bytes_each > total_bytes(device):
         raise ValueError(
             f"num_nodes={num_nodes} nodes take {num_nodes * bytes_each / 1e9:.3g} GB at the least, and {device.type} "
@@ -75,7 +75,7 @@ def held_bytes(device: torch.device) -> int:
 
 class Held:
     """`held_bytes`, read again when the number is a twentieth of a second old: reading it takes as long as all else
-    that a step of a small model does beside its arithmetic.
+    that a step of a small model does besides its arithmetic.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class _Moments(TorchDispatchMode):
 
 
 def step_moments(executor: Executor, batch: Any) -> list[int]:
-    """Return what the gradients of a stacked batch (K, B, …) take beside the replicas: bytes after every operation.
+    """Return the bytes after every operation that gradients of a stacked batch (K, B, …) take besides the replicas.
 
     The gradients are computed as in training, in the executor's own way, and left in `replicas.grads`; buffers and
     random streams are restored afterwards.
@@ -200,7 +200,7 @@ def step_moments(executor: Executor, batch: Any) -> list[int]:
 
 
 def step_bytes(executor: Executor, batch: Any) -> Callable[[int], int]:
-    """Return f(examples a node) → the most that computing the gradients of so many takes beside the replicas.
+    """Return f(examples a node) → the most bytes that computing their gradients takes besides the replicas.
 
     Small probes are run, on the first examples of a stacked batch (K, B, …). What is alive after an operation grows
     in proportion to the examples, at every operation at its own rate, so that the largest of these lines is the peak,

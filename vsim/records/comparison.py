@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from vsim.figures.paper import PaperFigure
 
-# What files hold of a run beside its history.
+# Attributes of a run that files hold besides its history.
 _PLAIN = ("failure", "seed", "diverged_at", "stopped_at")
 
 
@@ -52,7 +52,7 @@ class ComparedRun:
         failure: why the run did not end, or "".
         seed: of everything random in it.
         error: what was raised, if the run failed.
-        callbacks: the run's own copies of those that were given.
+        callbacks: the run's own copies of the given ones.
         diverged_at: the first step with a loss or weights that are not finite; None: there was none.
         stopped_at: the step after which a sweep with `halving` took it out; None: it went on.
         strategy: what trained; None if the run was read from a file.
@@ -105,7 +105,7 @@ AnyCompute = Compute | float | str | None
 _Priced = tuple[Network, Compute] | None
 
 
-_KINDS: dict[str, type[Comparison]] = {}  # the kinds of comparisons by name, for those that files hold in another
+_KINDS: dict[str, type[Comparison]] = {}  # kinds of comparisons by name, for files that hold one in another
 
 
 class Comparison(Mapping[str, ComparedRun]):
@@ -129,7 +129,7 @@ class Comparison(Mapping[str, ComparedRun]):
         self.network: Network | None = None
         self.compute: Compute | None = None
         self.tuned: dict[str, Comparison] = {}
-        self._measured_bytes: int | None = None  # of the model that was trained, where bytes are those of another
+        self._measured_bytes: int | None = None  # of the trained model, if bytes are another model's
         self._runs: dict[str, list[ComparedRun]] = {}
         self._names: list[str] = []  # of all runs, of a selection too: the looks of lines follow from them
 
@@ -315,13 +315,13 @@ class Comparison(Mapping[str, ComparedRun]):
     def cheapest(
         self, loss: float, hours: float | None = None, network: AnyNetwork = None, compute: AnyCompute = None
     ) -> str:
-        """Return the name that reaches a loss, within so many hours, with the fewest bytes on the wire.
+        """Return the strategy that reaches a loss within `hours` with the fewest bytes on the wire.
 
         Of equal ones it is the first in the alphabet; a warning names strategies that validation cannot tell from it.
 
         Args:
             loss: the target, which every seed has to reach. hours: on this network; default: however long it takes.
-            network, compute: see `vsim.timeline`; default: those of the comparison.
+            network, compute: see `vsim.timeline`; default: the comparison's.
 
         Raises:
             ValueError: none does. TypeError: hours need network and compute.
@@ -477,9 +477,9 @@ class Comparison(Mapping[str, ComparedRun]):
         "<column> std" follows: the standard deviation of the sample.
 
         Args:
-            loss: adds the steps and the bytes on the wire to this loss, as of `steps_to`; NaN if a run never has it.
+            loss: adds the steps and the bytes on the wire to this loss, see `steps_to`; NaN if a run never has it.
             network, compute: add the hours that the run would take, the share of them in which nodes compute, and the
-                hours to `loss`; as of `vsim.timeline`, default those of the comparison.
+                hours to `loss`; see `vsim.timeline`; default: the comparison's.
         """
         rows, priced = [], self._priced(network, compute)
         for name in self._ordered():
@@ -555,11 +555,11 @@ class Comparison(Mapping[str, ComparedRun]):
 
         Args:
             x: against "step", "examples", "tokens"; "round", of a run with `participation`; "payload" or "wire", bytes
-                per node on a logarithmic axis; "time", that of a network; or "seconds", those of the simulation.
+                per node on a logarithmic axis; "time" on a network; or "seconds" of the simulation.
             y: a column of `History`; default the global validation loss, or the training loss without validation.
             ax: where; default a new figure.
             logy: whether y is logarithmic, too.
-            network, compute: what "time" follows from, as of `vsim.timeline`; default those of the comparison.
+            network, compute: what "time" follows from, see `vsim.timeline`; default: the comparison's.
         """
         axis = self._x_axis(x, network, compute)
         return bands(self._drawn(), axis, y or self._loss_column, ax, True, self._looks(), self._diverged(), logy)
@@ -589,7 +589,7 @@ class Comparison(Mapping[str, ComparedRun]):
         Args:
             title: what stands above, default nodes and size; "": nothing, as for a paper.
             strategies: names to draw, default all.
-            x: of the first panel, as of `plot`; so are network and compute.
+            x, network, compute: of the first panel, see `plot`.
             logy: whether the loss is on a logarithmic axis.
             width: in inches, of a page (6.8) or of a column (3.3), where the panels stand one below the other.
         """
@@ -665,7 +665,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return float(losses[-max(1, len(losses) // 10) :].mean()) if len(losses) else math.nan
 
     def _rank(self, name: str) -> tuple[int, float, float]:
-        """The lower, the better: those that ended by their loss, those stopped later, those that failed later."""
+        """Sort key, the best first: ended runs by loss, then stopped and failed ones, the latest first."""
         runs = self._runs[name]
         loss = statistics.fmean(map(self._loss, runs))
         steps = min(run.history.last("step") if len(run.history) else 0.0 for run in runs)
@@ -727,7 +727,7 @@ class Comparison(Mapping[str, ComparedRun]):
 
     @property
     def _sized(self) -> str:
-        """What the title of a map adds where bytes are those of another size than losses."""
+        """Text for a map's title if bytes and losses are of models of different size."""
         if self._measured_bytes is None:
             return ""
         return f", {_size(self.allreduce_bytes)} of weights\n(losses of {_size(self._measured_bytes)})"

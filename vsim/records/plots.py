@@ -38,7 +38,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2
 _KNOWN = ("allreduce", "fedavg", "diloco", "sparta", "spartadiloco", "demo", "alone")
 # More lines than this have no legend of their own, if they belong to families.
 MANY = 12
-# A legend names at most so many values of one setting, evenly spaced among all.
+# A legend names at most this many values of one setting, evenly spaced among all.
 _KEYS = 8
 
 # "H=5" in a name, or "inner_optim=SGD(lr=0.1, momentum=0.9)".
@@ -68,9 +68,9 @@ class Looks:
 
 
 def looks_of(names: Sequence[str]) -> Looks:
-    """Return looks for names: those that differ in settings alone are a family, of one colour.
+    """Return looks for names. Names that differ only in settings are a family and share a colour.
 
-    If all are of one family, the settings in their names say the look, as of `looks_by`.
+    If all are of one family, the settings in their names decide the look, see `looks_by`.
 
     >>> [looks_of(names).by_name["DiLoCo"].colour for names in (["DiLoCo"], ["AllReduce", "DiLoCo"])]
     ['#56B4E9', '#56B4E9']
@@ -178,7 +178,7 @@ def _lighter(colour: str, share: float) -> str:
 
 
 _SIZES = {"linewidth": 1.3, "markersize": 4, "markeredgewidth": 1.0}
-# Lines of more points than this are marked at so many of them.
+# Lines of more points than this are marked at this many of them.
 MARKED_POINTS = 12
 
 
@@ -231,7 +231,7 @@ Y_LABELS = {
 }
 
 PAGE = 6.8  # the width of a page of text in inches; of a column 3.3
-# So many characters of a legend fit into an inch; a line's sample and the gaps beside it are as wide as so many.
+# Characters of a legend that fit into an inch, and the width of a line's sample with its gaps, in characters.
 _CHARACTERS, _BESIDE = 17, 9
 # A legend of more entries than this stands below its axes, and one with longer names.
 _INSIDE, _SHORT = 4, 40
@@ -348,7 +348,7 @@ def overview(
     """Return a figure of two panels: loss against step, and the same loss against bytes on the wire (log).
 
     Args:
-        runs, y, looks, diverged, logy: as of `bands`. x: of the first panel.
+        runs, y, looks, diverged, logy: see `bands`. x: of the first panel.
         title: what stands above; "": nothing, as for a paper, where the caption says it.
         width: in inches; of a page, or of a column (3.3), where one panel stands below the other.
 
@@ -534,7 +534,7 @@ def heatmap(
     remark: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a cell for each pair of values, with its number in it; the best is bold, those that failed are hatched.
+    """Draw a cell for each pair of values, with its number in it; the best is bold, failed runs are hatched.
 
     Args:
         cells: (value of x, value of y) → what is there; the others stay white.

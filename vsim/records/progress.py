@@ -45,8 +45,8 @@ Hook = Callable[[int, float], Any]
 class StepReport:
     """What became known at a step: the row of the history, the nodes' losses (K,), the events of the ledger.
 
-    `executor`, `max_steps` and `minibatch_size` (None: the whole batch) are the run's. `segment` says who takes part,
-    if not all nodes do in all steps; `preparing`, what the next step does beside computing, if that takes long.
+    `executor`, `max_steps` and `minibatch_size` (None: the whole batch) are the run's. `segment` lists the nodes
+    that take part, if not all do in all steps; `preparing` names other work of the next step, if that takes long.
     """
 
     row: Mapping[str, float]
@@ -154,8 +154,8 @@ class Recorder:
 # At most two pictures a second; and where a picture takes long to draw, fewer: they may cost this share of the time.
 _SECONDS = 0.5
 _SHARE = 0.03
-# A training curve of more points than the picture has room for is drawn as the means of so many pieces; those of many
-# runs together have so many, down to a few each.
+# A training curve with more points than the picture has room for is drawn as means of this many pieces; many runs share
+# that number, down to a few pieces each.
 _POINTS, _ALL_POINTS, _FEWEST = 400, 4000, 60
 # So many of a race are named, those in front.
 _NAMED = 8
@@ -164,7 +164,7 @@ _NAMED = 8
 class LiveRace:
     """Training and validation loss of runs against step and bytes on the wire: one output of a cell, updated in place.
 
-    Of one run the title says how far it is. Of several the legend names those in front, with their loss.
+    With one run, the title shows its progress. With several, the legend names the leading runs and their loss.
 
     Args:
         histories: name → the records of its runs, one for each seed, which grow; of several their mean is drawn. More
@@ -172,7 +172,7 @@ class LiveRace:
         title: what stands above.
 
     Raises:
-        ValueError: this is no notebook.
+        ValueError: not in a notebook.
     """
 
     def __init__(self, histories: Mapping[str, Sequence[History]], title: str = "") -> None:
@@ -291,7 +291,7 @@ class LiveRace:
             training = y == "train_loss"
             if alone:
                 look = Look(COLOURS[2] if training else COLOURS[0])
-            # Of a race the training curve is a shadow of the other: alike in colour, thin and pale.
+            # With several runs, training curves are thin and pale lines in the colour of the validation curves.
             few = len(self.histories) <= 2 * _NAMED
             pale = 1.0 if alone or not training else 0.35 if few else 0.15
             (line,) = ax.plot([], [], color=look.colour, linewidth=0.7 if training else 1.4, alpha=pale)
@@ -306,7 +306,7 @@ class LiveRace:
     def _make(self) -> None:
         from matplotlib.figure import Figure
 
-        # Margins by hand: laying them out anew would take as long as the drawing.
+        # Margins by hand: a new layout would take as long as the drawing.
         longest = max(map(len, self.histories)) * "x" + ": 0.0000"
         named = [longest] * min(_NAMED, len(self.histories))
         rows = 0 if len(named) == 1 else -(-len(named) // legend_columns(named)) + 0.7
@@ -322,7 +322,7 @@ class LiveRace:
 
 
 def _in_notebook() -> bool:
-    """Whether this is a kernel, whose pictures somebody sees."""
+    """Whether this is a notebook's kernel, which shows pictures."""
     try:
         from IPython import get_ipython
     except ImportError:
@@ -338,7 +338,7 @@ def _mean(histories: Sequence[History], axis: XAxis, y: str) -> Curve:
 
 
 def _thinned(values: NDArray[np.float64], points: int) -> NDArray[np.float64]:
-    """Return at most so many means of consecutive pieces."""
+    """Return the means of at most this many consecutive pieces."""
     if len(values) <= points:
         return values
     return np.array([piece.mean() for piece in np.array_split(values, points)])

@@ -29,16 +29,16 @@ Floats = NDArray[np.float64]
 BANDWIDTHS, LATENCIES = np.logspace(6, 11, 61), np.logspace(-4, 0, 41)
 # Approximate number of a table's latencies, and how many of the strategies that do not reach the loss are named.
 _ROWS, _NAMED = 5, 6
-# Regions smaller than this share of the map have no label next to it, and there are at most so many.
+# Regions smaller than this share of the map have no label next to it; this is the largest number of such labels.
 _SMALL, _BESIDE = 0.004, 4
 # Equal but for rounding.
 _EQUAL = 1 + 1e-9
 
 
 class Stretch(NamedTuple):
-    """At one latency, from one bandwidth to the next: who is first there, and its seconds at both ends.
+    """The first strategy at one latency, from one bandwidth to the next, and its seconds at both ends.
 
-    Where strategies cannot be told apart, `name` joins their names with "or", and the seconds are those of the fastest.
+    Where strategies cannot be told apart, `name` joins their names with "or", and the seconds are the fastest one's.
     """
 
     latency: float
@@ -101,7 +101,7 @@ class Winners:
 
     @cached_property
     def first(self) -> list[list[tuple[str, ...]]]:
-        """(L, B): the name of the first, or the names of those that cannot be told from it; () if none has the loss."""
+        """(L, B): the name of the first, or all names that cannot be told from it; () if none has the loss."""
         names = list(self.seconds)
         if not names:
             return [[()] * len(self.bandwidths) for _ in self.latencies]
@@ -132,7 +132,7 @@ class Winners:
         return float(coarse.any(0).mean()), 1 + int((self.interval - 1) * min(1.0, float(enough)))
 
     def stretches(self) -> list[Stretch]:
-        """Return, for every latency, who is first from which bandwidth to which.
+        """Return, for every latency, the first strategy from each bandwidth to the next change.
 
         Two strategies change places where their lines, in logarithms of bandwidth and seconds, cross; a tie begins and
         ends between two bandwidths of the grid.
@@ -150,7 +150,7 @@ class Winners:
         return found
 
     def _crossing(self, i: int, j: int, one: tuple[str, ...], other: tuple[str, ...]) -> float:
-        """Return the bandwidth between columns j and j + 1 at which those that are first change."""
+        """Return the bandwidth between columns j and j + 1 at which the first strategies change."""
         low, high = np.log(self.bandwidths[j : j + 2])
         share = 0.5
         if len(one) == len(other) == 1:
@@ -160,7 +160,7 @@ class Winners:
         return math.exp(low + share * (high - low))
 
     def table(self, format: str = "simple") -> str:
-        """Return as text, at some of the latencies, who is first from which bandwidth to which, and in what time."""
+        """Return as text, for some latencies, the first strategy in each range of bandwidths, and its time."""
         chosen = self.latencies[:: -(-len(self.latencies) // _ROWS)]
         rows = [
             [delay(s.latency), _range(s, self.bandwidths), s.name, " … ".join(dict.fromkeys(map(duration, s.seconds)))]

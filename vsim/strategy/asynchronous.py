@@ -30,7 +30,7 @@ class OwnOptimizers(JointOptimizers):
 class AsynchronousStrategy(Strategy):
     """A server with outer weights φ, and workers that train alone between two visits. The base to subclass.
 
-        worker k   takes φ, trains alone for H_k local steps, pushes θ_k, and waits until it may pull φ anew
+        worker k   takes φ, trains alone for H_k local steps, pushes θ_k, and waits until it may pull φ again
         server     at every arrival, in the order of virtual time: `receive`
 
     Everything happens in the order of virtual time, and where it happens at once in that of the nodes. The run's step s
@@ -39,9 +39,9 @@ class AsynchronousStrategy(Strategy):
 
     Args:
         H: local steps from pulling to pushing, at least 1.
-        options: those of every strategy; see `Strategy`. Every worker has an inner optimizer of its own, which lasts.
+        options: see `Strategy`. Every worker has an inner optimizer of its own, which lasts.
 
-    Attributes, beside those of `Strategy`:
+    Attributes, besides `Strategy`'s:
         clock: the workers in virtual time; set before the setup.
         step_workers: set by the training loop; called with the local steps that each worker has to catch up on.
 
@@ -56,7 +56,7 @@ class AsynchronousStrategy(Strategy):
     taken: Tensor  # φ as each worker took it, stacked (K, P)
     messages: dict[int, tuple[Tensor, Any]]  # on their way, by number: a shared row, and what is known with it
     version: int  # how often φ has been stepped
-    versions: list[int]  # likewise when each worker took it
+    versions: list[int]  # (K,) the version that each worker took
     waiting: list[int]  # workers that have come to the server and may not go on yet
     owed: list[int]  # local steps that each worker has done in virtual time, and that are not computed yet
     until: list[int]  # the local step with which each worker's phase ends
@@ -100,7 +100,7 @@ class AsynchronousStrategy(Strategy):
         return self.H
 
     def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
-        """Let the server take what a worker has come to; return the workers that take φ now, of those that wait.
+        """Process a worker's weights at the server; return the waiting workers that pull φ now.
 
         Args:
             weights: θ_k, shared (P,); `taken[node]` is where it began. staleness: the steps that φ has taken since.
@@ -179,7 +179,7 @@ class AsynchronousStrategy(Strategy):
             self.pull(one, self.outer_weights, facts=self.version)
 
     def returned(self, node: int, message: tuple[Tensor, Any]) -> None:
-        """Let a worker that waits take φ, and begin its next phase."""
+        """Make a waiting worker pull φ and begin its next phase."""
         weights, self.versions[node] = message
         self.taken[node] = weights
         self.cluster.weights[node] = weights

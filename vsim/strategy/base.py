@@ -100,7 +100,7 @@ class CommunicationModule(Configured):
         return None
 
     def measured(self, cluster: Cluster) -> Mapping[str, float]:
-        """Return name → number, the same names at any time: columns of the history, beside those of every run.
+        """Return name → number, the same names at any time: columns of the history, besides every run's.
 
         It is asked after every step, and before the first. Nothing is to be changed or sent.
         """
@@ -115,7 +115,7 @@ Optim = OptimSpec | type[Optimizer] | str | None
 
 
 class StrategyOptions(TypedDict, total=False):
-    """The arguments that all strategies take, beside inner_optim; see `Strategy`."""
+    """The arguments that all strategies take, besides inner_optim; see `Strategy`."""
 
     optim_spec: Optim
     lr: float | None
@@ -459,7 +459,7 @@ class Strategy(Configured):
         return self.cluster.lr
 
     def measured(self) -> Mapping[str, float]:
-        """Return name → number, for columns of the history: those of all modules. A subclass may add its own."""
+        """Return name → number, for columns of the history, from all modules. A subclass may add its own."""
         return {name: float(v) for m in self.communication_modules for name, v in m.measured(self.cluster).items()}
 
     def global_weights(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs, the stacks of those whose gradients are computed in one call, and the ensemble of all that train together."""
+"""Runs, stacks of runs whose gradients are computed in one call, and the ensemble of all that train together."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Run:
         spec: what was asked. report: gets the outcome of every step.
         history: the record of these outcomes, where this process keeps one.
         nodes: those held in this process. collectives: how they communicate. batches: stacked batches (R, B, …).
-        plan: who takes part in which steps; None: all nodes in all.
+        plan: which nodes take part in which steps; None: all nodes in all steps.
         globals: the global random generators as this run alone would find them; None: the process's are its own.
         minibatch_size: examples per node whose gradients are computed at once; None: the whole batch.
         continues: the rows of its start that its nodes continue from; None: each its own.
@@ -105,7 +105,7 @@ class Run:
     lr: float = 0.0
     known_events: int = 0
     clients: Clients | None = None
-    # Of those that rest in this step: rows, weights, buffers.
+    # Of nodes that rest in this step: rows, weights, buffers.
     _kept: tuple[list[int], Tensor, list[Tensor]] | None = None
     # Those that are measured next, shared (P,).
     global_weights: Tensor | None = None
@@ -128,13 +128,13 @@ class Run:
         return self.cluster.collectives.ledger
 
     def keep_resting(self) -> None:
-        """Keep the rows of those that rest in the step that begins."""
+        """Keep the rows of nodes that rest in the step that begins."""
         rows, buffers = self.cluster.resting, self.cluster.replicas.buffers
         self._kept = (rows, self.cluster.weights[rows], [b[rows] for b in buffers.values()]) if rows else None
 
     @torch.no_grad()
     def put_back_resting(self) -> None:
-        """Put the rows of those that rest in this step back, which were computed with the others."""
+        """Restore the rows of nodes that rest in this step, which were computed with the others."""
         if self._kept is None:
             return
         rows, weights, buffers = self._kept
@@ -163,7 +163,7 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The live model, whose Python computes the losses of all nodes; its tensors are those of no node.
+        """The live model, whose Python computes the losses of all nodes; its tensors are not a node's.
 
         An attribute that is assigned takes effect at the next step, for all runs of its group. Of a model that changes
         attributes in `forward` this is the first node's, and what is assigned to it is assigned to all nodes'.
@@ -212,7 +212,7 @@ class Run:
     def moved(self, step: int) -> Run:
         """Return it with the nodes that take part in `step`, and the rows of its start that they continue from.
 
-        A node that joins copies the first of those before that stays, or else the first of those that leave.
+        A joining node copies the first node that stays, or else the first that leaves.
         """
         assert self.plan is not None
         run, before, peer = self.attended(step), list(self.collectives.active), self.plan.peer(step)
@@ -224,7 +224,7 @@ class Run:
         return nullcontext() if self.globals is None else self.globals.here()
 
     def stop(self) -> None:
-        """Let the step that is done be the last, as if the run had been asked for so many."""
+        """End the run after the completed step, as if `max_steps` had been that number."""
         self.max_steps = self.done
 
     def global_model(self) -> nn.Module:
@@ -262,7 +262,7 @@ class Run:
         """Raise a FloatingPointError if losses, node → loss of the step that is taken, are not finite.
 
         Args:
-            batch: that of the step, stacked; rows: those of it that are this run's.
+            batch: the step's stacked batch. rows: this run's rows of it.
         """
         if math.isfinite(sum(losses.values())):
             return
@@ -319,9 +319,9 @@ class Stack:
         executor: computes the losses and gradients of all rows.
         batches: stacked batches (R, B, …) for all rows, on any device.
         minibatch_size: examples per node at once; None: the whole batch.
-        optimizers: those of its runs, stepped in few calls.
+        optimizers: its runs' optimizers, stepped in few calls.
         few: computes some of the rows, where batches differ in size between nodes.
-        workers: those of its one run, if that is asynchronous: they take the steps then.
+        workers: of its only run, if that is asynchronous: they take the steps then.
         has_stepped: whether a step has been taken since it was assembled.
     """
 
@@ -367,14 +367,14 @@ class Ensemble:
 
     Attributes:
         runs: in the order in which they were given. stacks: the same runs, as they are computed.
-        val_interval: steps between validations, beside the first and the last; None: only these.
+        val_interval: steps between validations, besides the first and the last; None: only these.
         extra_validations: further steps with a validation.
         correlation_interval: steps between measurements of the replicas' divergence and correlation; None: never.
         executor: makes what computes losses and gradients, see `vsim.training.setup`.
         interrupt: asks the run to stop after a step.
         tolerant: whether the others continue when a run fails; if not, its error ends the run.
         ends_early: whether an error in the first step, when nothing is lost yet, ends the run all the same.
-        regroups: whether the remaining runs are put together anew; see `vsim.training.regroup`.
+        regroups: whether the remaining runs move to smaller matrices; see `vsim.training.regroup`.
         watch: called as f(run) when a step is reported for all runs.
         stopping: called as f(run) after a step; the runs that it returns stop there.
         memory: the bytes that this process holds of a device.

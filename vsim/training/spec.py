@@ -38,7 +38,7 @@ _FLAGS = ("shuffle", "autocast", "deterministic")
 
 @dataclass(frozen=True, eq=False)
 class RunSpec:
-    """What is asked of a run. The keyword arguments are those of `Trainer.fit`, which documents them.
+    """What is asked of a run. `Trainer.fit` documents the keyword arguments.
 
     To add an option, add a field here and a line to the docstring of `fit`: the signatures of `fit`, `compare` and
     `sweep` are made from this class.
