@@ -116,7 +116,7 @@ def only_one(where: str, **given: Any) -> Any:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Let the message of a TypeError or ValueError in this context begin with a name, if there is one."""
+    """Begin the message of a TypeError or ValueError in this context with a name, if there is one."""
     try:
         yield
     except (TypeError, ValueError) as error:

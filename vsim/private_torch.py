@@ -48,7 +48,7 @@ def is_watched() -> bool:
 
 @contextmanager
 def without_performance_warnings() -> Iterator[None]:
-    """Let functorch be silent about operations that it computes node by node.
+    """Silence functorch's warnings about operations that it computes node by node.
 
     There is no way to read functorch's switch; it is on unless somebody turned it off. A warnings filter, the public
     way, comes and goes every step, which would make Python forget which of the user's warnings it has shown.
@@ -61,12 +61,12 @@ def without_performance_warnings() -> Iterator[None]:
 
 
 def recompile_limit(graphs: int) -> AbstractContextManager[Any]:
-    """Let torch.compile compile so many graphs within a block. An argument of torch.compile would replace it."""
+    """Allow torch.compile this many graphs within a block. An argument of torch.compile would replace it."""
     return torch._dynamo.config.patch(recompile_limit=graphs)
 
 
 def what_changed(error: RuntimeError) -> str | None:
-    """Return which guard failed, if torch.compile would have compiled anew. A class of the error would replace it."""
+    """Return which guard failed, if torch.compile would have compiled again. A class of the error would replace it."""
     if "fail_on_recompile" not in str(error):
         return None
     guards = [line.partition(": ")[2] for line in str(error).splitlines() if line.strip().startswith("- ")]
@@ -74,12 +74,12 @@ def what_changed(error: RuntimeError) -> str | None:
 
 
 def guarding_hooks() -> AbstractContextManager[Any]:
-    """Let what is compiled in a block be compiled anew when modules get hooks. An argument would replace it, too."""
+    """Compile again what is compiled in a block when modules get hooks. An argument would replace it, too."""
     return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
 
 
 def without_messages() -> AbstractContextManager[Any]:
-    """Let what is compiled in a block not print, warn or log. An argument of torch.compile would replace it, too."""
+    """Compile a block's code without its prints, warnings and logs. An argument of torch.compile would replace it."""
     logs = {f for name, f in vars(logging.Logger).items() if name.startswith(_LOGS)}
     names = ("ignore_logging_functions", "ignore_logger_methods")  # the latter in torch of before
     name = next(name for name in names if hasattr(torch._dynamo.config, name))

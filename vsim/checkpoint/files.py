@@ -128,7 +128,7 @@ class Checkpoint:
 
         Args:
             optimizer: keep the state of the nodes' inner optimizers where it fits: the same K, optimizer class, device
-                and `deterministic`, and options that keep the same tensors. False: it starts anew.
+                and `deterministic`, and options that keep the same tensors. False: it starts again.
         """
         return replace(self, forks=True, keeps_optimizer=optimizer)
 

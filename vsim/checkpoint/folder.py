@@ -18,7 +18,7 @@ from typing import IO, Any
 from vsim.cluster.state import CheckpointError
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
-# In a folder, so many are kept: the newest, and one to fall back on.
+# Checkpoints kept in a folder: the newest, and one to fall back on.
 KEPT = 2
 _TRIES = 100  # to lock a file that others remove
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")

@@ -1,4 +1,4 @@
-"""The declared settings of a run: a run resumes if they equal those that were saved.
+"""The declared settings of a run: a run resumes if they equal the saved ones.
 
 Functions are compared by their names, models and data by what can be told quickly, all other values by their contents.
 """

@@ -59,7 +59,7 @@ class Snapshot:
         rows: R, the number of nodes held here.
 
     Attributes:
-        tree: name → node. Its tensors share the memory of those that are saved.
+        tree: name → node. Its tensors share memory with the saved ones.
         fixed: path → what cannot be made from a tree, and must be there when it is restored.
 
     Raises:
@@ -443,7 +443,7 @@ def fill(value: Any, parts: dict[Any, Any]) -> Any:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return name → parameter or buffer, also those that `state_dict` leaves out."""
+    """Return name → parameter or buffer, also non-persistent ones."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 

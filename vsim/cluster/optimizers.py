@@ -119,7 +119,7 @@ def in_training(optimizer: Optimizer) -> Optimizer:
 
 @contextmanager
 def evaluating(optimizer: StackedOptimizer, weights: Tensor) -> Iterator[None]:
-    """Let `weights`, which `optimizer` steps, be those to evaluate in this context, and what they were after it.
+    """Set `weights`, which `optimizer` steps, to those to evaluate within this context, and restore them after it.
 
     Schedule-free optimizers take gradients at an interpolation and are evaluated at an average: their eval() writes the
     one over the other. Their train() writes it back, but for rounding.
@@ -138,7 +138,7 @@ def evaluating(optimizer: StackedOptimizer, weights: Tensor) -> Iterator[None]:
 
 
 def forget(optimizer: StackedOptimizer) -> None:
-    """Let a stacked optimizer begin anew: it keeps nothing of the steps taken but its parameter groups."""
+    """Reset a stacked optimizer: it keeps nothing but its parameter groups."""
     for one in torch_optimizers(optimizer):
         one.state.clear()
 

@@ -214,7 +214,7 @@ def _copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:
-        # Of torch.nn.utils, before there were parametrizations: a weight that is computed anew before each call.
+        # Of torch.nn.utils, before there were parametrizations: a weight that is computed again before each call.
         hooks = {path: hooks_of(m)["forward pre-hook"].values() for path, m in model.named_modules()}
         old = [path for path, own in hooks.items() for h in own if type(h).__name__ in ("WeightNorm", "SpectralNorm")]
         advice = (

@@ -52,7 +52,7 @@ class Store:
         self._lock = lock
 
     def release(self) -> None:
-        """Let other runs use the folder."""
+        """Release the folder for other runs."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -31,7 +31,7 @@ class Traffic(NamedTuple):
     is_even: bool
 
 
-# What every node of a group of n transmits, and the last one, which in a chain has nobody to pass a payload on to.
+# What every node of a group of n transmits, and the last one, which in a chain passes no payload on.
 _Places = Callable[[int], tuple[Fraction, Fraction]]
 _ONCE = Fraction(1)
 _NONE = Fraction(0)
@@ -60,7 +60,7 @@ def traffic(collective: str, n: int) -> Traffic:
         n: at least 1.
 
     Raises:
-        ValueError: there is no such collective, or nobody takes part.
+        ValueError: there is no such collective, or no node takes part.
     """
     one_of("collective", collective, tuple(_COLLECTIVES))
     whole_number("n", n)

@@ -98,7 +98,7 @@ class Partition:
     Attributes:
         dataset, num_nodes: what is dealt, and to how many, K.
         sizes: (K,) examples of every client.
-        classes: the labels; none where nobody knows them.
+        classes: the labels; none if unknown.
         counts: (K, classes) examples of every client by class.
     """
 

@@ -198,7 +198,7 @@ def dropout(x: Tensor, p: float, whole_features: bool, streams: Sequence[torch.G
 
 
 class _Gelu(torch.autograd.Function):
-    """x (K, …), approximate as of F.gelu → the shape of x."""
+    """x (K, …), approximate: see F.gelu → the shape of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
@@ -365,7 +365,7 @@ def _nodes(x: Tensor, nodes: int) -> Tensor:
 class _Convolution(torch.autograd.Function):
     """x (K, B, C, *size), weight (K, out, in, *kernel), bias (K, out) → (K, B, out, *size).
 
-    geometry: stride, padding, dilation as lists, transposed, output_padding, groups; as of aten's convolution.
+    geometry: stride, padding, dilation as lists, transposed, output_padding, groups; see aten's convolution.
     """
 
     @staticmethod

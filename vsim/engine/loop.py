@@ -20,7 +20,7 @@ from vsim.private_torch import unwatched
 class LoopExecutor(Executor):
     """Node after node, in ordinary eager PyTorch: bitwise equal to K separate processes, for any model.
 
-    Of a model that changes attributes in `forward`, every node has a copy.
+    If the model changes attributes in `forward`, every node has a copy.
     """
 
     name = "loop"

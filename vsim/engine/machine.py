@@ -63,7 +63,7 @@ def devices_of_nodes(
 
 @contextmanager
 def using_threads(number: int) -> Iterator[None]:
-    """Let PyTorch's operations on the CPU use so many threads within a block."""
+    """Use this many threads for PyTorch's operations on the CPU within a block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

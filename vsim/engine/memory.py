@@ -89,7 +89,7 @@ class Held:
 
 
 def occupied_bytes(device: torch.device) -> int:
-    """Return the bytes in use by tensors; on the CPU, where the two cannot be told apart, the resident set."""
+    """Return the bytes in use by tensors; on the CPU, where that is unknown, the resident set."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else held_bytes(device)
 
 

@@ -149,7 +149,7 @@ class Objective(nn.Module):
 
     @contextmanager
     def placed(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the model compute with the tensors of one node; what it assigns in a buffer's place is copied there."""
+        """Compute with the tensors of one node; what the model assigns in place of a buffer is copied there."""
         before = self.places.put({**parameters, **buffers})
         try:
             yield

@@ -146,7 +146,7 @@ class Nodes:
         return self.streams
 
     def undraw(self) -> None:
-        """Let the streams be as if nothing had been drawn."""
+        """Restore the streams, as if nothing had been drawn."""
         for stream, state in self._undrawn:
             stream.set_state(state)
 
@@ -412,7 +412,7 @@ def _empty(nodes: Nodes, operation: Any, *args: Any, **kwargs: Any) -> Any:
         return nodes.batch(torch.stack([operation(*args, **kwargs)] * nodes.num_nodes))
 
 
-# What a model is told of a tensor -------------------------------------------------------------------------------------
+# What a model sees of a tensor -------------------------------------------------------------------------------------
 
 
 def _is_of_torch() -> bool:

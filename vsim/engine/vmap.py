@@ -316,7 +316,7 @@ class VmapExecutor(Executor):
         """Return the stacked results of of_node(weights, buffers, batch) for all nodes: one call, within vmap.
 
         Args:
-            numbers: those of the nodes, (K,).
+            numbers: of the nodes, (K,).
             weights, buffers, batch: stacked, but those of all nodes alike, which is said of `weights` and `batch`. A
                 batch of all is for evaluation, where nodes also draw the same random numbers.
         """

@@ -82,7 +82,7 @@ class VirtualClock:
         return what, node, number
 
     def step(self, node: int) -> None:
-        """Let a worker begin its next local step."""
+        """Begin a worker's next local step."""
         seconds = self.step_seconds(node)
         self._begun += seconds
         self._ends[node] = self.now + seconds
@@ -106,7 +106,7 @@ class VirtualClock:
         return queue[-1][0]
 
     def _begin(self, node: int, what: int) -> None:
-        """Let the first message in the queue of a line go, through the server's line."""
+        """Send the first message in the queue of a line, through the server's line."""
         way, to_server = int(what == RETURN), what == ARRIVAL
         number, payload_bytes = self._queues[way][node][0]
         held = float(self.network.server_seconds(to_server, payload_bytes))

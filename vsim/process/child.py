@@ -134,7 +134,7 @@ def main(
 
 
 def _die_with(alive: Connection) -> None:
-    """Let the kernel kill this session when `alive` closes: code that holds Python's lock would not notice itself."""
+    """Make the kernel kill this session when `alive` closes: code that holds Python's lock would not notice itself."""
     if hasattr(fcntl, "F_SETSIG"):  # Linux; elsewhere `_listen` does it
         fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
@@ -201,7 +201,7 @@ def _say(parent: Connection, kind: str, content: Any) -> None:
 
 
 def _forward_warnings(parent: Connection) -> None:
-    """Let the parent issue this process's warnings, by its own filters."""
+    """Send this process's warnings to the parent, which has its own filters."""
     own_pid, print_here = os.getpid(), warnings.showwarning
 
     def show(

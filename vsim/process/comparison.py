@@ -86,7 +86,7 @@ def difference(
     """Yield the `Difference` of two tensors, if there is one.
 
     Args:
-        step, node, what, name: as of `Difference`.
+        step, node, what, name: see `Difference`.
         scale: what rounding is relative to; default the largest entry.
     """
     if simulator.shape != process.shape or simulator.dtype != process.dtype:
@@ -232,7 +232,7 @@ class CompareStates:
 
 
 def compared_kinds(folder: Path) -> tuple[str, ...]:
-    """Return the kinds that are compared: those that the simulator's state at the first step has."""
+    """Return the kinds to compare: those in the simulator's state at the first step."""
     state, _ = torch.load(folder / "step-1.pt")
     return tuple(kind for kind in KINDS if kind not in state or state[kind])
 

@@ -105,7 +105,7 @@ def run_node(
 
 
 class EagerExecutor(Executor):
-    """One node as an ordinary module: forward, `loss.backward()`. Its parameters are those of the row."""
+    """One node as an ordinary module: forward, `loss.backward()`. Its parameters are the row's."""
 
     name = "eager"
     has_given_threads = True
@@ -190,7 +190,7 @@ class NodeBatches:
         return numbers if self._own else numbers[:1]
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> NodeBatches:
-        """As of `Batches`: this node's, which has missed so many of the run's steps."""
+        """See `Batches`: this node's batches, after it has missed that many steps of the run."""
         own, rank = copy.copy(self), dist.get_rank()
         own._order, own.shard_sizes = self._order.attended(nodes, missed), self._order.shard_sizes[list(nodes)]
         own._node, own._missed = nodes[rank], missed[rank]

@@ -26,7 +26,7 @@ class Left(Exception):
 
 @dataclass
 class Meeting:
-    """Where the process of a node meets those of others: in one default process group after another.
+    """Where the process of a node meets the others': in one default process group after another.
 
     Attributes:
         store: of all processes of the run. backend: of torch.distributed.
@@ -43,7 +43,7 @@ class Meeting:
     call: Callable[[Sequence[int], Sequence[int], int], Any]
 
     def meet(self, nodes: Sequence[int], what: str) -> None:
-        """Let the default process group be that of `nodes`, in their order; this is one of them."""
+        """Form the default process group of `nodes`, in their order; this is one of them."""
         if dist.is_initialized():
             dist.destroy_process_group()
         store = dist.PrefixStore(what, self.store)

@@ -16,7 +16,7 @@ class AloneStrategy(Strategy):
     The global model is that of node 0: the mean of models that never met is not a model that anyone trained.
 
     Args:
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: none.
     """

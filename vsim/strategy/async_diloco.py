@@ -35,7 +35,7 @@ STALENESS: dict[str, Callable[[int], float]] = {"none": none, "sqrt": sqrt}
 class AsyncDiLoCoStrategy(AsynchronousStrategy):
     """DiLoCo without a common clock: the server steps when `buffer` workers have come, and workers do not wait.
 
-        worker k   takes φ, H inner steps, sends what it has come to; takes φ anew
+        worker k   takes φ, H inner steps, sends its result; takes φ again
         server     of every `buffer` arrivals:  φ ← outer optimizer(φ, mean_k w(s_k) (φ_k − θ_k))
 
     φ_k is what worker k has taken, and s_k how often φ has been stepped since. With buffer=1 it is FedAsync's way, with
@@ -50,7 +50,7 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
             K at most. With math.inf all wait for all, and it is DiLoCo, bit for bit if it is deterministic.
         average: how the w(s_k) (φ_k − θ_k) become one; see `vsim.strategy.average`. They arrive one by one, so that
             none is compressed.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: all weights, up and down, of a worker after every H of its steps.
 
@@ -103,7 +103,7 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
         return came if self.waits else [node]
 
     def _outer_step(self) -> None:
-        """Take an outer step with the arrivals, in the order of the nodes, whoever was first."""
+        """Take an outer step with the arrivals, in the order of the nodes, whichever was first."""
         nodes, weights, taken, staleness = zip(*sorted(self.arrivals, key=lambda arrival: arrival[0]), strict=True)
         share = [real_number("staleness weight", self.staleness(s), at_least=0) for s in staleness]
         if self.average.is_mean and self.average.rule.by == "nodes" and not any(staleness) and set(share) == {1.0}:

@@ -57,7 +57,7 @@ class AsynchronousStrategy(Strategy):
     messages: dict[int, tuple[Tensor, Any]]  # on their way, by number: a shared row, and what is known with it
     version: int  # how often φ has been stepped
     versions: list[int]  # (K,) the version that each worker took
-    waiting: list[int]  # workers that have come to the server and may not go on yet
+    waiting: list[int]  # workers that have arrived at the server and may not continue yet
     owed: list[int]  # local steps that each worker has done in virtual time, and that are not computed yet
     until: list[int]  # the local step with which each worker's phase ends
     seen: list[int]  # examples of each worker, or tokens where batches hold token ids
@@ -168,7 +168,7 @@ class AsynchronousStrategy(Strategy):
         """Take a worker's message at the server."""
         self.waiting.append(node)
         ready = self.receive(node, message[0], self.version - self.versions[node])
-        # Who does not wait trains on with what it has: two phases of one worker would go on at once.
+        # A worker that does not wait continues with its weights: two phases of one worker would run at once.
         if not isinstance(ready, Sequence) or len({*ready}) < len(ready) or not {*self.waiting}.issuperset(ready):
             raise ValueError(
                 f"receive must return a list of some of the workers that wait, {sorted(self.waiting)}, each once; "

@@ -64,7 +64,7 @@ class Rule(Part):
         return mean
 
     def check(self, num_nodes: int) -> None:
-        """Raise a ValueError if the rule is not for so many nodes."""
+        """Raise a ValueError if the rule is not for this number of nodes."""
 
     @property
     def needs_rows(self) -> bool:

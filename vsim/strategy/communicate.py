@@ -40,7 +40,7 @@ def all_reduce(
         op: the reduction, also as torch.distributed names it: ReduceOp.SUM, AVG, MAX or MIN.
         label: its name in the ledger.
         among: the nodes that take part, as a list or tensor of their numbers, or groups of nodes, each of which reduces
-            on its own; default all. Who does not take part neither sends nor pays, and keeps its row.
+            on its own; default all. Other nodes neither send nor pay, and keep their rows.
         payload_bytes: what one node sends, if that is not its row as it is: fewer bits, for instance.
     """
     collectives = _collectives("all_reduce", tensor)
@@ -51,7 +51,7 @@ def all_reduce(
 def broadcast(
     tensor: Tensor, src: int = 0, *, among: Nodes = None, label: str = "broadcast", payload_bytes: Bytes = None
 ) -> None:
-    """Replace every node's row of stacked `tensor` (K, …) by that of node `src`; other arguments as of all_reduce."""
+    """Replace every node's row of stacked `tensor` (K, …) by that of node `src`; other arguments: see all_reduce."""
     collectives = _collectives("broadcast", tensor)
     tensor.copy_(collectives.broadcast(tensor, src, among=among, label=label, payload_bytes=payload_bytes))
 
@@ -70,7 +70,7 @@ def all_gather(
         tensor_list: n stacked tensors (K, …) to fill in place, the one at position j with the row of the j-th of the n
             nodes that take part; or None.
         tensor: stacked (K, …): what every node sends.
-        among, label, payload_bytes: as of all_reduce. Who does not take part finds its own row everywhere.
+        among, label, payload_bytes: see all_reduce. Other nodes find their own row everywhere.
 
     Returns:
         `tensor_list`, or a new list of n tensors of the shape of `tensor`, which share memory between nodes.

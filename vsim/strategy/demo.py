@@ -27,7 +27,7 @@ class DeMoStrategy(Strategy):
         compression_chunk: upper limit for the sides of a tile.
         weight_decay: λ, decoupled, at least 0.
         index_bytes: "int64", or "packed" to the bits that an index needs.
-        options: those of every strategy, see `Strategy`, but for the inner optimizer: it is the sign step above. lr is
+        options: see `Strategy`, but for the inner optimizer: it is the sign step above. lr is
             1e-3 by default; max_norm clips every node's gradient before it enters δ_k.
 
     Payload: min(k, h·w) · (8 + 4) bytes for each tile (h, w), every step.

@@ -58,7 +58,7 @@ class DESLOCStrategy(Strategy):
         H: steps between averagings of the weights, at least 1. K_x in the paper.
         H_m: of the first moment; default 3 H. K_u in the paper.
         H_v: of the second moment; default 6 H. K_v in the paper.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: P entries at each averaging, P · (1/H + 1/H_m + 1/H_v) a step. AMSGrad's maximum of the second moments is
     averaged as they are, for as much again.

@@ -71,7 +71,7 @@ class DiLoCoStrategy(Strategy):
         outer_lr: the outer learning rate.
         average: how the φ − θ_k become one: "mean", "median", trimmed_mean(0.2), mean("examples") | clip("median"),
             compress(TopK(0.01)), …; see `vsim.strategy.average`.
-        options: those of every strategy; see `Strategy`. The paper's inner optimizer is
+        options: see `Strategy`. The paper's inner optimizer is
             OptimSpec("adamw", lr=4e-4, weight_decay=0.1).
 
     Payload: all weights every H steps, or what `average` sends in their place.

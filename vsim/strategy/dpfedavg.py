@@ -127,7 +127,7 @@ class DPFedAvgStrategy(Strategy):
         clip: C, the 2-norm that what a node has moved is scaled to at most; above 0, and finite where there is noise.
         noise_multiplier: z, at least 0.001; or 0: no noise, and no ε.
         delta: δ in (0, 1), well below one in the number of clients.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: all weights every H steps.
 

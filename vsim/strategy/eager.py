@@ -92,7 +92,7 @@ class EagerDiLoCoStrategy(Strategy):
         H: inner steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         outer_optim, outer_lr: see `DiLoCoStrategy`; elementwise.
         eager: False: delayed, the outer step waits for what arrives; the φ_k are equal then.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: all weights every H steps, due H steps later; what is sent last in a run is never applied.
     """

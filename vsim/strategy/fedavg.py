@@ -66,7 +66,7 @@ class FedAvgStrategy(Strategy):
             post-local SGD, QSR(…) the quadratic synchronization rule.
         average: how weights become one: "mean", mean("examples"), "median", mean() | clip("median"), …; see
             `vsim.strategy.average`.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: all weights every H steps, or what `average` sends in their place.
 

@@ -37,7 +37,7 @@ class FedBNStrategy(Strategy):
     Args:
         H: local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`.
         average: how the shared parameters become one; see `FedAvgStrategy`.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: the shared weights every H steps.
 

@@ -109,7 +109,7 @@ class FedOptStrategy(Strategy):
             lr 1 and momentum 0.9, which is FedAvgM; or an `OptimSpec` such as OptimSpec(FedYogi, tau=1e-2).
         server_lr: its learning rate, above 0; 0.03 by default, 0.1 of "adagrad".
         average: how the φ − θ_k become one; see `vsim.strategy.average`.
-        options: those of every strategy; see `Strategy`. In the paper the nodes train with SGD.
+        options: see `Strategy`. In the paper the nodes train with SGD.
 
     Payload: all weights every H steps, or what `average` sends in their place.
 

@@ -66,14 +66,14 @@ class FedPerStrategy(Strategy):
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
 
-    Personal parameters never leave a client. Those of a client which has not taken part yet are the model's. The global
-    model that is evaluated has their mean over the nodes, which is nobody's: `local_loss` is that of node 0.
+    Personal parameters never leave a client. A client that has not taken part yet has the model's. The global
+    model that is evaluated has their mean over the nodes, which no client has: `local_loss` is node 0's.
 
     Args:
         H: local steps between averagings, at least 1.
-        personal: names of parameters, or patterns such as "layers.3.*". Default: those of the last layer.
+        personal: names of parameters, or patterns such as "layers.3.*". Default: the last layer's.
         average: how the shared parameters become one; see `FedAvgStrategy`.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: the shared weights every H steps.
 

@@ -50,7 +50,7 @@ class FedProxStrategy(Strategy):
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         mu: μ, at least 0; 0.001 to 1 in the paper.
         average: see `FedAvgStrategy`.
-        options: those of every strategy; see `Strategy`. max_norm clips the gradient with the term in it.
+        options: see `Strategy`. max_norm clips the gradient with the term in it.
 
     Payload: all weights every H steps.
 

@@ -25,7 +25,7 @@ class GPAStrategy(Strategy):
         mu_x: μ_x in [0, 1): the share of x that remains. 0.9^(1/H) corresponds to DiLoCo on one worker with H steps;
             the default, 0.9967, to H = 32. 0 is the inner optimizer alone.
         mu_y: μ_y in [0, 1]: how near to x the gradients are taken. 0 takes them at z, where x is but an average.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: all gradients, every step.
 

@@ -30,7 +30,7 @@ class MuLoCoStrategy(Strategy):
         outer_lr: the outer learning rate.
         average: how the φ − θ_k become one; with fewer bytes compress(StatisticalQuantizer(4), error_feedback=0.9). See
             `vsim.strategy.average`.
-        options: those of every strategy; see `Strategy`. The default inner optimizer is OptimSpec("muon",
+        options: see `Strategy`. The default inner optimizer is OptimSpec("muon",
             adjust_lr_fn="match_rms_adamw", rest=OptimSpec("adamw", betas=(0.9, 0.95))), and lr is the rate of both.
             `OptimSpec` says which matrices are hidden, and how to choose others.
 

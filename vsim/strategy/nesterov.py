@@ -18,7 +18,7 @@ from vsim.strategy.base import Optim, StrategyOptions
 class DelayedNesterovStrategy(AsynchronousStrategy):
     """Asynchronous local SGD with Delayed Nesterov momentum [Liu et al. 2024, arXiv:2401.09135].
 
-        worker k   takes φ, H_k inner steps, sends g = φ_k − θ_k; takes φ anew
+        worker k   takes φ, H_k inner steps, sends g = φ_k − θ_k; takes φ again
         server     at every arrival:    Δ ← Δ + g
                    if it is the N-th:   m ← β m + Δ/N;  φ ← φ − ε ((1 − cN + c) β m + g/N);  Δ ← 0
                    else:                φ ← φ − ε (c β m + g/N)
@@ -26,13 +26,13 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
     A momentum that decayed at every arrival would forget K times as fast as in lockstep, and amplify stale directions.
 
     Args:
-        H: inner steps of a phase, at least 1; with `dylu` those of the fastest worker.
+        H: inner steps of a phase, at least 1; with `dylu` the fastest worker's.
         N: arrivals from one move of the momentum to the next. Default K.
         c: in [0, 1/N], the share of the momentum in each of the steps between.
         outer_lr: ε. momentum: β in [0, 1].
         dylu: dynamic local updates: H_k = ⌊H v_k / v_max⌋, at least 1, with the speeds v of `compute`, so that all
             phases take about as long.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: all weights, up and down, of a worker after every H_k of its steps.
 

@@ -39,7 +39,9 @@ class PairCommunicator(CommunicationModule):
 
     def _drawn(self, cluster: Cluster) -> Tensor:
         shuffled = torch.randperm(cluster.num_nodes, generator=cluster.generator)
-        pairs = shuffled[: cluster.num_nodes // 2 * 2].view(-1, 2)  # of an odd number of nodes the last meets nobody
+        pairs = shuffled[: cluster.num_nodes // 2 * 2].view(
+            -1, 2
+        )  # with an odd number of nodes, the last has no partner
         return torch.cat([pairs, pairs.flip(1)])
 
     def attend(self, cluster: Cluster) -> None:
@@ -50,7 +52,7 @@ class PairCommunicator(CommunicationModule):
             self.arriving = cluster.collectives.start("send", *message, delay=until, label="outer weights")
 
     def sync(self, cluster: Cluster) -> None:
-        # Who meets nobody gets its own rows: its own Δ_k, and no pull.
+        # A node without a partner gets its own rows: its own Δ_k, and no pull.
         own = cluster.weights - self.outer_weights  # Δ_k, stacked (R, P)
         others = cluster.collectives.send(own, self.pairs, label="outer gradient")
         self.momentum.mul_(self.alpha).add_((own + others).mul_(self.beta / 2))
@@ -67,7 +69,7 @@ class NoLoCoStrategy(Strategy):
     """No-all-reduce low-communication training [Kolehmainen et al. 2025, arXiv:2506.10911].
 
         θ_k ← inner optimizer(θ_k, g_k)
-        after every H-th step node k meets one other, j, in pairs that are drawn anew:
+        after every H-th step node k meets one other, j, in pairs drawn each time:
             Δ_k = θ_k − φ_k;  m_k ← α m_k + β (Δ_k + Δ_j) / 2 + γ ((φ_k + φ_j) / 2 − φ_k);  φ_k ← φ_k + m_k;  θ_k ← φ_k
 
     φ_k is each node's own; γ pulls those of a pair together, and as pairs change, all of them. Of an odd number of
@@ -78,7 +80,7 @@ class NoLoCoStrategy(Strategy):
         alpha: α, the outer momentum, in [0, 1].
         beta: β, the outer learning rate, above 0.
         gamma: γ, at least 0; default β. 0 lets the φ_k drift apart.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: Δ_k and φ_k, each as large as all weights, from each node of a pair to the other, every H steps. Pairs are
     drawn a round ahead, so that φ_k travels while the nodes train, and only Δ_k is waited for. In the first round all

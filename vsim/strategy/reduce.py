@@ -39,7 +39,7 @@ class SimpleReduceStrategy(Strategy):
     Args:
         average: how gradients become one: "mean", "median", krum(faulty=1), compress(PowerSGD(2)), …; see
             `vsim.strategy.average`. A clip() in it is of each node's gradient, max_norm of what comes out.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: all gradients, every step, or what `average` sends in their place.
     """

@@ -84,7 +84,7 @@ class ScaffoldStrategy(Strategy):
     Args:
         H: local steps of a round, at least 1.
         server_lr: η_g, above 0.
-        options: those of every strategy; see `Strategy`. The inner optimizer is SGD, weight decay allowed; max_norm
+        options: see `Strategy`. The inner optimizer is SGD, weight decay allowed; max_norm
             clips the corrected gradient.
 
     Nodes that join a run get what is missing in N·c, that is what they and those who are away had, in equal parts: were

@@ -59,7 +59,7 @@ class SlowMoStrategy(Strategy):
         alpha: α, the slow learning rate, above 0; 1 in the paper's experiments.
         beta: β, the slow momentum, in [0, 1].
         average: how the φ − θ_k become one; see `vsim.strategy.average`.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: all weights every H steps, or what `average` sends in their place.
 

@@ -30,7 +30,7 @@ class SparseLoCoStrategy(Strategy):
         quantization_bits: of a value, 1 to 8; None: values are sent as they are.
         error_feedback: β in [0, 1].
         outer_lr: α, the outer learning rate.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: for n = min(k, h·w) values of every tile (h, w), V of all tiles together, with b bits each, every H steps
 

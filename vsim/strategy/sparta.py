@@ -177,7 +177,7 @@ class SPARTAStrategy(Strategy):
 
         θ_k ← optimizer(θ_k, g_k);  after every `sparta_interval`-th step θ_k[S] ← mean_j θ_j[S]
 
-    with S a random share p of the entries of every tensor, drawn anew in every round. Optimizer state stays local.
+    with S a random share p of the entries of every tensor, drawn in every round. Optimizer state stays local.
 
     Args:
         p_sparta: the share of the entries, 0 < p ≤ 1; default 0.005. Give it or an `index_selector`.
@@ -185,7 +185,7 @@ class SPARTAStrategy(Strategy):
         index_selector: what chooses S: `RandomIndexSelector(p)` (the default), `ShuffledSequentialIndexSelector(p)`,
             `PartitionedIndexSelector(p)` or a subclass of `IndexSelector`.
         async_delay, compression_method, quantization_bits, mask: see `SparseCommunicator`.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: 4·p·P bytes a round on average; see `SparseCommunicator` for that of the options.
 
@@ -226,7 +226,7 @@ class SPARTADiLoCoStrategy(Strategy):
         p_sparta, sparta_interval, index_selector, async_delay, compression_method, quantization_bits, mask: see
             `SPARTAStrategy`.
         H, outer_optim, outer_lr, average: see `DiLoCoStrategy`.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: 4·p·P bytes every `sparta_interval` steps on average, and all weights every H steps.
     """

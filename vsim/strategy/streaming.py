@@ -136,11 +136,11 @@ class StreamingDiLoCoStrategy(Strategy):
             nodes' weights wait. The nodes' weights are equal either way; the global model differs in between.
         average: how the Δ_k of each fragment become one: "mean", compress(FP4()), as in the paper, …; see
             `vsim.strategy.average`.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: each fragment's weights every H steps, or what `average` sends in their place.
 
-    Deviations from the paper: steps are those of a run, not of a fragment.
+    Deviations from the paper: steps count a run's steps, not a fragment's.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""The local steps of asynchronous workers: those that are known to be taken are computed together.
+"""The local steps of asynchronous workers, deferred and computed together.
 
 Virtual time says which steps are done, but not when they are computed: nothing that a worker does in a phase depends on
-the others. Steps are therefore owed until somebody wants to see a worker's weights, and then all that are owed are
-computed, one of every worker that owes some in each call. A worker that owes none neither steps nor counts, draws from
-no stream and fetches no data, so that the outcome does not depend on who went with whom.
+the others. Steps are therefore deferred until a worker's weights are read, and then all deferred steps are computed,
+one of every worker with deferred steps in each call. Other workers neither step nor count, draw from no stream and
+fetch no data, so that the result does not depend on the grouping.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Workers:
         self.run.node_losses = self.strategy.losses.tolist()
 
     def step(self, owed: Sequence[int]) -> None:
-        """Let each worker take so many local steps."""
+        """Take this many local steps for each worker."""
         for taken in range(max(owed)):
             shapes: dict[Any, dict[int, Any]] = {}  # the last batch of a worker's epoch may be smaller
             for node in (node for node, steps in enumerate(owed) if steps > taken):

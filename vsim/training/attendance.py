@@ -21,13 +21,13 @@ from vsim.training.setup import source
 
 
 def attend(ensemble: Ensemble, step: int) -> None:
-    """Let those take part in step number `step`, and those after it, who do by the runs' plans.
+    """Make the nodes of the runs' plans take part from step `step` on.
 
-    Nodes that stay keep all that they have. One that joins copies the first of them, and draws from a stream of random
-    numbers of its own. In a round of clients every row starts anew, from the global weights.
+    Staying nodes keep their state. A joining node copies the first of them, and draws from its own random stream. In a
+    round of clients every row starts from the global weights.
 
     Raises:
-        CheckpointError: a strategy has a state of which it cannot be told whose it is.
+        CheckpointError: a strategy has state whose placement is unknown.
     """
     if not any(_begins(run, step) for run in ensemble.runs):
         return
@@ -83,7 +83,7 @@ def _changes(run: Run, step: int) -> bool:
 
 
 def _changed(ensemble: Ensemble, stack: Stack, step: int) -> list[Stack]:
-    """Put a group together anew with the nodes that take part in `step`; return the groups in its place."""
+    """Form a group again from the nodes that take part in `step`; return the groups in its place."""
     runs = [run for run in stack.runs if run.trains and run.done < run.max_steps]
     copies = [snapshot(run).moved(step) if _begins(run, step) else snapshot(run) for run in runs]
     return put_together(ensemble, runs, copies)
@@ -107,7 +107,7 @@ def _bytes_of_a_node(run: Run) -> int:
     width = replicas.weights.stride(0)
     gap = (width - replicas.num_parameters) * replicas.weights.element_size()
 
-    def size(t: Tensor) -> int:  # what is as wide as the matrix has its gaps, too, which nobody sends
+    def size(t: Tensor) -> int:  # what is as wide as the matrix has its gaps, too, which no node sends
         return t.nbytes - gap * (t.numel() // width if t.shape[-1] == width else 0)
 
     # There may be one optimizer for all rows, or one for each.
@@ -143,7 +143,7 @@ def _end_round(run: Run) -> None:
 
 @torch.no_grad()
 def _begin_round(run: Run, step: int) -> None:
-    """Let the rows be those of the clients of the round that begins with `step`."""
+    """Give the rows to the clients of the round that begins with `step`."""
     cluster, strategy, plan = run.cluster, run.strategy, _plan(run)
     collectives, replicas, segment = cluster.collectives, cluster.replicas, plan.segment(step)
     nodes = segment.nodes

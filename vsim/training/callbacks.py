@@ -256,7 +256,7 @@ class KeepBest(Monitor):
 
 
 def with_hooks(spec: RunSpec) -> list[Any]:
-    """Return the callbacks of a run: those that were given, its hooks, and what watches over the user's objects."""
+    """Return a run's callbacks: the given ones, its hooks, and a guard of the user's objects."""
     callbacks = list(spec.callbacks or ())
     if spec.train_loss_hook or spec.eval_loss_hook:
         callbacks.append(LossHooks(spec.train_loss_hook, spec.eval_loss_hook))
@@ -264,7 +264,7 @@ def with_hooks(spec: RunSpec) -> list[Any]:
 
 
 def by_place(callbacks: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """With backend="process", return the callbacks that work in the process of `fit`, and in those of the nodes."""
+    """With backend="process", return the callbacks that work in the process of `fit`, and in the nodes' processes."""
     here = [one for one in callbacks if getattr(one, "here", False)]
     # Of a node's copies of model and loss, a callback there may change the wrong ones, too.
     return here, [one for one in callbacks if one not in here or isinstance(one, Originals)]

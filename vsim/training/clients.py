@@ -51,7 +51,7 @@ class Clients(Stateful):
                 f"{type(strategy).__name__} keeps {', '.join(odd)} for each node, which the clients of a population "
                 "would pass on to each other; with participation=Sample(…) a strategy keeps it by keep_client"
             )
-        # As it is for a client that was never drawn; and client → its rows.
+        # The state of a client that was never drawn; and client → its rows.
         self._first = [value[0].clone() for _, _, value in self._values()]
         self.kept: dict[int, list[Tensor]] = {}
         self._files: list[Tensor] | None = None
@@ -67,7 +67,7 @@ class Clients(Stateful):
                 yield owner, name, getattr(owner, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clients that have been drawn, their rows stacked in that order, and those of the others.
+        """Return the clients that have been drawn, their rows stacked in that order, and a row for the others.
 
         Raises:
             ValueError: another run has used the folder since.

@@ -138,7 +138,7 @@ class Entries:
         if entries:
             recorders, own = [recorder for recorder, _ in entries], [entry for _, entry in entries]
             return prepare(configs, recorders, [r.history for r in own], self.device)
-        alone = configs[0].label if len(configs) == 1 else ""  # which nobody else names
+        alone = configs[0].label if len(configs) == 1 else ""  # which no other object refers to
         with isolated(configs[0].seed, self.device), naming(alone):
             histories = [History(spec.label, spec.num_nodes, spec.population) for spec in configs]
             return prepare(configs, [Recorder(history) for history in histories], histories, self.device)

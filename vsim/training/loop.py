@@ -206,7 +206,7 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
 
 @torch.no_grad()
 def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
-    """Let every run communicate and step. Runs without a `step` of their own share calls of optimizers."""
+    """Make every run communicate and step. Runs without a `step` of their own share calls of optimizers."""
     stepping = [run for run in stack.runs if run.trains and run.cluster.step > run.done]
     plain = [run for run in stepping if not run.strategy.is_per_node]
     for run in plain:
@@ -243,7 +243,7 @@ class _own(AbstractContextManager[None]):
 
 
 def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
-    """Let a run leave while the others continue; raise the error if it is alone, or if nothing would be lost."""
+    """Remove a run while the others continue; raise the error if it is alone, or if nothing would be lost."""
     nothing_lost = ensemble.ends_early and run.done == 0
     if not ensemble.tolerant or (nothing_lost and not isinstance(error, FloatingPointError)):
         raise error
@@ -317,7 +317,7 @@ def _report(ensemble: Ensemble, step: int) -> None:
 
 
 def _mean_of_known(losses: Sequence[float]) -> float:
-    """Return the mean over those who have taken a step, NaN if nobody has; the others' are NaN."""
+    """Return the mean over nodes that have taken a step, whose losses are not NaN; NaN if there is none."""
     total = sum(losses)
     if math.isnan(total):
         known = [loss for loss in losses if loss == loss]
@@ -375,7 +375,7 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run], first: bool = False) 
                 for run in own:
                     evaluating.enter_context(run.strategy.evaluating())
                 found.update(validate(own))
-        except Exception as error:  # of the model or the data: nobody's own
+        except Exception as error:  # of the model or the data: not of one run
             _all_leave(ensemble, own, error)
         seconds, num_nodes = time.perf_counter() - started, sum(run.cluster.num_nodes for run in own)
         for run in own:

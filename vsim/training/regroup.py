@@ -19,7 +19,7 @@ def regroup(ensemble: Ensemble) -> None:
     """Put the runs of a run that still train into matrices of their own, if enough rows would be saved.
 
     They resume from a snapshot in memory, bitwise unchanged. All stay where they are if one cannot: a strategy whose
-    state cannot be saved, or filled in a strategy that is set up anew, or worker processes that fetch its data.
+    state cannot be saved, or restored in a newly set up strategy, or worker processes that fetch its data.
     """
     remaining = ensemble.unfinished
     if len(remaining) == sum(len(stack.runs) for stack in ensemble.stacks):

@@ -182,7 +182,7 @@ def _gathered(run: Run, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def resume(run: Run, checkpoint: Checkpoint) -> None:
-    """Bring a run that was set up anew to the state of the checkpoint, the global random generators included.
+    """Bring a newly set up run to the state of the checkpoint, the global random generators included.
 
     Raises:
         CheckpointError: the checkpoint is of another run, or beyond this run's last step; the differences are named.
@@ -270,7 +270,7 @@ def _check_same(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def begin_fork(checkpoint: Checkpoint, replicas: Replicas) -> None:
-    """Let all nodes start from the mean of the checkpoint's, which is what a strategy is set up with."""
+    """Start all nodes from the mean of the checkpoint's nodes, with which a strategy is set up."""
     checkpoint.check_layout(replicas)
     replicas.weights.copy_(checkpoint.mean_weights())
     for name, mean in checkpoint.mean_buffers().items():
@@ -313,7 +313,7 @@ def _carry(run: Run, checkpoint: Checkpoint, restorer: Restorer) -> None:
 
 
 def _keep_state(run: Run, state: Any, restorer: Restorer) -> None:
-    """Let the inner optimizers keep their state, or start anew if it does not fit, such as one row for all nodes."""
+    """Keep the inner optimizers' state, or start with none if it does not fit, such as one row for all nodes."""
     optim = run.strategy.optim
     optimizers = torch_optimizers(optim)
     settings = copy.deepcopy([[{**group, "params": []} for group in o.param_groups] for o in optimizers])

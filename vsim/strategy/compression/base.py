@@ -127,7 +127,7 @@ def sparse_bytes(entries: Sequence[tuple[int, int]], index_bytes: str, value_byt
 
 
 def bits_to_bytes(bits: int) -> int:
-    """Return the bytes that hold so many bits."""
+    """Return the number of bytes that hold these bits."""
     return -(-bits // 8)
 
 

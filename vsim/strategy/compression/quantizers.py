@@ -119,7 +119,7 @@ class UniformQuantizer(BlockQuantizer):
     Args:
         bits: 2 to 16; 8 is int8, 4 is int4.
         block_size: consecutive entries that share max|x|.
-        two_stage: as of `BlockQuantizer`.
+        two_stage: see `BlockQuantizer`.
 
     Payload: ceil(P · bits / 8) + 4 · ceil(P / block_size) bytes. One all-gather.
     """
@@ -140,7 +140,7 @@ class ScaledSign(BlockQuantizer):
 
     Args:
         block_size: n, consecutive entries that share a mean.
-        two_stage: as of `BlockQuantizer`.
+        two_stage: see `BlockQuantizer`.
 
     Payload: ceil(P / 8) + 4 · ceil(P / block_size) bytes. One all-gather.
 
@@ -165,7 +165,7 @@ class FP4(BlockQuantizer):
 
     Args:
         block_size: consecutive entries that share max|x|.
-        two_stage: as of `BlockQuantizer`.
+        two_stage: see `BlockQuantizer`.
 
     Payload: ceil(P / 2) + 4 · ceil(P / block_size) bytes. One all-gather.
 
@@ -194,7 +194,7 @@ class StatisticalQuantizer(BlockQuantizer):
         bits: 1 to 8. With 2 it quantizes what SparseLoCo sends, with 8 it is INTELLECT-1's int8.
         block_size: consecutive entries that share a table of values, from 1. Default: 256 · 2^bits, so that tables add
             an eighth of a bit to an entry.
-        two_stage: as of `BlockQuantizer`.
+        two_stage: see `BlockQuantizer`.
 
     Payload: ceil(P · bits / 8) + 4 · 2^bits · ceil(P / block_size) bytes. One all-gather. No shift travels: the table
     holds values, not their distances to it.
@@ -226,7 +226,7 @@ class QSGD(BlockQuantizer):
     Args:
         levels: s, steps of the grid from 0 to ‖x‖₂; 1 to 32767.
         block_size: consecutive entries that share ‖x‖₂, d in the paper.
-        two_stage: as of `BlockQuantizer`.
+        two_stage: see `BlockQuantizer`.
 
     Payload: ceil(P · ceil(log2(2s + 1)) / 8) + 4 · ceil(P / block_size) bytes. One all-gather.
 

@@ -44,7 +44,7 @@ class TopK(Compressor):
 
 
 class RandomK(Compressor):
-    """All nodes average the same k random entries, drawn anew every time from the shared generator.
+    """All nodes average the same k random entries, drawn every time from the shared generator.
 
     Args:
         fraction: k = round(fraction · P), at least 1, of all parameters together; in (0, 1].

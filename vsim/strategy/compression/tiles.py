@@ -171,7 +171,7 @@ class DCTTopK(TileTopK):
     kept as coefficients, which is the same up to rounding.
 
     Args:
-        topk, chunk, index_bytes, quantizer: as of `TileTopK`, with DeMo's values by default.
+        topk, chunk, index_bytes, quantizer: see `TileTopK`, with DeMo's values by default.
 
     Payload: that of `TileTopK`. One all-gather.
 
