@@ -201,7 +201,7 @@ class Problem:
         return CNN(tuple(images.shape[1:]), seed=seed)
 
     def learning_rate(self, named: Iterable[str]) -> float:
-        """Return --lr, or that of the model; `named` are strategies, of which none may have its own beside --lr."""
+        """Return --lr, or that of the model; `named` are strategies, none of which may also have its own."""
         names = [text.partition(":")[0] for text in named]
         own = [name for name in names if "lr" in (STRATEGIES | PRESETS).get(name, (None, {}))[1]]
         if own and self.lr is not None:

@@ -50,7 +50,7 @@ def is_watched() -> bool:
 def without_performance_warnings() -> Iterator[None]:
     """Silence functorch's warnings about operations that it computes node by node.
 
-    There is no way to read functorch's switch; it is on unless somebody turned it off. A warnings filter, the public
+    There is no way to read functorch's switch; it is on unless user code turned it off. A warnings filter, the public
     way, comes and goes every step, which would make Python forget which of the user's warnings it has shown.
     """
     _functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]

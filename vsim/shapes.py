@@ -1,4 +1,4 @@
-"""Models without values: the shapes of a model, or of a GPT with so many parameters."""
+"""Models without values: the shapes of a model, or of a GPT with a given number of parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def without_values(
     model: nn.Module | None,
     bytes_per_parameter: int | None = None,
 ) -> nn.Module:
-    """Return a model on the meta device: a copy of `model`, or a GPT of so many parameters; see `vsim.price`."""
+    """Return a model on the meta device: a copy of `model`, or a GPT with `parameters`; see `vsim.price`."""
     if (parameters is None) == (model is None):
         raise TypeError("give either parameters=, how many there are, or a model=")
     if bytes_per_parameter is not None:
@@ -44,7 +44,7 @@ def without_values(
 
 
 def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
-    """Return a model without values that has exactly so many parameters, in the shapes of a GPT.
+    """Return a model without values that has exactly this number of parameters, in the shapes of a GPT.
 
     An embedding of about 50,304 tokens and 2,048 positions; in each layer the matrices of attention (3d, d) and (d, d)
     and of an MLP (4d, d) and (d, 4d), with biases and norms. The width d is the multiple of 64 that comes nearest, and

@@ -164,7 +164,7 @@ class Trainer:
                 again.
             num_nodes: K.
             num_epochs: passes over the data; `max_steps`: optimizer steps, instead of or as a limit on epochs: with
-                max_steps given, the run has exactly so many steps.
+                max_steps given, the run has exactly that number of steps.
             batch_size: examples per node and step. Gradients may be accumulated over `minibatch_size` examples at a
                 time, or in `gradient_accumulation` pieces; give one of the two.
             shuffle: a new order every epoch.

@@ -123,7 +123,7 @@ class Checkpoint:
         parameters. Step, examples and the position in the data (that of the new run's order at this step) and in the
         learning-rate schedule continue. With the same K every node keeps its own weights, buffers and stream of random
         numbers, with another K all start from the mean. A strategy's own state (outer weights, residuals, means
-        on their way) starts anew, from the mean replica. History and ledger start at this step, with 0 bytes; those of
+        on their way) starts again, from the mean replica. History and ledger start at this step, with 0 bytes; those of
         the run so far stay with the checkpoint.
 
         Args:

@@ -173,7 +173,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     part = path.with_name(f".{path.stem}.{os.getpid()}.part")
     try:
-        part.mkdir(parents=True, exist_ok=True)  # a folder, as what writes may have temporary files beside its own
+        part.mkdir(parents=True, exist_ok=True)  # a folder, as a writer may have temporary files next to its own
         yield part / path.name
         _flush(part / path.name)
         os.replace(part / path.name, path)

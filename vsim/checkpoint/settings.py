@@ -1,6 +1,6 @@
 """The declared settings of a run: a run resumes if they equal the saved ones.
 
-Functions are compared by their names, models and data by what can be told quickly, all other values by their contents.
+Functions are compared by their names, models and data by a few quick facts, all other values by their contents.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ARGUMENTS = (
 HORIZON = "steps of the learning-rate schedule"
 VERSIONS = "versions"
 _LONG = 256  # of a list or text: above, it is compared as a whole
-_MANY = 2**16  # elements of a tensor: above, so many are compared
+_MANY = 2**16  # elements of a tensor that are compared at most
 
 
 def settings_of_run(run: Any) -> dict[str, Any]:

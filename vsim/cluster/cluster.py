@@ -31,7 +31,7 @@ class Cluster:
         max_steps: the number of steps of the whole run.
         deterministic: whether results must be bitwise equal to the multi-process run.
         compile: whether to use compiled kernels where that pays.
-        plan: who takes part in which steps; None: all nodes in all.
+        plan: which nodes take part in which steps; None: all nodes in all steps.
         completed: t, the optimizer steps completed.
         seconds: that the nodes compute, if a schedule of syncs asks for them.
         optim: the inner optimizer, once the strategy has built it; it is the strategy's to step.
@@ -113,7 +113,7 @@ class Cluster:
 
     @property
     def grads(self) -> Tensor:
-        """Stacked (R, P), likewise."""
+        """Stacked (R, P) gradients."""
         return self.replicas.grads.expand(self.replicas.num_held, -1)
 
     def kernel(self, function: Kernel) -> Kernel:

@@ -129,7 +129,7 @@ class Ledger(Sequence[Event]):
         self._events.append(event)
 
     def attend(self, segment: Segment) -> None:
-        """Note who takes part from here on, unless that is known."""
+        """Note which nodes take part from here on, unless that is known."""
         if not self.attendance or self.attendance[-1].first < segment.first:
             self.attendance.append(segment)
 

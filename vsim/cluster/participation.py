@@ -1,6 +1,6 @@
 """Which nodes take part in which steps: all, a cohort of a population, or all that have not failed or are late.
 
-A node that does not take part neither steps, counts, draws nor sends. Who takes part is decided beforehand, from the
+A node that does not take part neither steps, counts, draws nor sends. Participation is decided beforehand, from the
 seed: a `Plan` is a sequence of `Segment`s, in each of which the same nodes take part.
 """
 

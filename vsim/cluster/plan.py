@@ -1,4 +1,4 @@
-"""A plan: who takes part in which steps of a run, segment by segment."""
+"""A plan: which nodes take part in which steps of a run, segment by segment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Segment(NamedTuple):
 
     Attributes:
         first, last: their numbers, from 1.
-        nodes: who takes part, in ascending order.
+        nodes: the nodes that take part, in ascending order.
         late: who computed, too, but came too late, so that nothing is left of the work.
         seconds: how long the steps last at least: until a deadline.
         steps: the local steps of each of the nodes, which rests for the others; empty: all of them.
@@ -119,7 +119,7 @@ class Plan:
         return [segment.first - 1 - int(clock[node]) for node in segment.nodes]
 
     def joining(self, step: int) -> Nodes:
-        """Return who takes part in the segment of `step`, and did not in the one before; all if it renews."""
+        """Return the nodes that join with the segment of `step`; all if it renews."""
         number = self._number_of(step)
         before = () if self.renews or number == 0 else self._known[number - 1].nodes
         return tuple(node for node in self._known[number].nodes if node not in before)

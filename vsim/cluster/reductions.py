@@ -1,4 +1,4 @@
-"""Reductions over nodes: who takes part, how much each node counts, and the kernel that reduces rows."""
+"""Reductions over nodes: which take part, how much each counts, and the kernel that reduces rows."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Replicas:
         weights: stacked (K, P), one row per node; rows are contiguous and begin at multiples of 64 bytes, with gaps of
             zeros behind them if need be (see `vsim_kernels.alignment`, and `with_gaps`). (1, P) where the nodes are
             equal and share one row.
-        grads: stacked (K, P), likewise; (1, P) where only the mean over the nodes is needed. Entries of parameters that
+        grads: stacked (K, P); (1, P) where only the mean over the nodes is needed. Entries of parameters that
             the loss does not reach are zero.
         num_held: the nodes held here: K in the simulator.
         buffers: name → stacked (K, *shape), dense: BatchNorm statistics and the like, a copy for every node.
@@ -69,7 +69,7 @@ class Replicas:
         share_weights: bool = False,
         share_grads: bool = False,
     ) -> Replicas:
-        """Put so many copies of each of several models below each other; each starts from its weights.
+        """Put the given number of copies of each of several models below each other; each starts from its weights.
 
         Args:
             models: alike but for the values of their weights and buffers; the code is that of the first.

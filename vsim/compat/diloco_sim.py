@@ -50,7 +50,7 @@ class DilocoSimulator:
         outer_optimizer_cls, outer_optimizer_kwargs: the outer one; default SGD with lr 0.7, Nesterov momentum 0.9.
         diloco_interval: local steps between outer steps, H.
         batch_size: examples a node and step.
-        num_epochs: passes over the data. max_local_step: stop after so many local steps if that is earlier.
+        num_epochs: passes over the data. max_local_step: stop after this many local steps if that is earlier.
         eval_iters: batches of `batch_size` examples that a validation takes.
         ckpt_interval: outer steps between checkpoints, which go to `save_dir`.
         cosine_anneal, warmup_steps: the schedule of the inner learning rate; see `Strategy`.

@@ -27,7 +27,7 @@ from vsim.data.order import Order, Uneven
 DatasetFactory = Callable[[int, int, bool], Dataset[Any]]
 Data = Dataset[Any] | DatasetFactory
 _OBJECTS = np.dtype(object)
-_SAMPLED = 8  # examples, by which datasets are told apart
+_SAMPLED = 8  # examples by which datasets are compared
 _VALIDATED, _CURVE = 2048, 256  # default numbers of validation examples: at most, and on a curve
 LOADER_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Ints = NDArray[np.int64]
-_FEW = 30  # clients that are told apart in a picture
+_FEW = 30  # clients that a picture distinguishes
 _DRAWS = 1000  # by which every client has its examples, or the partition is given up
 _A_SHARE = 0.25  # of an example: with less of a class, a client gets none of it before those with more
 Labels = Sequence[Any] | Tensor | Ints | Callable[[Any], Any]
@@ -302,7 +302,7 @@ KINDS: dict[str, tuple[Callable[..., Ints], dict[str, Any]]] = {
 
 
 def _pieces(size: int, number: int) -> Ints:
-    """The piece of each of `size` places, cut into so many whose sizes differ by at most 1."""
+    """The piece of each of `size` places, cut into pieces whose sizes differ by at most 1."""
     return np.arange(size) * number // size
 
 

@@ -109,7 +109,7 @@ def docs_text(
         val_fraction: share of the text, at its end, that is for validation; between 0 and 1.
 
     Returns:
-        (train, val): datasets of x (N, block_size) int64 and y, the next characters, likewise; both have
+        (train, val): datasets of x (N, block_size) int64 and y, the next characters, of the same shape; both have
         the same `.vocabulary`.
 
     Raises:

@@ -96,7 +96,7 @@ class CompiledExecutor(VmapExecutor):
         self.compile_seconds: float | None = None
         self.known: set[Any] = set()  # shapes for which there is a graph
         self._casts = self.settings.autocast  # or in a region of the model's own
-        self.changes = 0  # of the model's Python, for which it was compiled anew
+        self.changes = 0  # of the model's Python, for which it was compiled again
         self._pieces_of: dict[Any, list[slice]] = {}  # by the shapes of a batch
         of_weights = None if self.replicas.shares_grads else 0
         for module in self.objective.model.modules():
@@ -291,7 +291,7 @@ _FLOAT32 = _functions(
     soft_margin_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss cdist trace prod
     """,
 )
-# A CPU's kernels take an input in bfloat16 beside weights in float32, compute in float32, and return the input's dtype.
+# A CPU's kernels take an input in bfloat16 and weights in float32, compute in float32, and return the input's dtype.
 _MIXED = _functions((F,), "layer_norm group_norm batch_norm instance_norm rms_norm")
 
 

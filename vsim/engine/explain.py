@@ -1,4 +1,4 @@
-"""How a run computes on this machine: the form of every operation, memory, executor, and speed beside the peak."""
+"""How a run computes on this machine: the form of every operation, memory, executor, and speed relative to the peak."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 # searched; in SVG letters are shapes, alike everywhere.
 _FILE: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "vsim"}
 _METADATA = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-# An axis has about so many numbers.
+# The approximate number of tick labels of an axis.
 _FEW, _MANY = 3, 7
 
 

@@ -109,7 +109,7 @@ class Clock:
         self.now = np.zeros((many, 1))  # (N, 1) or (N, K): how far every node is
         self.ready = self.now  # when it could send the first layer of what it sends next
         self.busy = np.zeros((2, many, 1))  # until when its line is, outwards and inwards
-        self.server = np.zeros((2, many))  # likewise that of a server
+        self.server = np.zeros((2, many))  # (2, …) the same of a server
         self.seconds, self.stalls = np.zeros((self.steps + 1, many)), np.zeros((self.steps, many))
         self.compute = np.zeros(self.steps)
         self.events: dict[tuple[int, str], list[_Planned]] = {}
@@ -205,7 +205,7 @@ class Clock:
         return masked, there.mean(1)
 
     def _attend(self, step: int) -> None:
-        """Change who takes part, if a segment begins with this step; a node that joins has not been waiting."""
+        """Change the participating nodes, if a segment begins with this step; a joining node has not been waiting."""
         segment = self.attendance.get(step)
         if segment is None:
             return
@@ -260,7 +260,7 @@ class Clock:
         return self._in_parallel(event, groups.nodes, groups.starts, groups.sizes, ready, price, parts)
 
     def _ready(self, parts: int) -> Floats:
-        """Return when the first of so many parts can be sent."""
+        """Return when the first of several parts can be sent."""
         layers = self.settings.layers
         if parts in (1, layers):
             return self.now if parts == 1 else self.ready

@@ -14,7 +14,7 @@ from vsim.network.links import Network
 # the server has waited so long, a message reaches its worker.
 STEP, ARRIVAL, TIMER, RETURN = range(4)
 _BLOCK = 256  # steps whose seconds are drawn at once
-# Moments that agree to so many digits are one: three steps of 0.1 s end with one of 0.3 s, not 6e-17 s after it.
+# Moments that agree to this many digits are one: three steps of 0.1 s end with one of 0.3 s, not 6e-17 s after it.
 _DIGITS = 10
 
 
@@ -23,7 +23,7 @@ class VirtualClock:
 
     Messages cost what pushes and pulls of one node do on the network. Those of one line queue in order; the server's
     line takes a message when its turn has come on its node's line, so that those of a slow line hold up no others.
-    What is done at the same moment is in the order of its kind, and of the nodes.
+    Simultaneous events are ordered by kind, then by node.
 
     Attributes:
         now: seconds. steps: (K,) local steps that every worker has done; taken: their sum.

@@ -161,7 +161,7 @@ class Network:
 
         Args:
             bandwidth: (K, K), row i and column j from node i to node j, in bit/s or text; the diagonal has no meaning.
-            latency: (K, K) likewise, or one for all links.
+            latency: (K, K), in seconds or text, or one for all links.
             options: `collective` and `server`, see `Network`.
 
         Raises:
@@ -192,7 +192,7 @@ class Network:
         Args:
             regions: name → number of nodes, at most 10⁶ in total.
             inside: the links inside a region, as "bandwidth, latency" or a pair of these; or name → links.
-            between: likewise the links between regions; or (name, name) → links, for both directions unless the
+            between: the links between regions; or (name, name) → links, for both directions unless the
                 reverse is given, too.
             options: `collective` and `server`, see `Network`.
 

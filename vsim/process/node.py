@@ -255,7 +255,7 @@ class ProcessOptions:
 
 
 def default_threads(nodes_here: int) -> int:
-    """Return the CPU threads of a process where so many nodes share this machine: its cores divided, at least 1."""
+    """Return the CPU threads of a process: this machine's cores divided by its nodes, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // nodes_here)
 

@@ -43,7 +43,7 @@ OF_THE_MACHINE = ("seconds", "validation_seconds", "memory_bytes")
 
 
 class History:
-    """One row a step, the first for step 0, before training. What was not measured at a step is NaN.
+    """One row a step, the first for step 0, before training. Values not measured at a step are NaN.
 
     Columns:
         step: completed optimizer steps. examples: examples that all nodes have trained on so far.
@@ -90,7 +90,7 @@ class History:
     def append(self, row: Mapping[str, float], node_losses: Sequence[float] | None = None) -> None:
         """Add the row of a step; `node_losses` (K,) are its training losses, absent for step 0.
 
-        Both are kept as they are until somebody reads, or until they are many: training does not wait for columns.
+        Both are kept as they are until they are read or are many, so that training does not wait for columns.
         """
         self._new.append((row, node_losses))
         self.ledger.steps = int(row["step"])
@@ -160,7 +160,7 @@ class History:
     def client_losses(self) -> NDArray[np.float64]:
         """(S, N): the mean training loss of every node or client in every segment of a run with `participation`.
 
-        A segment is a round of clients, or the steps between two changes of who takes part. NaN where one did not.
+        A segment is a round of clients, or the steps between two changes of participation. NaN for absent nodes.
         """
         losses, attendance = self.node_losses, self.ledger.attendance
         start = self.ledger.steps - len(losses)  # a fork's record begins with it

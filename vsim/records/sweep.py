@@ -126,7 +126,7 @@ class Sweep(Comparison):
         for titles, run in super()._titled_runs():
             point = self._points[titles["strategy"]]
             own = {key: _plain(point.values[key], label) for key, label in point.labels.items()}
-            # The rate of a setting beside that of a step.
+            # The rate of a setting is another column than the rate of a step.
             yield titles | {f"{key}_setting" if key in COLUMNS else key: value for key, value in own.items()}, run
 
     def _looks(self, first: str | None = None) -> Looks:

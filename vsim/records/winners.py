@@ -1,4 +1,4 @@
-"""Which strategy reaches a loss first, over bandwidth and latency, and where that cannot be told."""
+"""Which strategy reaches a loss first, over bandwidth and latency, and where the data leave that open."""
 
 from __future__ import annotations
 

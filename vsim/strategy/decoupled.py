@@ -78,7 +78,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
     came: list[list[tuple[int, Tensor, float, float]]]  # of each fragment: node, θ_k (n,), weight, when it is wanted
     closing: list[float]  # of each fragment: when the round that it is in ends
     sent: list[list[list[int]]]  # of each learner and fragment: when it was last sent, its steps and tokens
-    awaited: list[list[bool]]  # likewise: whether an answer is on its way
+    awaited: list[list[bool]]  # the same shape: whether an answer is on its way
     answers: list[dict[int, Tensor]]  # of each learner: fragment → φ (n,)
     timers: dict[int, int]  # number → fragment
     derived: ClassVar[tuple[str, ...]] = ("outer_gradient", "parts")

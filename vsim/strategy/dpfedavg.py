@@ -82,7 +82,7 @@ def _share(cluster: Cluster, begun: int) -> float:
         segment.first - 1 < begun or segment.last > cluster.step
     ):  # a cohort of several averagings, not drawn for this one
         return 1.0
-    return (len(segment.nodes) + len(segment.late)) / cluster.population  # who comes late does so for a reason
+    return (len(segment.nodes) + len(segment.late)) / cluster.population  # clients are late for a reason
 
 
 def epsilon(rounds: Mapping[tuple[float, float], int], delta: float) -> float:

@@ -37,7 +37,7 @@ class ControlVariates(CommunicationModule):
         if plan is not None and plan.renews:  # clients who have got φ, and not c
             cluster.collectives.pull(self.variate, cluster.weights, label="pull of control variates")
         elif plan is not None and (joining := plan.joining(step)):
-            # They have copied a peer's c_k. What those who are away and they had is what is missing in N·c.
+            # They have copied a peer's c_k. What absent nodes and they had is what is missing in N·c.
             joins = torch.tensor([[node in joining] for node in cluster.active])[cluster.replicas.nodes]
             staying = self.variates.masked_fill(joins.to(self.variates.device), 0)
             mean = cluster.collectives.all_reduce(staying, "mean", label="control variates")
@@ -91,7 +91,7 @@ class ScaffoldStrategy(Strategy):
     their c_k a peer's, c would no longer be the mean, and what it is off would stay in every step.
 
     Payload: twice all weights every H steps, for the weights and for the changes of the control variates. A cohort that
-    is drawn anew pulls c with the weights; where nodes join, all add up their c_k once.
+    is drawn again pulls c with the weights; where nodes join, all add up their c_k once.
 
     Raises:
         TypeError: the inner optimizer is another: with momentum, say, what a node has moved is not its mean gradient.

@@ -149,7 +149,7 @@ class Entries:
             return
         with ExitStack() as ending:
             recorders = {r: Recorder(r.history, False, r.spec.label) for r in running}
-            # Every callback is told the end of its own run.
+            # Every callback hears of the end of its own run.
             for entry, recorder in recorders.items():
                 ending.push(lambda kind, error, trace, own=entry, recorder=recorder: _finish(recorder, own, error))
             seed = running[0].spec.seed
@@ -391,7 +391,7 @@ def write_end(entry: Entry) -> None:
 
 
 def _length(entry: Entry) -> list[int | None]:
-    """Return what decides how many steps a run has; a longer one goes on where this one ended."""
+    """Return what decides how many steps a run has; a longer run continues where this one ended."""
     return [entry.spec.max_steps, entry.spec.num_epochs]
 
 

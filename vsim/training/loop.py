@@ -326,7 +326,7 @@ def _mean_of_known(losses: Sequence[float]) -> float:
 
 
 def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
-    """Report a step, and let the callbacks hear of it. Of several processes that of the first node is right."""
+    """Report a step, and call the callbacks. With several processes, the first node's report is complete."""
     collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
     attendance = run.ledger.attendance
     run.row, report.segment = report.row, attendance[-1] if attendance else None

@@ -70,7 +70,7 @@ def prepare(
     """Set up runs that train together, all their nodes in this process.
 
     Args:
-        specs: one per run. reports, histories: likewise; they receive the outcomes.
+        specs, reports, histories: one per run; the latter two receive the outcomes.
 
     Raises:
         CheckpointError: a run does not fit the checkpoint that it starts from.
@@ -93,7 +93,7 @@ def prepare(
         with naming(spec.label if len(specs) > 1 else ""):
             plan = plan_of(spec, batches)
         if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
-            history.ledger.clock = {"compute": spec.compute.as_plain()}  # which decides who is late
+            history.ledger.clock = {"compute": spec.compute.as_plain()}  # which decides which nodes are late
         collectives = StackedCollectives(history.ledger, range(everyone))  # the ledger may be of another run
         run = Run(spec, report, history, range(everyone), collectives, batches, plan, own)
         runs.append(run if plan is None else run.attended(spec.first_step))
@@ -101,7 +101,7 @@ def prepare(
 
 
 def plan_of(spec: RunSpec, batches: BatchSource | None) -> Plan | None:
-    """Return who takes run in which steps of a run, None for all nodes in all.
+    """Return which nodes take part in which steps of a run; None: all nodes in all steps.
 
     Without batches it is not known how long a client takes to go through its own.
     """
@@ -306,7 +306,7 @@ def _warn_of_what_comes_late(strategy: Strategy, run: Run) -> None:
 
 
 def source(run: Run, done: int, fetching: dict[Hashable, Run]) -> Source:
-    """Return the batches of a run after so many steps.
+    """Return the batches of a run from a step on.
 
     Args:
         fetching: the first run of every order, which fetches for the others.

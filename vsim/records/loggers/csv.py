@@ -18,7 +18,7 @@ class CSVLogger:
     """Files in `<log_dir>/<run_name>/`: `train.csv`, `validation.csv` and `config.json`.
 
     Every row is in its file as soon as it is logged, so that an interrupted run, or one that was killed, keeps its
-    files. What was not measured is an empty field. A folder that holds a run already is left alone: the new run then
+    files. Missing values are empty fields. A folder that holds a run already is left alone: the new run then
     gets a number (`<run_name>-2`), and a warning says so. Without a run name the date and time are the name.
 
     Args:

@@ -44,7 +44,7 @@ class WandbLogger:
         self.url: str | None = None
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Begin a run of its own, beside any that the process has."""
+        """Begin a separate run, besides any that the process has."""
         wandb = extra("wandb", "WandbLogger", "wandb", "wandb")
         self._x = config.get("log_x_axis") or "step"
         try:
