@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
-from torch import nn
 from typing_extensions import Self
 
 from vsim.arguments import naming, one_of, real_number
