@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -379,6 +380,26 @@ def test_the_outcome_does_not_depend_on_who_is_computed_with_whom(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workers, "step", one_by_one)
         assert outcome(run(strategy, **options)) == together
+
+
+@pytest.mark.parametrize(
+    ("row", "speeds", "first"),
+    [
+        ("async DiLoCo", [1, 1, 1, 1], 8),
+        ("async DiLoCo", [1, 2, 1, 4], 4),  # when the fastest has taken 8 steps, all have taken 2 + 4 + 2 + 8 = 4 · 4
+        ("delayed Nesterov", [1, 2, 1, 4], 4),
+        ("decoupled", [1, 1, 1, 1], 4),  # the first of two fragments, after H / 2 steps
+    ],
+)
+def test_a_run_in_which_no_worker_comes_to_the_server_is_warned_of(row: str, speeds: list[float], first: int) -> None:
+    options: dict[str, Any] = {"compute": Compute(0.1, speeds=speeds), "network": None}
+    with pytest.warns(UserWarning, match=f"first acts after step {first}, and the run ends after {first - 1}$"):
+        trainer = run(made(row, H=8), max_steps=first - 1, **options)
+    assert not trainer.ledger
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer = run(made(row, H=8), max_steps=first, **options)
+    assert trainer.ledger
 
 
 def test_workers_that_take_no_step_neither_draw_nor_fetch() -> None:

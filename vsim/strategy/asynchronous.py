@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -106,6 +107,19 @@ class AsynchronousStrategy(Strategy):
             weights: θ_k, shared (P,); `taken[node]` is where it began. staleness: the steps that φ has taken since.
         """
         raise NotImplementedError(f"{type(self).__name__} must define receive")
+
+    def first_visit(self, node: int) -> int:
+        """Return the local steps after which a worker first sends something, known after the setup; here a phase."""
+        return self.until[node]
+
+    @property
+    def first_step(self) -> int:
+        """The run's step in which a worker first sends something, by the mean seconds of local steps."""
+        own, nodes = self.clock.compute.node_seconds, range(self.cluster.num_nodes)
+        seconds = [float(own[node % len(own)]) for node in nodes]
+        first = min(self.first_visit(node) * seconds[node] for node in nodes)
+        taken = sum(math.floor(first / each * (1 + 1e-9)) for each in seconds)
+        return math.ceil(taken / len(seconds))
 
     # In virtual time --------------------------------------------------------------------------------------------------
 

@@ -101,6 +101,9 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
             answers=[{} for _ in nodes],
         )
 
+    def first_visit(self, node: int) -> int:
+        return first_step(0, self.H, len(self.parts))
+
     def after_local_step(self, node: int) -> None:
         by = self.average.rule.by
         own, awaited, sent, answers = self.clock.steps[node], self.awaited[node], self.sent[node], self.answers[node]

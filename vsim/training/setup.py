@@ -292,11 +292,11 @@ def _place(run: Run, replicas: Replicas) -> None:
 
 
 def _warn_of_what_comes_late(strategy: Strategy, run: Run) -> None:
-    late = [
-        f"{type(strategy).__name__}: {type(module).__name__} first acts after step {module.first_step}"
-        for module in strategy.communication_modules
-        if module.first_step > run.steps
-    ]
+    name = type(strategy).__name__
+    first_steps = [(f"{name}: {type(module).__name__}", module.first_step) for module in strategy.communication_modules]
+    if isinstance(strategy, AsynchronousStrategy):
+        first_steps.append((name, strategy.first_step))
+    late = [f"{who} first acts after step {first}" for who, first in first_steps if first > run.steps]
     if run.plan is not None and isinstance(run.spec.participation, Schedule | Trace):
         first = run.plan.segment(1)
         if len(first.nodes) == run.spec.num_nodes and run.steps <= first.last < sys.maxsize:
