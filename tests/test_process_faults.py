@@ -352,7 +352,8 @@ def test_parametrized_models_are_shipped_as_the_error_says() -> None:
     assert losses[0] == losses[1]
 
 
-def test_the_way_to_ship_custom_operators_is_told() -> None:
+@pytest.mark.parametrize("call", ["twice", "torch.ops.test_faults.twice"])
+def test_the_way_to_ship_custom_operators_is_told(call: str) -> None:
     code = """
         import torch
         from vsim import Trainer
@@ -364,7 +365,7 @@ def test_the_way_to_ship_custom_operators_is_told() -> None:
 
         class Model(torch.nn.Linear):
             def forward(self, batch):
-                return twice(super().forward(batch[0]))
+                return CALL(super().forward(batch[0]))
 
         data = torch.utils.data.TensorDataset(torch.zeros(8, 3))
         try:
@@ -372,7 +373,9 @@ def test_the_way_to_ship_custom_operators_is_told() -> None:
         except TypeError as error:
             print(error)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code).replace("CALL", call)], capture_output=True, text=True, check=False
+    )
     assert "cannot ship model" in done.stdout and "in a module that the script imports" in done.stdout, done.stderr
 
 

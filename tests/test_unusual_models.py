@@ -434,7 +434,7 @@ def test_what_cannot_be_vectorized_is_refused_by_name(kind: type[Classifier]) ->
 def test_a_layer_with_the_old_weight_norm_is_named() -> None:
     model = SmallOperations(12)
     nn.utils.weight_norm(model.first)
-    with pytest.raises(TypeError, match=r"of first use torch\.nn\.utils\.parametrizations\.weight_norm"):
+    with pytest.raises(TypeError, match=r"In first, use torch\.nn\.utils\.parametrizations\.weight_norm"):
         trained(model)
 
 

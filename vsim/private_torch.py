@@ -34,7 +34,7 @@ add_batch_dim = _functorch._add_batch_dim
 outside_of_vmap = temporarily_clear_interpreter_stack
 
 # What pickle's errors call operators that a script defines. A public type of theirs would replace the names.
-NAMES_OF_OPERATORS = ("torch._C", "torch._ops")
+NAMES_OF_OPERATORS = ("torch._C", "torch._ops", "'_Ops'", "'_OpNamespace'")
 
 # Modes that count or record operations do not see what is computed within this context: a trial, a probe. A public way
 # to leave all dispatch modes would replace it.

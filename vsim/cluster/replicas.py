@@ -214,11 +214,11 @@ def _copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:
-        # Of torch.nn.utils, before there were parametrizations: a weight that is computed again before each call.
+        # The old ones of torch.nn.utils compute a weight before each call, and keep it as a plain attribute.
         hooks = {path: hooks_of(m)["forward pre-hook"].values() for path, m in model.named_modules()}
         old = [path for path, own in hooks.items() for h in own if type(h).__name__ in ("WeightNorm", "SpectralNorm")]
         advice = (
-            f"; of {', '.join(old)} use torch.nn.utils.parametrizations.weight_norm or spectral_norm" if old else ""
+            f". In {', '.join(old)}, use torch.nn.utils.parametrizations.weight_norm or spectral_norm" if old else ""
         )
         raise TypeError(
             f"the model cannot be copied by copy.deepcopy, which every node needs: {error}{advice}"
