@@ -145,12 +145,13 @@ def test_values_that_all_diverge_are_an_error() -> None:
         compare(strategies={"AllReduce": STRATEGIES["AllReduce"]}, tune={"lr": [1e30, 1e31]}, max_steps=8)
 
 
-def test_an_interrupt_while_tuning_is_one() -> None:
+@pytest.mark.parametrize("together", [True, False])  # False: most runs have not begun
+def test_an_interrupt_while_tuning_is_one(together: bool) -> None:
     def interrupt(run: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.warns(UserWarning, match="interrupted"), pytest.raises(KeyboardInterrupt, match="while tuning"):
-        compare(tune={"lr": LRS[:3]}, callbacks=[interrupt])
+        compare(tune={"lr": LRS[:3]}, callbacks=[interrupt], together=together)
 
 
 @pytest.mark.filterwarnings("ignore:.* that was tried:UserWarning")

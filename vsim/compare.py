@@ -63,8 +63,8 @@ def compare(
         together: train all runs at the same time, in groups that fit into half of the free memory, or into the share
             `max_memory_usage` of the whole memory; False: one after the other.
         tune: argument of strategies → values to try. Each strategy is first trained with every combination of the
-            arguments that it takes, with seeds that the comparison does not use (as many, from the largest of its seeds
-            on), and goes into the comparison with the lowest mean validation loss. `tuned` of the comparison has all of
+            arguments that it takes, with seeds that the comparison does not use (equally many, counted on from its
+            largest), and goes into the comparison with the lowest mean validation loss. `Comparison.tuned` has all
             these runs. A warning names a best value that is the smallest or largest of those tried. The runs of tuning
             have no loggers and hooks, and cannot be saved and resumed.
         save_dir: a folder for the checkpoints of all runs, with a folder for each, which `load_checkpoint` and
@@ -145,6 +145,8 @@ def _tuned(
     used = _checked_seeds(seeds, options)
     own_seeds = [max(used) + 1 + i for i in range(len(used))]
     runs = train_entries(entries, model, train_dataset, val_dataset, seeds=own_seeds, **options)
+    if any(run.note.startswith("interrupted") for name in runs for run in runs.runs(name)):
+        raise KeyboardInterrupt("interrupted while tuning, before the comparison began")
     sweeps: dict[str, Sweep] = {}
     for name, by_point in found.items():
         sweeps[name] = Sweep(runs.allreduce_bytes, by_point, name)
@@ -152,8 +154,6 @@ def _tuned(
         for point in by_point:
             for run in runs.runs(f"{name}, {point}"):
                 sweeps[name].add(point, run)
-    if any(run.note.startswith("interrupted") for name in runs for run in runs.runs(name)):
-        raise KeyboardInterrupt("interrupted while tuning, before the comparison began")
     return sweeps
 
 
