@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from vsim import Trainer
+from vsim.cluster.plan import Seconds
 from vsim.data import digits
 from vsim.models import MLP
 from vsim.strategy import (
@@ -33,6 +34,7 @@ from vsim.strategy import (
     DiLoCoStrategy,
     DPFedAvgStrategy,
     EagerDiLoCoStrategy,
+    EDiTStrategy,
     FedAvgStrategy,
     FedOptStrategy,
     FedPerStrategy,
@@ -61,8 +63,10 @@ from vsim.strategy import (
     StreamingDiLoCoStrategy,
     TopK,
     UniformQuantizer,
+    When,
     clip,
     compress,
+    edit,
     mean,
     rda,
 )
@@ -118,6 +122,13 @@ def compressed(compressor: Any, **options: Any) -> dict[str, Any]:
 
 def in_order(*events: list[Sent]) -> list[Sent]:
     return sorted((e for part in events for e in part), key=lambda e: e[0])  # stable: as listed within a step
+
+
+class Widening(When):
+    """Syncs after steps 1, 2, 3, 6, 9, …"""
+
+    def after(self, step: int, lr: float, steps_left: int, seconds: Seconds | None) -> int:
+        return step + (1 if step < 3 else 3)
 
 
 SGD = OptimSpec("sgd", momentum=0.9)
@@ -290,6 +301,31 @@ TABLE = [
         every(2, "all_reduce", "outer gradient", 4 * P),
         equal_after=[2, 4, 6],
         learns_with={"H": 5, "outer_optim": OptimSpec("sgd", lr=0.5)},
+    ),
+    Row(
+        # The norms of four tensors before the weights. Moves of three steps, after those of one, are anomalous.
+        "EDiT",
+        EDiTStrategy,
+        {"H": Widening(), "gate_after": 2},
+        [
+            (step, collective, label, payload)
+            for step in (1, 2, 3, 6)
+            for collective, label, payload in (
+                ("all_gather", "outer gradient: norms", 16.0),
+                ("all_reduce", "outer gradient", 4.0 * P),
+            )
+        ],
+        {
+            "H": {"H": 2, "gate_after": 2},
+            "outer_optim": {"H": Widening(), "gate_after": 2, "outer_optim": OptimSpec("sgd", lr=0.5)},
+            "outer_lr": {"H": Widening(), "gate_after": 2, "outer_lr": 0.3},
+            "average": {"H": Widening(), "gate_after": 2, "average": edit(0.1)},
+            "threshold": {"H": Widening(), "gate_after": 2, "threshold": 100},
+            "gate_after": {"H": Widening(), "gate_after": 4},
+            "clip_norm": {"H": Widening(), "gate_after": 2, "clip_norm": 0.01},
+        },
+        equal_after=[1, 2, 3, 6],
+        learns_with={"H": 5, "outer_lr": 0.2, "gate_after": 10},
     ),
     Row(
         "MuLoCo",

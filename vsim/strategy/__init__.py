@@ -48,6 +48,7 @@ from vsim.strategy.fedbn import FedBNStrategy, LocalNorms
 from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi, ServerStep
 from vsim.strategy.fedper import FedPerStrategy, PersonalAverage
 from vsim.strategy.fedprox import FedProxStrategy, ProximalTerm
+from vsim.strategy.gated import EDiTCommunicator, EDiTStrategy
 from vsim.strategy.gpa import GPAStrategy
 from vsim.strategy.muloco import MuLoCoStrategy
 from vsim.strategy.nesterov import DelayedNesterovStrategy
@@ -78,6 +79,7 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "eager": (EagerDiLoCoStrategy, {"H": 10, "outer_lr": 0.4}),
     "demo": (DeMoStrategy, {"index_bytes": "packed"}),
     "sparseloco": (SparseLoCoStrategy, {"H": 10, "topk": 32, "outer_lr": 1.5}),
+    "edit": (EDiTStrategy, {"H": 10, "outer_lr": 0.4}),
     "muloco": (MuLoCoStrategy, {"H": 10, "outer_lr": 0.4, "lr": 1e-2}),
     "noloco": (NoLoCoStrategy, {"H": 10}),
     "slowmo": (SlowMoStrategy, {"H": 10}),
@@ -135,6 +137,8 @@ __all__ = [
     "DelayedNesterovStrategy",
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
+    "EDiTCommunicator",
+    "EDiTStrategy",
     "EagerDiLoCoCommunicator",
     "EagerDiLoCoStrategy",
     "Every",

@@ -1,0 +1,142 @@
+"""EDiT: DiLoCo that leaves out nodes that moved unusually far, and weights the others by how far they moved."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import Unpack
+
+from vsim.arguments import real_number, whole_number
+from vsim.cluster import Cluster
+from vsim.cluster.optim import OptimSpec
+from vsim.strategy.average import AverageLike, average_of, edit, positive, tensor_norms, weighted_by_tensor
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.outer import outer_optimizer, outer_spec
+from vsim.strategy.when import When, interval
+
+OUTER = OptimSpec(torch.optim.SGD, lr=0.8, momentum=0.85, nesterov=True)
+ALPHA = 0.02  # of the moving averages of norms
+
+
+class EDiTCommunicator(CommunicationModule):
+    """φ ← outer(φ, clip(Σ_k w_k (φ − θ_k))), θ_k ← φ, after every H-th step; see `EDiTStrategy`."""
+
+    outer_weights: Tensor  # φ, shared (P,)
+    outer_optim: Optimizer
+    mean: Tensor  # of the norms of a node's moves, by parameter tensor; a client's own, stacked (R, L)
+    variance: Tensor  # of those norms, stacked (R, L)
+    count: Tensor  # syncs that they are of, stacked (R, L)
+    scores: Tensor  # z of the last syncs, stacked (R, L, gate_after)
+    derived = ("outer_gradient",)
+
+    def __init__(
+        self,
+        H: int | When = 100,
+        outer_optim: Optim = None,
+        *,
+        outer_lr: float | None = None,
+        average: AverageLike = edit,
+        threshold: float = 3.0,
+        gate_after: int = 10,
+        clip_norm: float | None = 10.0,
+    ) -> None:
+        self.H = interval(H)
+        self.outer_optim_spec = outer_spec(outer_optim, outer_lr, OUTER)
+        rule = average_of(average, "EDiT").parts
+        if len(rule) > 1 or not isinstance(rule[0], edit):
+            raise TypeError(
+                f"EDiT: average must be edit(temperature), got {average!r}; DiLoCoStrategy takes the others"
+            )
+        self.average = rule[0]
+        self.threshold = real_number("threshold", threshold, above=0)
+        self.gate_after = whole_number("gate_after", gate_after)
+        self.clip_norm = None if clip_norm is None else real_number("clip_norm", clip_norm, above=0)
+
+    def setup(self, cluster: Cluster) -> None:
+        phi = cluster.weights[0].clone()
+        self.outer_gradient = torch.zeros_like(phi)  # Δ, shared (P,)
+        optim = outer_optimizer(self.outer_optim_spec, cluster, phi, self.outer_gradient)
+        self.keep_shared(outer_weights=phi, outer_optim=optim)
+        zeros = phi.new_zeros(len(cluster.weights), len(cluster.replicas.layout))
+        scores = phi.new_zeros(*zeros.shape, self.gate_after)
+        self.keep_client(mean=zeros, variance=zeros.clone(), count=zeros.clone(), scores=scores)
+
+    def sync(self, cluster: Cluster) -> None:
+        phi, delta = self.outer_weights, self.outer_gradient
+        moves = phi - cluster.weights  # (R, P)
+        norms = self.gate(tensor_norms(moves, cluster))  # (R, L), infinite where a node is left out
+        for view, own in zip(cluster.replicas.views(moves).values(), norms.T, strict=True):
+            view[own.isinf()] = 0
+        norms = cluster.collectives.all_gather(norms, label="outer gradient: norms")  # (K, L)
+        delta.copy_(weighted_by_tensor(moves, self.average.shares(norms), cluster, "outer gradient"))
+        if self.clip_norm is not None:
+            delta.mul_((self.clip_norm / positive(torch.linalg.vector_norm(delta))).clamp(max=1.0))
+        before = phi.clone()
+        self.outer_optim.step()
+        views = zip(*(cluster.replicas.views(row[None]).values() for row in (phi, before)), strict=True)
+        for (now, then), counted in zip(views, norms.isfinite().any(0), strict=True):
+            now.copy_(torch.where(counted, now, then))  # a tensor whose moves are all left out stays
+        cluster.weights.copy_(phi)
+
+    def gate(self, norms: Tensor) -> Tensor:
+        """Return `norms` (R, L), infinite where they are anomalous; the others join the moving averages."""
+        away = norms - self.mean
+        judged = (self.count >= self.gate_after) & (self.variance > 0)
+        z = torch.where(judged, away / positive(self.variance).sqrt(), 0.0)
+        anomalous = ~norms.isfinite() | (z > self.threshold * self.scores.std(2, correction=0).clamp(min=1.0))
+        share = (1 / (self.count + 1)).clamp(min=ALPHA)  # of the first syncs, the plain mean and variance
+        self.variance = torch.where(anomalous, self.variance, (1 - share) * (self.variance + share * away.square()))
+        self.mean = torch.where(anomalous, self.mean, self.mean + share * away)
+        self.count = self.count + (~anomalous).to(self.count)
+        later = torch.cat([self.scores[:, :, 1:], z[:, :, None]], dim=2)
+        self.scores = torch.where(anomalous[:, :, None], self.scores, later)
+        return norms.masked_fill(anomalous, torch.inf)
+
+    def global_weights(self, cluster: Cluster) -> Tensor:
+        return self.outer_weights
+
+
+class EDiTStrategy(Strategy):
+    """Efficient distributed training with local steps [Cheng et al. 2024, arXiv:2412.07210].
+
+        θ_k ← inner optimizer(θ_k, g_k)
+        after every H-th step, for each parameter tensor:
+            D_k = φ − θ_k;  w_k = softmax_k(−‖D_k‖ / temperature), 0 where ‖D_k‖ is anomalous;  Δ = Σ_k w_k D_k
+        Δ ← Δ · min(1, clip_norm / ‖Δ‖);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
+
+    ‖D_k‖ is anomalous if it is not finite, or further above the moving average of its own past than `threshold` times
+    its standard deviation (and times that of its recent z, if this is above 1). An anomalous norm does not move that
+    average. A tensor whose moves are all anomalous stays as it is.
+
+    Args:
+        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) averages
+            gradients first, as the paper does; Seconds(T) is A-EDiT, by the clock.
+        outer_optim: see `DiLoCoStrategy`. Default SGD, lr 0.8, momentum 0.85, Nesterov. outer_lr: its learning rate.
+        average: edit(temperature), above 0; `vsim.strategy.average.edit`.
+        threshold: above 0. gate_after: syncs of a node before any norm is judged, at least 1.
+        clip_norm: the largest 2-norm of Δ, above 0; None for no limit.
+        options: those of every strategy; see `Strategy`.
+
+    Payload: all weights and 4 bytes for each parameter tensor every H steps.
+
+    Deviations from the paper: tensors, not modules, are judged and weighted. In a node's first 50 syncs its average is
+    the plain one, so that 10 syncs are enough to judge by. The outer momentum of a tensor that stays decays.
+    """
+
+    def __init__(
+        self,
+        inner_optim: Optim = None,
+        outer_optim: Optim = None,
+        H: int | When = 100,
+        *,
+        outer_lr: float | None = None,
+        average: AverageLike = edit,
+        threshold: float = 3.0,
+        gate_after: int = 10,
+        clip_norm: float | None = 10.0,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        gate = {"threshold": threshold, "gate_after": gate_after, "clip_norm": clip_norm}
+        outer = EDiTCommunicator(H, outer_optim, outer_lr=outer_lr, average=average, **gate)  # type: ignore[arg-type]
+        super().__init__([outer], inner_optim=inner_optim, **options)
