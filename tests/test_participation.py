@@ -32,7 +32,10 @@ from vsim.strategy import (
     DiLoCoCommunicator,
     DiLoCoStrategy,
     DPFedAvgStrategy,
+    EDiTStrategy,
     FedAvgStrategy,
+    FedDynStrategy,
+    FedNovaStrategy,
     FedOptStrategy,
     FedPerStrategy,
     FedProxStrategy,
@@ -302,6 +305,9 @@ FEDERATED = [
     FedProxStrategy(H=3, lr=0.1, optim_spec="sgd", mu=0.5),
     FedPerStrategy(H=3, lr=0.1, optim_spec="sgd"),
     ScaffoldStrategy(H=3, lr=0.1),
+    FedNovaStrategy(H=3, lr=0.1, optim_spec="sgd"),
+    FedDynStrategy(H=3, lr=0.1),
+    EDiTStrategy(H=3, lr=0.1, optim_spec="sgd", gate_after=1),
     DPFedAvgStrategy(H=3, lr=0.1, optim_spec="sgd", clip=0.1, noise_multiplier=0.1),
 ]
 federated = pytest.mark.parametrize("strategy", FEDERATED, ids=lambda s: type(s).__name__)

@@ -28,7 +28,10 @@ from vsim.strategy import (
     DeMoStrategy,
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
+    EDiTStrategy,
     FedAvgStrategy,
+    FedDynStrategy,
+    FedNovaStrategy,
     MuLoCoStrategy,
     NoLoCoStrategy,
     ScaffoldStrategy,
@@ -131,6 +134,9 @@ def test_schedules_of_failures_and_joins(case: int) -> None:
     ("strategy", "participation"),
     [
         (ScaffoldStrategy(H=2, lr=1e-2), Sample(2, of=5)),
+        (FedDynStrategy(H=2, lr=1e-2), Sample(2, of=5)),
+        (FedNovaStrategy(H=2, lr=1e-2), Sample(2, of=5)),
+        (EDiTStrategy(H=2, lr=1e-2, gate_after=1), Sample(2, of=5)),
         (FedAvgStrategy(H=2, lr=1e-2), Sample(2, of=5, stragglers=OverCommit(1.5))),
     ],
 )

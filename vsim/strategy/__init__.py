@@ -45,6 +45,8 @@ from vsim.strategy.dpfedavg import DPFedAvgStrategy, PrivateAverage
 from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vsim.strategy.fedbn import FedBNStrategy, LocalNorms
+from vsim.strategy.feddyn import DynamicRegularizer, FedDynStrategy
+from vsim.strategy.fednova import FedNovaStrategy, NormalizedAverage
 from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi, ServerStep
 from vsim.strategy.fedper import FedPerStrategy, PersonalAverage
 from vsim.strategy.fedprox import FedProxStrategy, ProximalTerm
@@ -88,6 +90,8 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "fedopt": (FedOptStrategy, {"H": 10}),
     "fedprox": (FedProxStrategy, {"H": 10}),
     "fedper": (FedPerStrategy, {"H": 10}),
+    "fednova": (FedNovaStrategy, {"H": 10}),
+    "feddyn": (FedDynStrategy, {"H": 10, "lr": 0.3}),
     "scaffold": (ScaffoldStrategy, {"H": 10, "lr": 0.3}),
     "alone": (AloneStrategy, {}),
     "async_diloco": (AsyncDiLoCoStrategy, {"H": 10, "outer_optim": OptimSpec("sgd", lr=0.4)}),
@@ -137,6 +141,7 @@ __all__ = [
     "DelayedNesterovStrategy",
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
+    "DynamicRegularizer",
     "EDiTCommunicator",
     "EDiTStrategy",
     "EagerDiLoCoCommunicator",
@@ -146,6 +151,8 @@ __all__ = [
     "FedAdam",
     "FedAvgStrategy",
     "FedBNStrategy",
+    "FedDynStrategy",
+    "FedNovaStrategy",
     "FedOptStrategy",
     "FedPerStrategy",
     "FedProxStrategy",
@@ -156,6 +163,7 @@ __all__ = [
     "LocalNorms",
     "MuLoCoStrategy",
     "NoLoCoStrategy",
+    "NormalizedAverage",
     "OptimSpec",
     "PairCommunicator",
     "PartitionedIndexSelector",

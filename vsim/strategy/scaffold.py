@@ -11,6 +11,20 @@ from vsim.cluster import Cluster
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
 
 
+def share_of_joining(own: Tensor, mean: Tensor, cluster: Cluster, label: str) -> None:
+    """Give nodes that join equal parts of what is missing, so that shared `mean` (P,) stays the mean of all N rows.
+
+    They have copied a peer's row of stacked `own` (R, P). What they and absent nodes had is missing in N·mean.
+    """
+    if cluster.plan is None or not (joining := cluster.plan.joining(cluster.collectives.step)):
+        return
+    joins = torch.tensor([[node in joining] for node in cluster.active])[cluster.replicas.nodes]
+    staying = own.masked_fill(joins.to(own.device), 0)
+    here = cluster.collectives.all_reduce(staying, "mean", label=label)
+    missing = cluster.population * mean - len(cluster.active) * here
+    own[joins[:, 0]] = missing / (cluster.population - len(cluster.active) + len(joining))
+
+
 class ControlVariates(CommunicationModule):
     """Gradients are corrected by c − c_k, which every H-th step moves; see `ScaffoldStrategy`.
 
@@ -33,17 +47,10 @@ class ControlVariates(CommunicationModule):
         self.keep_client(variates=torch.zeros_like(cluster.weights), rates=torch.zeros_like(cluster.weights[:, :1]))
 
     def attend(self, cluster: Cluster) -> None:
-        plan, step = cluster.plan, cluster.collectives.step
-        if plan is not None and plan.renews:  # clients who have got φ, and not c
+        if cluster.plan is not None and cluster.plan.renews:  # clients who have got φ, and not c
             cluster.collectives.pull(self.variate, cluster.weights, label="pull of control variates")
-        elif plan is not None and (joining := plan.joining(step)):
-            # They have copied a peer's c_k. What absent nodes and they had is what is missing in N·c.
-            joins = torch.tensor([[node in joining] for node in cluster.active])[cluster.replicas.nodes]
-            staying = self.variates.masked_fill(joins.to(self.variates.device), 0)
-            mean = cluster.collectives.all_reduce(staying, "mean", label="control variates")
-            missing = cluster.population * self.variate - len(cluster.active) * mean
-            others = cluster.population - len(cluster.active) + len(joining)
-            self.variates[joins[:, 0]] = missing / others
+        else:
+            share_of_joining(self.variates, self.variate, cluster, "control variates")
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         cluster.grads.add_(self.variate - self.variates)

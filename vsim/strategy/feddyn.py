@@ -1,0 +1,77 @@
+"""FedDyn: federated averaging, where every client's loss is regularized anew so that all agree at the minimum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from vsim.arguments import real_number, whole_number
+from vsim.cluster import Cluster
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.scaffold import share_of_joining
+
+
+class DynamicRegularizer(CommunicationModule):
+    """Gradients get −h_k + α (θ_k − φ), and every H-th step moves φ, h and h_k; see `FedDynStrategy`."""
+
+    outer_weights: Tensor  # φ, shared (P,)
+    correction: Tensor  # h, the mean of the h_k of all clients, shared (P,)
+    corrections: Tensor  # h_k, stacked (R, P), a row for each client
+
+    def __init__(self, H: int = 10, alpha: float = 0.1) -> None:
+        self.H: int = whole_number("H", H)
+        self.alpha = real_number("alpha", alpha, above=0)
+
+    def setup(self, cluster: Cluster) -> None:
+        phi = cluster.weights[0].clone()
+        self.keep_shared(outer_weights=phi, correction=torch.zeros_like(phi))
+        self.keep_client(corrections=torch.zeros_like(cluster.weights))
+
+    def attend(self, cluster: Cluster) -> None:
+        if cluster.plan is not None and not cluster.plan.renews:
+            share_of_joining(self.corrections, self.correction, cluster, "corrections")
+
+    def communicate_gradients(self, cluster: Cluster) -> None:
+        cluster.grads.add_(cluster.weights - self.outer_weights, alpha=self.alpha).sub_(self.corrections)
+
+    def sync(self, cluster: Cluster) -> None:
+        moves = cluster.weights - self.outer_weights  # (R, P)
+        mean = cluster.collectives.all_reduce(cluster.weights, "mean", label="weights")  # (P,)
+        self.corrections.sub_(moves, alpha=self.alpha)
+        share = cluster.num_nodes / cluster.population
+        self.correction.sub_(mean - self.outer_weights, alpha=self.alpha * share)
+        self.outer_weights.copy_(mean - self.correction / self.alpha)
+        cluster.weights.copy_(self.outer_weights)
+
+    def global_weights(self, cluster: Cluster) -> Tensor:
+        return self.outer_weights
+
+
+class FedDynStrategy(Strategy):
+    """Federated learning with dynamic regularization [Acar et al. 2021, arXiv:2111.04263].
+
+        θ_k ← optimizer(θ_k, g_k − h_k + α (θ_k − φ))
+        after every H-th step, for n nodes of a population of N:
+            h_k ← h_k − α (θ_k − φ);  h ← h − α · n/N · mean_k (θ_k − φ);  φ ← mean_k θ_k − h / α;  θ_k ← φ
+
+    which are steps on the loss of node k plus α/2 · ‖θ_k − φ‖² − ⟨h_k, θ_k⟩. Where clients come to its minimum, h_k is
+    their gradient there, and φ stays only where these sum to 0. h / α is the sum of all earlier moves: where clients do
+    not come close in a round (a small α · lr · H), φ may swing.
+
+    Args:
+        H: local steps of a round, at least 1.
+        alpha: α, above 0; 0.01 to 0.1 in the paper, whose rounds are longer.
+        options: those of every strategy; see `Strategy`. The paper's inner optimizer is SGD, and so is this default.
+
+    Payload: all weights every H steps. Where nodes join, all add up their h_k once; the new ones get what is missing in
+    N·h, as in `ScaffoldStrategy`.
+
+    Deviations from the paper: H counts steps, not epochs.
+    """
+
+    def __init__(
+        self, inner_optim: Optim = None, H: int = 10, *, alpha: float = 0.1, **options: Unpack[StrategyOptions]
+    ) -> None:
+        inner = inner_optim if options.get("optim_spec") is not None else inner_optim or "sgd"
+        super().__init__([DynamicRegularizer(H, alpha)], inner_optim=inner, **options)

@@ -1,0 +1,77 @@
+"""FedNova: federated averaging where clients may take different numbers of steps, without a pull to those with more."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from vsim.cluster import Cluster
+from vsim.strategy.average import AverageLike, average_of, mean
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.when import When, interval
+
+
+class NormalizedAverage(CommunicationModule):
+    """φ ← φ + (Σ_k p_k τ_k) · average_k((θ_k − φ) / τ_k), θ_k ← φ, after every H-th step; see `FedNovaStrategy`."""
+
+    outer_weights: Tensor  # φ, shared (P,)
+    steps: Tensor  # τ_k, of the round so far, stacked (R, 1)
+
+    def __init__(self, H: int | When = 10, average: AverageLike = mean("examples")) -> None:  # noqa: B008 (frozen)
+        self.H = interval(H)
+        self.average = average_of(average, "FedNova")
+
+    def setup(self, cluster: Cluster) -> None:
+        self.keep_shared(outer_weights=cluster.weights[0].clone())
+        self.keep_client(steps=torch.zeros_like(cluster.weights[:, :1]))
+        self.average.setup(cluster)
+
+    def communicate(self, cluster: Cluster) -> None:
+        taken = torch.ones_like(self.steps)
+        taken[cluster.resting] = 0
+        self.steps.add_(taken)
+        super().communicate(cluster)
+        if self.when.is_warmup(cluster.step):
+            self.steps.zero_()
+
+    def sync(self, cluster: Cluster) -> None:
+        moves = (cluster.weights - self.outer_weights).div_(self.steps.clamp(min=1))  # (R, P), of a step
+        shares = self.average.weights(cluster)
+        steps = cluster.collectives.all_reduce(self.steps, "mean", label="steps", weights=shares)  # (1,)
+        self.outer_weights.add_(steps * self.average(moves, cluster, "normalized moves"))
+        cluster.weights.copy_(self.outer_weights)
+        self.steps.zero_()
+
+    def global_weights(self, cluster: Cluster) -> Tensor:
+        return self.outer_weights
+
+
+class FedNovaStrategy(Strategy):
+    """Federated averaging of normalized moves [Wang et al. 2020, arXiv:2007.07481].
+
+        θ_k ← optimizer(θ_k, g_k), τ_k times in a round;  φ ← φ + (Σ_k p_k τ_k) · Σ_k p_k (θ_k − φ) / τ_k;  θ_k ← φ
+
+    Where all clients take equally many steps it is FedAvg. They differ with Sample(n, of=N, epochs=E), where each takes
+    E epochs of its own data: FedAvg then comes to the minimum of another loss, in which clients count by p_k τ_k.
+
+    Args:
+        H: steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
+        average: how moves of a step become one, and what p_k are; see `vsim.strategy.average`. Default: by examples.
+        options: those of every strategy; see `Strategy`.
+
+    Payload: all weights and 4 bytes every H steps, or what `average` sends in place of the weights.
+
+    Deviations from the paper: moves are divided by τ_k, as for plain SGD, whatever the inner optimizer is. For momentum
+    and proximal terms the paper has other divisors.
+    """
+
+    def __init__(
+        self,
+        inner_optim: Optim = None,
+        H: int | When = 10,
+        *,
+        average: AverageLike = mean("examples"),  # noqa: B008 (frozen)
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        super().__init__([NormalizedAverage(H, average)], inner_optim=inner_optim, **options)
