@@ -1,8 +1,9 @@
-"""Before a step: nodes leave and join, or the rows get the clients of a new round."""
+"""Between steps: nodes leave and join, rows get the clients of a new round, and the runs that remain move together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,17 @@ from torch import Tensor
 from vsim.arguments import naming
 from vsim.cluster.optimizers import forget, torch_optimizers
 from vsim.cluster.plan import Plan
-from vsim.cluster.randomness import NODE, derive_seeds
+from vsim.cluster.randomness import NODE, derive_seeds, preserved
 from vsim.cluster.stacked import StackedCollectives
+from vsim.cluster.state import CheckpointError
 from vsim.data.batches import joint_batches
 from vsim.training.clients import lasting
-from vsim.training.regroup import put_together, snapshot
+from vsim.training.resume import begin, captured
 from vsim.training.run import Ensemble, Run, Stack
-from vsim.training.setup import source
+from vsim.training.setup import assemble, source
+
+# Runs are moved when this share of the rows has left; until then those rows are computed for nothing.
+_SHARE = 0.2
 
 
 def attend(ensemble: Ensemble, step: int) -> None:
@@ -29,10 +34,10 @@ def attend(ensemble: Ensemble, step: int) -> None:
     Raises:
         CheckpointError: a strategy has state whose placement is unknown.
     """
-    if not any(_begins(run, step) for run in ensemble.runs):
+    if not any(run.begins_segment(step) for run in ensemble.runs):
         return
     for stack in list(ensemble.stacks):
-        beginning = [run for run in stack.runs if _begins(run, step)]
+        beginning = [run for run in stack.runs if run.begins_segment(step)]
         for run in beginning:
             with naming(run.spec.label if len(ensemble.runs) > 1 else ""):
                 if run.clients is not None:
@@ -44,14 +49,14 @@ def attend(ensemble: Ensemble, step: int) -> None:
         else:
             stacks = [stack]
         for stack in stacks:
-            renewed = [run for run in stack.runs if run.clients is not None and _begins(run, step)]
+            renewed = [run for run in stack.runs if run.clients is not None and run.begins_segment(step)]
             for run in renewed:
                 _begin_round(run, step)
             if renewed:
                 fetching: dict[Any, Run] = {}
                 stack.batches = joint_batches([source(m, step - 1, fetching) for m in stack.runs], step - 1)
     for run in ensemble.training:
-        if _begins(run, step):
+        if run.begins_segment(step):
             collectives = run.cluster.collectives
             collectives.step, collectives.moment = step, "start"
             if not run.starts and run.clients is None:
@@ -68,12 +73,6 @@ def _plan(run: Run) -> Plan:
     return run.plan
 
 
-def _begins(run: Run, step: int) -> bool:
-    """Whether a segment of the run's plan begins with `step`, or, in the midst of one, a fork."""
-    there = run.trains and run.plan is not None and run.done == step - 1 < run.max_steps
-    return there and (run.starts or _plan(run).segment(step).first == step)
-
-
 def _changes(run: Run, step: int) -> bool:
     """Whether its rows are other ones than in the segment before."""
     now = _plan(run).segment(step).nodes
@@ -84,8 +83,8 @@ def _changes(run: Run, step: int) -> bool:
 
 def _changed(ensemble: Ensemble, stack: Stack, step: int) -> list[Stack]:
     """Form a group again from the nodes that take part in `step`; return the groups in its place."""
-    runs = [run for run in stack.runs if run.trains and run.done < run.max_steps]
-    copies = [snapshot(run).moved(step) if _begins(run, step) else snapshot(run) for run in runs]
+    runs = [run for run in stack.runs if run.is_running]
+    copies = [snapshot(run).moved(step) if run.begins_segment(step) else snapshot(run) for run in runs]
     return put_together(ensemble, runs, copies)
 
 
@@ -160,3 +159,59 @@ def _begin_round(run: Run, step: int) -> None:
     _seed(run, nodes, step)
     run.batches = run.batches.attended(nodes, plan.missed(step))
     cluster.shard_sizes = run.batches.shard_sizes
+
+
+# Moves ----------------------------------------------------------------------------------------------------------------
+
+
+def regroup(ensemble: Ensemble) -> None:
+    """Put the runs of a run that still train into matrices of their own, if enough rows would be saved.
+
+    They resume from a snapshot in memory, bitwise unchanged. All stay where they are if one cannot: a strategy whose
+    state cannot be saved, or restored in a newly set up strategy, or worker processes that fetch its data.
+    """
+    remaining = ensemble.unfinished
+    if len(remaining) == sum(len(stack.runs) for stack in ensemble.stacks):
+        return
+    rows = sum(run.cluster.replicas.num_held for stack in ensemble.stacks for run in stack.runs)
+    kept = sum(run.cluster.replicas.num_held for run in remaining)
+    if not remaining or not ensemble.regroups or rows - kept < _SHARE * rows:
+        return
+    if (remaining[0].spec.dataloader_kwargs or {}).get("num_workers"):
+        return
+    try:
+        ensemble.stacks = put_together(ensemble, remaining, [snapshot(run) for run in remaining])
+    except CheckpointError:
+        ensemble.regroups = False
+
+
+def put_together(ensemble: Ensemble, runs: Sequence[Run], copies: Sequence[Run]) -> list[Stack]:
+    """Place copies of runs, which take the places of the runs; return their stacks."""
+    device = runs[0].cluster.weights.device
+    with preserved(device):
+        fresh = assemble(copies, ensemble.executor, device, ensemble.interrupt)
+    successors = dict(zip(runs, fresh.runs, strict=True))
+    for old, new in successors.items():
+        for name in ("examples", "tokens", "seconds", "validation_seconds", "draws", "row", "known_events"):
+            setattr(new, name, getattr(old, name))
+        if old.globals is not None and new.globals is not None:
+            new.globals.states = old.globals.states
+        begin(new)
+    ensemble.runs = [successors.get(run, run) for run in ensemble.runs]
+    return fresh.stacks
+
+
+def snapshot(run: Run) -> Run:
+    """Return a copy of a run that continues from its present state once it is placed.
+
+    Raises:
+        CheckpointError: it has a state that cannot be saved.
+    """
+    return replace(
+        run,
+        spec=replace(run.spec, start=captured(run, apart=True), max_memory_usage=None),
+        collectives=run.collectives.anew(run.cluster.active),
+        globals=None if run.globals is None else run.globals.anew(),
+        starts=True,
+        continues=run.nodes,
+    )

@@ -161,19 +161,19 @@ class Entries:
                 del configs
                 ensemble.tolerant = True
                 ensemble.ends_early = not any(r.has_begun for r in self.entries if r not in running)
-                ensemble.extra_validations = [step for step, _ in self.rungs]
                 ensemble.stopping = lambda ensemble: self._stopped(ensemble, running)
                 ensemble.watch = lambda ensemble: self._collect(ensemble, running, watch)
                 for run in self._stopped(ensemble, running):  # at a rung, where it was saved
                     run.stopped = True
                 for run, entry in zip(ensemble.runs, running, strict=True):
+                    run.rungs = [step for step, _ in self.rungs]
                     if entry.finished_at is not None:
                         run.stop()
                 try:
                     train(ensemble)
                 except KeyboardInterrupt as interrupt:
                     for run, entry in zip(ensemble.runs, running, strict=True):
-                        if run.trains and run.done < run.max_steps:
+                        if run.is_running:
                             entry.interrupted_at = run.done
                     step = max(run.done for run in ensemble.runs)
                     raise Interrupted(step, running[0].spec.saving) from interrupt
@@ -189,10 +189,9 @@ class Entries:
             entry.error = run.error
             if run.stopped and entry.stopped_at is None:
                 entry.stopped_at = run.done
-            if run.trains and run.done == run.max_steps < run.steps:
+            if run.trains and run.is_over and run.done < run.steps:
                 entry.finished_at = run.done
-            is_over = not run.trains or run.done == run.max_steps
-            if is_over and entry.folder is not None and not (entry.folder / "end.json").exists():
+            if not run.is_running and entry.folder is not None and not (entry.folder / "end.json").exists():
                 try:
                     write_end(entry)
                 except OSError as error:  # such as a full disk: the record is in memory

@@ -76,7 +76,7 @@ class Evaluator:
         """Return run → its validation columns of `History`: on all examples after a run's last step."""
         found: dict[Run, dict[str, float]] = {}
         for count in {self.curve, self.num_examples}:
-            own = [m for m in runs if count == (self.num_examples if m.done >= m.max_steps else self.curve)]
+            own = [m for m in runs if count == (self.num_examples if m.is_over else self.curve)]
             if own:
                 found |= self._validated(own, count)
         return found

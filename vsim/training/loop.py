@@ -22,11 +22,10 @@ from vsim.engine.machine import keeping_freed_memory
 from vsim.engine.objective import explained
 from vsim.records.progress import StepReport
 from vsim.training import resume
-from vsim.training.attendance import attend
+from vsim.training.attendance import attend, regroup
 from vsim.training.callbacks import tell, tell_row
 from vsim.training.evaluate import replica_spread, validate
 from vsim.training.interrupt import Interrupted
-from vsim.training.regroup import regroup
 from vsim.training.run import Ensemble, Run, Stack
 
 
@@ -113,7 +112,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
 
 def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     """Take step number `step` with the runs of a group; return whether another process wants the run to stop."""
-    runs = [run for run in stack.runs if run.trains and run.done < run.max_steps]
+    runs = [run for run in stack.runs if run.is_running]
     if not runs:
         return False
     started = time.perf_counter()
@@ -265,7 +264,7 @@ def _all_leave(ensemble: Ensemble, runs: Sequence[Run], error: Exception) -> Non
 
 def _report_start(ensemble: Ensemble) -> None:
     starting = [run for run in ensemble.training if run.starts]
-    found = _measurements(ensemble, starting, first=True)
+    found = _measurements(ensemble, starting)
     for stack in ensemble.stacks:
         for run in [m for m in stack.runs if m in starting and m.trains]:
             with _own(ensemble, run):
@@ -309,7 +308,7 @@ def _report(ensemble: Ensemble, step: int) -> None:
                 events, run.known_events = ledger[run.known_events :], len(ledger)
                 report = StepReport(row, run.losses_of_all, events, name, run.max_steps, run.minibatch_size, reason)
                 _tell(ensemble, run, report)
-                if step == run.max_steps:
+                if run.is_over:
                     if step < report.max_steps and run.evaluator is not None:  # a callback has stopped the run
                         run.row = {**run.row, **_measurements(ensemble, [run])[run]}
                         run.report(replace(report, row=run.row, events=[], segment=None, amends=True))
@@ -347,22 +346,16 @@ def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
 
 def _tell_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
     for run in runs:
-        if run.trains and run.done == run.max_steps:
+        if run.trains and run.is_over:
             with _own(ensemble, run):
                 for callback in run.spec.callbacks:
                     tell(callback, "on_end", run)
 
 
-def _measurements(ensemble: Ensemble, runs: Sequence[Run], first: bool = False) -> Mapping[Run, dict[str, float]]:
-    """Return the validation and divergence columns that are due; validation always is in the first and last row."""
+def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[str, float]]:
+    """Return the validation and divergence columns that are due."""
     found: dict[Run, dict[str, float]] = {run: {} for run in runs}
-    if not runs:
-        return found
-    step = runs[0].done
-    on_time = (
-        first or bool(ensemble.val_interval and step % ensemble.val_interval == 0) or step in ensemble.extra_validations
-    )
-    due = {m for m in runs if m.evaluator and (on_time or step == m.max_steps)}
+    due = {run for run in runs if run.is_validated}
     for stack in ensemble.stacks if due else ():
         own = [run for run in stack.runs if run in due]
         started = time.perf_counter()
@@ -381,8 +374,8 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run], first: bool = False) 
         for run in own:
             run.global_weights = None
             run.validation_seconds += seconds * run.cluster.num_nodes / num_nodes
-    if ensemble.correlation_interval is not None and step % ensemble.correlation_interval == 0:
-        for run in runs:
+    for run in runs:
+        if run.is_spread_measured:
             with run.cluster.collectives.unbilled():
                 weights = run.cluster.collectives.all_gather(run.cluster.weights)
             found[run].update(replica_spread(weights))

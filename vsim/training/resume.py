@@ -98,9 +98,8 @@ def save_if_due(run: Run, stops: bool) -> bool:
     saving = run.spec.saving
     if saving is None:
         return False
-    is_due = run.done == run.max_steps or (saving.interval is not None and run.done % saving.interval == 0)
     try:
-        if stops or (saving.wanted and is_due):
+        if stops or run.is_saved:
             _save(run, saving.folder)
     except CheckpointError as error:
         if saving.wanted:

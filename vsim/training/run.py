@@ -60,12 +60,13 @@ class Run:
             together share the seconds of a step in proportion to their nodes.
         row: the history's row of the last step.
         starts: whether its first row is still to be reported; False if it resumes.
-        draws: whether code of its strategy may draw from the global random generators.
+        draws: whether code of its strategy may draw from global random generators of its own.
         left_states: of the process's generators, as training left them.
         settings: what must be equal in a run that resumes, once they are known; see `vsim.checkpoint.settings`.
         fixed: path → objects in its state that a run which resumes cannot make.
         error: why it left the run before the others.
         stopped: whether it was asked to stop before the others.
+        rungs: steps after which it is validated, besides those that were asked for.
         node_losses: the losses of its nodes (K,) in the step that is being taken, or was taken last.
         clients: what belongs to the clients of a population, where its rows serve one.
     """
@@ -100,6 +101,7 @@ class Run:
     fixed: Mapping[str, str] = field(default_factory=dict)
     error: Exception | None = None
     stopped: bool = False
+    rungs: Collection[int] = ()
     # Of the step that is being taken: its losses per node, learning rate, and the events of the ledger before it.
     node_losses: list[float] = field(default_factory=list)
     lr: float = 0.0
@@ -110,10 +112,67 @@ class Run:
     # Those that are measured next, shared (P,).
     global_weights: Tensor | None = None
 
+    # The clock ------------------------------------------------------------------------------------------------------
+    # It counts completed steps: what is due after step t is asked for when `done` is t.
+
+    @property
+    def steps(self) -> int:
+        """The steps that were asked for."""
+        spec = self.spec
+        return spec.num_epochs * self.batches.steps_per_epoch if spec.max_steps is None else spec.max_steps
+
+    @property
+    def start(self) -> int:
+        """The completed steps that it starts with."""
+        return 0 if self.spec.start is None else self.spec.start.step
+
     @property
     def done(self) -> int:
         """Completed steps."""
         return self.cluster.completed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has completed its last step."""
+        return self.done >= self.max_steps
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has neither failed nor been stopped."""
+        return self.error is None and not self.stopped
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it will take another step."""
+        return self.trains and not self.is_over
+
+    def stop(self) -> None:
+        """End the run after the completed step, as if `max_steps` had been that number."""
+        self.max_steps = self.done
+
+    def begins_segment(self, step: int) -> bool:
+        """Whether a segment of its plan begins with `step`, the next one, or, in the midst of a segment, a fork."""
+        if self.plan is None or not self.is_running or self.done != step - 1:
+            return False
+        return self.starts or self.plan.segment(step).first == step
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether a validation is due: in the first and the last row, at a rung, and every `val_interval` steps."""
+        return self.evaluator is not None and (
+            self.starts or self.is_over or self.done in self.rungs or _every(self.spec.val_interval, self.done)
+        )
+
+    @property
+    def is_spread_measured(self) -> bool:
+        """Whether the divergence of its replicas is due to be measured."""
+        return _every(self.spec.correlation_interval, self.done)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a checkpoint is due."""
+        saving = self.spec.saving
+        return saving is not None and saving.wanted and (self.is_over or _every(saving.interval, self.done))
 
     @property
     def random_states(self) -> dict[str, Any]:
@@ -152,11 +211,6 @@ class Run:
         return [own.get(node, math.nan) for node in range(spec.num_nodes)]
 
     @property
-    def trains(self) -> bool:
-        """Whether it still takes steps."""
-        return self.error is None and not self.stopped
-
-    @property
     def is_alone(self) -> bool:
         """Whether all its nodes are held in this process."""
         return self.cluster.replicas.num_held == self.cluster.num_nodes
@@ -182,17 +236,6 @@ class Run:
         apart = self.spec.correlation_interval is not None
         own = [c for c in COLUMNS if (validated or c not in VALIDATED) and (apart or c not in SPREAD)]
         return [*own, *self.strategy.measured(), *(self.spec.metrics or ())]
-
-    @property
-    def steps(self) -> int:
-        """The steps of the run."""
-        spec = self.spec
-        return spec.num_epochs * self.batches.steps_per_epoch if spec.max_steps is None else spec.max_steps
-
-    @property
-    def start(self) -> int:
-        """The completed steps that it starts with."""
-        return 0 if self.spec.start is None else self.spec.start.step
 
     @property
     def shares(self) -> tuple[bool, bool]:
@@ -222,10 +265,6 @@ class Run:
     def here(self) -> AbstractContextManager[None]:
         """Return the context in which it draws from the global generators as if it were alone."""
         return nullcontext() if self.globals is None else self.globals.here()
-
-    def stop(self) -> None:
-        """End the run after the completed step, as if `max_steps` had been that number."""
-        self.max_steps = self.done
 
     def global_model(self) -> nn.Module:
         """Return the global model that is validated, as an ordinary module: a copy."""
@@ -298,6 +337,10 @@ class Run:
         raise FloatingPointError(f"non-finite {where}. {_WHAT_HELPS}")
 
 
+def _every(interval: int | None, step: int) -> bool:
+    return interval is not None and step % interval == 0
+
+
 def _has_row_of(batch: Tensor, value: int) -> bool:
     """Whether all numbers of a row of a stacked tensor of whole numbers are this one."""
     whole = not (batch.is_floating_point() or batch.is_complex()) and batch.numel() > 0
@@ -367,14 +410,11 @@ class Ensemble:
 
     Attributes:
         runs: in the order in which they were given. stacks: the same runs, as they are computed.
-        val_interval: steps between validations, besides the first and the last; None: only these.
-        extra_validations: further steps with a validation.
-        correlation_interval: steps between measurements of the replicas' divergence and correlation; None: never.
         executor: makes what computes losses and gradients, see `vsim.training.setup`.
         interrupt: asks the run to stop after a step.
         tolerant: whether the others continue when a run fails; if not, its error ends the run.
         ends_early: whether an error in the first step, when nothing is lost yet, ends the run all the same.
-        regroups: whether the remaining runs move to smaller matrices; see `vsim.training.regroup`.
+        regroups: whether the remaining runs move to smaller matrices; see `vsim.training.attendance`.
         watch: called as f(run) when a step is reported for all runs.
         stopping: called as f(run) after a step; the runs that it returns stop there.
         memory: the bytes that this process holds of a device.
@@ -384,9 +424,6 @@ class Ensemble:
     stacks: list[Stack]
     max_steps: int
     executor: Callable[..., Executor]
-    val_interval: int | None = None
-    extra_validations: Collection[int] = ()
-    correlation_interval: int | None = None
     interrupt: Interrupt = field(default_factory=Interrupt)
     tolerant: bool = False
     ends_early: bool = True
@@ -403,7 +440,7 @@ class Ensemble:
     @property
     def unfinished(self) -> list[Run]:
         """The runs whose last step is still to come."""
-        return [run for run in self.training if run.done < run.max_steps]
+        return [run for run in self.runs if run.is_running]
 
     @property
     def is_alone(self) -> bool:

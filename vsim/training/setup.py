@@ -126,14 +126,11 @@ def assemble(
     settle_vector_functions()
     interrupt = interrupt or Interrupt()
     stacks = [_stacked([runs[i] for i in own], executor, device, interrupt) for own in _grouped(runs)]
-    spec = runs[0].spec
     return Ensemble(
         list(runs),
         stacks,
         max(run.steps for run in runs),
         executor,
-        spec.val_interval,
-        correlation_interval=spec.correlation_interval,
         interrupt=interrupt,
         tolerant=len(runs) > 1,
     )
@@ -178,6 +175,8 @@ def rows_of(runs: Sequence[Run], device: torch.device) -> Rows:
 
 def _grouped(runs: Sequence[Run]) -> list[list[int]]:
     """Return the numbers of the runs that are computed together, those with equal optimizers next to each other."""
+    if len(runs) == 1:
+        return [[0]]
     stacks: list[list[int]] = []
     for i, run in enumerate(runs):
         for stack in stacks:
@@ -286,7 +285,7 @@ def _place(run: Run, replicas: Replicas) -> None:
     device = replicas.weights.device
     run.cluster, run.strategy, run.max_steps = cluster, strategy, run.steps
     run.streams = [generator(spec.seed, NODE, run.collectives.active[n], device=device) for n in run.nodes]
-    run.draws = bool(spec.callbacks) or not is_vsims_own(spec.strategy)
+    run.draws = run.globals is not None and (bool(spec.callbacks) or not is_vsims_own(spec.strategy))
     if run.plan is not None and run.plan.renews:
         run.clients = Clients(strategy, cluster, run.plan.store, claims=0 in run.nodes)
 
@@ -312,6 +311,8 @@ def source(run: Run, done: int, fetching: dict[Hashable, Run]) -> Source:
         fetching: the first run of every order, which fetches for the others.
     """
     spec = run.spec
+    if run.globals is None:  # it trains by itself
+        return Source(run.batches, id(run), nullcontext)
     runs_code, shared = one_in_memory(run.batches) is None, is_vsims_own(spec.strategy)
     when = () if run.plan is None else (run.plan.segment(done + 1), *run.plan.missed(done + 1))
     same = (spec.seed, spec.num_nodes, spec.batch_size, id(spec.train_dataset), when)
