@@ -105,7 +105,9 @@ def compare(
 
 
 # Options that the runs of tuning do without: they are of the final comparison.
-_OF_THE_COMPARISON = ("logger", "run_name", "wandb_project", "train_loss_hook", "eval_loss_hook")
+_OF_THE_COMPARISON = (
+    *("logger", "run_name", "wandb_project", "train_loss_hook", "eval_loss_hook", "client_val_dataset"),
+)
 
 
 def _tuned(

@@ -172,6 +172,9 @@ class Trainer:
                 up to 2,048, of which validations between the first and the last step use 256 if there are more than
                 512. Samples are the same for all runs, whatever their seed.
             val_interval: steps between validations (None: first and last only).
+            client_val_dataset: f(rank, num_nodes, train_dataset), called with False for each of the N nodes, or clients
+                of a population; or a `Partition`, such as that of the training data. After the last step the global
+                model is measured on each one's data, up to `val_size` examples: `history.client_val_losses`.
             seed: everything random follows from it. The process's own random state is not touched.
             participation: which nodes take part when: `vsim.Sample`, `Dropout`, `Schedule`, `Trace`, or a rule for
                 stragglers; see `vsim.cluster.participation`. None: all nodes in all steps.

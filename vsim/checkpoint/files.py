@@ -150,6 +150,11 @@ class Checkpoint:
             "executor": history.executor,
             "columns": {name: torch.from_numpy(history[name]) for name in history.columns},
             "node_losses": torch.from_numpy(history.node_losses),
+            "client_val": {
+                name: torch.from_numpy(values)
+                for name in ("losses", "accuracies")
+                if len(values := getattr(history, f"client_val_{name}"))
+            },
             "ledger": {**ledger, "events": torch.tensor(ledger["events"], dtype=torch.int64)},
         }
         about = {name: getattr(self, name) for name in ("step", "together", "settings", "state")}

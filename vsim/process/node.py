@@ -40,7 +40,7 @@ from vsim.records.progress import Recorder, Reporter, StepReport
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import train
 from vsim.training.resume import savable
-from vsim.training.setup import assemble, plan_of
+from vsim.training.setup import assemble, client_datasets, plan_of
 from vsim.training.spec import RunSpec
 
 
@@ -90,6 +90,7 @@ def run_node(
             minibatch_size=minibatch_size,
             plan=plan,
             continues=[0] if joins else None,
+            client_data=client_datasets(spec),
             meeting=meeting,
         )
         first = spec.first_step + joins

@@ -471,7 +471,9 @@ class Comparison(Mapping[str, ComparedRun]):
         loss of the last tenth of the run; NaN of a run that diverged. `times less than AllReduce` is what AllReduce
         sends on the wire in as many steps over what this one did, NaN where nothing was sent. Of cohorts of clients,
         bytes are means over all clients, next to the busiest client's and the server's, and a network's collectives go
-        through a server if its text names no other algorithm. With several seeds every number is the mean over those
+        through a server if its text names no other algorithm. Where a `client_val_dataset` was given, "client accuracy"
+        is the mean over the clients, next to their 10th percentile and the worst; without accuracies it is "client
+        loss", with the 90th percentile. With several seeds every number is the mean over those
         whose runs ended (all, if none did), and where it is not the same for all,
         "<column> std" follows: the standard deviation of the sample.
 
@@ -614,6 +616,7 @@ class Comparison(Mapping[str, ComparedRun]):
         numbers["perplexity"] = math.inf if loss >= 700 else math.exp(loss)
         if self._validated and any(not math.isnan(h.last("global_accuracy")) for h in self._all_histories()):
             numbers["accuracy"] = math.nan if run.diverged_at is not None else history.last("global_accuracy")
+        numbers |= self._on_clients(run)
         ledger, everyone = history.ledger, traffic("all_reduce", history.num_nodes)
         if self._of_clients:  # the busiest client's bytes depend on the draw of clients; the mean does not
             sent, of_allreduce = ledger.total_wire_bytes, float(everyone.total)
@@ -643,6 +646,20 @@ class Comparison(Mapping[str, ComparedRun]):
                 known = not math.isnan(first)
                 numbers[f"hours to {target:g}"] = timeline.seconds[int(first)] / 3600 if known else math.nan
         return numbers
+
+    def _on_clients(self, run: ComparedRun) -> dict[str, float]:
+        """The columns of what the global model does on the data of each client, none if that was not measured."""
+        histories, history = self._all_histories(), run.history
+        if any(len(one.client_val_accuracies) for one in histories):
+            name, percentile, values, worst = "accuracy", 10, history.client_val_accuracies, np.min
+        elif any(len(one.client_val_losses) for one in histories):
+            name, percentile, values, worst = "loss", 90, history.client_val_losses, np.max
+        else:
+            return {}
+        known = len(values) > 0 and run.diverged_at is None
+        found = (values.mean(), np.percentile(values, percentile), worst(values)) if known else 3 * (math.nan,)
+        titles = (f"client {name}", f"client {name}, {percentile}th percentile", f"client {name}, worst")
+        return dict(zip(titles, map(float, found), strict=True))
 
     @property
     def _of_clients(self) -> bool:

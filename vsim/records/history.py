@@ -74,6 +74,8 @@ class History:
         minibatch_size: examples a node at once; None: the whole batch.
 
     `history["train_loss"]` is a column as a numpy array of float64. `node_losses` is (T, K), row t − 1 for step t.
+    `client_val_losses` and `client_val_accuracies` are (N,), those of the global model after the last step on the data
+    that `client_val_dataset` has of each client; empty if not measured.
     """
 
     def __init__(self, strategy: str = "", num_nodes: int = 1, population: int | None = None) -> None:
@@ -85,6 +87,7 @@ class History:
         self.minibatch_size: int | None = None
         self._table: dict[str, list[float]] = {name: [] for name in COLUMNS}
         self._losses: list[NDArray[np.float64]] = []
+        self._client_val: dict[str, list[float]] = {}
         self._new: list[tuple[Mapping[str, float], Sequence[float] | None]] = []  # rows that are not in these yet
 
     def append(self, row: Mapping[str, float], node_losses: Sequence[float] | None = None) -> None:
@@ -93,12 +96,14 @@ class History:
         Both are kept as they are until they are read or are many, so that training does not wait for columns.
         """
         self._new.append((row, node_losses))
+        self._client_val = {}  # of a run that continues
         self.ledger.steps = int(row["step"])
         if len(self._new) >= _MOST_NEW_ROWS:
             self._take_in()
 
-    def amend(self, row: Mapping[str, float]) -> None:
-        """Replace the values of the last row."""
+    def amend(self, row: Mapping[str, float], client_val: Mapping[str, Sequence[float]] | None = None) -> None:
+        """Replace the values of the last row, and those of `client_val_losses` and `client_val_accuracies`."""
+        self._client_val = {name: list(values) for name, values in (client_val or {}).items()}
         for name, value in row.items():
             self._columns[name][-1] = float(value)
 
@@ -144,6 +149,7 @@ class History:
         """Begin with the rows of another record."""
         self._table = {name: list(column) for name, column in other._columns.items()}
         self._losses, self.executor = list(other._node_losses), other.executor
+        self._client_val = dict(other._client_val)
         self.ledger.continue_from(other.ledger)
 
     @property
@@ -175,6 +181,16 @@ class History:
             else:  # of a cohort, in the order of its clients
                 own[list(segment.nodes)] = means[: len(segment.nodes)]
         return found
+
+    @property
+    def client_val_losses(self) -> NDArray[np.float64]:
+        """(N,): the loss of the global model after the last step on each client's own data; empty if not measured."""
+        return np.asarray(self._client_val.get("losses", ()), dtype=np.float64)
+
+    @property
+    def client_val_accuracies(self) -> NDArray[np.float64]:
+        """(N,): its accuracy on each client's own data; empty if not measured, or not known."""
+        return np.asarray(self._client_val.get("accuracies", ()), dtype=np.float64)
 
     def __getitem__(self, column: str) -> NDArray[np.float64]:
         if column not in self._columns:
@@ -277,6 +293,7 @@ class History:
             "minibatch_size": self.minibatch_size,
             "columns": {name: [_plain(v) for v in column] for name, column in self._columns.items()},
             "node_losses": [[_plain(v) for v in row.tolist()] for row in self._node_losses],
+            "client_val": {name: [_plain(v) for v in values] for name, values in self._client_val.items()},
             "ledger": self.ledger.as_plain(),
         }
 
@@ -294,6 +311,10 @@ class History:
         history._losses = [np.array([_number(v) for v in row]) for row in plain["node_losses"]]
         if any(len(row) != history.num_nodes for row in history._node_losses):
             raise ValueError(f"node_losses does not have {history.num_nodes} values a step, one a node")
+        for name, values in plain.get("client_val", {}).items():
+            history._client_val[name] = [_number(v) for v in values]
+            if len(values) != history.ledger.num_nodes:
+                raise ValueError(f"client_val has {len(values)} {name}, and the run {history.ledger.num_nodes} clients")
         history.ledger = Ledger.from_plain(plain["ledger"], history.ledger.num_nodes)
         return history
 

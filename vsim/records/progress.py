@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -47,6 +47,7 @@ class StepReport:
 
     `executor`, `max_steps` and `minibatch_size` (None: the whole batch) are the run's. `segment` lists the nodes
     that take part, if not all do in all steps; `preparing` names other work of the next step, if that takes long.
+    `client_val` is the global model's "losses" (N,) on the clients' data, and "accuracies" (N,) where they are known.
     """
 
     row: Mapping[str, float]
@@ -59,6 +60,7 @@ class StepReport:
     segment: Segment | None = None
     preparing: str = ""
     amends: bool = False  # whether the row replaces the one that was reported last
+    client_val: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 class Reporter(Protocol):
@@ -90,7 +92,7 @@ class Recorder:
     def __call__(self, report: StepReport) -> None:
         row = report.row
         if report.amends:
-            self.history.amend(row)
+            self.history.amend(row, report.client_val)
             return
         self._note_validation(row)
         self.history.executor, self.history.executor_reason = report.executor, report.executor_reason

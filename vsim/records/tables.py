@@ -11,13 +11,21 @@ from typing import Any, NamedTuple
 from vsim.arguments import one_of, whole_number
 
 # Digits after the point, where they are not 2. A loss or a number of bytes needs more, a time or a count fewer.
-_DIGITS = {"validation loss": 4, "training loss": 4, "seconds": 1, "validation seconds": 1}
+_CLIENT_LOSSES = ("client loss", "client loss, 90th percentile", "client loss, worst")
+_CLIENT_ACCURACIES = ("client accuracy", "client accuracy, 10th percentile", "client accuracy, worst")
+_DIGITS = {
+    **dict.fromkeys(("validation loss", "training loss", *_CLIENT_LOSSES), 4),
+    **dict.fromkeys(("seconds", "validation seconds"), 1),
+}
 # Stand for LaTeX commands, which tabulate would escape.
 _BOLD, _END, _DAGGER = "\ue000", "\ue001", "\ue002"
 _MARKDOWN = ("github", "pipe")
-_PERCENT, _TIMES = ("accuracy", "utilization"), ("times less than AllReduce",)
+_PERCENT, _TIMES = ("accuracy", "utilization", *_CLIENT_ACCURACIES), ("times less than AllReduce",)
 # Columns that a table has only when it is asked for them: with all of them it is wider than a page.
-_ON_DEMAND = ("perplexity", "payload MB/node", "payload MB/client", "busiest client MB", "validation seconds")
+_ON_DEMAND = (
+    *("perplexity", "payload MB/node", "payload MB/client", "busiest client MB", "validation seconds"),
+    *(*_CLIENT_LOSSES, *_CLIENT_ACCURACIES),
+)
 _PAGE = 100  # characters
 
 

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import Dataset
 
-from vsim.cluster.randomness import EVALUATION, generator
+from vsim.arguments import retold
+from vsim.cluster.randomness import EVALUATION, generator, isolated
 from vsim.cluster.replicas import Views
+from vsim.data.batches import validation_examples
 from vsim.engine import Executor
 from vsim.engine.executor import check_examples
 from vsim.engine.objective import Objective, explained
 from vsim.private_torch import without_performance_warnings
-from vsim.training.run import Run
+from vsim.training.run import Run, Stack
 from vsim.training.spec import Metric
 
 # Columns of the node matrix that are compared at once: bounds the memory that measuring needs.
@@ -104,11 +107,7 @@ class Evaluator:
         return found
 
     def _pieces(self, count: int) -> list[Any]:
-        """Cut the first `count` examples into batches."""
-        if count == self.num_examples <= self.batch_size:
-            return [self.batch]  # whose tensors may have something else in front
-        starts = range(0, count, self.batch_size)
-        return [tree_map(lambda t, a=a: t[a : min(a + self.batch_size, count)], self.batch) for a in starts]
+        return _cut(self.batch, count, self.batch_size)
 
     def _standard_error(self, rows: _Rows, loss: float) -> float:
         """Return the standard error over examples of the loss of the first of these models.
@@ -175,7 +174,7 @@ class Evaluator:
                 calls.append([own])
         found: list[_Measured] = []
         for together in calls:
-            measured, drew = self._measure_together(together, pieces)
+            measured, drew = _measured_together(self.executor, together, pieces)
             if drew and not self._draws and len({own.seed for own in together}) > 1:
                 self._draws = True  # every seed has numbers of its own
                 return self._measure(rows, pieces)
@@ -185,23 +184,70 @@ class Evaluator:
         accuracies = torch.cat(known) if known else None
         return [_Measured(losses[of], None if accuracies is None else accuracies[of]) for of in places]
 
-    def _measure_together(self, rows: Sequence[_Rows], pieces: Sequence[Any]) -> tuple[_Measured, bool]:
-        """Measure rows in one call per piece of the data; return also whether the model drew random numbers."""
-        weights = torch.cat([own.weights for own in rows])  # a copy, which the model may change
-        buffers = {name: torch.cat([own.buffers[name] for own in rows]) for name in rows[0].buffers}
-        doubles = _where_doubles_are(weights.device)
-        totals: list[Tensor] = []  # of losses and, where they are known, of accuracies
-        stream = generator(rows[0].seed, EVALUATION, device=weights.device)
-        before, objective = stream.get_state(), self.executor.for_evaluation(rows[0].python[0])
-        examples = sum(len(tree_leaves(piece)[0]) for piece in pieces)
-        for piece in pieces:
-            share = len(tree_leaves(piece)[0]) / examples
-            outcomes = self.executor.evaluate(weights, buffers, piece, stream, objective)
-            shares = [share * outcome.to(doubles).double() for outcome in outcomes if outcome is not None]
-            totals = [total + own for total, own in zip(totals, shares, strict=False)] if totals else shares
-        drew = not torch.equal(stream.get_state(), before)
-        losses, *accuracies = torch.stack(totals).cpu()
-        return _Measured(losses, accuracies[0] if accuracies else None), drew
+
+def _cut(batch: Any, count: int, size: int) -> list[Any]:
+    """Cut the first `count` examples of a batch into batches of up to `size`."""
+    if count == len(tree_leaves(batch)[0]) <= size:
+        return [batch]  # whose tensors may have something else in front
+    return [tree_map(lambda t, a=a: t[a : min(a + size, count)], batch) for a in range(0, count, size)]
+
+
+def _measured_together(
+    executor: Executor, rows: Sequence[_Rows], pieces: Sequence[Any], objective: Objective | None = None
+) -> tuple[_Measured, bool]:
+    """Measure rows in one call per piece of the data; return also whether the model drew random numbers."""
+    weights = torch.cat([own.weights for own in rows])  # a copy, which the model may change
+    buffers = {name: torch.cat([own.buffers[name] for own in rows]) for name in rows[0].buffers}
+    doubles = _where_doubles_are(weights.device)
+    totals: list[Tensor] = []  # of losses and, where they are known, of accuracies
+    stream = generator(rows[0].seed, EVALUATION, device=weights.device)
+    before, objective = stream.get_state(), objective or executor.for_evaluation(rows[0].python[0])
+    examples = sum(len(tree_leaves(piece)[0]) for piece in pieces)
+    for piece in pieces:
+        share = len(tree_leaves(piece)[0]) / examples
+        outcomes = executor.evaluate(weights, buffers, piece, stream, objective)
+        shares = [share * outcome.to(doubles).double() for outcome in outcomes if outcome is not None]
+        totals = [total + own for total, own in zip(totals, shares, strict=False)] if totals else shares
+    drew = not torch.equal(stream.get_state(), before)
+    losses, *accuracies = torch.stack(totals).cpu()
+    return _Measured(losses, accuracies[0] if accuracies else None), drew
+
+
+@torch.no_grad()
+def validate_clients(run: Run, stack: Stack, clients: Sequence[Dataset[Any]]) -> dict[str, list[float]]:
+    """Return the "losses" (N,) of the global model on the data of each of N clients, and "accuracies" where known.
+
+    The process of the first node measures.
+    """
+    executor, batch_size = stack.executor, 4 * (run.minibatch_size or run.spec.batch_size)
+    (own, *_), _ = _distinct([_of_cluster(run, bool(executor.objective.changes))])
+    objective = executor.for_evaluation(own.python[0])
+    found = torch.full((2, len(clients)), math.nan, dtype=torch.float64)  # losses, and accuracies where they are known
+    for client, dataset in enumerate(clients if 0 in run.nodes else ()):
+        batch: Any = None
+        try:
+            with isolated(run.spec.seed, own.weights.device):  # a dataset may draw from the global generators
+                collate = (run.spec.dataloader_kwargs or {}).get("collate_fn")
+                batch = validation_examples(dataset, run.spec.val_size, collate).batch
+            batch = tree_map(lambda t: t.to(own.weights.device), batch)
+            pieces = _cut(batch, len(tree_leaves(batch)[0]), batch_size)
+            with stack.threads.of(tree_map(lambda t: t[None], pieces[0])):
+                measured, _ = _measured_together(executor, [own], pieces, objective)
+        except Exception as error:
+            when = f"in the validation on the data of client {client} after step {run.done}"
+            if batch is None:
+                raise retold(error, f"{when}: {error}")  # noqa: B904
+            raise explained(error, executor.objective, batch, 0, when)  # noqa: B904
+        found[0, client] = measured.losses[0]
+        if measured.accuracies is not None:
+            found[1, client] = measured.accuracies[0]
+    if not run.is_alone:
+        collectives = run.cluster.collectives
+        with collectives.unbilled():
+            held = run.cluster.replicas.num_held
+            found = collectives.broadcast(found.expand(held, -1, -1), label="losses of clients")
+    losses, accuracies = found.tolist()
+    return {"losses": losses} if found[1].isnan().all() else {"losses": losses, "accuracies": accuracies}
 
 
 def validate(runs: Sequence[Run]) -> dict[Run, dict[str, float]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import Dataset
 
 from vsim.arguments import naming, retold
 from vsim.cluster.optimizers import torch_optimizers
@@ -24,7 +25,7 @@ from vsim.records.progress import StepReport
 from vsim.training import resume
 from vsim.training.attendance import attend, regroup
 from vsim.training.callbacks import tell, tell_row
-from vsim.training.evaluate import replica_spread, validate
+from vsim.training.evaluate import replica_spread, validate, validate_clients
 from vsim.training.interrupt import Interrupted
 from vsim.training.run import Ensemble, Run, Stack
 
@@ -275,6 +276,7 @@ def _report_start(ensemble: Ensemble) -> None:
                 report = StepReport(row, None, [], executor.name, run.max_steps, run.minibatch_size)
                 report.preparing = executor.preparing
                 _tell(ensemble, run, report)
+                _of_clients(run, stack, run.client_data[:1])  # what cannot be measured is told before training
             run.starts = False
 
 
@@ -309,9 +311,14 @@ def _report(ensemble: Ensemble, step: int) -> None:
                 report = StepReport(row, run.losses_of_all, events, name, run.max_steps, run.minibatch_size, reason)
                 _tell(ensemble, run, report)
                 if run.is_over:
+                    late: Mapping[str, float] = {}
                     if step < report.max_steps and run.evaluator is not None:  # a callback has stopped the run
-                        run.row = {**run.row, **_measurements(ensemble, [run])[run]}
-                        run.report(replace(report, row=run.row, events=[], segment=None, amends=True))
+                        late = _measurements(ensemble, [run])[run]
+                    of_clients = _of_clients(run, stack, run.client_data)
+                    if late or of_clients:
+                        run.row = {**run.row, **late, "validation_seconds": run.validation_seconds}
+                        amended = replace(report, row=run.row, events=[], segment=None, amends=True)
+                        run.report(replace(amended, client_val=of_clients))
                     run.check_weights()
 
 
@@ -379,6 +386,19 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
             with run.cluster.collectives.unbilled():
                 weights = run.cluster.collectives.all_gather(run.cluster.weights)
             found[run].update(replica_spread(weights))
+    return found
+
+
+def _of_clients(run: Run, stack: Stack, clients: Sequence[Dataset[Any]]) -> dict[str, list[float]]:
+    """Return the global model's losses and accuracies on the data of clients, nothing without any."""
+    if not clients:
+        return {}
+    started = time.perf_counter()
+    with torch.no_grad(), run.strategy.evaluating():
+        run.global_weights = run.evaluated_weights()
+        found = validate_clients(run, stack, clients)
+    run.global_weights = None
+    run.validation_seconds += time.perf_counter() - started
     return found
 
 

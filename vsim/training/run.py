@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils.data import Dataset
 
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
@@ -69,6 +70,7 @@ class Run:
         rungs: steps after which it is validated, besides those that were asked for.
         node_losses: the losses of its nodes (K,) in the step that is being taken, or was taken last.
         clients: what belongs to the clients of a population, where its rows serve one.
+        client_data: of each node or client, on which the global model is measured at the end; none: it is not.
     """
 
     spec: RunSpec
@@ -81,6 +83,7 @@ class Run:
     globals: OwnGlobals | None = None
     minibatch_size: int | None = None
     continues: Sequence[int] | None = None
+    client_data: Sequence[Dataset[Any]] = ()
     rows: range = field(init=False)
     cluster: Cluster = field(init=False)
     strategy: Strategy = field(init=False)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import Dataset
 
 from vsim.arguments import naming
 from vsim.checkpoint.settings import settings_of
@@ -35,6 +36,7 @@ from vsim.data.batches import (
     resolve,
     validation_examples,
 )
+from vsim.data.partition import Partition
 from vsim.engine import Executor, Settings, VmapExecutor, executor_class
 from vsim.engine.machine import settle_vector_functions
 from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
@@ -88,6 +90,7 @@ def prepare(
             noun = "num_nodes" if everyone == spec.num_nodes else "of"
             options = spec.batch_size, spec.shuffle, spec.seed, spec.dataloader_kwargs, noun
             batches = Batches(datasets, everyone, *options)
+            client_data = client_datasets(spec)
         if own is not None:
             own.at_setup = own.states
         with naming(spec.label if len(specs) > 1 else ""):
@@ -95,9 +98,20 @@ def prepare(
         if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
             history.ledger.clock = {"compute": spec.compute.as_plain()}  # which decides which nodes are late
         collectives = StackedCollectives(history.ledger, range(everyone))  # the ledger may be of another run
-        run = Run(spec, report, history, range(everyone), collectives, batches, plan, own)
+        run = Run(spec, report, history, range(everyone), collectives, batches, plan, own, client_data=client_data)
         runs.append(run if plan is None else run.attended(spec.first_step))
     return assemble(runs, executor_class(specs[0].executor, specs[0].compile), device)
+
+
+def client_datasets(spec: RunSpec) -> list[Dataset[Any]]:
+    """Return the data of every node or client on which the global model is measured, none if it is not.
+
+    A Partition deals one dataset, the training data or other.
+    """
+    if spec.client_val_dataset is None:
+        return []
+    train, everyone = isinstance(spec.client_val_dataset, Partition), spec.population
+    return resolve(spec.client_val_dataset, everyone, range(everyone), train, "client_val_dataset")
 
 
 def plan_of(spec: RunSpec, batches: BatchSource | None) -> Plan | None:
@@ -282,6 +296,11 @@ def _place(run: Run, replicas: Replicas) -> None:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
     if spec.start is None and 0 in run.nodes:  # once a run
         _warn_of_what_comes_late(strategy, run)
+    if run.client_data and any(module.personal_bytes for module in strategy.communication_modules):
+        raise ValueError(
+            f"client_val_dataset measures the global model, and with {type(strategy).__name__} every client has layers "
+            "of its own, which that model lacks: leave it out, or take a strategy that averages all layers"
+        )
     device = replicas.weights.device
     run.cluster, run.strategy, run.max_steps = cluster, strategy, run.steps
     run.streams = [generator(spec.seed, NODE, run.collectives.active[n], device=device) for n in run.nodes]

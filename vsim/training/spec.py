@@ -13,11 +13,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from vsim.arguments import a_function, one_of, real_number, reject_unknown, true_or_false, whole_number
+from vsim.arguments import a_function, is_factory, one_of, real_number, reject_unknown, true_or_false, whole_number
 from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.folder import Saving
 from vsim.cluster.participation import Deadline, Participation, Sample
-from vsim.data.batches import Data, loader_options
+from vsim.data.batches import Data, DatasetFactory, loader_options
 from vsim.engine import EXECUTORS
 from vsim.engine.objective import LossFunction
 from vsim.network import Compute, Network
@@ -70,6 +70,7 @@ class RunSpec:
     shuffle: bool = True
     val_size: int | None = None
     val_interval: int | None = 100
+    client_val_dataset: DatasetFactory | None = None
     seed: int = 42
     participation: Participation | None = None
     device: str | torch.device | None = None
@@ -157,6 +158,12 @@ class RunSpec:
                 raise ValueError(f"{name} has no effect without a val_dataset")
 
     def _check_data(self) -> None:
+        if self.client_val_dataset is not None and not is_factory(self.client_val_dataset):
+            raise TypeError(
+                "client_val_dataset must be a function f(rank, num_nodes, train_dataset) that returns the data of one "
+                f"client, or a Partition; got {type(self.client_val_dataset).__name__}. Data that all clients share "
+                "are a val_dataset"
+            )
         if not isinstance(self.dataloader_kwargs, Mapping | None):
             raise TypeError(
                 f"dataloader_kwargs must be a dict of arguments of DataLoader, got {self.dataloader_kwargs!r}"

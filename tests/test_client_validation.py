@@ -1,0 +1,162 @@
+"""The global model on every client's own data: after the last step, for every backend, kept in every record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import vsim
+from vsim import Sample
+from vsim.data import partition
+from vsim.models import MLP
+from vsim.records.history import History
+from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, FedPerStrategy
+
+OPTIONS: dict[str, Any] = {"num_nodes": 2, "max_steps": 4, "batch_size": 4, "progress": False, "val_interval": None}
+COHORT: dict[str, Any] = {**OPTIONS, "participation": Sample(2, of=5)}
+CLIENTS = ["client accuracy", "client accuracy, 10th percentile", "client accuracy, worst"]
+
+
+def data(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+    """12 examples to train on; 2, 5, 8, … others to validate."""
+    stream = torch.Generator().manual_seed(2 * rank + train)
+    size = 12 if train else 2 + 3 * rank
+    return TensorDataset(torch.randn(size, 4, generator=stream), torch.randint(2, (size,), generator=stream))
+
+
+def fitted(model: nn.Module | None = None, val: Any = None, **options: Any) -> vsim.Trainer:
+    trainer = vsim.Trainer(model or MLP(4, (8,), 2, seed=0), data, val, loss_fn=options.pop("loss_fn", None))
+    trainer.fit(**{"strategy": FedAvgStrategy(H=2, lr=1e-2), "client_val_dataset": data, **COHORT, **options})
+    return trainer
+
+
+class Constant(nn.Module):
+    """Takes one of two classes for likelier by the sign of the input; a weight that training leaves at 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * torch.stack([x[:, 0], -x[:, 0]], 1)
+
+
+def test_losses_and_accuracies_by_hand() -> None:
+    # Client k is right on k of its 4 examples. Loss where right: log(1 + e⁻²); where wrong 2 more.
+    signs = torch.tensor([[1.0 if i < k else -1.0 for i in range(4)] for k in range(5)])
+
+    def own(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+        assert num_nodes == 5
+        return TensorDataset(signs[rank][:, None], torch.zeros(4, dtype=torch.long))
+
+    strategies = {"FedAvg": FedAvgStrategy(H=2, optim_spec="sgd", lr=1e-30)}
+    options = {"strategies": strategies, "client_val_dataset": own, "loss_fn": F.cross_entropy, **COHORT}
+    comparison = vsim.compare(Constant(), own, **options)
+    history, right = comparison["FedAvg"].history, np.log1p(np.exp(-2))
+    assert history.client_val_accuracies.tolist() == [0, 0.25, 0.5, 0.75, 1]
+    assert history.client_val_losses == pytest.approx([right + 2 * (4 - k) / 4 for k in range(5)], rel=1e-6)
+    (row,) = comparison.rows()
+    assert [row[name] for name in CLIENTS] == pytest.approx([0.5, 0.1, 0.0])  # 0 + 0.4 · (0.25 − 0)
+    assert "client" not in comparison.table().replace("/client", "")  # only when it is asked for
+    assert "50.0 %" in comparison.table(columns=CLIENTS) and "10.0 %" in comparison.table(columns=CLIENTS)
+
+
+def test_without_accuracies_a_table_has_losses() -> None:
+    def numbers(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+        x, y = data(rank, num_nodes, train).tensors
+        return TensorDataset(x, y[:, None].float())
+
+    options = {"strategies": {"FedAvg": FedAvgStrategy(H=2, lr=1e-2)}, "client_val_dataset": numbers, **COHORT}
+    comparison = vsim.compare(nn.Linear(4, 1), numbers, loss_fn=F.mse_loss, **options)
+    losses = comparison["FedAvg"].history.client_val_losses
+    assert comparison["FedAvg"].history.client_val_accuracies.size == 0
+    (row,) = comparison.rows()
+    assert [row[f"client loss{own}"] for own in ("", ", 90th percentile", ", worst")] == pytest.approx(
+        [losses.mean(), np.quantile(losses, 0.9), losses.max()]
+    )
+
+
+def test_it_is_the_final_global_model_on_each_clients_data() -> None:
+    trainer = fitted(val_size=6)  # of clients 2 to 4 a sample, so that theirs are near
+    assert trainer.strategy is not None
+    model = trainer.strategy.cluster.replicas.as_module(trainer.strategy.global_weights(), {}, MLP(4, (8,), 2))
+    for client in range(2):
+        x, y = data(client, 5, False).tensors
+        assert trainer.history.client_val_losses[client] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
+    assert trainer.history.client_val_losses.shape == trainer.history.client_val_accuracies.shape == (5,)
+    whole, pieces = fitted(), fitted(minibatch_size=1)  # four examples at a time
+    assert pieces.history.client_val_losses == pytest.approx(whole.history.client_val_losses, rel=1e-5)
+
+
+def test_the_training_data_of_a_partition() -> None:
+    every = TensorDataset(*data(0, 1, True).tensors)
+    clients = partition(every, 3, "iid")
+    trainer = vsim.Trainer(MLP(4, (8,), 2, seed=0), clients)
+    trainer.fit(strategy=DiLoCoStrategy(H=2), client_val_dataset=clients, **{**OPTIONS, "num_nodes": 3})
+    assert trainer.strategy is not None
+    model = trainer.strategy.cluster.replicas.as_module(trainer.strategy.global_weights(), {}, MLP(4, (8,), 2))
+    expected = [F.cross_entropy(model(x), y).item() for x, y in (every[clients.indices(k)] for k in range(3))]
+    assert trainer.history.client_val_losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_training_is_bitwise_the_same_and_validated_as_before() -> None:
+    val = data(9, 0, False)
+    with_clients, without = fitted(val=val), fitted(val=val, client_val_dataset=None)
+    assert without.history.client_val_losses.size == 0
+    np.testing.assert_array_equal(with_clients.history.node_losses, without.history.node_losses)
+    for column in ("global_loss", "local_loss", "wire_bytes"):
+        np.testing.assert_array_equal(with_clients.history[column], without.history[column])
+
+
+def test_records_keep_them(tmp_path: Path) -> None:
+    trainer = fitted(save_dir=tmp_path)
+    expected = trainer.history.client_val_losses
+    trainer.history.to_json(tmp_path / "history.json")
+    kept = History.from_json(tmp_path / "history.json"), vsim.load_checkpoint(tmp_path).history
+    for history in kept:
+        np.testing.assert_array_equal(history.client_val_losses, expected)
+        np.testing.assert_array_equal(history.client_val_accuracies, trainer.history.client_val_accuracies)
+    longer = fitted(save_dir=tmp_path, resume=True, max_steps=6)
+    np.testing.assert_array_equal(longer.history.client_val_losses, fitted(max_steps=6).history.client_val_losses)
+    without = fitted(save_dir=tmp_path, resume=True, max_steps=8, client_val_dataset=None)
+    assert without.history.client_val_losses.size == 0  # those of step 6 are not of its last step
+    plain = trainer.history.as_plain()
+    plain["client_val"]["losses"].pop()
+    with pytest.raises(ValueError, match="client_val has 4 losses, and the run 5"):
+        History.from_plain(plain)
+
+
+def test_processes_measure_the_same() -> None:
+    ours = fitted(deterministic=True).history
+    theirs = fitted(deterministic=True, backend="process", threads_per_process=1).history
+    np.testing.assert_array_equal(ours.client_val_losses, theirs.client_val_losses)
+    np.testing.assert_array_equal(ours.client_val_accuracies, theirs.client_val_accuracies)
+
+
+def test_a_run_that_a_callback_stops_is_measured_where_it_ends() -> None:
+    stopped = fitted(callbacks=[lambda run: run.stop() if run.done == 2 else None])
+    np.testing.assert_array_equal(stopped.history.client_val_losses, fitted(max_steps=2).history.client_val_losses)
+
+
+def test_what_cannot_be_measured_is_told_before_training() -> None:
+    with pytest.raises(TypeError, match=r"client_val_dataset must be a function .* got TensorDataset"):
+        fitted(client_val_dataset=data(0, 1, False))
+    with pytest.raises(ValueError, match=r"client_val_dataset\(1, 5, False\) is empty"):
+        fitted(client_val_dataset=lambda k, n, train: TensorDataset(torch.zeros(int(k != 1), 4)))
+    with pytest.raises(ValueError, match="client_val_dataset measures the global model, and with FedPerStrategy"):
+        fitted(strategy=FedPerStrategy(H=2))
+    seen = []
+
+    def wrong(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+        return TensorDataset(torch.zeros(3, 7), torch.zeros(3, dtype=torch.long))
+
+    with pytest.raises(ValueError, match="in the validation on the data of client 0 after step 0"):
+        fitted(client_val_dataset=wrong, train_loss_hook=lambda step, loss: seen.append(step))
+    assert not seen
