@@ -78,8 +78,8 @@ def test_plot_draws_the_columns(comparison: vsim.Comparison, x: str) -> None:
     import matplotlib.pyplot as plt
 
     ax = comparison.plot(x=x)
-    column, unit, _, is_bytes, _ = X_AXES[x]
-    assert isinstance(column, str)
+    _, unit, _, is_bytes, _ = X_AXES[x]
+    column = f"{x}_bytes" if is_bytes else x
     lines = {line.get_label(): line for line in ax.get_lines() if line.get_label() != "_"}
     assert set(lines) == set(comparison)
     assert ax.get_xscale() == ("log" if is_bytes else "linear")
@@ -479,4 +479,15 @@ def test_cohorts_are_drawn_against_rounds(cohorts: vsim.Comparison, comparison: 
     np.testing.assert_array_equal(np.asarray(line.get_xdata()), range(9))
     with pytest.raises(ValueError, match="x='round' needs participation="):
         comparison.plot(x="round")
+    plt.close("all")
+
+
+@pytest.mark.parametrize("way", ["wire", "payload"])
+def test_cohorts_are_drawn_against_the_bytes_that_the_table_has(cohorts: vsim.Comparison, way: str) -> None:
+    (row,) = cohorts.rows()
+    axes = cohorts.plot(x=way)
+    (line, *_) = axes.get_lines()
+    expected = row[f"{way} MB/client"] * np.arange(1, 9) / 8  # as much in each of 8 rounds
+    assert np.asarray(line.get_xdata()) == pytest.approx(expected)
+    assert axes.get_xlabel().endswith("per client (MB)")
     plt.close("all")

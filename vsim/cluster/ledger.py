@@ -59,6 +59,11 @@ class Event(NamedTuple):
         """What a server transmits, which is no node."""
         return self._wire()[2]
 
+    @property
+    def total_payload_bytes(self) -> float:
+        """What all nodes hand in together."""
+        return self.payload_bytes * sum(float(traffic(self.collective, len(g)).handed.sum()) for g in self.groups)
+
     def _wire(self) -> tuple[float, float, float]:
         return _wire_bytes(self.collective, tuple(map(len, self.groups)), self.payload_bytes)
 

@@ -339,7 +339,7 @@ class Comparison(Mapping[str, ComparedRun]):
         bounds = {
             name: [
                 statistics.fmean(
-                    run.history.at_step(step, "wire_bytes") for run, step in zip(self.runs(name), ends, strict=True)
+                    _wire_bytes_at(run.history, step) for run, step in zip(self.runs(name), ends, strict=True)
                 )
                 for ends in zip(*((own.first, own.last) for own in found), strict=True)
             ]
@@ -556,7 +556,8 @@ class Comparison(Mapping[str, ComparedRun]):
 
         Args:
             x: against "step", "examples", "tokens"; "round", of a run with `participation`; "payload" or "wire", bytes
-                per node on a logarithmic axis; "time" on a network; or "seconds" of the simulation.
+                per node, of cohorts per client in the mean, on a logarithmic axis; "time" on a network; or "seconds" of
+                the simulation.
             y: a column of `History`; default the global validation loss, or the training loss without validation.
             ax: where; default a new figure.
             logy: whether y is logarithmic, too.
@@ -636,7 +637,7 @@ class Comparison(Mapping[str, ComparedRun]):
         if target is not None:
             first = history.crossing(target, self._loss_column).step
             numbers |= {f"steps to {target:g}": first}
-            numbers |= {f"wire MB to {target:g}": self._wire_bytes_at(history, first) / 1e6}
+            numbers |= {f"wire MB to {target:g}": _wire_bytes_at(history, first) / 1e6}
         if priced is not None:
             timeline = history.time(*priced)
             numbers |= {"hours": float(timeline.seconds[-1]) / 3600, "utilization": timeline.utilization}
@@ -664,13 +665,7 @@ class Comparison(Mapping[str, ComparedRun]):
     @property
     def _of_clients(self) -> bool:
         """Whether cohorts of a larger population trained."""
-        return any(history.ledger.num_nodes > history.num_nodes for history in self._all_histories())
-
-    def _wire_bytes_at(self, history: History, step: float) -> float:
-        """Return a node's bytes on the wire up to a step: the busiest node's, of cohorts a client's mean."""
-        if not self._of_clients or math.isnan(step):
-            return history.at_step(step, "wire_bytes")
-        return sum(event.total_wire_bytes for event in history.ledger if event.step <= step) / history.ledger.num_nodes
+        return any(history.is_of_cohorts for history in self._all_histories())
 
     def _loss(self, run: ComparedRun) -> float:
         if run.diverged_at is not None:
@@ -763,6 +758,12 @@ class Comparison(Mapping[str, ComparedRun]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._title()})\n{self.table()}"
+
+
+def _wire_bytes_at(history: History, step: float) -> float:
+    """Return the bytes on the wire that a node has sent up to a step, see `History.bytes_per_node`; NaN if never."""
+    place = int(np.searchsorted(history["step"], step)) if not math.isnan(step) else len(history)
+    return float(history.bytes_per_node("wire")[place]) if place < len(history) else math.nan
 
 
 def _size(num_bytes: float) -> str:

@@ -192,6 +192,27 @@ class History:
         """(N,): its accuracy on each client's own data; empty if not measured, or not known."""
         return np.asarray(self._client_val.get("accuracies", ()), dtype=np.float64)
 
+    @property
+    def is_of_cohorts(self) -> bool:
+        """Whether its nodes served a larger population of clients."""
+        return self.ledger.num_nodes > self.num_nodes
+
+    def bytes_per_node(self, way: str) -> NDArray[np.float64]:
+        """Return the bytes that a node has communicated until every row, as tables and figures say them.
+
+        That of the node that has most; of cohorts the mean over all clients, which does not depend on the draw.
+
+        Args:
+            way: "payload" or "wire".
+        """
+        if not self.is_of_cohorts:
+            return self[f"{way}_bytes"]
+        sent = np.zeros(1 + max([int(self.last("step")), *(event.step for event in self.ledger)]))
+        for event in self.ledger:
+            sent[event.step] += getattr(event, f"total_{way}_bytes")
+        found: NDArray[np.float64] = sent.cumsum()[self["step"].astype(int)] / self.ledger.num_nodes
+        return found
+
     def __getitem__(self, column: str) -> NDArray[np.float64]:
         if column not in self._columns:
             raise KeyError(f"no column {column!r}; there are {', '.join(self._columns)}")

@@ -198,14 +198,21 @@ class XAxis(NamedTuple):
         """Return x of every row, in its unit."""
         return (history[self.column] if isinstance(self.column, str) else self.column(history)) / self.unit
 
+    def title(self, histories: Iterable[History]) -> str:
+        """Return the label for these runs: bytes of cohorts are a client's, in the mean."""
+        of_cohorts = self.is_bytes and any(history.is_of_cohorts for history in histories)
+        return self.label.replace("per node", "per client") if of_cohorts else self.label
+
 
 X_AXES = {
     "step": XAxis("step", 1, "step"),
     "examples": XAxis("examples", 1, "examples"),
     "tokens": XAxis("tokens", 1, "tokens"),
     "round": XAxis(lambda history: rounds(history), 1, "round"),
-    "payload": XAxis("payload_bytes", 1e6, "payload communicated per node (MB)", True),
-    "wire": XAxis("wire_bytes", 1e6, "sent on the wire per node (MB)", True),
+    "payload": XAxis(
+        lambda history: history.bytes_per_node("payload"), 1e6, "payload communicated per node (MB)", True
+    ),
+    "wire": XAxis(lambda history: history.bytes_per_node("wire"), 1e6, "sent on the wire per node (MB)", True),
     "seconds": XAxis("seconds", 1, "seconds of the simulation"),
 }
 
@@ -314,7 +321,7 @@ def bands(
         if name in diverged and not (axis.is_bytes and end <= 0):
             cross: Any = {"color": look.colour, "marker": "x", "linestyle": "none", "label": "_"}
             ax.plot([end], [1.0], transform=ax.get_xaxis_transform(), clip_on=False, zorder=4, **cross)
-    ax.set_xlabel(axis.label)
+    ax.set_xlabel(axis.title(history for histories in lists.values() for history in histories))
     ax.set_ylabel(Y_LABELS.get(y, y.replace("_", " ")))
     styled(ax)
     if axis.is_bytes or axis.is_wide:

@@ -318,7 +318,7 @@ class LiveRace:
         self.figure.subplots_adjust(left=0.075, right=0.985, top=top, bottom=bottom, wspace=0.08)
         self._axes = list(self.figure.subplots(1, 2, sharey=True))
         for ax, x in zip(self._axes, ("step", "wire"), strict=True):
-            ax.set_xlabel(X_AXES[x].label)
+            ax.set_xlabel(X_AXES[x].title(history for own in self.histories.values() for history in own))
             styled(ax)
         self._axes[0].set_ylabel("loss")
 
