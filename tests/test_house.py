@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import ast
+import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from vsim import Trainer
+from vsim.strategy import DiLoCoStrategy
 
 ROOT = Path(__file__).parents[1]
+OWN = str(ROOT / "vsim")
 # Rooms are the packages and modules directly in vsim/. Its __init__ and __main__ only say what is public.
 FACES = {"cli", "compare", "compat", "grid", "logger", "sweep", "trainer", "verify"}
 BELOW_TRAINING = [
@@ -24,6 +34,10 @@ BELOW_TRAINING = [
     "strategy",
 ]
 MOST_FLOORS = 10
+# From `fit` to the gradient a reader follows that many calls, in that many files; and before the model is called for
+# the first time, that many functions of vsim have run. Lower them with the code.
+MOST_CALLS, MOST_FILES_OF_CALLS = 18, 8
+MOST_FUNCTIONS, MOST_FILES_OF_FUNCTIONS = 225, 45
 
 
 def module_name(path: Path) -> str:
@@ -104,3 +118,48 @@ def test_what_is_below_training_does_not_import_it(name: str) -> None:
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
 def test_kernels_import_nothing_of_vsim(path: Path) -> None:
     assert not {name for name in imported(path) if name.split(".")[0] == "vsim"}
+
+
+def own_calls(frame: FrameType | None) -> Iterator[CodeType]:
+    """The functions of vsim that are being called, innermost first."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(OWN):
+            yield frame.f_code
+        frame = frame.f_back
+
+
+def test_few_calls_lead_from_fit_to_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(4, 1)
+    trainer = Trainer(model, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), loss_fn=torch.nn.functional.mse_loss)
+    strategy = DiLoCoStrategy(H=2, lr=0.1)
+    ran: set[CodeType] = set()
+    before_forward: list[set[CodeType]] = []
+    to_gradient: list[list[CodeType]] = []
+    forward, grad = torch.nn.Linear.forward, torch.autograd.grad
+
+    def noted_forward(*args: Any) -> Any:
+        before_forward.append(set(ran))
+        return forward(*args)
+
+    def noted_grad(*args: Any, **kwargs: Any) -> Any:
+        to_gradient.append([*own_calls(sys._getframe())])
+        return grad(*args, **kwargs)
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name[0] != "<" and code.co_filename.startswith(OWN):
+            ran.add(code)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", noted_forward)
+    monkeypatch.setattr(torch.autograd, "grad", noted_grad)
+    profile = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        trainer.fit(strategy=strategy, num_nodes=2, max_steps=2, batch_size=2, progress=False)
+    finally:
+        sys.setprofile(profile)
+    found = before_forward[0], to_gradient[0]
+    functions, calls = (len(codes) for codes in found)
+    of_functions, of_calls = (len({code.co_filename for code in codes}) for codes in found)
+    assert calls <= MOST_CALLS and of_calls <= MOST_FILES_OF_CALLS
+    assert functions <= MOST_FUNCTIONS and of_functions <= MOST_FILES_OF_FUNCTIONS
