@@ -43,6 +43,7 @@ from vsim.strategy import (
     FedProxStrategy,
     GPAStrategy,
     GradientAverage,
+    HierarchicalStrategy,
     MuLoCoStrategy,
     NoLoCoStrategy,
     OptimSpec,
@@ -180,6 +181,22 @@ TABLE = [
         FedAvgStrategy,
         {"H": 2, "island_size": 3, "average": "median"},
         every(2, "all_gather", "weights", 4 * P),
+    ),
+    Row(
+        "hierarchical",
+        HierarchicalStrategy,
+        {"levels": {2: 1, 4: 3}},
+        in_order(
+            every(1, "all_reduce", "gradients in groups of 2", 4 * P),
+            every(3, "all_reduce", "weights", 4 * P),
+        ),
+        {
+            "levels": {"levels": {2: 2, 4: 3}},
+            "outer": {"levels": {2: 1, 4: 3}, "outer": OptimSpec("sgd", lr=0.5)},
+            "outer_lr": {"levels": {2: 1, 4: 3}, "outer_lr": 0.3},
+            "average": {"levels": {2: 1, 4: 3}, "average": {4: mean("examples")}},
+        },
+        equal_after=[3, 6],
     ),
     Row("FedAvg in islands", FedAvgStrategy, {"H": 2, "island_size": 2}, every(2, "all_reduce", "weights", 4 * P)),
     Row(

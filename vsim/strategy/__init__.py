@@ -52,6 +52,7 @@ from vsim.strategy.fedper import FedPerStrategy, PersonalAverage
 from vsim.strategy.fedprox import FedProxStrategy, ProximalTerm
 from vsim.strategy.gated import EDiTCommunicator, EDiTStrategy
 from vsim.strategy.gpa import GPAStrategy
+from vsim.strategy.hierarchical import GroupAverage, HierarchicalStrategy
 from vsim.strategy.muloco import MuLoCoStrategy
 from vsim.strategy.nesterov import DelayedNesterovStrategy
 from vsim.strategy.noloco import NoLoCoStrategy, PairCommunicator
@@ -159,6 +160,8 @@ __all__ = [
     "FedYogi",
     "GPAStrategy",
     "GradientAverage",
+    "GroupAverage",
+    "HierarchicalStrategy",
     "IndexSelector",
     "LocalNorms",
     "MuLoCoStrategy",

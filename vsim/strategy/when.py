@@ -51,6 +51,10 @@ class When(Configured):
         self.next = self._after(cluster.step, cluster)
         return True
 
+    def ends_with(self, step: int) -> bool:
+        """Whether the next sync comes after step number `step`, which is being taken; `is_due` was not asked yet."""
+        return step >= self.next
+
     def _after(self, step: int, cluster: Cluster) -> int:
         found = self.after(step, cluster.lr, cluster.max_steps - step, cluster.seconds)
         return whole_number(f"{type(self).__name__}.after()", found, at_least=step + 1)
@@ -83,6 +87,9 @@ class Every(When):
 
     def is_due(self, cluster: Cluster) -> bool:
         return cluster.step % self.H == 0
+
+    def ends_with(self, step: int) -> bool:
+        return step % self.H == 0
 
     def until_next(self, cluster: Cluster) -> int:
         return self.H - cluster.step % self.H

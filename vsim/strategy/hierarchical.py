@@ -1,0 +1,129 @@
+"""Two levels or more: machines next to each other communicate often, all of them seldom."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from typing_extensions import Unpack
+
+from vsim.arguments import whole_number
+from vsim.cluster import Cluster
+from vsim.strategy.average import AverageLike, average_of
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.diloco import DiLoCoCommunicator
+from vsim.strategy.fedavg import AveragingCommunicator
+from vsim.strategy.reduce import GradientAverage
+from vsim.strategy.when import When, interval
+
+
+class GroupAverage(CommunicationModule):
+    """Average in groups of neighbouring nodes: gradients at every step where H is 1, else weights every H steps.
+
+    Args:
+        size: nodes in a group: 0 … size − 1, size … 2·size − 1, and so on.
+        H: steps between averagings. larger: modules that average over more nodes; where one of them averages weights
+            after the same step, this one has nothing to add.
+        average: a rule of `vsim.strategy.average`.
+    """
+
+    def __init__(
+        self, size: int, H: int, average: AverageLike = "mean", larger: tuple[CommunicationModule, ...] = ()
+    ) -> None:
+        self.size, self.H, self.larger = size, H, larger
+        self.average = average_of(average, f"a group of {size}", origin=False)
+
+    def setup(self, cluster: Cluster) -> None:
+        self.average.rule.check(self.size)
+        self.average.setup(cluster)
+
+    def communicate_gradients(self, cluster: Cluster) -> None:
+        if self.H == 1:
+            cluster.grads.copy_(self._averaged(cluster.grads, cluster, "gradients"))
+
+    def sync(self, cluster: Cluster) -> None:
+        if self.H != 1 and not any(module.when.ends_with(cluster.step) for module in self.larger):
+            cluster.weights.copy_(self._averaged(cluster.weights, cluster, "weights"))
+
+    def _averaged(self, rows: Any, cluster: Cluster, what: str) -> Any:
+        groups: dict[int, list[int]] = {}
+        for place, node in enumerate(cluster.active):
+            groups.setdefault(node // self.size, []).append(place)
+        return self.average(rows, cluster, f"{what} in groups of {self.size}", list(groups.values()))
+
+
+class HierarchicalStrategy(Strategy):
+    """Levels of groups, each with a period of its own, such as data-parallel machines inside of each DiLoCo worker.
+
+        levels = {4: 1, 16: 50}:  g_k ← mean of the gradients in k's group of 4, at every step;
+                                  θ_k ← mean of all 16 nodes' weights, after every 50th step
+
+    Groups are of neighbouring nodes, as `Network.regions` numbers them: an inner level then uses the links inside a
+    region. Where several levels would average weights after the same step, only the largest does.
+
+    Args:
+        levels: nodes in a group → H. Each size is a multiple of the one before, with a longer period; the largest is
+            all nodes. H = 1 averages gradients, H > 1 weights. The largest level's H may be a schedule of
+            `vsim.strategy.when`.
+        outer: an outer optimizer for the largest level, which is then DiLoCo: an `OptimSpec`, class or name.
+        outer_lr: its learning rate.
+        average: how vectors become one: for all levels, or size → average. Only the largest level takes clip() and
+            compress(), and rules that need moves.
+        options: see `Strategy`.
+
+    Payload: all gradients or weights at each level, in its groups.
+
+    Source: `HierarchicalModelAverager` of torch.distributed, hierarchical local SGD [Lin et al. 2018,
+    arXiv:1808.07217]. Deviations from the former: after H, 2H, … steps, not after 1, 1 + H, …; and where H is 1
+    gradients travel in place of weights, as in DDP.
+    """
+
+    def __init__(
+        self,
+        levels: Mapping[int, int | When],
+        inner_optim: Optim = None,
+        outer: Optim = None,
+        *,
+        outer_lr: float | None = None,
+        average: AverageLike | Mapping[int, AverageLike] = "mean",
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        self.sizes = _checked(levels)
+        averages = dict(average) if isinstance(average, Mapping) else dict.fromkeys(self.sizes, average)
+        if odd := [size for size in averages if size not in self.sizes]:
+            raise ValueError(f"average is for groups of {odd}, and levels has {self.sizes}")
+        *inner, last = self.sizes
+        H, of_all = interval(levels[last]), averages.get(last, "mean")
+        modules: list[CommunicationModule]
+        if outer is not None or outer_lr is not None:
+            modules = [DiLoCoCommunicator(H, outer, outer_lr=outer_lr, average=of_all)]
+        elif H == 1:
+            modules = [GradientAverage(of_all)]
+        else:
+            modules = [AveragingCommunicator(every=H, average=of_all)]
+        for size in reversed(inner):
+            level = GroupAverage(size, int(levels[size]), averages.get(size, "mean"), tuple(modules))  # type: ignore[arg-type]
+            modules.insert(0, level)
+        super().__init__(modules, inner_optim=inner_optim, **options)
+
+    def setup(self, cluster: Cluster) -> None:
+        if cluster.plan is not None and cluster.plan.renews:
+            raise ValueError("HierarchicalStrategy has groups of machines, and participation=Sample(…) draws clients")
+        if self.sizes[-1] != cluster.population:
+            raise ValueError(f"the largest level must be all {cluster.population} nodes, got levels of {self.sizes}")
+        super().setup(cluster)
+
+
+def _checked(levels: Any) -> list[int]:
+    """Return the sizes of groups, in ascending order, once their periods are seen to be longer and longer."""
+    if not isinstance(levels, Mapping) or not levels:
+        raise TypeError(f"levels must be a dict, nodes in a group → H, such as {{4: 1, 16: 50}}, got {levels!r}")
+    sizes = sorted(whole_number("levels: nodes in a group", size, at_least=2) for size in levels)
+    for size, larger in itertools.pairwise(sizes):
+        if larger % size:
+            raise ValueError(f"levels: groups of {larger} cannot be made of groups of {size}")
+        H, above = whole_number(f"levels[{size}]", levels[size]), levels[larger]
+        if not isinstance(above, When) and whole_number(f"levels[{larger}]", above) <= H:
+            raise ValueError(f"levels: larger groups average less often, got {dict(levels)}")
+    return sizes
