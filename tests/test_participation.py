@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -658,6 +659,45 @@ def test_stragglers(participation: Participation, there: tuple[int, ...], second
     assert timeline.seconds[2::2].tolist() == [seconds * round for round in range(1, 7)]
     expected, _ = trained(strategy, num_nodes=3, participation=Schedule({0: there}))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("rule", "there", "seconds"),
+    [
+        # 1, 2 and 3 s a step, two steps a round: the median is 2 s a step, the median absolute deviation 1 s.
+        (Deadline("adaptive", k=0), (0, 1), 4.0),
+        (Deadline("adaptive", k=0.9), (0, 1), 5.8),
+        (Deadline("adaptive"), (0, 1, 2), 6.0),
+        (Deadline("adaptive", k=0, quorum=0.7), (0, 1, 2), 6.0),
+    ],
+)
+def test_a_deadline_adapts_to_recent_rounds(rule: Deadline, there: tuple[int, ...], seconds: float) -> None:
+    compute = Compute([1.0, 2.0, 3.0])
+    weights, trainer = trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=3, participation=rule, compute=compute)
+    timeline = vsim.timeline(trainer, vsim.Network(float("inf")), compute)
+    assert timeline.seconds[2::2].tolist() == pytest.approx([6.0 + seconds * round for round in range(6)])
+    if there != (0, 1, 2):  # the first round waits for all
+        assert [(s.first, s.nodes) for s in trainer.ledger.attendance][:2] == [(1, (0, 1, 2)), (3, there)]
+    again, _ = trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=3, participation=rule, compute=compute)
+    assert torch.equal(again, weights)  # the rule remembers nothing of another run
+
+
+def test_an_adaptive_deadline_compares_rounds_by_the_step_and_forgets() -> None:
+    def late(speed: Any, rule: Deadline, syncs: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+        def seconds(first: int, last: int, local: Any) -> Any:
+            return np.array([1.0, 1.1, 0.9, 1.2]) * (speed if first > 4 else 1.0) * (last - first + 1)
+
+        return [segment.late for segment in itertools.islice(rule._segments(Round(4, 0, 2, seconds, syncs=syncs)), 5)]
+
+    fourth_slow = np.array([1.0, 1.0, 1.0, 5.0])
+    assert late(fourth_slow, Deadline("adaptive")) == [(), (), (3,), (3,), (3,)]
+    assert late(fourth_slow, Deadline("adaptive"), (4, 6, 16, 18, 40)) == [(), (3,), (3,), (3,), (3,)]
+    # All turn slow: half of them are waited for, until the rounds before are forgotten.
+    assert late(5.0, Deadline("adaptive", window=1)) == [(), (), (1, 3), (), ()]
+    with pytest.raises(TypeError, match="quorum has no effect"):
+        Deadline(3.0, quorum=0.5)
+    with pytest.raises(ValueError, match="adaptive"):
+        Deadline("soon")
 
 
 def test_over_commitment_takes_the_first_to_arrive() -> None:

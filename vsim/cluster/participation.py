@@ -11,6 +11,7 @@ import csv
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -196,21 +197,25 @@ class Stragglers(Participation):
     factor = 1.0  # of clients that are drawn for every one that is wanted
 
     @abstractmethod
-    def count(self, arrivals: NDArray[np.float64], wanted: int) -> tuple[int, float]:
+    def count(self, arrivals: NDArray[np.float64], wanted: int, steps: int) -> tuple[int, float]:
         """Return how many of the first count, at least 1, and until when the round lasts at least.
 
         Args:
             arrivals: seconds from the beginning of the round, in ascending order.
-            wanted: the number of nodes, without those drawn beyond it.
+            wanted: the number of nodes, without those drawn beyond it. steps: of the round.
         """
+
+    def begun(self) -> Stragglers:
+        """Return the rule for one run, called for its rounds in order. Default: this one, which remembers nothing."""
+        return self
 
     def plan(self, given: Round) -> Plan:
         return Plan(self._segments(given), given.num_nodes)
 
     def _segments(self, given: Round) -> Iterator[Segment]:
-        everyone = tuple(range(given.num_nodes))
+        everyone, rule = tuple(range(given.num_nodes)), self.begun()
         for first, last in given.rounds(None, type(self).__name__):
-            yield self.segment(Segment(first, last, everyone), given.num_nodes, given)
+            yield rule.segment(Segment(first, last, everyone), given.num_nodes, given)
 
     def segment(self, drawn: Segment, wanted: int, given: Round, local: NDArray[np.int64] | None = None) -> Segment:
         """Return a segment with the nodes whose work counts; `local` (N,): the steps that each has to do."""
@@ -220,25 +225,64 @@ class Stragglers(Participation):
             )
         seconds = given.seconds(drawn.first, drawn.last, local)[list(drawn.nodes)]
         order = np.argsort(seconds, kind="stable")
-        count, until = self.count(seconds[order], wanted)
+        count, until = self.count(seconds[order], wanted, drawn.last - drawn.first + 1)
         here, late = (tuple(sorted(drawn.nodes[i] for i in part)) for part in (order[:count], order[count:]))
         return drawn._replace(nodes=here, late=late, seconds=until)
 
 
 class Deadline(Stragglers):
-    """Who has not arrived by then is not waited for; the fastest always is.
+    """Nodes that arrive after the deadline are late; the fastest never is.
 
     Args:
-        seconds: of a round.
+        seconds: of a round; or "adaptive": the median of the nodes' arrivals in recent rounds plus k of their median
+            absolute deviations (rounds of different lengths are compared by their seconds a step). The first round
+            waits for all nodes.
+        k: of "adaptive"; default 3.
+        quorum: the share of nodes to wait for at least, rounded up; default 0.5, of "adaptive".
+        window: how many rounds are recent, default 10, of "adaptive".
     """
 
     @known_keywords
-    def __init__(self, seconds: float) -> None:
+    def __init__(
+        self,
+        seconds: float | str,
+        *,
+        k: float | None = None,
+        quorum: float | None = None,
+        window: int | None = None,
+    ) -> None:
+        if isinstance(seconds, str):
+            self.seconds: float | str = one_of("seconds", seconds, ("adaptive",))
+            self.k: float | None = real_number("k", 3.0 if k is None else k, at_least=0)
+            self.quorum: float | None = real_number("quorum", 0.5 if quorum is None else quorum, above=0, at_most=1)
+            self.window: int | None = whole_number("window", 10 if window is None else window)
+            return
         self.seconds = real_number("seconds", seconds, above=0)
+        given = {"k": k, "quorum": quorum, "window": window}
+        if idle := [name for name, value in given.items() if value is not None]:
+            raise TypeError(
+                f"Deadline: {' and '.join(idle)} has no effect with seconds={seconds}, only with 'adaptive'"
+            )
 
-    def count(self, arrivals: NDArray[np.float64], wanted: int) -> tuple[int, float]:
-        there = max(1, int((arrivals <= self.seconds * _ROUNDING).sum()))
-        return there, self.seconds if there < len(arrivals) else 0.0
+    def begun(self) -> Deadline:
+        own = copy.copy(self)
+        own._recent = deque(maxlen=vars(self).get("window"))
+        return own
+
+    _recent: deque[NDArray[np.float64]]  # seconds a step of the nodes, by round
+
+    def count(self, arrivals: NDArray[np.float64], wanted: int, steps: int) -> tuple[int, float]:
+        deadline, at_least = self.seconds, 1
+        if isinstance(deadline, str):
+            assert self.k is not None and self.quorum is not None
+            at_least = math.ceil(self.quorum * len(arrivals) / _ROUNDING)
+            known = np.concatenate([*self._recent]) if self._recent else np.array([np.inf])
+            self._recent.append(arrivals / steps)
+            middle = np.median(known)
+            deviation = 0.0 if np.isinf(middle) else float(np.median(np.abs(known - middle)))
+            deadline = steps * float(middle + self.k * deviation)
+        there = max(at_least, int((arrivals <= deadline * _ROUNDING).sum()))
+        return there, max(deadline, float(arrivals[there - 1])) if there < len(arrivals) else 0.0
 
 
 class DropSlowest(Stragglers):
@@ -252,7 +296,7 @@ class DropSlowest(Stragglers):
     def __init__(self, share: float) -> None:
         self.share = real_number("share", share, above=0, below=1)
 
-    def count(self, arrivals: NDArray[np.float64], wanted: int) -> tuple[int, float]:
+    def count(self, arrivals: NDArray[np.float64], wanted: int, steps: int) -> tuple[int, float]:
         return len(arrivals) - int(self.share * len(arrivals) * _ROUNDING), 0.0
 
 
@@ -270,7 +314,7 @@ class OverCommit(Stragglers):
     def plan(self, given: Round) -> Plan:
         raise TypeError(f"OverCommit draws more clients than are wanted: Sample(n, of=N, stragglers={self})")
 
-    def count(self, arrivals: NDArray[np.float64], wanted: int) -> tuple[int, float]:
+    def count(self, arrivals: NDArray[np.float64], wanted: int, steps: int) -> tuple[int, float]:
         return min(wanted, len(arrivals)), 0.0
 
 
@@ -356,14 +400,15 @@ class Sample(Participation):
 
     def _segments(self, given: Round, rounds: Iterator[tuple[int, int]]) -> Iterator[Segment]:
         local = None if self.epochs is None else self._local_steps(given)  # (N,)
-        factor = 1.0 if self.stragglers is None else self.stragglers.factor
+        rule = None if self.stragglers is None else self.stragglers.begun()
+        factor = 1.0 if rule is None else rule.factor
         drawn = min(self.of, math.ceil(factor * self.n / _ROUNDING))
         for number, (first, last) in enumerate(rounds):
             stream = generator(given.seed, PARTICIPATION, number)
             clients = tuple(sorted(torch.randperm(self.of, generator=stream)[:drawn].tolist()))
             segment = Segment(first, last, clients)
-            if self.stragglers is not None:
-                segment = self.stragglers.segment(segment, self.n, given, local)
+            if rule is not None:
+                segment = rule.segment(segment, self.n, given, local)
             if local is not None:
                 segment = segment._replace(steps=tuple(local[list(segment.nodes)].tolist()))
             yield segment
