@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {
     "num_nodes": 3,
     "batch_size": 4,
     "minibatch_size": 2,
-    "max_steps": 20,
+    "max_steps": 14,
     "val_interval": 6,
     "correlation_interval": 5,
     "progress": False,

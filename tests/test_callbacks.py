@@ -192,7 +192,7 @@ def test_a_run_that_resumes_stops_where_the_other_did(tmp_path: Path) -> None:
     straight, resumed = options(), options()
     whole = fit(DiLoCoStrategy(H=3, lr=0.02), **straight)
     end = len(whole.history) - 1
-    assert 4 < end < 20
+    assert 4 < end < 14
     fit(DiLoCoStrategy(H=3, lr=0.02), max_steps=end - 1, save_dir=tmp_path, **options())
     cut = fit(DiLoCoStrategy(H=3, lr=0.02), save_dir=tmp_path, resume=True, **resumed)
     assert_same_run(cut, whole)
@@ -341,7 +341,7 @@ def test_metrics_of_a_comparison_and_a_run_that_resumes(tmp_path: Path) -> None:
     options = {"metrics": {"one": lambda model, batch: 1}, "val_interval": 2, "save_dir": tmp_path}
     fit(Strategy(lr=0.01), max_steps=6, **options)
     resumed = fit(Strategy(lr=0.01), resume=True, **options)
-    assert int(np.nansum(resumed.history["one"])) == 11
+    assert int(np.nansum(resumed.history["one"])) == 8
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class Press:
                 os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("step", [1, 7, 20])
+@pytest.mark.parametrize("step", [1, 7, 14])
 def test_an_interrupted_run_goes_on_in_memory(step: int) -> None:
     straight = fit(strategy())
     trainer = trainer_of()
@@ -59,8 +59,8 @@ def test_several_interrupts_and_a_longer_run() -> None:
         options = {"resume": len(trainer.history) > 0, "callbacks": [Press(step)]}
         with pytest.raises(KeyboardInterrupt):
             fit(DiLoCoStrategy(H=4, optim_spec=ADAMW), trainer, **options)
-    fit(DiLoCoStrategy(H=4, optim_spec=ADAMW), trainer, resume=True, max_steps=15)
-    fit(DiLoCoStrategy(H=4, optim_spec=ADAMW), trainer, resume=True, max_steps=20)
+    fit(DiLoCoStrategy(H=4, optim_spec=ADAMW), trainer, resume=True, max_steps=12)
+    fit(DiLoCoStrategy(H=4, optim_spec=ADAMW), trainer, resume=True, max_steps=14)
     assert torch.equal(weights(trainer), weights(fit(DiLoCoStrategy(H=4, optim_spec=ADAMW))))
 
 
@@ -159,7 +159,7 @@ def test_processes_stop_together_and_go_on(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(strategy(), trainer, train_loss_hook=press_at(2), callbacks=[slowly], **PROCESSES)
     done = int(trainer.history["step"][-1])
-    assert 2 <= done < 20 and len(trainer.history) == done + 1
+    assert 2 <= done < 14 and len(trainer.history) == done + 1
     fit(strategy(), trainer, resume=True, **PROCESSES)
     assert_same_run(trainer, straight)
     with pytest.raises(CheckpointError, match="there is none in memory"):
