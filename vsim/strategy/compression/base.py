@@ -68,7 +68,9 @@ def by_node(cluster: Cluster, function: Callable[..., Result], *stacked: Tensor)
     """
     if not cluster.deterministic:
         return function(*stacked)
-    results = [function(*rows) for rows in zip(*(rows_apart(t).split(1) for t in stacked), strict=True)]
+    # row[None] has the strides of a tensor of one row, by which torch chooses among kernels; split(1) has the stack's.
+    each = ([row[None] for row in rows_apart(t)] for t in stacked)
+    results = [function(*rows) for rows in zip(*each, strict=True)]
     return tree_map(lambda *rows: torch.cat(rows), *results)
 
 
