@@ -13,7 +13,7 @@ from vsim import Trainer
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.replicas import with_gaps
-from vsim.strategy import DeMoStrategy, DiLoCoStrategy, SimpleReduceStrategy, Strategy
+from vsim.strategy import DeMoStrategy, DiLoCoStrategy, DionStrategy, SimpleReduceStrategy, Strategy
 from vsim.strategy.communicate import all_reduce
 
 SGD = OptimSpec("sgd", lr=0.1, momentum=0.9)
@@ -78,8 +78,10 @@ def test_weights_gradients_and_optimizer_are_there_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
-def test_demo_shares_weights_and_keeps_gradients() -> None:
-    strategy = DeMoStrategy(lr=0.01, compression_topk=5, compression_chunk=16)
+@pytest.mark.parametrize(
+    "strategy", [DeMoStrategy(lr=0.01, compression_topk=5, compression_chunk=16), DionStrategy(lr=0.01)], ids=str
+)
+def test_weights_are_shared_where_gradients_are_not(strategy: Strategy) -> None:
     shared, exact = (fit(strategy, deterministic=d) for d in (False, True))
     assert shared.strategy is not None and exact.strategy is not None
     replicas = shared.strategy.cluster.replicas

@@ -34,6 +34,7 @@ from vsim.strategy import (
     DESLOCStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
+    DionStrategy,
     DPFedAvgStrategy,
     EagerDiLoCoStrategy,
     EDiTStrategy,
@@ -378,6 +379,24 @@ TABLE = [
         },
         equal_after=range(1, STEPS + 1),
         refuses="has no effect, for the step is by the sign",
+    ),
+    Row(
+        # The hidden matrix 16×64 has rank 16 / 4 = 4: P has 64 entries, R 256. The other parameters have 1210 − 1024.
+        "Dion",
+        DionStrategy,
+        {},
+        in_order(
+            every(1, "all_reduce", "gradients", 4 * 186),
+            every(1, "all_reduce", "P", 4 * 64),
+            every(1, "all_reduce", "R", 4 * 256),
+        ),
+        {
+            "rank_fraction": {"rank_fraction": 0.5},
+            "mu": {"mu": 0.5},
+            "weight_decay": {"weight_decay": 0.5},
+            "only": {"only": "*.weight"},
+        },
+        equal_after=range(1, STEPS + 1),
     ),
     Row(
         # Tiles 16×64 and 10×16 send 64 values each with 10 and 8 bits an index, the vectors of 16 and 10 all of theirs

@@ -41,6 +41,7 @@ from vsim.strategy.decoupled import DecoupledDiLoCoStrategy
 from vsim.strategy.demo import DeMoStrategy
 from vsim.strategy.desloc import DESLOCStrategy, StateAverage
 from vsim.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
+from vsim.strategy.dion import DionStrategy
 from vsim.strategy.dpfedavg import DPFedAvgStrategy, PrivateAverage
 from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
@@ -81,6 +82,7 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "streaming": (StreamingDiLoCoStrategy, {"H": 10, "outer_lr": 0.4, "fragments": 2, "delay": 1, "mixing": 0.5}),
     "eager": (EagerDiLoCoStrategy, {"H": 10, "outer_lr": 0.4}),
     "demo": (DeMoStrategy, {"index_bytes": "packed"}),
+    "dion": (DionStrategy, {"lr": 1e-2}),
     "sparseloco": (SparseLoCoStrategy, {"H": 10, "topk": 32, "outer_lr": 1.5}),
     "edit": (EDiTStrategy, {"H": 10, "outer_lr": 0.4}),
     "muloco": (MuLoCoStrategy, {"H": 10, "outer_lr": 0.4, "lr": 1e-2}),
@@ -142,6 +144,7 @@ __all__ = [
     "DelayedNesterovStrategy",
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
+    "DionStrategy",
     "DynamicRegularizer",
     "EDiTCommunicator",
     "EDiTStrategy",

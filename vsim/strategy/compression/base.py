@@ -74,6 +74,15 @@ def by_node(cluster: Cluster, function: Callable[..., Result], *stacked: Tensor)
     return tree_map(lambda *rows: torch.cat(rows), *results)
 
 
+def average_message(parts: Sequence[Tensor], cluster: Cluster, label: str) -> list[Tensor]:
+    """Average stacked tensors (R, …) that travel as one message, in one all-reduce: shared tensors (…)."""
+    if not parts:
+        return []
+    mean = cluster.collectives.all_reduce(torch.cat([part.flatten(1) for part in parts], dim=1), "mean", label=label)
+    pieces = mean.split([part[0].numel() for part in parts])
+    return [piece.view(part.shape[1:]) for piece, part in zip(pieces, parts, strict=True)]
+
+
 def gather_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payload_bytes: int) -> list[Tensor]:
     """All-gather stacked tensors (R, …) that travel as one message: shared tensors (K, …), one event."""
     return _as_one(cluster.collectives.all_gather, parts, cluster, label, payload_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,7 +12,7 @@ from vsim_kernels import left_factor, low_rank, matrix_shape, orthogonalize, rig
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.replicas import Columns
-from vsim.strategy.compression.base import Compressor, by_node
+from vsim.strategy.compression.base import Compressor, average_message, by_node
 
 
 class PowerSGD(Compressor):
@@ -86,20 +85,11 @@ class PowerSGD(Compressor):
     def exchange(self, arranged: list[Tensor], cluster: Cluster, label: str) -> list[Tensor]:
         *matrices, vectors = arranged
         left = [by_node(cluster, partial(left_factor, q=q), m) for m, q in zip(matrices, self.q, strict=True)]
-        *left, mean_vectors = _averages([*left, vectors], cluster, f"{label}: P and vectors")
+        *left, mean_vectors = average_message([*left, vectors], cluster, f"{label}: P and vectors")
         p = [orthogonalize(factor) for factor in left]  # (L, n, r)
         right = [by_node(cluster, partial(right_factor, p=x), m) for m, x in zip(matrices, p, strict=True)]
-        self.q = _averages(right, cluster, f"{label}: Q")
+        self.q = average_message(right, cluster, f"{label}: Q")
         for m, x, own_q in zip(matrices, p, right, strict=True):
             m.sub_(by_node(cluster, partial(low_rank, x), own_q))
         vectors.zero_()
         return [*map(low_rank, p, self.q), mean_vectors]
-
-
-def _averages(parts: Sequence[Tensor], cluster: Cluster, label: str) -> list[Tensor]:
-    """Average stacked tensors (R, …) in one all-reduce: shared tensors (…)."""
-    if not parts:
-        return []
-    mean = cluster.collectives.all_reduce(torch.cat([part.flatten(1) for part in parts], dim=1), "mean", label=label)
-    pieces = mean.split([part[0].numel() for part in parts])
-    return [piece.view(part.shape[1:]) for piece, part in zip(pieces, parts, strict=True)]

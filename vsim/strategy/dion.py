@@ -1,0 +1,123 @@
+"""Dion: send orthonormal low-rank factors of the momentum every step, and keep what they leave out for later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from typing_extensions import Unpack
+from vsim_kernels import left_factor, low_rank, matrix_shape, orthogonalize, right_factor
+
+from vsim.arguments import real_number
+from vsim.cluster import Cluster
+from vsim.cluster.optim import OptimSpec
+from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.compression.base import average_message, by_node
+from vsim.strategy.selectors import round_up
+
+
+class DionStrategy(Strategy):
+    """Distributed orthonormal updates [Ahn et al. 2025, arXiv:2504.05295], of every hidden matrix X (n, m):
+
+        M_k ← M_k + g_k
+        P = orthogonalize(mean_k M_k Q);  R_k = M_kᵀ P;  Q ← the mean of the R_k, its columns normalized
+        M_k ← M_k − (1 − μ) P R_kᵀ
+        X ← (1 − lr·λ) X − lr √(n/m) P Qᵀ
+
+    and of all other parameters: X ← inner optimizer(X, mean_k g_k). The weights of all nodes stay equal; the momentum
+    M_k is each node's own. Only its mean matters: one node with the mean gradient would take the same steps.
+
+    Args:
+        inner_optim: the optimizer of the other parameters: vectors, embeddings and the last linear layer. Default AdamW
+            with betas (0.9, 0.95).
+        rank_fraction: in (0, 1]; the rank r of P (n, r) and Q (m, r) is this share of min(n, m), rounded up.
+        mu: μ in [0, 1], what remains in the momentum of that which has been stepped by.
+        weight_decay: λ of the matrices, decoupled, at least 0.
+        only: names of the matrices, or patterns such as "blocks.*.weight". Default: the hidden ones; see `OptimSpec`.
+        options: see `Strategy`. lr is the rate of the matrices, and of the others unless `inner_optim` has its own:
+            1e-3 by default, 0.02 in the authors' configurations. max_norm clips every node's gradient before M_k.
+
+    Payload: 4·r·(n + m) bytes a matrix, 4 bytes of every other parameter, every step. A matrix that this makes no
+    smaller, r·(n + m) ≥ n·m, sends its gradient instead; the steps are the same.
+
+    Raises:
+        ValueError: in the setup, the model has no hidden matrix, or `only` names a vector.
+
+    Deviations from the paper: what is taken out of M_k is made with the node's own R_k, where the authors' code has the
+    mean of all. The mean of the M_k is the same, but they do not drift apart.
+    """
+
+    shares_weights = True
+
+    momentum: dict[str, Tensor]  # M_k of every matrix, stacked (R, n, m)
+    basis: dict[str, Tensor]  # Q of every matrix, shared (m, r)
+
+    def __init__(
+        self,
+        inner_optim: Optim = None,
+        rank_fraction: float = 0.25,
+        *,
+        mu: float = 0.95,
+        weight_decay: float = 0.01,
+        only: str | Sequence[str] | None = None,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        self.rank_fraction = real_number("rank_fraction", rank_fraction, above=0, at_most=1)
+        self.mu = real_number("mu", mu, at_least=0, at_most=1)
+        decay = real_number("weight_decay", weight_decay, at_least=0)
+        rest = inner_optim or OptimSpec("adamw", betas=(0.9, 0.95))
+        # The step of the matrices takes the place of their gradient.
+        super().__init__(inner_optim=OptimSpec("sgd", weight_decay=decay, rest=rest, only=only), **options)
+
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        replicas = cluster.replicas
+        names = self.optim_spec.parts(replicas.module)[0][1]
+        shapes = {c.name: c.shape for c in replicas.layout if c.name in names}
+        if vectors := [name for name, shape in shapes.items() if len(shape) < 2]:
+            raise ValueError(
+                f"DionStrategy: only={self.optim_spec.only} has vectors, {vectors}, and must have matrices"
+            )
+        momentum, basis = {}, {}
+        self.averaged = [c.name for c in replicas.layout if c.name not in names]  # whose gradients are sent as they are
+        for name, shape in shapes.items():
+            n, m = matrix_shape(shape)
+            rank = round_up(self.rank_fraction * min(n, m))
+            if rank * (n + m) >= n * m:
+                self.averaged.append(name)
+            momentum[name] = cluster.weights.new_zeros(replicas.num_held, n, m)
+            basis[name] = torch.randn(m, rank, generator=cluster.generator).to(cluster.weights)
+        self.keep_stacked(momentum=momentum)
+        self.keep_shared(basis=basis)
+
+    def before_optimizer(self) -> None:
+        super().before_optimizer()  # clips: what the optimizer sees of the matrices are steps
+        cluster = self.cluster
+        grads = cluster.replicas.views(cluster.replicas.grads)  # name → (R, *shape)
+        means = average_message([grads[name] for name in self.averaged], cluster, "gradients")
+        for name, mean in zip(self.averaged, means, strict=True):
+            grads[name].copy_(mean)
+
+        left, right = {}, {}
+        for name, q in self.basis.items():
+            momentum = self.momentum[name].add_(grads[name].flatten(2))  # (R, n, m)
+            left[name] = by_node(cluster, partial(left_factor, q=q), momentum)  # (R, n, r)
+        p = {name: orthogonalize(mean) for name, mean in self._means(left, "P").items()}  # (n, r)
+        for name, momentum in self.momentum.items():
+            right[name] = by_node(cluster, partial(right_factor, p=p[name]), momentum)  # (R, m, r)
+        for name, mean in self._means(right, "R").items():
+            taken = by_node(cluster, partial(low_rank, (1 - self.mu) * p[name]), right[name])  # (R, n, m)
+            self.momentum[name].sub_(taken)
+            q = self.basis[name] = normalize(mean, dim=0)  # (m, r)
+            step = math.sqrt(len(p[name]) / len(q)) * low_rank(p[name], q)
+            grads[name].copy_(step.view(grads[name].shape[1:]))
+
+    def _means(self, factors: dict[str, Tensor], label: str) -> dict[str, Tensor]:
+        """Average stacked factors (R, …) over the nodes, but for those that are equal on all: name → shared (…)."""
+        sent = [name for name in factors if name not in self.averaged]
+        means = average_message([factors[name] for name in sent], self.cluster, label)
+        return {name: rows[0] for name, rows in factors.items()} | dict(zip(sent, means, strict=True))
