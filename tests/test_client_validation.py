@@ -140,6 +140,17 @@ def test_processes_measure_the_same() -> None:
     np.testing.assert_array_equal(ours.client_val_accuracies, theirs.client_val_accuracies)
 
 
+def test_runs_of_a_comparison_are_measured_as_if_alone() -> None:
+    strategies = {"FedAvg": FedAvgStrategy(H=2, lr=1e-2), "DiLoCo": DiLoCoStrategy(H=2, lr=1e-2)}
+    options = {"strategies": strategies, "client_val_dataset": data, "seeds": [0, 1], **COHORT}
+    comparison = vsim.compare(MLP(4, (8,), 2, seed=0), data, **options)
+    for name, strategy in strategies.items():
+        for run in comparison.runs(name):
+            alone = fitted(strategy=strategy, seed=run.seed).history
+            assert run.history.client_val_losses == pytest.approx(alone.client_val_losses, rel=1e-5)
+            assert run.history.client_val_accuracies == pytest.approx(alone.client_val_accuracies)
+
+
 def test_a_run_that_a_callback_stops_is_measured_where_it_ends() -> None:
     stopped = fitted(callbacks=[lambda run: run.stop() if run.done == 2 else None])
     np.testing.assert_array_equal(stopped.history.client_val_losses, fitted(max_steps=2).history.client_val_losses)

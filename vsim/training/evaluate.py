@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import Dataset
 
 from vsim.arguments import retold
 from vsim.cluster.randomness import EVALUATION, generator, isolated
 from vsim.cluster.replicas import Views
 from vsim.data.batches import validation_examples
-from vsim.engine import Executor
+from vsim.engine import Executor, VmapExecutor
 from vsim.engine.executor import check_examples
 from vsim.engine.objective import Objective, explained
 from vsim.private_torch import without_performance_warnings
@@ -213,41 +212,58 @@ def _measured_together(
     return _Measured(losses, accuracies[0] if accuracies else None), drew
 
 
-@torch.no_grad()
-def validate_clients(run: Run, stack: Stack, clients: Sequence[Dataset[Any]]) -> dict[str, list[float]]:
-    """Return the "losses" (N,) of the global model on the data of each of N clients, and "accuracies" where known.
+def validate_clients(stack: Stack, runs: Sequence[Run], first: int | None = None) -> dict[Run, dict[str, list[float]]]:
+    """Return run → the "losses" (N,) of its global model on the data of each of N clients, and "accuracies" if known.
 
-    The process of the first node measures.
+    Runs with the same clients are measured together; of several processes, that of the first node measures.
+
+    Args:
+        first: clients to measure; default all.
     """
-    executor, batch_size = stack.executor, 4 * (run.minibatch_size or run.spec.batch_size)
-    (own, *_), _ = _distinct([_of_cluster(run, bool(executor.objective.changes))])
-    objective = executor.for_evaluation(own.python[0])
-    found = torch.full((2, len(clients)), math.nan, dtype=torch.float64)  # losses, and accuracies where they are known
+    at_once = VmapExecutor.nodes_at_once(stack.matrix.whole, stack.executor.settings)
+    own_python, groups = bool(stack.executor.objective.changes), dict[Any, list[Run]]()
+    for run in runs:
+        key = id(run.spec.client_val_dataset), run.spec.seed, run if own_python else None
+        groups.setdefault(key, []).append(run)
+    found: dict[Run, dict[str, list[float]]] = {}
+    for group in groups.values():
+        for own in (group[i : i + at_once] for i in range(0, len(group), at_once)):
+            found.update(zip(own, _on_clients(stack, own, first), strict=True))
+    return found
+
+
+@torch.no_grad()
+def _on_clients(stack: Stack, runs: Sequence[Run], first: int | None) -> list[dict[str, list[float]]]:
+    (run, *_), executor = runs, stack.executor
+    clients, batch_size = run.client_data[:first], 4 * (run.minibatch_size or run.spec.batch_size)
+    candidates = [_of_cluster(own, bool(executor.objective.changes)) for own in runs]
+    models = [_Rows(m.weights[:1], {n: b[:1] for n, b in m.buffers.items()}, m.seed, m.python[:1]) for m in candidates]
+    objective, device = executor.for_evaluation(models[0].python[0]), models[0].weights.device
+    found = torch.full((2, len(runs), len(clients)), math.nan, dtype=torch.float64)  # losses, accuracies where known
     for client, dataset in enumerate(clients if 0 in run.nodes else ()):
         batch: Any = None
         try:
-            with isolated(run.spec.seed, own.weights.device):  # a dataset may draw from the global generators
+            with isolated(run.spec.seed, device):  # a dataset may draw from the global generators
                 collate = (run.spec.dataloader_kwargs or {}).get("collate_fn")
                 batch = validation_examples(dataset, run.spec.val_size, collate).batch
-            batch = tree_map(lambda t: t.to(own.weights.device), batch)
+            batch = tree_map(lambda t: t.to(device), batch)
             pieces = _cut(batch, len(tree_leaves(batch)[0]), batch_size)
             with stack.threads.of(tree_map(lambda t: t[None], pieces[0])):
-                measured, _ = _measured_together(executor, [own], pieces, objective)
+                measured, _ = _measured_together(executor, models, pieces, objective)
         except Exception as error:
             when = f"in the validation on the data of client {client} after step {run.done}"
             if batch is None:
                 raise retold(error, f"{when}: {error}")  # noqa: B904
             raise explained(error, executor.objective, batch, 0, when)  # noqa: B904
-        found[0, client] = measured.losses[0]
+        found[0, :, client] = measured.losses
         if measured.accuracies is not None:
-            found[1, client] = measured.accuracies[0]
+            found[1, :, client] = measured.accuracies
     if not run.is_alone:
-        collectives = run.cluster.collectives
+        collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
         with collectives.unbilled():
-            held = run.cluster.replicas.num_held
-            found = collectives.broadcast(found.expand(held, -1, -1), label="losses of clients")
-    losses, accuracies = found.tolist()
-    return {"losses": losses} if found[1].isnan().all() else {"losses": losses, "accuracies": accuracies}
+            found = collectives.broadcast(found.expand(held, -1, -1, -1), label="losses of clients")
+    named = {"losses": found[0]} if found[1].isnan().all() else {"losses": found[0], "accuracies": found[1]}
+    return [{name: values[row].tolist() for name, values in named.items()} for row in range(len(runs))]
 
 
 def validate(runs: Sequence[Run]) -> dict[Run, dict[str, float]]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import Dataset
 
 from vsim.arguments import naming, retold
 from vsim.cluster.optimizers import torch_optimizers
@@ -276,7 +275,7 @@ def _report_start(ensemble: Ensemble) -> None:
                 report = StepReport(row, None, [], executor.name, run.max_steps, run.minibatch_size)
                 report.preparing = executor.preparing
                 _tell(ensemble, run, report)
-                _of_clients(run, stack, run.client_data[:1])  # what cannot be measured is told before training
+                _of_clients(stack, [run], 1)  # what cannot be measured is told before training
             run.starts = False
 
 
@@ -288,6 +287,7 @@ def _report(ensemble: Ensemble, step: int) -> None:
     memory = ensemble.memory(runs[0].cluster.replicas.weights.device)
     for stack in ensemble.stacks:
         name, reason = stack.executor.name, stack.executor.reason
+        ended: dict[Run, StepReport] = {}
         for run in stack.runs:
             if not run.trains or run.done != step:
                 continue
@@ -311,15 +311,27 @@ def _report(ensemble: Ensemble, step: int) -> None:
                 report = StepReport(row, run.losses_of_all, events, name, run.max_steps, run.minibatch_size, reason)
                 _tell(ensemble, run, report)
                 if run.is_over:
-                    late: Mapping[str, float] = {}
                     if step < report.max_steps and run.evaluator is not None:  # a callback has stopped the run
-                        late = _measurements(ensemble, [run])[run]
-                    of_clients = _of_clients(run, stack, run.client_data)
-                    if late or of_clients:
-                        run.row = {**run.row, **late, "validation_seconds": run.validation_seconds}
-                        amended = replace(report, row=run.row, events=[], segment=None, amends=True)
-                        run.report(replace(amended, client_val=of_clients))
+                        run.row = {**run.row, **_measurements(ensemble, [run])[run]}
+                        run.report(replace(report, row=run.row, events=[], segment=None, amends=True))
                     run.check_weights()
+                    ended[run] = report
+        _report_clients(ensemble, stack, ended)
+
+
+def _report_clients(ensemble: Ensemble, stack: Stack, ended: Mapping[Run, StepReport]) -> None:
+    """Measure the global models of runs that have ended on their clients' data; amend what was last reported."""
+    runs = [run for run in ended if run.trains and run.client_data]
+    try:
+        found = _of_clients(stack, runs)
+    except Exception as error:  # of the model or the data: not of one run
+        _all_leave(ensemble, runs, error)
+        return
+    for run, own in found.items():
+        with _own(ensemble, run):
+            run.row = {**run.row, "validation_seconds": run.validation_seconds}
+            report = replace(ended[run], row=run.row, events=[], segment=None, amends=True)
+            run.report(replace(report, client_val=own))
 
 
 def _mean_of_known(losses: Sequence[float]) -> float:
@@ -389,16 +401,17 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
     return found
 
 
-def _of_clients(run: Run, stack: Stack, clients: Sequence[Dataset[Any]]) -> dict[str, list[float]]:
-    """Return the global model's losses and accuracies on the data of clients, nothing without any."""
-    if not clients:
-        return {}
-    started = time.perf_counter()
-    with torch.no_grad(), run.strategy.evaluating():
-        run.global_weights = run.evaluated_weights()
-        found = validate_clients(run, stack, clients)
-    run.global_weights = None
-    run.validation_seconds += time.perf_counter() - started
+def _of_clients(stack: Stack, runs: Sequence[Run], first: int | None = None) -> dict[Run, dict[str, list[float]]]:
+    """Return run → what `validate_clients` has of its clients, of runs that have any; or of the first of them."""
+    runs, started = [run for run in runs if run.client_data], time.perf_counter()
+    with ExitStack() as evaluating, torch.no_grad():
+        for run in runs:
+            evaluating.enter_context(run.strategy.evaluating())
+            run.global_weights = run.evaluated_weights()
+        found = validate_clients(stack, runs, first)
+    for run in runs:
+        run.global_weights = None
+        run.validation_seconds += (time.perf_counter() - started) / len(runs)
     return found
 
 
