@@ -44,13 +44,35 @@ def test_what_a_collective_returns() -> None:
     assert collectives.all_to_all(parts).tolist() == [[11, 21, 31], [12, 22, 32], [13, 23, 33]]
 
 
+def test_nodes_are_named_by_their_numbers() -> None:
+    """Of six nodes 1, 3 and 4 are there, whose rows are 10, 30 and 40."""
+    collectives = StackedCollectives(Ledger(6), (1, 3, 4))
+    rows = torch.tensor([[10.0], [30.0], [40.0]])
+    assert collectives.all_reduce(rows, "mean", among=[4, 1]).flatten().tolist() == [25, 30, 25]
+    assert collectives.all_reduce(rows, "sum", among=[[1, 3], [4]]).flatten().tolist() == [40, 40, 40]
+    assert collectives.all_gather(rows, among=[4, 3]).flatten(1).tolist() == [[10, 10], [40, 30], [40, 30]]
+    assert collectives.broadcast(rows).tolist() == [10] and collectives.broadcast(rows, 4).tolist() == [40]
+    assert collectives.broadcast(rows, among=[3, 4]).flatten().tolist() == [10, 30, 30]
+    assert collectives.send(rows, [(4, 1), (1, 3)]).flatten().tolist() == [40, 10, 40]
+    assert collectives.push(rows, among=[4]).tolist() == [[40]]
+    assert collectives.pull(torch.zeros(1), rows, among=[3]).flatten().tolist() == [10, 0, 40]
+    assert [event.groups for event in collectives.ledger][:2] == [((4, 1),), ((1, 3), (4,))]
+    for call in (
+        lambda: collectives.all_reduce(rows, "mean", among=[0, 1]),
+        lambda: collectives.broadcast(rows, 0),
+        lambda: collectives.send(rows, [(1, 2)]),
+    ):
+        with pytest.raises(ValueError, match=r"\[1, 3, 4\]"):
+            call()
+
+
 def test_what_a_collective_refuses() -> None:
     rows, collectives = torch.ones(3, 2), StackedCollectives(Ledger(3))
     with pytest.raises(ValueError, match="op must be one of 'mean', 'sum', 'max', 'min', got 'avg'"):
         collectives.all_reduce(rows, "avg")
     with pytest.raises(ValueError, match="weights are for op='mean', got op='sum'"):
         collectives.all_reduce(rows, "sum", weights=torch.ones(3))
-    with pytest.raises(ValueError, match="src must be a whole number from 0 to 2, got 3"):
+    with pytest.raises(ValueError, match=r"src must be one of the nodes that take part, \[0, 1, 2\], got 3"):
         collectives.broadcast(rows, 3)
     with pytest.raises(ValueError, match=r"all_to_all takes a part for each of 2 nodes, got \(3, 3\)"):
         collectives.all_to_all(torch.ones(3, 3), among=[0, 2])
@@ -62,7 +84,7 @@ def test_what_a_collective_refuses() -> None:
     ):
         collectives.all_gather(rows, among=[[0], [1, 2]])
     with pytest.raises(ValueError, match=r"src must be one of the nodes that take part, \[1, 2\], got 0"):
-        collectives.broadcast(rows, among=[1, 2])
+        collectives.broadcast(rows, 0, among=[1, 2])
     for pairs in ([(0, 1), (0, 2)], [(0, 2), (1, 2)], [(0, 3)]):
         with pytest.raises(ValueError, match="named once, from 0 to 2; got"):
             collectives.send(rows, pairs)

@@ -216,8 +216,8 @@ def test_those_who_join_are_copies_of_a_peer() -> None:
 def test_every_strategy_lives_with_it(row: Any) -> None:
     """A node that is replaced by its own copy at every other step changes nothing but whose data come next."""
     model = MLP(6, (64, 16), 3, seed=0)
-    schedule = Schedule({0: [0, 1], 2: [0, 2], 4: [0, 1, 2], 6: [2], 8: [1, 2]})
-    weights, trainer = trained(row.make(), model, num_nodes=3, participation=schedule, max_steps=10)
+    schedule = Schedule({0: [0, 1], 2: [0, 2], 4: [0, 1, 2], 6: [2], 8: [1, 2, 3]})
+    weights, trainer = trained(row.make(), model, num_nodes=4, participation=schedule, max_steps=10)
     assert weights.isfinite().all()
     assert np.isfinite(trainer.history["train_loss"][1:]).all()
 

@@ -488,9 +488,9 @@ def test_a_strategy_shows_the_call_that_makes_it() -> None:
 
 def test_nodes_are_whole_numbers_of_any_library() -> None:
     for among in ([0, 1], np.array([0, 1]), [np.int64(0), torch.tensor(1)], torch.tensor([0, 1])):
-        assert groups_of(among, 3) == [[0, 1]]
+        assert groups_of(among, range(3)) == [[0, 1]]
     with pytest.raises(ValueError, match="from 0 to 2"):
-        groups_of([True, 2], 3)
+        groups_of([True, 2], range(3))
     StreamingDiLoCoStrategy(H=np.int64(4), fragments=torch.tensor(2))
     for fragments, error in ((0, ValueError), (-1, ValueError), (True, TypeError), (np.float64(2), TypeError)):
         with pytest.raises(error, match="fragments must be a whole number"):

@@ -86,7 +86,7 @@ class Collectives(ABC):
     groups of nodes, each of which reduces on its own. With `among` results are stacked, and the row of a node that does
     not take part is its own.
 
-    Nodes are numbered from 0 to n − 1 here, in the order of `active`.
+    Nodes are named by their numbers, of which `active` are there; rows and weights are in the order of `active`.
 
     Attributes:
         active: the nodes that take part now, by their number in the ledger. num_nodes: n. nodes: the R held here.
@@ -131,7 +131,7 @@ class Collectives(ABC):
             Shared (…); with `among`, stacked (R, …): every row the result of its own group.
         """
         check_reduction(op, stacked, weights)
-        groups = [range(self.num_nodes)] if among is None else groups_of(among, self.num_nodes)
+        groups = [range(self.num_nodes)] if among is None else groups_of(among, self.active)
         shares = [shares_of(weights, group, self.num_nodes) for group in groups]
         self._record("all_reduce", label, stacked, groups, payload_bytes, may_share=op == "mean" and among is None)
         if among is None:
@@ -157,7 +157,7 @@ class Collectives(ABC):
             function: of dense rows (n, …) and weights (n,), None where there are none → (…).
             among, weights, the result: see `all_reduce`.
         """
-        groups = [range(self.num_nodes)] if among is None else groups_of(among, self.num_nodes)
+        groups = [range(self.num_nodes)] if among is None else groups_of(among, self.active)
         shares = [shares_of(weights, group, self.num_nodes) for group in groups]
         self._record("all_gather", label, stacked, groups, payload_bytes)
         if among is None:
@@ -201,23 +201,24 @@ class Collectives(ABC):
     def broadcast(
         self,
         stacked: Tensor,
-        src: int = 0,
+        src: int | None = None,
         *,
         among: Nodes = None,
         label: str = "broadcast",
         payload_bytes: Bytes = None,
     ) -> Finish:
-        """Give every node the row of node `src`: (R, …) → shared (…); with `among`, stacked (R, …)."""
-        whole_number("src", src, at_least=0, at_most=self.num_nodes - 1)
+        """Give every node the row of node `src`, by default the first: (R, …) → shared (…); with `among`, (R, …)."""
         group = self._one_group(among)
-        if src not in group:
-            raise ValueError(f"src must be one of the nodes that take part, {group}, got {src}")
-        first = group.index(src)
+        taking_part = self._named(group)
+        src = (taking_part or self.active)[0] if src is None else whole_number("src", src, at_least=0)
+        if src not in taking_part:
+            raise ValueError(f"src must be one of the nodes that take part, {list(taking_part)}, got {src}")
+        first = taking_part.index(src)
         along = [*group[first:], *group[:first]] if first else group
         self._record("broadcast", label, stacked, [along], payload_bytes)
         if among is None:
-            return self._broadcast(stacked, src)
-        row = self._rows(stacked, [src], group)
+            return self._broadcast(stacked, group[first])
+        row = self._rows(stacked, [group[first]], group)
         return self._written(stacked, [(group, lambda: row()[0])])
 
     @_awaited
@@ -232,7 +233,7 @@ class Collectives(ABC):
         Returns:
             Stacked (R, …): the row of `dst` is that of `src`, all others are as they were.
         """
-        routes = [pair for pair in pairs_of(pairs, self.num_nodes) if pair[0] != pair[1]]
+        routes = [pair for pair in pairs_of(pairs, self.active) if pair[0] != pair[1]]
         self._record("send", label, stacked, routes, payload_bytes)
         here = [dst - self.nodes.start for _, dst in routes if dst in self.nodes]
         arriving = self._sent(stacked, routes)
@@ -313,7 +314,7 @@ class Collectives(ABC):
     def _one_group(self, among: Nodes) -> Sequence[int]:
         if among is None:
             return range(self.num_nodes)
-        groups = groups_of(among, self.num_nodes)
+        groups = groups_of(among, self.active)
         if len(groups) > 1:
             raise ValueError(f"among must be the nodes that take part, not groups of them, got {among}")
         return groups[0] if groups else []

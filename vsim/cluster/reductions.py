@@ -39,19 +39,23 @@ def reduce_rows(stacked: Tensor, op: str, weights: Tensor | None = None) -> Tens
     return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
-def groups_of(among: Any, num_nodes: int) -> list[list[int]]:
-    """Return the groups that are named: nodes are one group, groups of nodes several; empty ones are left out.
+def groups_of(among: Any, active: Sequence[int]) -> list[list[int]]:
+    """Return the groups that are named, as places in `active`, the numbers of the nodes that take part.
+
+    Nodes are one group, groups of nodes several; empty ones are left out.
 
     Raises:
-        ValueError: something named is no node, or is named twice.
+        ValueError: something named is no node that takes part, or is named twice.
     """
     parts: list[Any] = [part.tolist() if hasattr(part, "tolist") else part for part in among]
     groups = [list(part) for part in parts] if all(hasattr(part, "__iter__") for part in parts) else [parts]
     groups = [[_number(node) for node in group] for group in groups]
     named = [node for group in groups for node in group]
-    if any(type(node) is not int for node in named) or sorted({*named} & {*range(num_nodes)}) != sorted(named):
-        raise ValueError(f"each of the nodes that take part must be named once, from 0 to {num_nodes - 1}; got {among}")
-    return [group for group in groups if group]
+    if any(type(node) is not int for node in named) or sorted({*named} & {*active}) != sorted(named):
+        known = f"from 0 to {len(active) - 1}" if isinstance(active, range) else f"of {list(active)}"
+        raise ValueError(f"each of the nodes that take part must be named once, {known}; got {among}")
+    places = active if isinstance(active, range) else {node: place for place, node in enumerate(active)}
+    return [[places[node] for node in group] for group in groups if group]
 
 
 def _number(node: Any) -> Any:
@@ -59,8 +63,8 @@ def _number(node: Any) -> Any:
     return node.__index__() if hasattr(node, "__index__") and not isinstance(node, bool) else node
 
 
-def pairs_of(pairs: Any, num_nodes: int) -> list[tuple[int, int]]:
-    """Return pairs (source, destination) of nodes.
+def pairs_of(pairs: Any, active: Sequence[int]) -> list[tuple[int, int]]:
+    """Return pairs (source, destination) of nodes, as places in `active`.
 
     Raises:
         ValueError: something is no pair, or no node; or a node is twice a source, or twice a destination.
@@ -69,9 +73,8 @@ def pairs_of(pairs: Any, num_nodes: int) -> list[tuple[int, int]]:
     if any(len(pair) != 2 for pair in listed):
         raise ValueError(f"pairs must be (source, destination), …; got {pairs}")
     listed = [tuple(node.tolist() if hasattr(node, "tolist") else node for node in pair) for pair in listed]
-    for nodes in zip(*listed, strict=True):
-        groups_of(nodes, num_nodes)
-    return listed
+    ends = [(groups_of(nodes, active) or [[]])[0] for nodes in zip(*listed, strict=True)]
+    return list(zip(*ends, strict=True))
 
 
 def shares_of(weights: Tensor | None, group: Sequence[int], num_nodes: int) -> Tensor | None:

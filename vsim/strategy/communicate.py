@@ -40,7 +40,8 @@ def all_reduce(
         op: the reduction, also as torch.distributed names it: ReduceOp.SUM, AVG, MAX or MIN.
         label: its name in the ledger.
         among: the nodes that take part, as a list or tensor of their numbers, or groups of nodes, each of which reduces
-            on its own; default all. Other nodes neither send nor pay, and keep their rows.
+            on its own; default all. Other nodes neither send nor pay, and keep their rows. Where nodes come and go,
+            `self.cluster.active` are those that are there.
         payload_bytes: what one node sends, if that is not its row as it is: fewer bits, for instance.
     """
     collectives = _collectives("all_reduce", tensor)
@@ -49,9 +50,17 @@ def all_reduce(
 
 
 def broadcast(
-    tensor: Tensor, src: int = 0, *, among: Nodes = None, label: str = "broadcast", payload_bytes: Bytes = None
+    tensor: Tensor,
+    src: int | None = None,
+    *,
+    among: Nodes = None,
+    label: str = "broadcast",
+    payload_bytes: Bytes = None,
 ) -> None:
-    """Replace every node's row of stacked `tensor` (K, …) by that of node `src`; other arguments: see all_reduce."""
+    """Replace every node's row of stacked `tensor` (K, …) by that of node `src`, by default the first.
+
+    Other arguments: see all_reduce.
+    """
     collectives = _collectives("broadcast", tensor)
     tensor.copy_(collectives.broadcast(tensor, src, among=among, label=label, payload_bytes=payload_bytes))
 

@@ -50,7 +50,8 @@ class AveragingCommunicator(CommunicationModule):
     def _islands(self, cluster: Cluster) -> list[list[int]] | None:
         if self.island_size is None or self.island_size >= cluster.num_nodes:
             return None
-        shuffled = torch.randperm(cluster.num_nodes, generator=cluster.generator)
+        active = torch.tensor(cluster.active)
+        shuffled = active[torch.randperm(cluster.num_nodes, generator=cluster.generator)]
         return [sorted(island.tolist()) for island in shuffled.split(self.island_size)]
 
 

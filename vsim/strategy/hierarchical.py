@@ -48,8 +48,8 @@ class GroupAverage(CommunicationModule):
 
     def _averaged(self, rows: Any, cluster: Cluster, what: str) -> Any:
         groups: dict[int, list[int]] = {}
-        for place, node in enumerate(cluster.active):
-            groups.setdefault(node // self.size, []).append(place)
+        for node in cluster.active:
+            groups.setdefault(node // self.size, []).append(node)
         return self.average(rows, cluster, f"{what} in groups of {self.size}", list(groups.values()))
 
 

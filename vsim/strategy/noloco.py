@@ -38,10 +38,9 @@ class PairCommunicator(CommunicationModule):
         self.keep_shared(pairs=self._drawn(cluster))
 
     def _drawn(self, cluster: Cluster) -> Tensor:
-        shuffled = torch.randperm(cluster.num_nodes, generator=cluster.generator)
-        pairs = shuffled[: cluster.num_nodes // 2 * 2].view(
-            -1, 2
-        )  # with an odd number of nodes, the last has no partner
+        active = torch.tensor(cluster.active)
+        shuffled = active[torch.randperm(cluster.num_nodes, generator=cluster.generator)]
+        pairs = shuffled[: cluster.num_nodes // 2 * 2].view(-1, 2)  # of an odd number, the last has no partner
         return torch.cat([pairs, pairs.flip(1)])
 
     def attend(self, cluster: Cluster) -> None:

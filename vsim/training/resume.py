@@ -169,7 +169,7 @@ def _gathered(run: Run, tree: dict[str, Any]) -> dict[str, Any]:
         first = {d: (node, n) for node, (_, sizes) in reversed([*enumerate(told)]) for d, n in sizes.items()}
         for digest, (node, size) in first.items():
             flat = contents.get(digest, torch.empty(size, dtype=torch.uint8))
-            flat = collectives.broadcast(flat[None], node, label="checkpoint")
+            flat = collectives.broadcast(flat[None], collectives.active[node], label="checkpoint")
             if 0 in run.nodes:
                 contents[digest] = flat
     if 0 not in run.nodes:
