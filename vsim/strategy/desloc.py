@@ -83,21 +83,22 @@ class DESLOCStrategy(Strategy):
         super().__init__([weights], inner_optim=inner_optim, **options)
         if self.optim_spec.rest is not None:
             raise TypeError(f"DESLOCStrategy(): {self.optim_spec} is two optimizers, each with moments of its own")
-        kept = self.optim_spec.state_names()
-        for argument, given, default, names in (
-            ("H_m", H_m, 3 * H, FIRST_MOMENTS),
-            ("H_v", H_v, 6 * H, SECOND_MOMENTS),
-        ):
-            every = whole_number(argument, default if given is None else given)
-            averages = [StateAverage(name, every) for name in names if name in kept]
-            if given is not None and not averages:
-                raise TypeError(f"DESLOCStrategy(): {argument}={given} has no effect: {self._keeps(names)}")
-            self.communication_modules += averages
-        if len(self.communication_modules) == 1:
+        first = self._averages("H_m", H_m, 3 * H, FIRST_MOMENTS)
+        second = self._averages("H_v", H_v, 6 * H, SECOND_MOMENTS)
+        if not (first or second):
             raise TypeError(
                 f"DESLOCStrategy(): {self._keeps((*FIRST_MOMENTS, *SECOND_MOMENTS))}: there is nothing to average but "
                 f"the weights, which FedAvgStrategy(H={H}) does"
             )
+        self.communication_modules += [*first, *second]
+
+    def _averages(self, argument: str, given: int | None, default: int, names: tuple[str, ...]) -> list[StateAverage]:
+        """Return the averages of the moments among `names` that the optimizer keeps, of the period that is given."""
+        every, kept = whole_number(argument, default if given is None else given), self.optim_spec.state_names()
+        averages = [StateAverage(name, every) for name in names if name in kept]
+        if given is not None and not averages:
+            raise TypeError(f"DESLOCStrategy(): {argument}={given} has no effect: {self._keeps(names)}")
+        return averages
 
     def _keeps(self, names: tuple[str, ...]) -> str:
         return f"{self.optim_spec} is not known to keep any of {', '.join(names)}"

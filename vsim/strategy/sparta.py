@@ -78,31 +78,12 @@ class SparseCommunicator(CommunicationModule):
     ) -> None:
         topk = one_of("compression_method", compression_method, ("random", "topk")) == "topk"
         self.mask = one_of("mask", mask, ("seed", "broadcast"))
-        if index_selector is not None and not isinstance(index_selector, IndexSelector):
-            raise TypeError(
-                f"index_selector must be an IndexSelector, such as RandomIndexSelector({DEFAULT_RATE}); "
-                f"got {index_selector!r}"
-            )
-        if index_selector is not None and sparsification_rate is not None:
-            raise TypeError(
-                f"the rate (p_sparta, sparsification_rate) is given twice, as {sparsification_rate} and in "
-                f"index_selector={index_selector!r}; give one of them"
-            )
-        if topk and index_selector is not None:
-            raise TypeError(
-                "with compression_method='topk' the nodes nominate the entries, so index_selector="
-                f"{index_selector!r} has no effect; give one of them"
-            )
         if topk and self.mask == "broadcast":
             raise TypeError(
                 "with compression_method='topk' the nodes nominate the entries, so there is no mask to send; "
                 "leave out mask='broadcast' or compression_method='topk'"
             )
-        if index_selector is None:
-            rate = DEFAULT_RATE if sparsification_rate is None else sparsification_rate
-            rate = real_number("sparsification_rate", rate, above=0, at_most=1)
-            index_selector = _FurthestMoved(rate) if topk else RandomIndexSelector(rate)
-        self.index_selector = index_selector
+        self.index_selector = _selector(index_selector, sparsification_rate, topk)
         self.H: int = whole_number("every", every)
         self.async_delay = whole_number("async_delay", async_delay, at_least=0)
         self.quantization_bits = (
@@ -170,6 +151,28 @@ class _FurthestMoved(IndexSelector):
 
     def note_shared(self, index: Tensor, values: Tensor) -> None:
         write_entries_(self.last_shared, index, values)
+
+
+def _selector(given: IndexSelector | None, rate: float | None, topk: bool) -> IndexSelector:
+    """Return what chooses the entries: the selector that is given, or one of this rate."""
+    if given is None:
+        rate = real_number("sparsification_rate", DEFAULT_RATE if rate is None else rate, above=0, at_most=1)
+        return _FurthestMoved(rate) if topk else RandomIndexSelector(rate)
+    if not isinstance(given, IndexSelector):
+        raise TypeError(
+            f"index_selector must be an IndexSelector, such as RandomIndexSelector({DEFAULT_RATE}); got {given!r}"
+        )
+    if rate is not None:
+        raise TypeError(
+            f"the rate (p_sparta, sparsification_rate) is given twice, as {rate} and in index_selector={given!r}; give "
+            "one of them"
+        )
+    if topk:
+        raise TypeError(
+            f"with compression_method='topk' the nodes nominate the entries, so index_selector={given!r} has no "
+            "effect; give one of them"
+        )
+    return given
 
 
 class SPARTAStrategy(Strategy):
