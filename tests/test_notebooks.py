@@ -34,7 +34,7 @@ EXPECTED: dict[str, list[str]] = {
         r"<td>AllReduce +</td><td>1 .*\n<tr><td>AllReduce +</td><td>2 ",
         r"<td>DiLoCo, H = \d+ *</td><td>2 ",
     ],
-    "federated": [PICTURE, r"<th>SCAFFOLD, shards</th>\s*<td>\d", r"K = 3,400 with 2 to", r"worst 10 %"],
+    "federated": [PICTURE, r"SCAFFOLD, shards +\d", r"K = 3,400 with 2 to", r"client accuracy, worst"],
     "federated_digits": [r"two classes +one step before the last round", r"islands of 2 .*×", r"by examples .*×"],
     "live_and_interrupted": [
         r"interrupted after step \d+",
