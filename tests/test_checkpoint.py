@@ -28,7 +28,7 @@ from resumed import (
     weights,
 )
 from separate import images, small_cnn, small_gpt, small_mlp, tokens, vectors
-from test_process_exactness import BY_NAME, ROWS, Row
+from test_process_exactness import BY_NAME, ROWS, Row, nodes_of
 from test_strategies_common import QUARTER, TABLE
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, OneCycleLR, StepLR
@@ -79,7 +79,8 @@ def test_resume_at_some_steps(name: str, deterministic: bool, tmp_path: Path) ->
 def test_resume_with_every_strategy(row: Row, tmp_path: Path) -> None:
     """The rows resume at different steps, and every second one is exact, so that all are covered together."""
     i = ROWS.index(row)
-    check_every_step(row, tmp_path, range(1 + i % 4, STEPS + 1, 4), deterministic=bool(i // 4 % 2))
+    steps = range(1 + i % 4, STEPS + 1, 4)
+    check_every_step(row, tmp_path, steps, deterministic=bool(i // 4 % 2), num_nodes=nodes_of(row))
 
 
 def test_the_table_is_covered() -> None:
@@ -575,7 +576,7 @@ def test_a_fork_can_be_saved_and_resumed(at_seven: Checkpoint, tmp_path: Path) -
 
 def check_across(row: Row, folder: Path, pairs: list[tuple[bool, bool]], steps: int = 12) -> None:
     """Save with one backend, resume with another: (in processes, in processes)."""
-    options = {"deterministic": True, "max_steps": steps}
+    options = {"deterministic": True, "max_steps": steps, "num_nodes": nodes_of(row)}
     straight = fit(scheduled(row), **options)
     for saves, resumes in pairs:
         run = folder / f"{saves}"
@@ -595,7 +596,7 @@ def test_processes_and_simulator_resume_each_other(tmp_path: Path) -> None:
 def test_processes_and_simulator_resume_each_other_with_every_strategy(
     row: Row, tmp_path: Path, ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(OPTIONS["num_nodes"]).train)
+    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(nodes_of(row)).train)
     check_across(row, tmp_path, [(True, True), (False, True), (True, False)])
 
 

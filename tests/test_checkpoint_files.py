@@ -19,14 +19,14 @@ from resumed import ADAMW, assert_same_run, fit, trainer_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 from separate import vectors
-from test_process_exactness import ROWS, Row
+from test_process_exactness import ROWS, Row, nodes_of
 
 from vsim import CheckpointError, load_checkpoint
 from vsim.checkpoint.files import FORMAT, packed
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.cluster.randomness import GENERATORS
 from vsim.models import MLP
-from vsim.strategy import DiLoCoStrategy, Strategy
+from vsim.strategy import DiLoCoStrategy
 from vsim.training.resume import captured
 
 QUICK = ["SPARTA, delayed, 4 bits", "sparse, islands, outer", "DeMo"]
@@ -277,9 +277,9 @@ def test_the_ledger_has_the_numbers_that_it_had(run: Path) -> None:
     assert [list(map(type, event)) for event in events] == [list(map(type, event)) for event in trainer.ledger]
 
 
-def state_of(of: Strategy) -> str:
+def state_of(row: Row) -> str:
     trainer = trainer_of(lambda: MLP(12, (9,), 5, seed=1), vectors)  # rows of odd length, with gaps between them
-    fit(of, trainer, max_steps=4, val_interval=None, deterministic=True)
+    fit(row.make(), trainer, num_nodes=nodes_of(row), max_steps=4, val_interval=None, deterministic=True)
     return packed(captured(trainer._last).state)[0]  # type: ignore[arg-type]
 
 
@@ -289,11 +289,11 @@ def state_of(of: Strategy) -> str:
 )
 def test_equal_runs_have_equal_files(row: Row) -> None:
     """Byte for byte, but for what was measured: nothing that was never written to gets into a file."""
-    first = state_of(row.make())
+    first = state_of(row)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()  # type: ignore[attr-defined]
-        second = state_of(row.make())
+        second = state_of(row)
     finally:
         torch.use_deterministic_algorithms(False)
     assert first == second  # with a SHA-256 of every tensor

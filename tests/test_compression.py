@@ -12,7 +12,7 @@ from driven import Driven, Parameters, driven, driven_apart, normal, size, start
 from test_demo import tiles_of
 from torch import Tensor
 
-from vsim import Trainer
+import vsim
 from vsim.cluster import Cluster
 from vsim.data import digits
 from vsim.models import MLP
@@ -40,6 +40,7 @@ from vsim.strategy import (
 )
 from vsim.strategy.compression import BlockQuantizer
 from vsim.strategy.compression.sparse import random_subset
+from vsim.training.run import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
 
@@ -68,7 +69,6 @@ ALL: dict[str, Callable[[], Compressor]] = {
 AMONG_SENDERS = ("dct", "tiles", "tiles-2-bit")  # their average is over the nodes that sent an entry
 CONTRACTIVE = [name for name, make in ALL.items() if make().contractive]
 every_compressor = pytest.mark.parametrize("name", ALL)
-LEARN_QUICKLY = ("topk", "vote", "int4", "powersgd", "statistical", "dct")  # one of each kind
 every_K = pytest.mark.parametrize("num_nodes", [1, 2, 3])
 
 
@@ -547,22 +547,25 @@ def test_scales_of_float64_have_eight_bytes() -> None:
 # In a strategy -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in LEARN_QUICKLY else pytest.mark.slow) for name in ALL]
-)
-def test_every_compressor_learns_digits(name: str) -> None:
+def test_compressors_learn_digits() -> None:
     train, val = digits()
-    trainer = Trainer(MLP(seed=0), train, val)
-    options: dict[str, Any] = {"lr": 3e-3}
-    if name == "randomk":
-        options = {"lr": 1e-3}  # late gradients arrive together: with more AdamW swings around the minimum
-    elif name == "vote":
-        options = {"optim_spec": OptimSpec("sgd", lr=1e-3)}
-    strategy = CommunicateOptimizeStrategy([GradientAverage(compress(ALL[name]()))], **options)
-    trainer.fit(strategy=strategy, num_nodes=4, max_steps=80, progress=False)
-    assert trainer.history.last("global_accuracy") > 0.6
-    weights = trainer.strategy.cluster.weights
-    assert (weights == weights[0]).all()
+    options: dict[str, Any] = {name: {"lr": 3e-3} for name in ALL}
+    options["randomk"] = {"lr": 1e-3}  # late gradients arrive together: with more AdamW swings around the minimum
+    options["vote"] = {"optim_spec": OptimSpec("sgd", lr=1e-3)}
+    strategies = {
+        name: CommunicateOptimizeStrategy([GradientAverage(compress(ALL[name]()))], **options[name]) for name in ALL
+    }
+    alike: dict[str, bool] = {}
+
+    def look(run: Run) -> None:
+        if run.done == run.max_steps:
+            alike[run.spec.label] = bool((run.cluster.weights == run.cluster.weights[0]).all())
+
+    given: dict[str, Any] = {"num_nodes": 4, "max_steps": 80, "val_interval": None, "progress": False}
+    result = vsim.compare(MLP(hidden=(64,), seed=0), train, val, strategies=strategies, callbacks=[look], **given)
+    accuracies = {name: run.history.last("global_accuracy") for name, run in result.items()}
+    assert {name: accuracy for name, accuracy in accuracies.items() if not accuracy > 0.6} == {}
+    assert alike == dict.fromkeys(ALL, True)
 
 
 @every_compressor

@@ -92,8 +92,7 @@ def run_of(strategies: Sequence[Strategy], start: nn.Module, data: Any, **option
     [(2, [7]), *(pytest.param(k, [1, 2], marks=pytest.mark.slow) for k in (1, 2, 5))],
 )
 def test_every_strategy_is_bitwise_its_own_fit(num_nodes: int, seeds: list[int]) -> None:
-    islands = {row.name: [getattr(m, "island_size", 1) or 1 for m in row.make().communication_modules] for row in TABLE}
-    rows = [row for row in TABLE if max(islands[row.name], default=1) <= num_nodes]
+    rows = [row for row in TABLE if row.takes(num_nodes)]
     strategies = {row.name: row.make() for row in rows}
     data, val = examples(), examples(16, seed=9)
     result = vsim.compare(model(), data, val, strategies=strategies, num_nodes=num_nodes, seeds=seeds, **OPTIONS)

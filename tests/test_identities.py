@@ -39,6 +39,15 @@ PLAIN_OUTER = OptimSpec("sgd", lr=1.0)
 
 every_K = pytest.mark.parametrize("num_nodes", [1, 2, 3, 5])
 both_executors = pytest.mark.parametrize("executor", ["vmap", "loop"])
+# Each K with one executor, each executor with two K; the others are slow.
+every_K_and_executor = pytest.mark.parametrize(
+    ("num_nodes", "executor"),
+    [
+        pytest.param(k, executor, marks=() if (i + j) % 2 else pytest.mark.slow)
+        for i, k in enumerate((1, 2, 3, 5))
+        for j, executor in enumerate(("vmap", "loop"))
+    ],
+)
 every_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 
 
@@ -69,9 +78,16 @@ ALONE: dict[str, Callable[..., Strategy]] = {
 }
 
 
-@every_task
-@pytest.mark.parametrize("spec", [MOMENTUM, ADAMW], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    ("name", "spec", "task"),
+    [  # all with the MLP, and every second one with the others
+        pytest.param(name, spec, task, marks=() if task.name == "mlp" or (i + j) % 2 else pytest.mark.slow)
+        for i, name in enumerate(ALONE)
+        for j, spec in enumerate((MOMENTUM, ADAMW))
+        for task in TASKS
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)
 def test_one_node_is_the_inner_optimizer_alone(name: str, spec: OptimSpec, task: Task) -> None:
     alone = train_separately(
         task.model(),
@@ -98,8 +114,7 @@ def test_one_node_of_diloco_with_a_plain_outer_step_trains_alone(executor: str) 
 # Equal algorithms
 
 
-@every_K
-@both_executors
+@every_K_and_executor
 @pytest.mark.parametrize("H", [1, 3])
 def test_diloco_with_a_plain_outer_step_is_fedavg(num_nodes: int, executor: str, H: int) -> None:
     for spec in (MOMENTUM, ADAMW):
@@ -108,8 +123,7 @@ def test_diloco_with_a_plain_outer_step_is_fedavg(num_nodes: int, executor: str,
         torch.testing.assert_close(diloco, fedavg, rtol=1e-5, atol=1e-6)  # φ − (φ − x) rounds
 
 
-@every_K
-@both_executors
+@every_K_and_executor
 @pytest.mark.parametrize("spec", [SGD, MOMENTUM], ids=["sgd", "momentum"])
 def test_fedavg_at_every_step_is_allreduce(num_nodes: int, executor: str, spec: OptimSpec) -> None:
     # mean_k (θ − lr·g_k) = θ − lr·mean_k g_k while all θ_k are equal; and the mean of the nodes' momenta is the
@@ -119,29 +133,25 @@ def test_fedavg_at_every_step_is_allreduce(num_nodes: int, executor: str, spec: 
     torch.testing.assert_close(fedavg, reduced, rtol=1e-5, atol=1e-6)
 
 
-@every_K
-@both_executors
+@every_K_and_executor
 def test_fedavg_that_never_syncs_is_training_alone(num_nodes: int, executor: str) -> None:
     fedavg = trained(FedAvgStrategy(H=8, inner_optim=ADAMW), num_nodes, executor)
     assert torch.equal(fedavg, trained(Strategy(inner_optim=ADAMW), num_nodes, executor))
 
 
-@every_K
-@both_executors
+@every_K_and_executor
 def test_one_island_of_all_nodes_is_no_islands(num_nodes: int, executor: str) -> None:
     islands = trained(FedAvgStrategy(H=2, island_size=num_nodes, inner_optim=ADAMW), num_nodes, executor)
     assert torch.equal(islands, trained(FedAvgStrategy(H=2, inner_optim=ADAMW), num_nodes, executor))
 
 
-@every_K
-@both_executors
+@every_K_and_executor
 def test_islands_of_one_node_train_alone(num_nodes: int, executor: str) -> None:
     islands = trained(FedAvgStrategy(H=2, island_size=1, inner_optim=ADAMW), num_nodes, executor)
     assert torch.equal(islands, trained(Strategy(inner_optim=ADAMW), num_nodes, executor))
 
 
-@every_K
-@both_executors
+@every_K_and_executor
 def test_equal_shards_weighted_by_examples_are_uniform(num_nodes: int, executor: str) -> None:
     by_examples = trained(FedAvgStrategy(H=2, average=mean("examples"), inner_optim=SGD), num_nodes, executor)
     uniform = trained(FedAvgStrategy(H=2, inner_optim=SGD), num_nodes, executor)
@@ -175,8 +185,7 @@ EVERY_STRATEGY: dict[str, Callable[[], Strategy]] = {
 }
 
 
-@every_K
-@both_executors
+@every_K_and_executor
 @pytest.mark.parametrize("name", EVERY_STRATEGY)
 def test_identical_data_keeps_the_replicas_identical(name: str, num_nodes: int, executor: str) -> None:
     weights = trained(EVERY_STRATEGY[name](), num_nodes, executor, data=lambda rank, num_nodes, train: vectors())
@@ -193,8 +202,7 @@ def test_fused_kernels_keep_identical_replicas_identical(kernel: str, executor: 
         assert torch.equal(weights, weights[:1].expand_as(weights))
 
 
-@every_K
-@both_executors
+@every_K_and_executor
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -161,8 +161,10 @@ STRATEGIES = {
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK")
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("name", "deterministic"),
+    [*zip(STRATEGIES, itertools.cycle([False, True])), ("AllReduce", True), ("DiLoCo", False)],
+)
 def test_a_node_that_never_takes_part_does_not_exist(name: str, deterministic: bool) -> None:
     options = {"deterministic": deterministic}
     expected, of_three = trained(STRATEGIES[name], num_nodes=3, **options)
@@ -210,16 +212,16 @@ def test_those_who_join_are_copies_of_a_peer() -> None:
     assert joins == [(6, ((1, 0, 2),), 3 * 4 * (6 * 5 + 5 + 5 * 3 + 3))]
 
 
-@pytest.mark.filterwarnings("ignore:DCTTopK")
-@pytest.mark.filterwarnings("ignore:SimpleReduce")
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_every_strategy_lives_with_it(row: Any) -> None:
-    """A node that is replaced by its own copy at every other step changes nothing but whose data come next."""
-    model = MLP(6, (64, 16), 3, seed=0)
+@pytest.mark.filterwarnings("ignore:DCTTopK", "ignore:.*SimpleReduce")
+def test_every_strategy_lives_with_it() -> None:
     schedule = Schedule({0: [0, 1], 2: [0, 2], 4: [0, 1, 2], 6: [2], 8: [1, 2, 3]})
-    weights, trainer = trained(row.make(), model, num_nodes=4, participation=schedule, max_steps=10)
-    assert weights.isfinite().all()
-    assert np.isfinite(trainer.history["train_loss"][1:]).all()
+    strategies = {row.name: row.make() for row in TABLE}
+    options: dict[str, Any] = {**OPTIONS, "num_nodes": 4, "participation": schedule, "max_steps": 10}
+    result = vsim.compare(MLP(6, (64, 16), 3, seed=0), dataset, strategies=strategies, **options)
+    for name, run in result.items():
+        assert run.ended and run.model is not None, (name, run.failure)
+        assert all(t.isfinite().all() for t in run.model.state_dict().values()), name
+        assert np.isfinite(run.history["train_loss"][1:]).all(), name
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK")
@@ -284,15 +286,14 @@ EVERY = {name: entry for name, entry in vsim.strategy.STRATEGIES.items() if not 
 
 
 @pytest.mark.filterwarnings("ignore:.*because its tiles are small")
-@pytest.mark.parametrize("name", EVERY)
-def test_as_many_other_nodes_as_the_model_has_tensors(name: str) -> None:
+def test_as_many_other_nodes_as_the_model_has_tensors() -> None:
     """A shape alone does not say whether a tensor has a row for each node."""
-    cls, names = EVERY[name]
-    options: dict[str, Any] = {"num_nodes": 5, "max_steps": 6, "data": vectors(29)}
-    strategy = cls(**{"H": 2} if "H" in names else {})
-    _, trainer = trained(strategy, small_mlp(), participation=Schedule({0: range(4), 3: range(1, 5)}), **options)
-    joined = [(event.step, event.groups) for event in trainer.ledger if event.label == "join"]
-    assert joined == [(4, ((1, 4),))] and np.isfinite(trainer.history["train_loss"][1:]).all()
+    strategies = {name: cls(**{"H": 2} if "H" in names else {}) for name, (cls, names) in EVERY.items()}
+    plan = Schedule({0: range(4), 3: range(1, 5)})
+    options: dict[str, Any] = {**OPTIONS, "num_nodes": 5, "max_steps": 6, "participation": plan}
+    for name, run in vsim.compare(small_mlp(), vectors(29), strategies=strategies, **options).items():
+        joined = [(event.step, event.groups) for event in run.ledger if event.label == "join"]
+        assert joined == [(4, ((1, 4),))] and np.isfinite(run.history["train_loss"][1:]).all(), name
 
 
 # Cohorts --------------------------------------------------------------------------------------------------------------

@@ -124,8 +124,7 @@ def test_names_are_drawn_as_they_are(legend: int, tmp_path: Path) -> None:
         assert set(names) <= set(drawn)
 
 
-@pytest.mark.parametrize("width", [3.3, 7.0])
-@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize(("count", "width"), [(2, 7.0), (8, 3.3)])
 def test_names_may_be_sentences(count: int, width: float, tmp_path: Path) -> None:
     """They take lines, not the axes' place: matplotlib warns where axes collapse."""
     runs = {

@@ -164,7 +164,10 @@ def gpt2(layers: int, width: int, vocabulary: int, positions: int = 1024) -> nn.
 LOCKSTEP = {name: made(**options) for name, (made, options) in STRATEGIES.items() if not made.is_asynchronous}
 
 
-@pytest.mark.parametrize(("number", "layers", "width"), [(124e6, 12, 768), (1.3e9, 24, 2048), (6.7e9, 32, 4096)])
+@pytest.mark.parametrize(
+    ("number", "layers", "width"),
+    [(124e6, 12, 768), pytest.param(1.3e9, 24, 2048, marks=pytest.mark.slow), (6.7e9, 32, 4096)],
+)
 def test_parameters_are_priced_as_a_real_gpt_of_that_size(number: float, layers: int, width: int) -> None:
     options: dict[str, Any] = {"num_nodes": 8, "max_steps": 30, "network": "200 Mbit/s, 50 ms"}
     options["compute"] = Compute(0.8, layers=layers)

@@ -177,9 +177,9 @@ _GENERATOR = [1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 0]
 DESIGN = [Variant(*(bool(_GENERATOR[(j - i) % 11]) for j in range(5))) for i in range(11)] + [Variant(*5 * [False])]
 
 
-def fits(row: Row, num_nodes: int) -> bool:
-    sizes = [getattr(module, "island_size", None) or 1 for module in row.make().communication_modules]
-    return max(sizes, default=1) <= num_nodes
+def nodes_of(row: Row) -> int:
+    """3, or 4 where it cannot run on 3."""
+    return 3 if row.takes(3) else 4
 
 
 # Every model, and every way of communicating, with one K.
@@ -196,9 +196,10 @@ QUICK = [
 ]
 CELLS = {
     f"K{num_nodes}-{task.name}-{row.name}": (num_nodes, row, task, DESIGN[(i + j) % 12])
-    for i, (num_nodes, task) in enumerate(itertools.product([2, 3], TASKS))
+    for i, (num_nodes, task) in enumerate(itertools.product([2, 3, 4], TASKS))
     for j, row in enumerate(ROWS)
-    if fits(row, num_nodes) and ((i + i // 3 + j) % 3 == 0 or f"K{num_nodes}-{task.name}-{row.name}" in QUICK)
+    if row.takes(num_nodes) and (num_nodes < 4 or not row.takes(3))
+    if ((i + i // 3 + j) % 3 == 0 or f"K{num_nodes}-{task.name}-{row.name}" in QUICK)
 }
 
 

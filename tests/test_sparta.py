@@ -40,7 +40,14 @@ from vsim.strategy.selectors import round_up
 SELECTORS = [RandomIndexSelector, ShuffledSequentialIndexSelector, PartitionedIndexSelector]
 every_selector = pytest.mark.parametrize("selector", SELECTORS, ids=lambda cls: cls.__name__)
 every_K = pytest.mark.parametrize("num_nodes", [1, 2, 3, 5])
-both_executors = pytest.mark.parametrize("executor", ["vmap", "loop"])
+every_K_and_executor = pytest.mark.parametrize(
+    ("num_nodes", "executor"),
+    [
+        pytest.param(k, executor, marks=() if (i + j) % 2 else pytest.mark.slow)
+        for i, k in enumerate((1, 2, 3, 5))
+        for j, executor in enumerate(("vmap", "loop"))
+    ],
+)
 
 ADAMW = OptimSpec("adamw", lr=1e-2, eps=1e-3)
 
@@ -413,8 +420,7 @@ def test_the_hybrid_has_an_interval_for_each_part() -> None:
 # Identities ------------------------------------------------------------------------------------------------------
 
 
-@every_K
-@both_executors
+@every_K_and_executor
 def test_sharing_everything_is_fedavg(num_nodes: int, executor: str) -> None:
     for interval in (1, 3):
         fedavg, events = fitted(FedAvgStrategy(H=interval, lr=1e-2), num_nodes, executor=executor)

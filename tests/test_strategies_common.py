@@ -118,6 +118,13 @@ class Row:
     def make(self, **more: Any) -> Strategy:
         return self.cls(**{**self.arguments, "lr": self.lr, **more})
 
+    def takes(self, num_nodes: int) -> bool:
+        """Whether it can run on so many nodes."""
+        if "levels" in self.arguments:
+            return bool(max(self.arguments["levels"]) == num_nodes)
+        sizes = [getattr(module, "island_size", None) or 1 for module in self.make().communication_modules]
+        return max(sizes, default=1) <= num_nodes
+
 
 def every(interval: int, collective: str, label: str, payload: float, steps: int = STEPS) -> list[Sent]:
     return [(step, collective, label, payload) for step in range(interval, steps + 1, interval)]
