@@ -77,7 +77,9 @@ def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
     for name, (out, into) in matrices.items():
         block |= {f"{name}_weight": (out * width, into * width), f"{name}_bias": (out * width,)}
     block |= {f"norm{i}_{what}": (width,) for i in (1, 2) for what in ("weight", "bias")}
-    model = _module({"tokens": (tokens, width), "positions": (_POSITIONS, width)})
+    model = nn.Module()
+    model.tokens = nn.Embedding(tokens, width, device=_META)  # which strategies for hidden matrices know by their class
+    model.positions = nn.Embedding(_POSITIONS, width, device=_META)
     model.blocks = nn.ModuleList(_module(block) for _ in range(depth))
     model.norm = _module({"weight": (width,), "bias": (width,)})
     rest = parameters - size(width, tokens)  # below 64 · width
