@@ -197,8 +197,16 @@ def test_layers_do_not_multiply_the_latency_of_small_messages() -> None:
     assert apart > 10 * (24 * 0.1)
     # All gradients, 80 MB, fill three buckets.
     assert [Compute(1, layers=24).parts(size) for size in (80e6, 25e6, 1.0, 0.0, 1e12)] == [3, 1, 1, 1, 24]
-    with pytest.raises(TypeError, match="bucket_bytes has no effect without layers="):
+    with pytest.raises(TypeError, match=r"bucket_bytes=1e\+06 has no effect without layers="):
         Compute(1, bucket_bytes=1e6)
+
+
+def test_what_needs_layers_says_so() -> None:
+    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 8, "network": "1 Gbit/s", "compute": 1.0}
+    streaming = StreamingDiLoCoStrategy(H=4, fragments=2)
+    with pytest.raises(ValueError, match=r"1,000,000 parameters are one matrix: .*layers="):
+        price(streaming, parameters=1e6, **options)
+    assert price(streaming, parameters=1e6, layers=4, **options).seconds[-1] > 0
 
 
 def test_dollars() -> None:

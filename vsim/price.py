@@ -15,7 +15,7 @@ from vsim.arguments import known_keywords, real_number, whole_number
 from vsim.cluster.ledger import Ledger
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.network.links import MOST_NODES, bits_per_second
-from vsim.shapes import without_values
+from vsim.shapes import naming_layers, without_values
 from vsim.strategy import Strategy
 
 
@@ -124,4 +124,5 @@ def _dry_run(
 ) -> Ledger:
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy, got {strategy!r}")
-    return strategy.dry_run(model, num_nodes, max_steps, seed, compute.totals(num_nodes))
+    with naming_layers(model):
+        return strategy.dry_run(model, num_nodes, max_steps, seed, compute.totals(num_nodes))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +89,20 @@ def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
         if math.prod(shape):
             model.register_parameter(f"rest{i}", nn.Parameter(torch.empty(shape, device=_META)))
     return model
+
+
+@contextmanager
+def naming_layers(model: nn.Module) -> Iterator[None]:
+    """Add to a ValueError that `model`, as `without_values` returned it, is one matrix, if it is, and what helps."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(model, nn.ParameterList) and len(model) == 1:
+            raise ValueError(
+                f"{error}. Here the {model[0].numel():,} parameters are one matrix: say with layers= of how many they "
+                "are, or give a model="
+            ) from error
+        raise
 
 
 def _module(shapes: dict[str, tuple[int, ...]]) -> nn.Module:

@@ -72,7 +72,10 @@ class Compute:
             raise TypeError("seed is that of the jitter, and has no effect without jitter=")
         self.seed = 42 if seed is None else whole_number("seed", seed, at_least=0)
         if bucket_bytes is not None and layers is None:
-            raise TypeError("bucket_bytes has no effect without layers=: everything is sent at once")
+            raise TypeError(
+                f"bucket_bytes={bucket_bytes:g} has no effect without layers=: everything is sent at once. Give "
+                "Compute(…, layers=24), the layers of the model"
+            )
         self.bucket_bytes = 25e6 if bucket_bytes is None else real_number("bucket_bytes", bucket_bytes, at_least=0)
         self.dollars_per_hour: float | None = None
         if dollars_per_hour is not None:

@@ -28,7 +28,7 @@ from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_
 from vsim.records.statistics import Crossing, differences, ranking
 from vsim.records.tables import Marks, text_table
 from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners, ascending
-from vsim.shapes import without_values
+from vsim.shapes import naming_layers, without_values
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -437,7 +437,7 @@ class Comparison(Mapping[str, ComparedRun]):
                     f"{name} was read from a file without strategies: give at(…, strategies={{{name!r}: …}})"
                 )
             most = max(1, *(run.ledger.steps for run in runs))
-            with naming(name):
+            with naming(name), naming_layers(bare):
                 ledger = strategy.dry_run(bare, first.history.num_nodes, most, first.seed, clock)
             other._runs[name] = [replace(run, history=run.history.with_ledger(ledger)) for run in runs]
         return other
