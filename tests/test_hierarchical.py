@@ -15,7 +15,15 @@ import vsim
 from vsim import Trainer
 from vsim.cluster.participation import Dropout, Sample, Schedule
 from vsim.network import Compute, Network
-from vsim.strategy import QSR, DiLoCoStrategy, FedAvgStrategy, HierarchicalStrategy, SimpleReduceStrategy, When
+from vsim.strategy import (
+    QSR,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    GroupAverage,
+    HierarchicalStrategy,
+    SimpleReduceStrategy,
+    When,
+)
 
 PLAIN: dict[str, Any] = {"inner_optim": "sgd", "lr": 0.1}
 SHAPES = Parameters((5, 3), (7,))
@@ -117,6 +125,12 @@ def test_inner_levels_use_the_links_inside_a_region() -> None:
 def test_levels_that_do_not_fit_are_refused(levels: Any, options: Any, told: str) -> None:
     with pytest.raises((TypeError, ValueError), match=told):
         run(HierarchicalStrategy(levels, **options, **PLAIN))
+
+
+@pytest.mark.parametrize(("size", "H", "told"), [(1, 2, "size"), (2, 0, "H"), (2.5, 1, "size"), (2, QSR(0.1), "H")])
+def test_a_group_average_checks_its_arguments(size: Any, H: Any, told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=told):
+        GroupAverage(size, H)
 
 
 def test_one_object_serves_many_runs() -> None:

@@ -242,6 +242,8 @@ class Deadline(Stragglers):
         window: how many rounds are recent, default 10, of "adaptive".
     """
 
+    _recent: deque[NDArray[np.float64]]  # seconds a step of the nodes, by round
+
     @known_keywords
     def __init__(
         self,
@@ -268,8 +270,6 @@ class Deadline(Stragglers):
         own = copy.copy(self)
         own._recent = deque(maxlen=vars(self).get("window"))
         return own
-
-    _recent: deque[NDArray[np.float64]]  # seconds a step of the nodes, by round
 
     def count(self, arrivals: NDArray[np.float64], wanted: int, steps: int) -> tuple[int, float]:
         deadline, at_least = self.seconds, 1

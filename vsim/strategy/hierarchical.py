@@ -31,7 +31,8 @@ class GroupAverage(CommunicationModule):
     def __init__(
         self, size: int, H: int, average: AverageLike = "mean", larger: tuple[CommunicationModule, ...] = ()
     ) -> None:
-        self.size, self.H, self.larger = size, H, larger
+        self.size, self.H = whole_number("size", size, at_least=2), whole_number("H", H)
+        self.larger = larger
         self.average = average_of(average, f"a group of {size}", origin=False)
 
     def setup(self, cluster: Cluster) -> None:
