@@ -230,7 +230,7 @@ def by_hand(**runs: list[Any]) -> vsim.Comparison:
             run = vsim.ComparedRun(history, seed=seed)
             if diverged:
                 run.failure, run.diverged_at = f"non-finite loss at step {losses} on nodes [0]", losses
-            made.add(name, run)
+            made._add(name, run)
     return made
 
 

@@ -30,10 +30,11 @@ from torch import nn
 import vsim
 from vsim import CSVLogger, TensorBoardLogger, Trainer, WandbLogger
 from vsim.data.batches import sizes_of
-from vsim.records.history import History, describe
+from vsim.records.history import History
 from vsim.records.loggers import Logger, RunLog, check_run_name, folder_name
 from vsim.records.loggers.base import train_row
 from vsim.records.progress import StepReport
+from vsim.records.provenance import describe
 from vsim.strategy import DeMoStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
 
 STEPS = 6
@@ -152,13 +153,10 @@ def test_the_configuration() -> None:
     assert described["optim_spec"] == {"class": "SGD", "lr": 0.05, "momentum": 0.5}
     (outer,) = described["communication_modules"]
     assert outer["H"] == 2 and outer["outer_optim_spec"]["lr"] == 0.7
-    assert config["model"] == {
-        "class": "MLP",
-        "parameters": 293,
-        "trainable_parameters": 293,
-        "parameter_bytes": 4 * 293,
-    }
-    assert config["train_dataset"] == {"class": "TensorDataset", "examples": 29}
+    shapes = {name: list(p.shape) for name, p in small_mlp().named_parameters()}
+    about = {"class": "MLP", "parameters": 293, "trainable_parameters": 293, "parameter_bytes": 4 * 293}
+    assert config["model"] == {**about, "shapes": shapes, "digest": config["model"]["digest"]}
+    assert config["train_dataset"]["class"] == "TensorDataset" and config["train_dataset"]["examples"] == 29
     assert config["versions"]["vsim"] == vsim.__version__ and config["versions"]["torch"] == torch.__version__
 
 

@@ -49,7 +49,7 @@ def comparison(**runs: list[float]) -> vsim.Comparison:
         for seed, loss in enumerate(finals):
             history = vsim.History(name, 2)
             history.append({"step": 0, "examples": 0, "global_loss": loss})
-            made.add(name, vsim.ComparedRun(history, seed=seed))
+            made._add(name, vsim.ComparedRun(history, seed=seed))
     return made
 
 

@@ -238,7 +238,7 @@ def drawn(settings: dict[str, Any], losses: dict[tuple[str, ...], Any]) -> Sweep
                 run.failure, run.diverged_at = f"non-finite loss at step {steps} on nodes [1]", steps
             if what == "stopped":
                 run.stopped_at = steps
-            sweep.add(name, run)
+            sweep._add(name, run)
     return sweep
 
 
@@ -416,7 +416,7 @@ def test_files_hold_the_settings(swept: Sweep, mixed: Sweep, tmp_path: Path) -> 
 def test_numbers_of_numpy_stay_numbers_in_files(tmp_path: Path) -> None:
     points = {"H=2": Point({"H": np.int64(2), "lr": np.float32(0.5), "flag": np.bool_(True)}, {"H": "2"})}
     sweep = Sweep(4, points, "DiLoCo")
-    sweep.add("H=2", ComparedRun(History()))
+    sweep._add("H=2", ComparedRun(History()))
     sweep.to_json(tmp_path / "s.json")
     assert json.loads((tmp_path / "s.json").read_text())["settings"] == {"H=2": {"H": 2, "lr": 0.5, "flag": True}}
 

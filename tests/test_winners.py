@@ -106,10 +106,10 @@ def run(steps: int, reached: int | None, payload: float, seed: int = 0) -> vsim.
 def three() -> vsim.Comparison:
     made = vsim.Comparison(1_000_000)
     for seed in (0, 1):
-        made.add("AllReduce", run(40, 10, 1e6, seed))
-        made.add("local", run(40, 30, 0, seed))
-        made.add("sometimes", run(40, 5 if seed else None, 0, seed))
-    made.add("lost", run(40, None, 1e3))
+        made._add("AllReduce", run(40, 10, 1e6, seed))
+        made._add("local", run(40, 30, 0, seed))
+        made._add("sometimes", run(40, 5 if seed else None, 0, seed))
+    made._add("lost", run(40, None, 1e3))
     return made
 
 
@@ -151,7 +151,7 @@ def of_curves(every: int, order: int = 1, seeds: int = 1) -> vsim.Comparison:
         for seed in range(seeds):
             fall, payload = falls[name]
             losses = [max(0.1, 2.0 - (fall + 0.0004 * seed) * step) for step in range(61)]
-            made.add(name, curve(losses, every, seed, payload))
+            made._add(name, curve(losses, every, seed, payload))
     return made
 
 
@@ -176,7 +176,7 @@ def test_a_map_does_not_depend_on_the_order_of_strategies() -> None:
         assert one.first == other.first and one.settled_by == other.settled_by
     same = vsim.Comparison(1)
     for name in ("b", "a"):
-        same.add(name, curve([2.0, 1.5, 1.0], 1))
+        same._add(name, curve([2.0, 1.5, 1.0], 1))
     assert {cell for row in same.winners(1.2, compute=1.0).first for cell in row} == {("a", "b")}
 
 
@@ -194,8 +194,8 @@ def test_strategies_that_seeds_cannot_tell_apart_are_tied_by_hand() -> None:
     for offsets, first in ([1, 1, 1], ("a",)), ([-5, 1, 7], ("a", "b")):
         made = vsim.Comparison(1)
         for seed, (step, offset) in enumerate(zip([10, 12, 14], offsets, strict=True)):
-            made.add("a", curve([2.0] * step + [1.0] * 20, 1, seed))
-            made.add("b", curve([2.0] * (step + offset) + [1.0] * 20, 1, seed))
+            made._add("a", curve([2.0] * step + [1.0] * 20, 1, seed))
+            made._add("b", curve([2.0] * (step + offset) + [1.0] * 20, 1, seed))
         assert made.winners(1.0, [1e6], [0.1], 1.0).first == [[first]]
 
 
@@ -295,8 +295,8 @@ def test_the_cheapest_within_a_time(three: vsim.Comparison) -> None:
 
 def test_the_cheapest_is_named_with_those_that_validation_cannot_tell_from_it() -> None:
     made = vsim.Comparison(1)
-    made.add("b", curve([2.0 - 0.05 * step for step in range(41)], 20, payload=1.0))  # 20 steps to loss 1
-    made.add("a", curve([2.0 - 0.06 * step for step in range(41)], 20, payload=1.0))  # 17
+    made._add("b", curve([2.0 - 0.05 * step for step in range(41)], 20, payload=1.0))  # 20 steps to loss 1
+    made._add("a", curve([2.0 - 0.06 * step for step in range(41)], 20, payload=1.0))  # 17
     with pytest.warns(UserWarning, match="too coarse to tell a, .* from b"):
         assert made.cheapest(1.0) == "a"
 

@@ -21,8 +21,10 @@ from vsim.grid import made, merged, points, settings_of
 from vsim.network import Compute, Network
 from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
+from vsim.records.provenance import Conditions, check_same_strategy
 from vsim.records.sweep import Sweep
 from vsim.strategy.base import Strategy
+from vsim.strategy.configured import shown
 from vsim.trainer import Trainer
 from vsim.training.entries import Entries, Entry, saving_in
 from vsim.training.interrupt import Interrupted
@@ -41,6 +43,7 @@ def compare(
     seeds: Sequence[int] | None = None,
     together: bool = True,
     tune: Mapping[str, Sequence[Any]] | None = None,
+    extend: Comparison | None = None,
     **options: Any,
 ) -> Comparison:
     """Train the same model on the same data in the same order with several strategies, all of them together.
@@ -67,6 +70,9 @@ def compare(
             largest), and goes into the comparison with the lowest mean validation loss. `Comparison.tuned` has all
             these runs. A warning names a best value that is the smallest or largest of those tried. The runs of tuning
             have no loggers and hooks, and cannot be saved and resumed.
+        extend: a comparison of the same problem, also one that was read from a file: only strategies and seeds that it
+            does not have are trained, and runs of it that failed or were interrupted; its other runs are in the result.
+            For more steps, resume it from its `save_dir`.
         save_dir: a folder for the checkpoints of all runs, with a folder for each, which `load_checkpoint` and
             `Trainer.fit` can read. All are saved at the end, when interrupted, and every `checkpoint_interval` steps.
         resume: resume the comparison in `save_dir` from the last step at which all of its runs were saved, bitwise
@@ -96,12 +102,32 @@ def compare(
     shared: dict[str, Any] = {"loss_fn": loss_fn, "together": together}
     tuned: dict[str, Sweep] = {}
     if tune is not None:
+        if extend is not None:
+            raise ValueError("tune= and extend= do not go together: extend with the strategies that were found")
         tuned = _tuned(strategies, tune, num_nodes, model, train_dataset, val_dataset, seeds, shared | options)
         strategies = {name: _best_of(name, strategy, tuned.get(name)) for name, strategy in strategies.items()}
     entries = {name: {"strategy": strategy, "num_nodes": num_nodes} for name, strategy in strategies.items()}
-    comparison = train_entries(entries, model, train_dataset, val_dataset, seeds=seeds, **shared, **options)
+    comparison = train_entries(
+        entries, model, train_dataset, val_dataset, seeds=seeds, extend=extend, **shared, **options
+    )
     comparison.tuned.update(tuned)
-    return comparison
+    comparison.calls = [call_text("vsim.compare", strategies=strategies, num_nodes=num_nodes, seeds=seeds, **options)]
+    return comparison if extend is None else extend | comparison
+
+
+def call_text(function: str, **arguments: Any) -> str:
+    """Return the text of a call; arguments that are None are left out.
+
+    >>> call_text("vsim.compare", strategies={"alone": Strategy(lr=0.1)}, num_nodes=4, seeds=None)
+    "vsim.compare(strategies={'alone': Strategy(lr=0.1)}, num_nodes=4)"
+    """
+
+    def text(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return f"{{{', '.join(f'{key!r}: {text(one)}' for key, one in value.items())}}}"
+        return shown(value)
+
+    return f"{function}({', '.join(f'{key}={text(value)}' for key, value in arguments.items() if value is not None)})"
 
 
 # Options that the runs of tuning do without: they are of the final comparison.
@@ -155,7 +181,7 @@ def _tuned(
         sweeps[name].network, sweeps[name].compute = runs.network, runs.compute
         for point in by_point:
             for run in runs.runs(f"{name}, {point}"):
-                sweeps[name].add(point, run)
+                sweeps[name]._add(point, run)
     return sweeps
 
 
@@ -194,6 +220,7 @@ def train_entries(
     seeds: Sequence[int] | None = None,
     together: bool = True,
     halving: int | None = None,
+    extend: Comparison | None = None,
     network: Network | str | float | None = None,
     compute: Compute | float | str | None = None,
     **options: Any,
@@ -204,7 +231,12 @@ def train_entries(
         entries: name → its own options of `Trainer.fit`; `options` are the same for all.
         halving: only the best 1 / halving of the entries (on average over the seeds) continue at each of the `rungs`.
             The others are kept with `stopped_at`.
+        extend: runs that are not trained again. They are not in the result.
     """
+    if not isinstance(extend, Comparison | None):
+        raise TypeError(f"extend must be a Comparison, got {type(extend).__name__}")
+    if extend is not None and halving is not None:
+        raise ValueError("halving compares all settings from the start, and those of extend= have been trained")
     seeds = _checked_seeds(seeds, options)
     participation: Participation | None = options.get("participation")
     waits = isinstance(participation, Participation) and participation.needs_compute
@@ -240,6 +272,8 @@ def train_entries(
     folder = run_name or date_and_time()
     models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}
     running: list[Entry] = []
+    configs: dict[Entry, dict[str, Any]] = {}
+    fitting = None if extend is None else _conditions_of(extend)
     for seed in seeds:
         trainer = Trainer(models[seed], train_dataset, val_dataset, loss_fn=loss_fn)
         for name, settings in entries.items():
@@ -259,7 +293,12 @@ def train_entries(
             # What callbacks hold is copied, but not what all runs share.
             shared = {id(one): one for one in (models[seed], train_dataset, val_dataset, loss_fn)}
             spec = replace(spec, saving=saving, callbacks=copy.deepcopy(spec.callbacks, shared))
-            running.append(Entry(name, trainer.logged(spec, own, spec.loggers)))
+            entry, config = Entry(name, trainer.logged(spec, own, spec.loggers)), trainer.config(own)
+            if fitting is not None:
+                fitting.check(name, seed, config)
+            if extend is None or _is_new(name, seed, config, extend):
+                running.append(entry)
+                configs[entry] = config
     if spec.backend != "stacked":
         raise ValueError("compare() runs in the simulator; backend='process' is for Trainer.fit and verify()")
     folders = [entry.folder for entry in running if entry.folder is not None]
@@ -284,15 +323,38 @@ def train_entries(
         resume=resume,
     )
     with suppress(Interrupted):
-        trained.run()
+        if running:
+            trained.run()
     trainable = [p for p in models[seeds[0]].parameters() if p.requires_grad]
     comparison = Comparison(sum(p.numel() * p.element_size() for p in trainable))
     if priced is not None:
         comparison.network, comparison.compute = priced
     for entry in running:
         if entry.has_begun:
-            comparison.add(entry.name, _compared(entry))
+            entry.history.config = configs[entry]
+            comparison._add(entry.name, _compared(entry))
     return comparison
+
+
+def _conditions_of(comparison: Comparison) -> Conditions:
+    found = Conditions(comparison.varied_options)
+    for name in comparison:
+        for run in comparison.runs(name):
+            found.check(name, run.seed, run.history.config)
+    return found
+
+
+def _is_new(name: str, seed: int, config: Mapping[str, Any], extended: Comparison) -> bool:
+    """Whether a run is to be trained, because the comparison that is extended does not have it, or not to its end.
+
+    Raises:
+        ValueError: another strategy has its name there.
+    """
+    if name not in extended:
+        return True
+    runs = extended.runs(name)
+    check_same_strategy(name, runs[0].history.config, config)
+    return not any(run.seed == seed and (run.ended or run.diverged_at is not None) for run in runs)
 
 
 def _checked_seeds(seeds: Sequence[int] | None, options: dict[str, Any]) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vsim.arguments import reject_unknown
-from vsim.records.history import describe
+from vsim.records.provenance import describe
 from vsim.records.sweep import Point
 from vsim.strategy.base import Strategy, StrategyOptions
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from vsim.compare import compare, train_entries
+from vsim.compare import call_text, compare, train_entries
 from vsim.data.batches import Data
 from vsim.grid import known_settings, made, points
 from vsim.records.sweep import Sweep
@@ -78,10 +78,20 @@ def sweep(
         entries[name] = {"strategy": made(strategy, name, own), "num_nodes": nodes}
         if "batch_size" in point.values:
             entries[name]["batch_size"] = point.values["batch_size"]
-    runs = train_entries(entries, model, train_dataset, val_dataset, seeds=seeds, halving=halving, **options)
+    extend = options.pop("extend", None)
+    if not isinstance(extend, Sweep | None):
+        raise TypeError(f"extend must be a Sweep, got {type(extend).__name__}")
+    runs = train_entries(
+        entries, model, train_dataset, val_dataset, seeds=seeds, halving=halving, extend=extend, **options
+    )
     result = Sweep(runs.allreduce_bytes, found, getattr(strategy, "__name__", "strategy").removesuffix("Strategy"))
     result.network, result.compute = runs.network, runs.compute
     for name in runs:
         for run in runs.runs(name):
-            result.add(name, run)
-    return result
+            result._add(name, run)
+    result.calls = [call_text("vsim.sweep", strategy=strategy, settings=settings, seeds=seeds, **options)]
+    if extend is None:
+        return result
+    both = extend | result
+    assert isinstance(both, Sweep)
+    return both

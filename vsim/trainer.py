@@ -27,11 +27,12 @@ from vsim.engine.machine import devices_of_nodes, pick_device
 from vsim.engine.objective import LossFunction
 from vsim.private_torch import uncompiled
 from vsim.process import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
-from vsim.records.history import History, describe_run
+from vsim.records.history import History
 from vsim.records.loggers import Logger, RunLog
 from vsim.records.progress import Recorder, StepReport
 from vsim.strategy.base import Strategy
 from vsim.training.callbacks import by_place, tell, tell_row, telling_exit, with_hooks
+from vsim.training.configuration import describe_run
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import steps, train
 from vsim.training.resume import captured, savable
@@ -246,17 +247,25 @@ class Trainer:
             self.loggers = [] if is_other_rank else spec.loggers
             spec = self.logged(spec, options, self.loggers)
             with Recorder(self.history, spec.progress, label) as recorder, telling_exit(spec.callbacks):
-                if spec.backend == "stacked":
-                    return self._simulate(spec, device, recorder)
-                return self._train_in_processes(spec, recorder)
+                try:
+                    if spec.backend == "stacked":
+                        return self._simulate(spec, device, recorder)
+                    return self._train_in_processes(spec, recorder)
+                finally:
+                    self.history.config = self.config(options)
 
     def logged(self, spec: RunSpec, options: Mapping[str, Any], loggers: Sequence[Logger]) -> RunSpec:
         """Return `spec`, made of `options`, with the callback that passes its rows to these loggers."""
         if not loggers:
             return spec
-        given = {**option_defaults(), **options, "logger": [type(one).__name__ for one in loggers]}
-        about = describe_run(given, self.model, self.train_dataset, self.val_dataset, self.loss_fn)
+        about = self.config({**options, "logger": [type(one).__name__ for one in loggers]})
         return replace(spec, callbacks=[RunLog(loggers, about, spec.log_interval), *spec.callbacks])
+
+    def config(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the configuration of `fit(**options)`, as JSON can hold it; see `describe_run`."""
+        given = {**option_defaults(), **options}
+        device = pick_device(self.device if given["device"] is None else given["device"])
+        return describe_run(given, self.model, self.train_dataset, self.val_dataset, self.loss_fn, device, options)
 
     def device_of(self, spec: RunSpec) -> torch.device:
         """Return where a run in the simulator computes."""

@@ -21,7 +21,10 @@ Crowd = tuple[tuple[int, int], ...]
 MOST_NODES = 10**6
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+_SECONDS = {
+    **{"d": 86400.0, "h": 3600.0, "min": 60.0, "s": 1.0},
+    **{"ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9},
+}
 _NUMBER = r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*"
 
 
@@ -48,13 +51,13 @@ def bits_per_second(name: str, value: Any) -> float:
 
 
 def seconds(name: str, value: Any, **bounds: float) -> float:
-    """Return a duration in seconds, given as a number of them or as text: "50 ms".
+    """Return a duration in seconds, given as a number of them or as text: "50 ms", "10 h".
 
     Raises:
         TypeError: neither. ValueError: outside the bounds of `real_number`, or a text that is not a duration.
     """
     if isinstance(value, str):
-        match = re.fullmatch(_NUMBER + "(s|ms|us|µs|μs|ns)" + r"\s*", value)
+        match = re.fullmatch(_NUMBER + "(d|h|min|s|ms|us|µs|μs|ns)" + r"\s*", value)
         if match is None:
             raise ValueError(f"{name} must be a duration, such as '50 ms', got {value!r}")
         value = float(match[1]) * _SECONDS[match[2]]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Self
 
 from vsim.arguments import naming, one_of, real_number
@@ -23,9 +24,11 @@ from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
 from vsim.network.links import bits_per_second, seconds
 from vsim.network.timeline import seconds_on
+from vsim.records.fronts import COSTS, Best, Front, amount, best_of, dominating, loss_within
 from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, time_axis
-from vsim.records.statistics import Crossing, differences, ranking
+from vsim.records.provenance import Conditions, Provenance, check_same_strategy, described
+from vsim.records.statistics import Crossing, differences, interval, ranking
 from vsim.records.tables import Marks, text_table
 from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners, ascending
 from vsim.shapes import naming_layers, without_values
@@ -118,6 +121,7 @@ class Comparison(Mapping[str, ComparedRun]):
         allreduce_bytes: what AllReduce would hand to its collectives in one step, per node: all gradients once.
         network, compute: what hours are derived from where no others are given; None: nothing.
         tuned: name → the `Sweep` in which `tune=` found the strategy's settings; empty without it.
+        calls: the calls or commands that trained it.
     """
 
     def __init_subclass__(cls) -> None:
@@ -128,6 +132,7 @@ class Comparison(Mapping[str, ComparedRun]):
         self.network: Network | None = None
         self.compute: Compute | None = None
         self.tuned: dict[str, Comparison] = {}
+        self.calls: list[str] = []
         self._measured_bytes: int | None = None  # of the trained model, if bytes are another model's
         self._runs: dict[str, list[ComparedRun]] = {}
         self._names: list[str] = []  # of all runs, of a selection too: the looks of lines follow from them
@@ -139,9 +144,7 @@ class Comparison(Mapping[str, ComparedRun]):
     def __getitem__(self, name: str | list[str]) -> ComparedRun | Self:
         if not isinstance(name, list):
             return self.runs(name)[0]
-        selection = copy.copy(self)
-        selection._runs = {one: self.runs(one) for one in name}
-        return selection
+        return self._selected(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._runs)
@@ -166,11 +169,112 @@ class Comparison(Mapping[str, ComparedRun]):
         """Name → histories, one for each seed: what `vsim.records.plots.bands` draws."""
         return {name: [run.history for run in runs] for name, runs in self._runs.items()}
 
-    def add(self, name: str, run: ComparedRun) -> None:
+    def _add(self, name: str, run: ComparedRun) -> None:
         """Add a run of one seed."""
         if name not in self._runs:
             self._names.append(name)
         self._runs.setdefault(name, []).append(run)
+
+    def _selected(self, names: Sequence[str]) -> Self:
+        other = copy.copy(self)
+        other._runs = {name: self.runs(name) for name in names}
+        return other
+
+    def without(self, *names: str) -> Self:
+        """Return the runs of all other strategies; they keep their colours.
+
+        Raises:
+            ValueError: there is no such strategy, or no other.
+        """
+        for name in names:
+            one_of("a strategy", name, self)
+        left = [name for name in self if name not in names]
+        if not left:
+            raise ValueError(f"nothing is left without {', '.join(names)}")
+        return self._selected(left)
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """Return the same runs, some of them under other names: name → new name.
+
+        Raises:
+            TypeError: a name is not text. ValueError: there is no such name, or two runs would have the same.
+        """
+        if not isinstance(names, Mapping) or not all(isinstance(one, str) and one.strip() for one in names.values()):
+            raise TypeError(f"names must be a dict of name → new name, got {names!r}")
+        for name in names:
+            one_of("a strategy", name, self)
+        called = [names.get(name, name) for name in self]
+        if twice := sorted({name for name in called if called.count(name) > 1}):
+            raise ValueError(f"two strategies would be called {', '.join(twice)}")
+        return self._renamed(names)
+
+    def _renamed(self, names: Mapping[str, str]) -> Self:
+        other = copy.copy(self)
+        other._runs = {names.get(name, name): self.runs(name) for name in self}
+        other._names = [names.get(name, name) for name in self._names]
+        other.tuned = {names.get(name, name): sweep for name, sweep in self.tuned.items()}
+        return other
+
+    def __or__(self, other: Comparison) -> Comparison:
+        """Return the runs of both, those of one name and seed once: the one that ended, or else the first.
+
+        Two sweeps over the same settings are a sweep again.
+
+        Raises:
+            ValueError: the runs are of different problems (model, data, nodes, steps, options), or one name has two
+                strategies. What differs is named. Or the hours of the two are derived from different networks.
+        """
+        if not isinstance(other, Comparison):
+            return NotImplemented
+        pairs = [(c, name, run) for c in (self, other) for name in c for run in c.runs(name)]
+        common = Conditions([*self.varied_options, *other.varied_options])
+        for _, name, run in pairs:
+            common.check(name, run.seed, run.history.config)
+        for what in ("allreduce_bytes", "_measured_bytes"):
+            if (sizes := (getattr(self, what), getattr(other, what)))[0] != sizes[1]:
+                raise ValueError(f"the two are priced for models of different sizes: {sizes[0]} and {sizes[1]} bytes")
+        both = self._empty_with(other)
+        both._measured_bytes = self._measured_bytes
+        for what in ("network", "compute"):
+            own, theirs = getattr(self, what), getattr(other, what)
+            if own is not None and theirs is not None and own.as_plain() != theirs.as_plain():
+                raise ValueError(
+                    f"their hours are derived from different {what}: {own!r} and {theirs!r}; set the "
+                    f"{what} of the second to that of the first, or to None"
+                )
+            setattr(both, what, theirs if own is None else own)
+        runs: dict[str, dict[int, ComparedRun]] = {}
+        for _, name, run in pairs:
+            own_runs = runs.setdefault(name, {})
+            if own_runs:
+                check_same_strategy(name, next(iter(own_runs.values())).history.config, run.history.config)
+            if run.seed not in own_runs or (run.ended and not own_runs[run.seed].ended):
+                own_runs[run.seed] = run
+        for name, by_seed in runs.items():
+            for run in by_seed.values():
+                both._add(name, run)
+        both.tuned = {**other.tuned, **self.tuned}
+        both.calls = list(dict.fromkeys([*self.calls, *other.calls]))
+        return both
+
+    # The options of `fit` that its runs differ in, those that a sweep varies.
+    varied_options: Sequence[str] = ()
+
+    def _empty_with(self, other: Comparison) -> Comparison:
+        """Return a comparison without runs that takes those of both."""
+        return Comparison(self.allreduce_bytes)
+
+    def describe(self) -> Provenance:
+        """Return what was compared: strategies, model, data, options, versions, machine, date, call. It prints itself.
+
+        Options are listed where they are not `Trainer.fit`'s defaults. A comparison from a file that has no
+        configurations is described by its strategies and seeds alone.
+        """
+        runs = {name: own[0].history.config.get("strategy", {}) for name, own in self._runs.items()}
+        seeds = list(dict.fromkeys(run.seed for own in self._runs.values() for run in own))
+        calls = {name: own.get("call", "") for name, own in runs.items()}
+        configs = [run.history.config for own in self._runs.values() for run in own if run.history.config]
+        return described(calls, seeds, self.calls, configs)
 
     def _titles(self, name: str) -> dict[str, Any]:
         """What a row of the table is called: column → text."""
@@ -223,7 +327,7 @@ class Comparison(Mapping[str, ComparedRun]):
         runs = [{"strategy": name, **run.as_plain()} for name, runs in self._runs.items() for run in runs]
         priced = {key: None if own is None else own.as_plain() for key, own in self._priced_on.items()}
         more: dict[str, Any] = {"tuned": {name: sweep._as_plain() for name, sweep in self.tuned.items()}}
-        more["measured_bytes"] = self._measured_bytes
+        more |= {"measured_bytes": self._measured_bytes, "calls": self.calls}
         own = {key: value for key, value in more.items() if value}
         return {"allreduce_bytes": self.allreduce_bytes, "runs": runs, **priced, **own}
 
@@ -238,8 +342,8 @@ class Comparison(Mapping[str, ComparedRun]):
             comparison.network = Network.from_plain(content["network"])
             comparison.compute = Compute.from_plain(content["compute"])
         for run in content["runs"]:
-            comparison.add(run["strategy"], ComparedRun.from_plain(run))
-        comparison._measured_bytes = content.get("measured_bytes")
+            comparison._add(run["strategy"], ComparedRun.from_plain(run))
+        comparison._measured_bytes, comparison.calls = content.get("measured_bytes"), list(content.get("calls", []))
         for name, sweep in content.get("tuned", {}).items():
             comparison.tuned[name] = _KINDS["Sweep"]._from_plain(sweep)
         return comparison
@@ -248,18 +352,107 @@ class Comparison(Mapping[str, ComparedRun]):
     def _empty(cls, content: Mapping[str, Any]) -> Self:
         return cls(content["allreduce_bytes"])
 
-    def best(self) -> str:
-        """Return the name of the lowest final loss, on average over the seeds.
+    def best(
+        self, within: Mapping[str, Any] | None = None, network: AnyNetwork = None, compute: AnyCompute = None
+    ) -> Best:
+        """Return the name of the strategy with the lowest loss, on average over the seeds.
 
-        Runs that diverged, failed or were stopped early count only where no other is left.
+        The name shows itself as a sentence that names the runner-up, and says whether seeds tell the two apart.
+
+        Args:
+            within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`: the loss of a run is then
+                that of the last step within all of them, on the line between measurements. Default: the final loss;
+                runs that diverged, failed or were stopped early count only where no other is left. Keys: "wire" and
+                "payload" bytes per node (of cohorts, per client in the mean), "time", "cost" in dollars, "step",
+                "examples", "tokens".
+            network, compute: what "time" and "cost" follow from, see `vsim.timeline`; default: the comparison's.
 
         Raises:
-            ValueError: all diverged or failed.
+            ValueError: all diverged or failed, no run has a loss within the budget, or a budget is of something else.
+            TypeError: "time" or "cost" without network and compute, or network and compute without them.
         """
-        best = min(self, key=self._rank, default=None)
-        if best is None or self._rank(best)[0] == 2:
-            raise ValueError("no run got to its end" + (f"; {best}: {self._note(best)}" if best else ""))
-        return best
+        if within is not None:
+            return self._best_within(within, network, compute)
+        if network is not None or compute is not None:
+            raise TypeError("network and compute have no effect without a budget of time or cost in within=")
+        names = sorted(self, key=self._rank)
+        if not names or self._rank(names[0])[0] == 2:
+            raise ValueError("no run got to its end" + (f"; {names[0]}: {self._note(names[0])}" if names else ""))
+        comparable = [name for name in names if self._rank(name)[:2] == self._rank(names[0])[:2]]
+        losses = self._by_seed(self._loss)
+        return best_of({name: losses[name] for name in comparable})
+
+    def _best_within(self, within: Mapping[str, Any], network: AnyNetwork, compute: AnyCompute) -> Best:
+        if not isinstance(within, Mapping) or not within:
+            raise TypeError(f"within must be a dict such as {{'wire': '2 GB'}}, got {within!r}")
+        budgets = {of: amount(of, value) for of, value in within.items()}
+        if not {"time", "cost"} & budgets.keys():
+            if network is not None or compute is not None:
+                raise TypeError("network and compute have no effect without a budget of time or cost in within=")
+            priced = None
+        else:
+            priced = self._must_be_priced(network, compute)
+
+        def loss(run: ComparedRun) -> float:
+            history = run.history
+            costs = [(self._cost(history, of, priced), most) for of, most in budgets.items()]
+            return loss_within(history["step"], history.column(self._loss_column), costs)
+
+        return best_of(self._by_seed(loss), " and ".join(f"{value} ({of})" for of, value in within.items()))
+
+    def _cost(self, history: History, of: str, priced: _Priced) -> NDArray[np.float64]:
+        """What a run has cost at every row, in bytes, seconds, dollars, or a column of the history."""
+        if of in ("wire", "payload"):
+            return history.bytes_per_node(of)
+        if of not in ("time", "cost"):
+            return history.column(of)
+        assert priced is not None
+        timeline = history.time(*priced)
+        taken = timeline.seconds[history["step"].astype(int)]
+        if of == "time":
+            return taken
+        if math.isnan(timeline.dollars):
+            raise ValueError("cost needs a price: give Compute(…, dollars_per_hour=…)")
+        return taken * (timeline.dollars / timeline.seconds[-1])
+
+    def pareto(self, cost: str = "wire", *, network: AnyNetwork = None, compute: AnyCompute = None) -> Front:
+        """Return which strategies no other one dominates: final loss against what the run cost.
+
+        Args:
+            cost: "wire" or "payload" bytes per node, "time" on a network, or "cost" in dollars.
+            network, compute: what "time" and "cost" follow from, see `vsim.timeline`; default: the comparison's.
+
+        Returns:
+            A `Front`: a frame, and a figure. Runs that diverged have no loss, and are not on it.
+
+        Raises:
+            ValueError: there is no such cost. TypeError: "time" or "cost" without network and compute.
+        """
+        import pandas
+
+        kind = COSTS[one_of("cost", cost, COSTS)]
+        if cost in ("wire", "payload") and (network is not None or compute is not None):
+            raise TypeError(f"network and compute have no effect on {cost!r}; 'time' and 'cost' follow from them")
+        priced = self._must_be_priced(network, compute) if cost in ("time", "cost") else None
+        rows: list[dict[str, Any]] = []
+        for name in self._ordered():
+            runs = _sound(self._runs[name])
+            losses = [self._loss(run) for run in runs]
+            spent = statistics.fmean(float(self._cost(run.history, cost, priced)[-1]) for run in runs) / kind.unit
+            if len(runs) > 1:
+                low, high = interval(losses)
+            else:
+                error = 1.96 * runs[0].history.last("global_loss_se") if self._validated else math.nan
+                low, high = losses[0] - error, losses[0] + error
+            row = {"strategy": name, kind.column: spent, "loss": statistics.fmean(losses), "low": low, "high": high}
+            rows.append({**row, "seeds": len(runs)})
+        sound = [row for row in rows if math.isfinite(row["loss"])]
+        by = dominating([row[kind.column] for row in sound], [row["loss"] for row in sound])
+        for row in rows:
+            row |= {"front": False, "dominated_by": ""}
+        for row, place in zip(sound, by, strict=True):
+            row |= {"front": place is None, "dominated_by": "" if place is None else sound[place]["strategy"]}
+        return Front(cost, pandas.DataFrame(rows), self._looks(), self._loss_title)
 
     def steps_to(self, loss: float, of: str = "step") -> dict[str, list[float]]:
         """Return name → for each seed the first step with a validation loss of at most `loss`, NaN if there is none.

@@ -1,29 +1,23 @@
-"""The record of a run: its configuration, and columns with one value a step."""
+"""The record of a run: columns with one value a step, its configuration, and what it communicated."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
-import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import nn
 
-from vsim.arguments import is_factory, real_number
+from vsim.arguments import real_number
 from vsim.cluster.ledger import Ledger
-from vsim.cluster.optim import OptimSpec
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.records.statistics import Crossing, crossing
-from vsim.version import __version__
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,6 +64,8 @@ class History:
 
     Attributes:
         ledger: what was communicated; see `Ledger`.
+        config: the configuration: every argument of `fit`, model, data, versions, machine and date, as JSON can hold
+            them; see `vsim.training.configuration`. Empty until the run ends.
         executor: what computed the gradients of the last step. executor_reason: why that.
         minibatch_size: examples a node at once; None: the whole batch.
 
@@ -85,6 +81,7 @@ class History:
         self.executor = ""
         self.executor_reason = ""
         self.minibatch_size: int | None = None
+        self.config: dict[str, Any] = {}
         self._table: dict[str, list[float]] = {name: [] for name in COLUMNS}
         self._losses: list[NDArray[np.float64]] = []
         self._client_val: dict[str, list[float]] = {}
@@ -316,6 +313,7 @@ class History:
             "node_losses": [[_plain(v) for v in row.tolist()] for row in self._node_losses],
             "client_val": {name: [_plain(v) for v in values] for name, values in self._client_val.items()},
             "ledger": self.ledger.as_plain(),
+            "config": self.config,
         }
 
     @classmethod
@@ -323,7 +321,7 @@ class History:
         """Make the history that `as_plain` was of. A column that is missing there is NaN."""
         history = cls(plain["strategy"], plain["num_nodes"], plain.get("population"))
         history.executor, history.executor_reason = plain["executor"], plain.get("executor_reason", "")
-        history.minibatch_size = plain.get("minibatch_size")
+        history.minibatch_size, history.config = plain.get("minibatch_size"), dict(plain.get("config", {}))
         rows = len(plain["columns"]["step"])
         for name in dict.fromkeys([*COLUMNS, *plain["columns"]]):
             history._columns[name] = [_number(v) for v in plain["columns"].get(name, [None] * rows)]
@@ -418,79 +416,3 @@ def csv_field(value: Any) -> Any:
     if math.isnan(value):
         return ""
     return int(value) if (value.is_integer() and abs(value) >= 1) or value == 0 else value
-
-
-# Deeper objects are described by their class alone.
-_DEPTH = 4
-
-
-def describe_run(
-    arguments: Mapping[str, Any], model: nn.Module, train_dataset: Any, val_dataset: Any, loss_fn: Any
-) -> dict[str, Any]:
-    """Return a run's configuration: every argument by its name, and model, data, versions and date.
-
-    A strategy is described by its class and attributes: optimizer, schedule, communication modules.
-    """
-    parameters = list(model.parameters())
-    return {
-        **{name: describe(value) for name, value in arguments.items()},
-        "model": {
-            "class": type(model).__qualname__,
-            "parameters": sum(p.numel() for p in parameters),
-            "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-            "parameter_bytes": sum(p.nbytes for p in parameters),
-        },
-        "train_dataset": _described_data(train_dataset),
-        "val_dataset": _described_data(val_dataset),
-        "loss_fn": describe(loss_fn),
-        "versions": versions(),
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return name → version of what a run's numbers depend on."""
-    return {
-        "vsim": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def describe(value: Any, depth: int = _DEPTH) -> Any:
-    """Return `value` as JSON can hold it.
-
-    >>> describe(OptimSpec("sgd", lr=0.1))
-    {'class': 'SGD', 'lr': 0.1}
-    >>> describe((1, math.inf, torch.float32, math.sqrt))
-    [1, 'inf', 'torch.float32', 'math.sqrt']
-    """
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, np.generic):
-        return describe(value.item())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, OptimSpec):
-        return {"class": value.cls.__name__, **describe(value.arguments, depth)}
-    if isinstance(value, Mapping):
-        return {str(key): describe(item, depth) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [describe(item, depth) for item in value]
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, (torch.Tensor, np.ndarray, nn.Module)):
-        return type(value).__qualname__
-    if not hasattr(value, "__dict__"):
-        return str(value)
-    known: dict[str, Any] = {"class": type(value).__qualname__}
-    if depth:
-        known |= {name: describe(own, depth - 1) for name, own in vars(value).items() if not name.startswith("_")}
-    return known
-
-
-def _described_data(dataset: Any) -> Any:
-    if dataset is None or is_factory(dataset):
-        return describe(dataset)
-    return {"class": type(dataset).__qualname__, "examples": len(dataset)}

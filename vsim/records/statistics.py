@@ -88,6 +88,12 @@ def paired(differences: ArrayLike, level: float = 0.95) -> Difference:
     return Difference(mean, mean - half, mean + half, float(2 * stats.t.sf(abs(mean) / error, n - 1)))
 
 
+def interval(values: ArrayLike, level: float = 0.95) -> tuple[float, float]:
+    """Return the confidence interval of the mean of values (n,), by Student's t; NaN for fewer than two."""
+    found = paired(values, level)
+    return found.low, found.high
+
+
 def holm(p: Sequence[float]) -> list[float]:
     """Adjust p-values of several tests, so that the chance of any false discovery stays below the level [Holm 1979].
 

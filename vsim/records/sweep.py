@@ -42,6 +42,28 @@ class Sweep(Comparison):
         self.varied = list(next(iter(points.values())).labels)
 
     @property
+    def varied_options(self) -> list[str]:  # type: ignore[override]
+        """The options of `fit` among the settings that vary."""
+        return [name for name in ("num_nodes", "batch_size") if name in self.varied]
+
+    def _empty_with(self, other: Comparison) -> Comparison:
+        alike = isinstance(other, Sweep) and (other.strategy, other.varied) == (self.strategy, self.varied)
+        if not (alike and isinstance(other, Sweep) and self._fixed == other._fixed):
+            return super()._empty_with(other)
+        return Sweep(self.allreduce_bytes, {**self._points, **other._points}, self.strategy)
+
+    @property
+    def _fixed(self) -> dict[str, str]:
+        """Setting → value, as text, for those that do not vary."""
+        values = next(iter(self._points.values())).values
+        return {name: str(_plain(value, str(value))) for name, value in values.items() if name not in self.varied}
+
+    def _renamed(self, names: Mapping[str, str]) -> Sweep:
+        other = super()._renamed(names)
+        other._points = {names.get(name, name): point for name, point in self._points.items()}
+        return other
+
+    @property
     def settings(self) -> dict[str, dict[str, Any]]:
         """Name → settings of the run, those that do not vary too."""
         return {name: dict(self._points[name].values) for name in self}

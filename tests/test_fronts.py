@@ -1,0 +1,175 @@
+"""Fronts and budgets, against a search through all runs and steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vsim
+from vsim.cluster.ledger import Ledger
+from vsim.cluster.stacked import StackedCollectives
+from vsim.network import Compute
+from vsim.records.fronts import amount, dominating, loss_within
+from vsim.records.statistics import paired
+
+NETWORK = "8 Mbit/s, 0 ms"  # a byte takes a microsecond
+NO_TIME = 1e-12  # of compute, in seconds
+
+
+def ledger_of(every: int, payload: int, steps: int) -> Ledger:
+    """The ledger of two nodes that average `payload` bytes every so many steps."""
+    import torch
+
+    ledger = Ledger(2)
+    collectives = StackedCollectives(ledger, range(2))
+    for step in range(1, steps + 1):
+        collectives.step = step
+        if step % every == 0:
+            collectives.all_reduce(torch.zeros(2, payload // 4), "mean")
+    return ledger
+
+
+def run(losses: list[float], every: int = 2, payload: int = 4000, seed: int = 0) -> vsim.ComparedRun:
+    """A run of two nodes with a loss at every other step, that averages `payload` bytes every so many steps."""
+    history = vsim.History("made", 2)
+    steps = 2 * (len(losses) - 1)
+    sent = 0.0
+    for step in range(steps + 1):
+        sent += payload if step and step % every == 0 else 0
+        row = {"step": step, "examples": 8 * step, "wire_bytes": sent, "payload_bytes": sent}
+        row |= {"global_loss": losses[step // 2]} if step % 2 == 0 else {}
+        history.append(row | ({"train_loss": 1.0} if step else {}), [1.0, 1.0] if step else None)
+    history.ledger = ledger_of(every, payload, steps)
+    history.ledger.steps = steps
+    return vsim.ComparedRun(history, seed=seed)
+
+
+def made(**runs: list[vsim.ComparedRun]) -> vsim.Comparison:
+    comparison = vsim.Comparison(4000)
+    for name, own in runs.items():
+        for one in own:
+            comparison._add(name, one)
+    return comparison
+
+
+LOSSES = st.lists(st.integers(1, 9).map(float), min_size=3, max_size=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(LOSSES, st.sampled_from([1, 2, 3]), st.sampled_from([400, 4000])), min_size=1, max_size=5))
+def test_front_and_best_of_a_budget_are_those_of_a_search(drawn: list[tuple[list[float], int, int]]) -> None:
+    comparison = made(**{f"r{i}": [run(*one)] for i, one in enumerate(drawn)})
+    frame = comparison.pareto().frame
+    ends = [(2 * (len(losses) - 1) // every * payload, losses[-1]) for losses, every, payload in drawn]
+    for i, (cost, loss) in enumerate(ends):
+        beaten = any(c <= cost and other <= loss and (c, other) != (cost, loss) for c, other in ends)
+        assert frame["front"][i] == (not beaten)
+        assert (frame["wire MB"][i], frame["loss"][i]) == (cost / 1e6, loss)
+    for budget in (0, 400, 4000, 9000, 10**9):
+        expected = {}
+        for i, (losses, every, payload) in enumerate(drawn):
+            last = max(s for s in range(2 * len(losses) - 1) if s // every * payload <= budget)
+            before, after = losses[last // 2], losses[min(last // 2 + 1, len(losses) - 1)]
+            expected[f"r{i}"] = (before + after) / 2 if last % 2 else before
+        best = comparison.best(within={"wire": budget})
+        assert best == min(expected, key=expected.__getitem__)
+        assert best.loss == pytest.approx(min(expected.values()), abs=1e-12)
+        if len(drawn) > 1:
+            assert best.runner_up_loss == pytest.approx(sorted(expected.values())[1], abs=1e-12)
+            assert best.certain is None  # one seed
+
+
+def test_budgets_of_time_and_dollars_follow_from_the_network() -> None:
+    comparison = made(often=[run([5, 3, 1], 1, 4000)], seldom=[run([5, 4, 3], 4, 4000)])
+    compute = Compute(NO_TIME, dollars_per_hour=3600)  # two nodes: two dollars a second
+    assert (
+        comparison.best({"time": "4.1 ms"}, NETWORK, NO_TIME) == "seldom"
+    )  # all of it: one sync of 4 ms, and a loss of 3
+    assert comparison.best({"time": "4.1 ms"}, NETWORK, NO_TIME).runner_up_loss == 4.0  # one step, between 5 and 3
+    assert comparison.best({"cost": "$0.0081"}, NETWORK, compute) == "seldom"
+    assert comparison.best({"cost": 0.0321}, NETWORK, compute) == "often"
+    assert comparison.best({"cost": 0.0321, "step": 0}, NETWORK, compute).loss == 5.0
+    front = comparison.pareto("cost", network=NETWORK, compute=compute)
+    assert front.names == ["seldom", "often"]
+    np.testing.assert_allclose(sorted(front.frame["dollars"]), [0.008, 0.032])
+    np.testing.assert_allclose(
+        sorted(comparison.pareto("time", network=NETWORK, compute=NO_TIME).frame["hours"]), [0.004 / 3600, 0.016 / 3600]
+    )
+
+
+def test_best_says_how_sure_it_is() -> None:
+    better, worse = [1.0, 1.2, 1.1, 1.3], [1.5, 1.6, 1.7, 1.8]
+    runs = {
+        "a": [run([2.0, 2.0, loss], seed=i) for i, loss in enumerate(better)],
+        "b": [run([2.0, 2.0, loss], seed=i) for i, loss in enumerate(worse)],
+    }
+    best = made(**runs).best()
+    assert best == "a" and best.runner_up == "b" and best.certain
+    assert best.p == paired(np.array(worse) - better).p
+    assert repr(best).startswith("a: loss 1.1500; runner-up b: 1.6500 (the difference is certain")
+    assert made(a=runs["a"], b=[run([2.0, 2.0, 3.0 - i], seed=i) for i in range(4)]).best().certain is False
+    assert repr(made(a=runs["a"][:1]).best()) == "a: loss 1.0000"
+    front = made(**runs).pareto().frame
+    low, high = front["low"][0], front["high"][0]
+    half = 3.182446 * np.std(better, ddof=1) / 2  # t of 3 degrees of freedom
+    assert (low, high) == pytest.approx((1.15 - half, 1.15 + half), abs=1e-6)
+
+
+def test_a_run_that_diverged_is_on_no_front() -> None:
+    lost = run([2.0, 2.0, 2.0])
+    lost.failure, lost.diverged_at = "diverged", 3
+    comparison = made(lost=[lost], other=[run([2.0, 2.0, 1.9])])
+    frame = comparison.pareto().frame
+    assert frame["front"].tolist() == [False, True] and math.isnan(frame["loss"][0])
+    assert comparison.best({"step": 2}) == "other"
+
+
+def test_a_front_shows_itself() -> None:
+    front = made(a=[run([3.0, 2.0, 1.0], 1)], b=[run([3.0, 2.5, 2.0], 4)], c=[run([3.0, 3.0, 3.0], 2)]).pareto()
+    ax = front.plot()
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]  # type: ignore[union-attr]
+    assert labels == ["a", "b", "c"] and ax.get_ylabel() == "validation loss"
+    (line,) = (line for line in ax.lines if line.get_drawstyle() == "steps-post")
+    assert [*line.get_ydata()] == [2.0, 1.0]  # type: ignore[misc]
+    assert "<img" in front._repr_html_() and "dominated_by" in repr(front)
+    plt.close("all")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (({"bytes": 3},), ValueError, "budget.*bytes"),
+        (({"wire": "2 Gbit/s"},), ValueError, "2 Gbit/s"),
+        (({"wire": -1},), ValueError, "wire.*-1"),
+        (({"step": "many"},), ValueError, "step.*many"),
+        (("wire",), TypeError, "within.*wire"),
+        (({},), TypeError, "within"),
+        (({"time": "1 h"},), TypeError, "network"),
+        (({"wire": 1}, NETWORK, 1.0), TypeError, "no effect"),
+        ((None, NETWORK, 1.0), TypeError, "no effect"),
+        (({"cost": 1}, NETWORK, 1.0), ValueError, "dollars_per_hour"),
+    ],
+)
+def test_a_budget_that_says_nothing_is_an_error(arguments: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        made(a=[run([3.0, 2.0, 1.0])]).best(*arguments)
+    with pytest.raises(ValueError, match=r"cost.*bytes"):
+        made(a=[run([3.0, 2.0, 1.0])]).pareto("bytes")
+
+
+def test_amounts_are_read_as_numbers_or_text() -> None:
+    assert amount("wire", "1.5 MB") == 1.5e6 and amount("payload", "20 B") == 20 and amount("wire", 7) == 7
+    assert amount("time", "2 min") == 120 and amount("time", 3) == 3 and amount("cost", "40") == 40
+
+
+def test_no_loss_within_a_budget() -> None:
+    steps, losses = np.arange(3.0), np.array([math.nan, 2.0, 1.0])
+    assert math.isnan(loss_within(steps, losses, [(steps, 0.0)]))
+    assert loss_within(steps, losses, [(steps, 1.5)]) == 2.0
+    assert dominating([], []) == []

@@ -1,0 +1,244 @@
+"""Loss against what it costs: the runs that no other run dominates, and the best run within a budget."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vsim.arguments import one_of, real_number
+from vsim.figures.style import literal, styled
+from vsim.network.links import seconds
+from vsim.records.plots import LEGEND, Looks
+from vsim.records.statistics import differences
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+Floats = NDArray[np.float64]
+
+
+class Cost(NamedTuple):
+    """Something that training costs: the column of a front, how the figure calls it, and its unit in the column."""
+
+    column: str
+    label: str
+    unit: float
+
+
+COSTS = {
+    "wire": Cost("wire MB", "sent on the wire per node (MB)", 1e6),
+    "payload": Cost("payload MB", "payload communicated per node (MB)", 1e6),
+    "time": Cost("hours", "hours on the network", 3600.0),
+    "cost": Cost("dollars", "dollars", 1.0),
+}
+# What a budget may be of: costs, and columns of a history.
+BUDGETS = (*COSTS, "step", "examples", "tokens")
+_BYTES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def amount(of: str, value: Any) -> float:
+    """Return a budget as a number of bytes, seconds, dollars, steps, examples or tokens.
+
+    >>> amount("wire", "2 GB"), amount("time", "10 h"), amount("cost", "$40")
+    (2000000000.0, 36000.0, 40.0)
+
+    Raises:
+        TypeError: it is neither a number nor text. ValueError: it is below 0, or text of another form.
+    """
+    one_of("a budget", of, BUDGETS)
+    where = f"within[{of!r}]"
+    if of == "time":
+        return seconds(where, value, at_least=0)
+    if isinstance(value, str):
+        bytes_or_dollars = (
+            r"\s*([\d.]+(?:e[+-]?\d+)?)\s*([kKMGT]?)B\s*" if of in ("wire", "payload") else r"\s*\$?([\d.]+)()\s*"
+        )
+        match = re.fullmatch(bytes_or_dollars, value, flags=re.ASCII)
+        example = "'2 GB'" if of in ("wire", "payload") else "'$40'"
+        if match is None or of in ("step", "examples", "tokens"):
+            raise ValueError(
+                f"{where} must be a number{f', or text such as {example}' if match is None else ''}, got {value!r}"
+            )
+        value = float(match[1]) * _BYTES[match[2]]
+    return real_number(where, value, at_least=0)
+
+
+class Best(str):
+    """The name of a strategy, and how sure it is that no other is better. It is text, and shows itself as a sentence.
+
+    Attributes:
+        loss: its loss, the mean over the seeds. within: what the budget was, as text; "": there was none.
+        runner_up: the next best strategy, "" without any; runner_up_loss: its loss.
+        p: of the paired t-test between the two, adjusted by Holm over all strategies; NaN with one seed.
+    """
+
+    loss: float
+    within: str
+    runner_up: str
+    runner_up_loss: float
+    p: float
+
+    @property
+    def certain(self) -> bool | None:
+        """Whether seeds tell it from the runner-up (p ≤ 0.05); None: one seed cannot tell."""
+        return None if math.isnan(self.p) else self.p <= 0.05
+
+    def __repr__(self) -> str:
+        text = f"{self}: loss {self.loss:.4f}{f' within {self.within}' if self.within else ''}"
+        if not self.runner_up:
+            return text
+        sure = {
+            None: "one seed does not tell whether they differ",
+            True: f"the difference is certain, p = {self.p:.2g}",
+            False: f"seeds do not tell them apart, p = {self.p:.2g}",
+        }
+        return f"{text}; runner-up {self.runner_up}: {self.runner_up_loss:.4f} ({sure[self.certain]})"
+
+
+def best_of(values: Mapping[str, Mapping[int, float]], within: str = "") -> Best:
+    """Return the strategy of the lowest mean value.
+
+    Args:
+        values: strategy → seed → value, NaN for a run that has none. within: the budget, as text.
+
+    Raises:
+        ValueError: there is none.
+    """
+    means = {name: float(np.mean(list(own.values()))) for name, own in sorted(values.items()) if own}
+    means = {name: mean for name, mean in means.items() if math.isfinite(mean)}
+    if not means:
+        raise ValueError(f"no run has a loss{f' within {within}' if within else ''}")
+    first, *others = sorted(means, key=means.__getitem__)
+    best = Best(first)
+    best.loss, best.within = means[first], within
+    best.runner_up, best.runner_up_loss, best.p = "", math.nan, math.nan
+    if others:
+        best.runner_up, best.runner_up_loss = others[0], means[others[0]]
+        rows = differences({name: values[name] for name in means}, first)
+        best.p = next(float(row["p"]) for row in rows if row["strategy"] == others[0])
+    return best
+
+
+def loss_within(steps: Floats, losses: Floats, costs: Sequence[tuple[Floats, float]]) -> float:
+    """Return the loss at the last step whose costs are within their budgets, on the line between measurements.
+
+    Args:
+        steps: (T,) of every row. losses: (T,) NaN where not measured.
+        costs: (T,) of every row, none of which falls, and the budget of it.
+
+    Returns:
+        NaN if no row is within, or nothing was measured by then.
+    """
+    rows = min((int(np.searchsorted(own, most * (1 + 1e-12), "right")) for own, most in costs), default=len(steps))
+    known = ~np.isnan(losses)
+    if not rows or not known.any() or steps[rows - 1] < steps[known][0]:
+        return math.nan
+    return float(np.interp(steps[rows - 1], steps[known], losses[known]))
+
+
+@dataclass(frozen=True, repr=False)
+class Front:
+    """Loss against what it costs, at the end of each strategy's runs. In a notebook it shows itself as a figure.
+
+    A run is on the front if no other has a loss that is as low and a cost that is as low, and one of them lower.
+
+    Attributes:
+        cost: "wire", "payload", "time" or "cost".
+        frame: strategy, the cost, loss (means over the seeds), low and high (the 95 % interval of the loss by Student's
+            t; with one seed, by its standard error over the validation examples), seeds, front, dominated_by.
+        looks: of the strategies, by name. loss: which loss it is.
+    """
+
+    cost: str
+    frame: pd.DataFrame
+    looks: Looks
+    loss: str = "loss"
+
+    @property
+    def names(self) -> list[str]:
+        """The strategies on the front, the cheapest first."""
+        on_front = self.frame[self.frame["front"]]
+        return list(on_front.sort_values([COSTS[self.cost].column, "strategy"])["strategy"])
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw all runs with their intervals, those that others dominate faint, and a line through the front.
+
+        Args:
+            ax: default: the axes of a new figure as wide as a column.
+        """
+        from vsim.figures.paper import new_figure
+
+        ax = new_figure(3.3, 2.7).subplots() if ax is None else ax
+        kind = COSTS[self.cost]
+        known = self.frame[np.isfinite(self.frame["loss"])]
+        costs = known[kind.column]
+        if len(known) and costs.max() > 10 * costs.min():
+            positive = costs[costs > 0]
+            none_free = bool((costs > 0).all())
+            ax.set_xscale("log") if none_free else ax.set_xscale("symlog", linthresh=float(positive.min()) / 3)
+        front = known[known["front"]].sort_values(kind.column)
+        ax.plot(front[kind.column], front["loss"], drawstyle="steps-post", color="0.6", linewidth=1.0, zorder=1)
+        for row in known.to_dict("records"):
+            look, alpha = self.looks.by_name[row["strategy"]], 1.0 if row["front"] else 0.3
+            spread = [[row["loss"] - row["low"]], [row["high"] - row["loss"]]]
+            ax.errorbar(
+                row[kind.column],
+                row["loss"],
+                yerr=None if math.isnan(row["low"]) else spread,
+                color=look.colour,
+                marker=look.marker or "o",
+                markersize=5,
+                capsize=2,
+                alpha=alpha,
+                linestyle="none",
+                label=literal(row["strategy"]),
+            )
+        ax.set(xlabel=kind.label, ylabel=self.loss)
+        styled(ax)
+        if len(known) <= _NAMED:
+            ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, **LEGEND)
+        return ax
+
+    def _repr_html_(self) -> str:
+        import matplotlib.pyplot as plt
+
+        figure = self.plot().get_figure(root=True)
+        assert figure is not None
+        image = io.BytesIO()
+        figure.savefig(image, format="png", dpi=150, bbox_inches="tight")
+        plt.close(figure)
+        encoded = base64.b64encode(image.getvalue()).decode()
+        table: str = self.frame.to_html(index=False, float_format=lambda value: f"{value:.4g}", escape=True)
+        return f'{table}<img alt="loss against {COSTS[self.cost].column}" src="data:image/png;base64,{encoded}"/>'
+
+    def __repr__(self) -> str:
+        return str(self.frame.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
+
+
+_NAMED = 12  # strategies that a legend names
+
+
+def dominating(costs: Sequence[float], losses: Sequence[float]) -> list[int | None]:
+    """Return for each run the place of one that dominates it, the best of them; None: none does.
+
+    >>> dominating([1.0, 2.0, 2.0, 3.0], [3.0, 2.0, 2.5, 2.0])
+    [None, None, 1, 1]
+    """
+    found: list[int | None] = []
+    for cost, loss in zip(costs, losses, strict=True):
+        better = [
+            (other_loss, other_cost, i)
+            for i, (other_cost, other_loss) in enumerate(zip(costs, losses, strict=True))
+            if other_cost <= cost and other_loss <= loss and (other_cost < cost or other_loss < loss)
+        ]
+        found.append(min(better)[2] if better else None)
+    return found

@@ -1,0 +1,95 @@
+"""The configuration of a run, as JSON can hold it: every argument of `fit`, model, data, versions, machine and date."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vsim.arguments import is_factory
+from vsim.data.batches import digest_of
+from vsim.records.provenance import describe, versions
+
+# Elements of a tensor that a model's digest is made of, at most.
+_SAMPLED = 2**16
+
+
+def describe_run(
+    arguments: Mapping[str, Any],
+    model: nn.Module,
+    train_dataset: Any,
+    val_dataset: Any,
+    loss_fn: Any,
+    device: torch.device | None = None,
+    given: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return a run's configuration: every argument by its name, and model, data, versions, machine and date.
+
+    A strategy is described by the call that makes it, its class and its attributes.
+
+    Args:
+        arguments: of `Trainer.fit`. device: where it computes. given: those that are not left at their defaults.
+    """
+    described = {name: describe(value) for name, value in arguments.items()}
+    if not isinstance(arguments.get("resume"), bool | str | Path | None):
+        described["resume"] = type(arguments["resume"]).__qualname__  # a checkpoint, with all of its state
+    if "strategy" in arguments:
+        described["strategy"] = {"call": repr(arguments["strategy"]), **described["strategy"]}
+    return {
+        **described,
+        "model": _described_model(model),
+        "train_dataset": _described_data(train_dataset),
+        "val_dataset": _described_data(val_dataset),
+        "loss_fn": describe(loss_fn),
+        "given": sorted(given),
+        "versions": versions(),
+        "machine": {
+            "system": platform.platform(terse=True),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "device": None if device is None else str(device),
+        },
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def _described_model(model: nn.Module) -> dict[str, Any]:
+    parameters = dict(model.named_parameters())
+    text = hashlib.sha256()
+    for name, tensor in [*parameters.items(), *model.named_buffers()]:
+        text.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + _sample(tensor))
+    return {
+        "class": type(model).__qualname__,
+        "parameters": sum(p.numel() for p in parameters.values()),
+        "trainable_parameters": sum(p.numel() for p in parameters.values() if p.requires_grad),
+        "parameter_bytes": sum(p.nbytes for p in parameters.values()),
+        "shapes": {name: list(p.shape) for name, p in parameters.items()},
+        "digest": text.hexdigest()[:16],
+    }
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Return the bytes of elements spread evenly over a tensor; none where it has no values, or not in one block."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        return b""
+    flat = tensor.detach().reshape(-1).resolve_conj().resolve_neg()
+    few = flat[:: max(1, -(-len(flat) // _SAMPLED))].cpu().clone(memory_format=torch.contiguous_format)
+    return few.view(torch.uint8).numpy().tobytes()
+
+
+def _described_data(dataset: Any) -> Any:
+    """Describe a dataset by its size and a digest of some examples (None: not the same when read twice)."""
+    dealt = getattr(dataset, "dataset", None)
+    if is_factory(dataset) and dealt is not None:  # a Partition
+        return {"partition": repr(dataset), **_described_data(dealt)}
+    if dataset is None or is_factory(dataset):
+        return describe(dataset)
+    digest = digest_of(dataset)
+    return {"class": type(dataset).__qualname__, "examples": len(dataset), "digest": f"{digest:x}" if digest else None}
