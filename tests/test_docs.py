@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 from documents import ROOT, Block, blocks, run_page
 
-PAGES = [ROOT / "CONTRIBUTING.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
+import vsim
+
+PAGES = [
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts),
+]
 
 
 def title(page: Path) -> str:
@@ -65,6 +71,15 @@ def test_every_page_is_in_the_table_of_contents() -> None:
             entries = [line for line in block.splitlines() if line and not line.startswith(":")]
             listed |= {(page.parent / f"{entry}.md").resolve() for entry in entries}
     assert {page.resolve() for page in PAGES if docs in page.parents} == listed | {(docs / "index.md").resolve()}
+
+
+def test_changelog_and_citation_name_the_version() -> None:
+    newest = re.search(
+        r"^## \[([\d.]+)\] - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert newest and newest[1] == vsim.__version__
+    assert f'version: {newest[1]}\ndate-released: "{newest[2]}"\n' in citation
 
 
 @pytest.mark.slow

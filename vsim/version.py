@@ -1,3 +1,3 @@
-"""The version of vsim, which a run's record names."""
+"""The version of vsim, which records of runs name."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
