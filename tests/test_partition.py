@@ -67,7 +67,7 @@ def test_every_example_is_dealt_once_and_as_the_kind_promises(
 ) -> None:
     data = of_sizes(*sizes)
     if kind == "classes" and 2 * num_nodes < len(sizes):
-        with pytest.raises(ValueError, match="would be nobody's"):
+        with pytest.raises(ValueError, match="no node would get the others"):
             partition(data, num_nodes, kind, classes=2)
         return
     dealt, again = (partition(data, num_nodes, kind, seed=seed, **KINDS[kind]) for _ in range(2))

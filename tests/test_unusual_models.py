@@ -495,11 +495,11 @@ class Penalized(nn.Module):
 
 
 REFUSED = [
-    (lambda: Listed(16), r"the loss depends on first\.weight not by the module that has it.*no node's own"),
+    (lambda: Listed(16), r"the loss depends on first\.weight not by the module that has it.*belongs to no node"),
     (Penalized, r"the loss depends on layer\.weight not by the module that has it"),
     (lambda: Teacher(16), r"changes teacher\.weight in forward.*requires no gradient.*make it a buffer"),
-    (lambda: Widening(torch.zeros(16).long()), r"seen, which is torch\.int64 \[16\], anew as torch\.float32 \[16\]"),
-    (lambda: Widening(torch.tensor(0.0)), r"seen, which is torch\.float32 \[\], anew as torch\.float32 \[16\]"),
+    (lambda: Widening(torch.zeros(16).long()), r"seen, which is torch\.int64 \[16\], again as torch\.float32 \[16\]"),
+    (lambda: Widening(torch.tensor(0.0)), r"seen, which is torch\.float32 \[\], again as torch\.float32 \[16\]"),
     (lambda: Widening(None), "makes buffers in forward: seen; register them with a tensor"),
 ]
 

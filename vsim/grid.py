@@ -79,7 +79,7 @@ def known_settings(strategy: Any, settings: Mapping[str, Any], also: Sequence[st
 
 
 def settings_of(strategy: Callable[..., Strategy]) -> list[str]:
-    """Return the names of a class's arguments, with those that all strategies take."""
+    """Return the names of a class's arguments, including the arguments that all strategies take."""
     parameters = inspect.signature(strategy).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -40,7 +40,7 @@ def price(
     Args:
         strategy: its own code runs, except for the inner optimizer, which sends nothing.
         parameters: N, up to 10¹⁵, in the shapes of a GPT; see `gpt_of`. Or give a model.
-        layers: of this GPT. Default: those of `compute`, or else as many as a GPT of that size usually has.
+        layers: of this GPT. Default: the layers of `compute`, or else as many as a GPT of that size usually has.
         model: gives the shapes instead. It may be on the meta device, and is not changed.
         num_nodes: K, up to 10⁶. max_steps: of the run. network, compute: see `timeline`.
         bytes_per_parameter: 1, 2, 4 or 8. Default: 4, or as in the model.

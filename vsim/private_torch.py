@@ -86,7 +86,7 @@ def without_messages() -> AbstractContextManager[Any]:
     return torch._dynamo.config.patch({name: {print, warnings.warn, *logs}})
 
 
-# Also those that libraries add to loggers, as transformers adds warning_once.
+# Including methods that libraries add to loggers, as transformers adds warning_once.
 _LOGS = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
 

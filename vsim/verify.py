@@ -112,10 +112,10 @@ def verify(
     sign of a zero is ignored.
 
     Args:
-        model, train_dataset, val_dataset, loss_fn: as of `Trainer`.
+        model, train_dataset, val_dataset, loss_fn: see `Trainer`.
         strategy: yours or a built-in one. num_nodes: K, also the number of processes. max_steps: optimizer steps.
         threads: CPU threads of the simulator and of every process; default the machine's cores over K, at least 1.
-        executor, chunk_size: of the simulator, as of `Trainer.fit`; "vmap" tests the step of all nodes at once.
+        executor, chunk_size: of the simulator, see `Trainer.fit`; "vmap" tests the step of all nodes at once.
         fit_options: of `Trainer.fit`: batch_size, minibatch_size, gradient_accumulation, shuffle, val_size,
             val_interval, seed, participation, compute, correlation_interval, dataloader_kwargs, timeout_seconds,
             progress. With `participation` processes start and end as nodes join and leave.

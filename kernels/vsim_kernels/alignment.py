@@ -2,8 +2,8 @@
 
 A separate tensor begins at a multiple of 64 bytes. Row k of a dense stacked tensor (K, …) does so only if the size of a
 row happens to be a multiple too, and some libraries sum in another order where an operand is not aligned (MKL on AMD's
-processors, modulo 16 bytes). So that node k's products are bitwise equal to those of node k alone, stacked operands
-keep their rows a multiple of 64 bytes apart, with a gap behind each row if need be.
+processors, modulo 16 bytes). To make node k's products bitwise equal to the products of a single node, stacked
+operands keep their rows a multiple of 64 bytes apart, with a gap behind each row if need be.
 """
 
 from __future__ import annotations

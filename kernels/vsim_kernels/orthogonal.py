@@ -23,7 +23,7 @@ def newton_schulz(matrices: Sequence[Tensor], coefficients: Coefficients, steps:
         steps: iterations. eps: the least norm to divide by.
 
     Returns:
-        Of each its factors, (K, n, m) in bfloat16.
+        The factors of each matrix, (K, n, m) in bfloat16.
 
     Source: Muon [Jordan et al. 2024, kellerjordan.github.io/posts/muon].
     """

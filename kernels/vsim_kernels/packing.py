@@ -14,7 +14,7 @@ def pack_bits(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 
     Args:
         parts: *stacked* (K, n_i) of whole numbers from 0 to 2^width − 1, one part or more.
-        widths: the bits of a number of each part, at least 0.
+        widths: bits per number, for each part, at least 0.
 
     Returns:
         *stacked* (K, ceil(Σ n_i · width_i / 8)), uint8; the last byte is filled with zeros.
@@ -63,7 +63,7 @@ def pack_bits_reference(parts: Sequence[Tensor], widths: Sequence[int]) -> Tenso
 
 
 def unpack_bits_reference(packed: Tensor, counts: Sequence[int], widths: Sequence[int]) -> list[Tensor]:
-    """`unpack_bits`, likewise."""
+    """Unpack bit by bit in Python, as a reference for `unpack_bits`."""
     parts: list[list[list[int]]] = [[] for _ in counts]
     for row in packed.tolist():
         number = int.from_bytes(bytes(row), "little")

@@ -97,7 +97,7 @@ def stochastic_codes(x: Tensor, levels: int, uniform: Tensor) -> tuple[Tensor, T
     magnitude = _magnitude(x)
     norm = torch.linalg.vector_norm(magnitude, dim=-1, keepdim=True)
     if x.shape[-1] > 0:
-        # Squares of tiny entries vanish and those of huge ones overflow. Any norm from max|x| up is unbiased.
+        # Squares of tiny entries vanish, and squares of huge ones overflow. Any norm from max|x| up is unbiased.
         norm = torch.maximum(norm, magnitude.amax(-1, keepdim=True)).clamp_(max=torch.finfo(x.dtype).max)
     scale = norm / levels
     y = _ratio(x, scale).abs_().clamp_(max=levels)

@@ -123,8 +123,8 @@ class Checkpoint:
         parameters. Step, examples and the position in the data (that of the new run's order at this step) and in the
         learning-rate schedule continue. With the same K every node keeps its own weights, buffers and stream of random
         numbers, with another K all start from the mean. A strategy's own state (outer weights, residuals, means
-        on their way) starts again, from the mean replica. History and ledger start at this step, with 0 bytes; those of
-        the run so far stay with the checkpoint.
+        on their way) starts again, from the mean replica. History and ledger start at this step, with 0 bytes; the
+        checkpoint keeps the earlier part.
 
         Args:
             optimizer: keep the state of the nodes' inner optimizers where it fits: the same K, optimizer class, device

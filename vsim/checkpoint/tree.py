@@ -154,7 +154,7 @@ def _key(key: Any, path: str) -> Node:
 
 
 def merged(nodes: Sequence[Node]) -> Node:
-    """Return one node for all processes, from those of each, packed (see `vsim.checkpoint.files`): rows in order."""
+    """Merge the nodes of all processes, packed, into one (see `vsim.checkpoint.files`): rows in order."""
     first = nodes[0]
     if all(isinstance(node, dict) and node["kind"] == first["kind"] for node in nodes) and "rows" in first:
         if all(node["rows"] for node in nodes):

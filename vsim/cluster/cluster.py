@@ -99,7 +99,7 @@ class Cluster:
 
     @property
     def resting(self) -> list[int]:
-        """The rows of those of them that are held here."""
+        """The rows of resting nodes that this process holds."""
         held = self.replicas.nodes
         return [node - held.start for node in self.resting_nodes if node in held]
 

@@ -56,7 +56,7 @@ class Event(NamedTuple):
 
     @property
     def server_wire_bytes(self) -> float:
-        """What a server transmits, which is no node."""
+        """Bytes that the server transmits. A server is not a node."""
         return self._wire()[2]
 
     @property
@@ -84,7 +84,7 @@ _DERIVED = ("wire_bytes", "total_wire_bytes", "server_wire_bytes")
 
 
 class Ledger(Sequence[Event]):
-    """The events of one run, in order; a sequence of `Event`. Bytes on the wire are those of ring algorithms.
+    """The events of one run, in order; a sequence of `Event`. Wire bytes assume ring algorithms.
 
     Attributes:
         num_nodes: K, or the number of clients in a population.
@@ -93,7 +93,7 @@ class Ledger(Sequence[Event]):
         clock: what a run depended on, as plain data: the compute that decided who was late, or the compute and network
             of an asynchronous run. seconds: of an asynchronous run, when every step was done, and what a node had
             computed until then, in the mean of the nodes.
-        total_wire_bytes: the total so far over all nodes. server_wire_bytes: that of a server, which is no node.
+        total_wire_bytes: the total so far over all nodes. server_wire_bytes: the server's, which is not a node.
     """
 
     def __init__(self, num_nodes: int) -> None:
@@ -107,8 +107,8 @@ class Ledger(Sequence[Event]):
         self.seconds: list[tuple[float, float]] = []
         self.total_wire_bytes = self.server_wire_bytes = 0.0
         self._events: list[Event] = []
-        # Payload and wire bytes of every node alike, of each beside that, and the most of those: an event that concerns
-        # all nodes alike, as most do, must not cost a sum over all of them.
+        # Payload and wire bytes that all nodes have in common, each node's own on top, and the largest of these: an
+        # event that concerns all nodes alike, as most do, must not cost a sum over all of them.
         self._alike = [0.0, 0.0]
         self._own = np.zeros((2, 1))
         self._most = [0.0, 0.0]
@@ -165,8 +165,8 @@ class Ledger(Sequence[Event]):
     def as_plain(self) -> dict[str, Any]:
         """Return the record as dicts, lists, numbers and text, which JSON can hold.
 
-        What is sent is the same, mostly, from step to step, and mostly by all nodes: an event is its step, the step at
-        which it is due, and its place in "kinds"; null stands for all nodes.
+        Most events repeat from step to step, and most concern all nodes. An event is therefore stored as its step, the
+        step at which it is due, and its place in "kinds"; null stands for all nodes.
         """
         kinds: dict[str, int] = {}
         events = []

@@ -20,11 +20,11 @@ _FACTORS = {
 class StackedMuon(torch.optim.Muon):
     """torch.optim.Muon over stacked matrices: that of every node, with the products of all nodes in one call.
 
-    Bitwise equal to one Muon a node wherever products of several matrices are to those of one; close everywhere.
+    Bitwise equal to one Muon per node wherever batched matrix products are bitwise equal to single ones; else close.
 
     Args:
         stacked: (R, n, m) each.
-        options: those of torch.optim.Muon.
+        options: see torch.optim.Muon.
     """
 
     def __init__(self, stacked: Iterable[Tensor], **options: Any) -> None:
@@ -58,7 +58,7 @@ class StackedMuon(torch.optim.Muon):
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:
-    """Return the names of the trainable matrices but for those of embeddings and of the last linear layer.
+    """Return the names of all trainable matrices except embeddings and the last linear layer.
 
     The weights of a convolution count as a matrix (out, rest).
     """

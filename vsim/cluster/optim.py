@@ -36,7 +36,7 @@ ELEMENTWISE = frozenset(
         torch.optim.ASGD,
     }
 )
-# One pass over memory instead of one for each operation; the last bits differ from those of separate operations. Less
+# One pass over memory instead of one for each operation; the last bits may differ from separate operations. Less
 # precise weights differ by more: separate operations round after each, and torch's fused SGD of bfloat16 is wrong.
 _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
 _PRECISE = (torch.float32, torch.float64)
@@ -64,7 +64,7 @@ class OptimSpec:
         rest: the optimizer of the parameters that `cls` is not for, an `OptimSpec`, class or name; its learning rate is
             that of `cls` unless it has its own. None: `cls` is for all parameters.
         only: with `rest`, the names of the parameters that `cls` is for, or patterns such as "blocks.*.weight".
-            Default: the hidden matrices, which are all matrices but those of embeddings and of the last linear layer; a
+            Default: the hidden matrices, which are all matrices except embeddings and the last linear layer; a
             convolution's weights count as a matrix (out, rest).
         kwargs: its arguments.
 
@@ -245,7 +245,7 @@ class OptimSpec:
 
 
 def matching(argument: str, patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return those of `names` that a pattern matches.
+    """Return the `names` that at least one pattern matches.
 
     Raises:
         ValueError: a pattern, which `argument` has, matches none.

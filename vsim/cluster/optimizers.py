@@ -51,7 +51,7 @@ class JointOptimizers:
 
 
 class NodeOptimizers(JointOptimizers):
-    """One optimizer for each node, for those that mix the elements of a tensor.
+    """One optimizer for each node, for optimizers that mix the elements of a tensor.
 
     Args:
         cls: the class of torch optimizers.

@@ -131,8 +131,8 @@ class Trace(Participation):
 
     Args:
         file: a CSV file with the columns step, node and event, which is "join", or "leave" or "fail"; or such rows. An
-            event happens when so many steps are completed. All nodes are there at first but those that join before they
-            have left.
+            event happens once that many steps are completed. A node is there from the start unless its first event is
+            a join.
     """
 
     def __init__(self, file: str | Path | Iterable[tuple[int, int, str]]) -> None:

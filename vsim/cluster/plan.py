@@ -55,7 +55,7 @@ class Round(NamedTuple):
     syncs: tuple[int, ...] = ()
 
     def rounds(self, rounds: int | None, what: str) -> Iterator[tuple[int, int]]:
-        """Yield the first and the last step of every round: of so many steps, or by default from sync to sync.
+        """Yield the first and the last step of every round: `rounds` steps each, or by default from sync to sync.
 
         Raises:
             ValueError: `rounds` does not fit the syncs; the error names `what`.
@@ -125,7 +125,7 @@ class Plan:
         return tuple(node for node in self._known[number].nodes if node not in before)
 
     def peer(self, step: int) -> int:
-        """Return whom nodes that join at `step` copy: the first that stays, or else the first of those that leave."""
+        """Return the node that nodes joining at `step` copy: the first that stays, or else the first that leaves."""
         before, now = self.segment(step - 1).nodes, self.segment(step).nodes
         return next((node for node in before if node in now), before[0])
 

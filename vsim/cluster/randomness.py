@@ -166,7 +166,7 @@ class OwnGlobals:
         self.at_setup = self.states
 
     def anew(self) -> OwnGlobals:
-        """Return those of the same run as it is set up once more."""
+        """Return the global generators of the same run when it is set up again."""
         other = copy.copy(self)
         other.states = self.at_setup
         return other

@@ -45,7 +45,7 @@ def groups_of(among: Any, active: Sequence[int]) -> list[list[int]]:
     Nodes are one group, groups of nodes several; empty ones are left out.
 
     Raises:
-        ValueError: something named is no node that takes part, or is named twice.
+        ValueError: an entry is not the number of a participating node, or appears twice.
     """
     parts: list[Any] = [part.tolist() if hasattr(part, "tolist") else part for part in among]
     groups = [list(part) for part in parts] if all(hasattr(part, "__iter__") for part in parts) else [parts]

@@ -81,7 +81,7 @@ class Schedule:
         reject_unknown(self.kwargs, ["warmup_steps", "cosine_anneal", "max_steps"], "lr_scheduler_kwargs")
         twice = self.kwargs.keys() & given.keys()
         if twice:
-            raise TypeError(f"{', '.join(sorted(twice))} is given twice: in lr_scheduler_kwargs and beside it")
+            raise TypeError(f"{', '.join(sorted(twice))} is given twice: in lr_scheduler_kwargs and as an argument")
         self.kwargs = {"warmup_steps": 0, "cosine_anneal": name == "cosine", **self.kwargs, **given}
         whole_number("warmup_steps", self.kwargs["warmup_steps"], at_least=0)
         true_or_false("cosine_anneal", self.kwargs["cosine_anneal"])

@@ -57,8 +57,8 @@ class Stateful:
     def keep_client(self, **tensors: Tensor) -> None:
         """Set stacked tensors whose rows belong to the clients that the nodes are at the time.
 
-        Where nodes serve a population, a client's row is kept for the next round that it takes part in. As they are
-        declared, they are those of clients that have not taken part yet.
+        Where nodes serve a population, a client's row is kept for the next round that it takes part in. The
+        tensors given here are the state of a client that has not taken part yet.
         """
         self.keep_stacked(**tensors)
         vars(self).setdefault("_of_clients", set()).update(tensors)

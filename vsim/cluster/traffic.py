@@ -19,7 +19,7 @@ class Traffic(NamedTuple):
     Attributes:
         handed: (n,) what each node hands in, by its place in the group. sent: (n,) what it transmits.
         busiest: what the node transmits that transmits most. total: what all of them do. Both are exact.
-        server: what a server that is no node transmits.
+        server: what the server transmits, which is not a node.
         is_even: whether all nodes of the group hand in as much, and transmit as much.
     """
 

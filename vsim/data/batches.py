@@ -102,7 +102,7 @@ class Batches:
         return self._batches((own[None] for own in self.order.of_node(node, start_step)), [node])
 
     def _batches(self, order: Iterator[Tensor | Uneven], nodes: Sequence[int]) -> Iterator[Any]:
-        """Yield the batches of some nodes, whose positions are those in `order`."""
+        """Yield the batches of some nodes, at the positions in `order`."""
         if self._gather is None:
             return self._loaded(order, nodes)
         # Contiguous per node: the layout of the gathered examples is that of the positions.
@@ -110,7 +110,7 @@ class Batches:
         return (tree_map(lambda own: gather(own.contiguous()), positions) for positions in order)
 
     def _loaded(self, order: Iterator[Tensor | Uneven], nodes: Sequence[int]) -> Iterator[Any]:
-        """Any dataset: one DataLoader, whose batches hold the samples of the nodes, those of the first one first."""
+        """Load any dataset by one DataLoader, whose batches hold the samples of all nodes, the first node's first."""
         # A worker_init_fn may ask for the user's own dataset, which takes single positions.
         one_by_one = len(self._datasets) == 1 and self._options.get("worker_init_fn") is not None
         yield from DataLoader(
@@ -131,7 +131,7 @@ def _by_node(positions: Tensor | Uneven) -> list[list[int]]:
 
 
 def _one_by_one(positions: Tensor | Uneven) -> list[int]:
-    """Return the positions of all nodes' examples, those of the first node first."""
+    """Return the positions of all nodes' examples, the first node's first."""
     if isinstance(positions, Uneven):
         raise ValueError(
             "dataloader_kwargs: with worker_init_fn the nodes' batches must have one size, and here nodes have "

@@ -46,7 +46,7 @@ class Uneven:
     parts: list[Any]
 
 
-# What maps over the tensors of a batch, such as a copy to another device, maps over those of all parts.
+# A map over the tensors of a batch, such as a copy to another device, maps over the tensors of all parts.
 register_pytree_node(
     Uneven,
     lambda batch: (batch.parts, batch.rows),

@@ -106,7 +106,7 @@ class Partition:
         self, dataset: Dataset[Any], num_nodes: int, owners: Ints, classes: Sequence[Any], codes: Ints, told: str
     ) -> None:
         self.dataset, self.num_nodes, self.classes, self._told = dataset, num_nodes, classes, told
-        self._order = torch.from_numpy(np.argsort(owners, kind="stable"))  # (N,), those of client 0 first
+        self._order = torch.from_numpy(np.argsort(owners, kind="stable"))  # (N,), client 0's first
         self.sizes = torch.from_numpy(np.bincount(owners, minlength=num_nodes))
         self._ends = self.sizes.cumsum(0)
         cells = np.bincount(owners * len(classes) + codes, minlength=num_nodes * len(classes))
@@ -266,8 +266,8 @@ def _by_classes(stream: np.random.Generator, codes: Ints, num_nodes: int, classe
     whole_number("classes", classes, at_most=len(sizes))
     if classes * num_nodes < len(sizes):
         raise ValueError(
-            f"partition: {num_nodes} nodes with classes={classes} have no more than {classes * num_nodes} of the "
-            f"{len(sizes)} classes, and the others would be nobody's"
+            f"partition: {num_nodes} nodes with classes={classes} cover at most {classes * num_nodes} of the "
+            f"{len(sizes)} classes, and no node would get the others"
         )
     has = np.zeros((num_nodes, len(sizes)), bool)
     for client in has:
@@ -340,8 +340,8 @@ def _drawn(stream: np.random.Generator, totals: Ints, num_nodes: int, alpha: flo
 def _whole(exact: NDArray[np.float64], totals: Ints) -> Ints:
     """Round shares (C, K) to whole examples, class by class, so that each class has its total.
 
-    What rounding down leaves of a class goes to the clients that have a share in it and are most behind by then: with
-    large α, all classes would otherwise be rounded up at the same clients.
+    Examples left over by rounding down go to clients that have a share in the class, the ones furthest behind their
+    exact share so far first: with large α, all classes would otherwise be rounded up at the same clients.
     """
     counts = np.floor(exact).astype(np.int64)
     behind = np.zeros(exact.shape[1])

@@ -53,7 +53,7 @@ def node_by_node(
 ) -> Any:
     """Call `function` once for each node with its slice of every `Stacked` argument; stack the tensors it returns.
 
-    Differentiable, and exact: it *is* the eager operation on one node. What it writes into a slice is kept.
+    Differentiable, and exact: it *is* the eager operation on one node. In-place writes into a slice are kept.
 
     Args:
         args, kwargs: the arguments; a tensor that differs between the nodes is wrapped in `Stacked`. The same object
@@ -61,7 +61,7 @@ def node_by_node(
         streams: K generators that `function` draws from in place of the default generator, or None.
 
     Raises:
-        NodesDifferError: what it returns is no tensor, and not the same on all nodes.
+        NodesDifferError: `function` returns something else than tensors, which differs between nodes.
     """
     leaves, spec = tree_flatten((args, kwargs))
     stacked = {id(leaf): leaf.tensor for leaf in leaves if isinstance(leaf, Stacked)}
@@ -392,7 +392,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def of_examples(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a function of a batch of examples (N, …), each by itself, to those of all nodes (K, B, …) in one call.
+    """Apply a function that treats each example of (N, …) by itself to all nodes' examples (K, B, …) in one call.
 
     They are taken in the order in which they lie in memory (`grouped_convolution` leaves the nodes inside the batch),
     so that nothing is copied, and what follows finds the same order.
@@ -562,7 +562,7 @@ def _sample_agrees(threads: int) -> bool:
 @torch.no_grad()
 def _agree(a: _Lie, b: _Lie, with_bias: bool, dtype: torch.dtype, threads: int) -> bool:
     stream = torch.Generator().manual_seed(0)
-    with unwatched(), torch.autocast("cpu", enabled=False):  # nobody watches, nothing is cast
+    with unwatched(), torch.autocast("cpu", enabled=False):  # no observers, no casts
         return all(_agrees_once(a, b, with_bias, dtype, stream) for _ in range(_TRIALS))
 
 

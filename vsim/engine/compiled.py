@@ -37,9 +37,9 @@ from vsim.private_torch import (
     without_performance_warnings,
 )
 
-# A compiled call takes as many nodes at once as keep so many bytes between forward and backward pass. Compiled code
-# loses little by being called more often, and activations are then read again from the caches: a step of 16 GPTs takes
-# 0.94 of the time that it takes in two pieces, a step of 4 ResNets 0.95.
+# A compiled call takes as many nodes at once as keep at most this many bytes between forward and backward. Compiled
+# code loses little by being called more often, and activations are then read again from the caches: a step of 16 GPTs
+# takes 0.94 of the time that it takes in two pieces, a step of 4 ResNets 0.95.
 ACTIVATIONS_AT_ONCE = 40_000_000
 _COMPILING = "compiling: some 10 to 60 s the first time, seconds where torch's cache on disk has it"
 _MOST_GRAPHS = 256  # torch's own limit of what one process compiles
@@ -234,7 +234,7 @@ class CompiledExecutor(VmapExecutor):
                         f"the model cannot be compiled: it has been another {self.changes} times since the first step, "
                         f"and every time it takes seconds; what no longer held: {change}"
                     ) from error
-        # Other shapes and models need other graphs; torch's own limit would count those of all runs of the process.
+        # Other shapes and models need other graphs; torch's own limit counts the graphs of all runs in the process.
         with recompile_limit(_MOST_GRAPHS), guarding_hooks(), without_messages(), without_performance_warnings():
             losses: Tensor = call()
         self.known.add(graph)
@@ -264,9 +264,9 @@ def _summary(error: Exception) -> str:
     return summary + (f" ({where[-1]})" if where else "")
 
 
-# What autocast does to operations that functorch takes apart before autocast sees them, done to their operands. Of a
-# convolution functorch leaves one of another name, which autocast does not know; of a loss in float32, its parts in
-# bfloat16. (Vmapped in eager PyTorch these are called node by node.) The lists are those of PyTorch's documentation
+# What autocast does to operations that functorch takes apart before autocast sees them, done to their operands.
+# functorch turns a convolution into an operation that autocast does not know, and a loss in float32 into parts in
+# bfloat16. (Vmapped in eager PyTorch these are called node by node.) The lists follow PyTorch's documentation
 # ("Automatic Mixed Precision package", operations by policy), as far as functorch takes these operations apart.
 _Function = Callable[..., Any]
 

@@ -209,7 +209,7 @@ class Executor(ABC):
 
     @torch.no_grad()
     def _bits_of_row(self, weights: Iterable[Tensor]) -> Tensor | None:
-        """Return a number for the bits of the row of weights that nodes share; None if they share none.
+        """Return a checksum of the row of weights that nodes share, bit by bit; None if they share none.
 
         Args:
             weights: what the model gets: views of the row, or copies.
@@ -342,7 +342,7 @@ class Executor(ABC):
 
 
 def bits_of(t: Tensor) -> Tensor:
-    """Return a floating-point tensor's bits as whole numbers: equal where it is, NaNs included."""
+    """Return a floating-point tensor reinterpreted as integers, so that == compares bits, also of NaNs."""
     return t.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
@@ -371,7 +371,7 @@ def minibatches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
 def check_examples(batch: Any, dim: int) -> None:
     """Raise a ValueError for a batch that cannot be cut, as its tensors differ in the length of their dimension `dim`.
 
-    Such as of class weights, or of sequences with the time in front: a part of these is not a part of the examples.
+    Class weights are such a tensor, and so are sequences with time in front: cutting them does not select examples.
     """
     lengths = {keystr(path): t.shape[dim] for path, t in tree_flatten_with_path(batch)[0] if t.dim() > dim}
     if len(set(lengths.values())) > 1:
@@ -435,7 +435,7 @@ def check_depends(losses: Tensor) -> None:
 
 
 def write_or_add(grads: list[Tensor], pieces: Sequence[Tensor], first: bool) -> None:
-    """Write (if first) or add tensors to those of `grads`, in whose memory they may lie already."""
+    """Write `pieces` to `grads` (if first) or add them. A piece may already lie in the memory of its gradient."""
     pieces = [p.to_dense() if p.is_sparse else p for p in pieces]  # sparse ones are of Embedding(sparse=True)
     if not first:
         torch._foreach_add_(grads, pieces)
@@ -468,8 +468,8 @@ class SharedState:
     def check_reached(self, losses: Tensor) -> None:
         """Raise a ValueError if losses depend on parameters of the model that are no node's.
 
-        A node's own tensors take the places of its parameters: whoever holds a parameter in a list, say, has that of
-        before, and so has a loss function that names the model which was given to the trainer.
+        During a step a node's own tensors replace the module's parameters. A parameter held elsewhere, in a list or in
+        a loss function that names the trainer's model, is still the original one.
         """
         nodes = [losses.grad_fn]
         seen = set(nodes)
@@ -479,8 +479,8 @@ class SharedState:
             if name is not None:
                 raise ValueError(
                     f"the loss depends on {name} not by the module that has it but by another way, such as a list, a "
-                    "closure or a global variable, where it is no node's own and never trained: take it from its "
-                    "module, in forward"
+                    "closure or a global variable, where it belongs to no node and is never trained: take it from "
+                    "its module, in forward"
                 )
             found = {following for following, _ in getattr(node, "next_functions", ()) if following is not None}
             nodes += found - seen

@@ -42,9 +42,9 @@ class Explanation:
 
     Attributes:
         executor: the executor that computes the gradients. reason: why that one.
-        operations: those of the forward pass, the most frequent first; empty where the executor does not distinguish
-            them (loop, compiled).
-        memory: bytes per node: weights, gradients, optimizer, activations. Of a shared row a node counts its part.
+        operations: of the forward pass, the most frequent first; empty where the executor does not distinguish them
+            (loop, compiled).
+        memory: bytes per node: weights, gradients, optimizer, activations. A shared row counts by a K-th per node.
         num_nodes: K.
         step_seconds: median of the steps that were run. gradient_flops: multiplications and additions of the losses and
             gradients of one step. peak_flops: of a large matrix product, a second.

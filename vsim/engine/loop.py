@@ -139,7 +139,7 @@ def agrees_with_loop(
 ) -> str:
     """Return what differs between a step that an executor has computed and the loop's; nothing if they agree.
 
-    Losses and gradients are compared, and with rtol 0 the bits of buffers as well. The executor's results stay.
+    Losses and gradients are compared, and with rtol 0 also buffers, bitwise. The executor's results stay.
 
     Args:
         losses: the executor's, whose gradients are in the replicas.
@@ -172,7 +172,7 @@ def agrees_with_loop(
                 odd = f"the gradient of {name} differs from that of eager PyTorch, {off}"
                 break
         if not odd and not torch.allclose(losses, expected, rtol=rtol, atol=rtol, equal_nan=True):
-            odd = f"the losses {losses.tolist()} differ from those of the nodes alone, {expected.tolist()}"
+            odd = f"the losses {losses.tolist()} differ from {expected.tolist()}, computed node by node"
     left.restore()
     for name, own in ours["gradient"].items():
         theirs["gradient"][name].copy_(own)

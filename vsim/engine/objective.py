@@ -270,13 +270,13 @@ def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:
     """Write to a buffer the tensor that the model has assigned in its place.
 
     Raises:
-        ValueError: it has another shape or dtype, or is no tensor.
+        ValueError: it has another shape or dtype, or is not a tensor.
     """
     if not isinstance(value, Tensor) or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
         now = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(
-            f"the model assigns buffer {name}, which is {buffer.dtype} {list(buffer.shape)}, anew as {now}: the nodes' "
-            "buffers are stacked, so register it with the dtype and shape that it is going to have"
+            f"the model assigns buffer {name}, which is {buffer.dtype} {list(buffer.shape)}, again as {now}: the "
+            "nodes' buffers are stacked, so register it with its final dtype and shape"
         )
     buffer.copy_(value.detach())
 
@@ -296,7 +296,7 @@ def kept_in_python(model: nn.Module, loss_fn: Any = None, own: Container[int] = 
     its type.
 
     Args:
-        own: ids of tensors that stand for parameters: a list of references to them, as of nn.LSTM, is no state.
+        own: ids of tensors that stand for parameters: a list of references to them, like nn.LSTM's, is not state.
     """
     found: dict[str, Any] = {}
     for name, root in (("model", model), ("loss_fn", loss_fn)):
@@ -411,7 +411,7 @@ def explained(error: Exception, objective: Objective, batch: Any, nodes: int, wh
 
     Args:
         batch: what was computed, (K, B, …), or (B, …) with `nodes` 0.
-        nodes: the number of dimensions before those of a node's own batch.
+        nodes: the number of leading node dimensions, in front of a node's own batch.
         when: names the step.
     """
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]

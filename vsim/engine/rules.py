@@ -13,9 +13,9 @@ model's code stays as it is. CONTRIBUTING.md ("Add a lowering") shows one.
   tensor that needs a gradient is broadcast, whose gradient is then a sum;
 - all others are called once for each node. One that cannot be called so is refused by name, with an InexactError.
 
-Otherwise all rules are used, and an operation without one is left to functorch. `Lowering.differing` names those whose
-form may differ in the last bits, `unproven` those of them that functorch computed: its rule may be wrong, so that the
-first step is compared with the loop's.
+Otherwise all rules are used, and an operation without one is left to functorch. `Lowering.differing` names operations
+whose form may differ in the last bits, and `unproven` names the part of them that functorch computed: its rule may be
+wrong, so that the first step is compared with the loop's.
 
 Under autocast operations without a rule are called once for each node as well. Autocast casts the operands of an
 operation as it is called: of a convolution, of a loss. functorch takes these apart first, and their parts are cast
@@ -115,7 +115,7 @@ class Nodes:
         return stacked.movedim(dim, 0) if dim else stacked
 
     def spread_all(self, arguments: Iterable[Any]) -> list[Any] | None:
-        """Return arguments with (K, …) for every tensor, also for those that are the same for all nodes.
+        """Return arguments with (K, …) for every tensor, including tensors that are the same for all nodes.
 
         None if one of them belongs to another transform. `has_spread_own` says whether one differs between the nodes.
         """

@@ -80,8 +80,8 @@ class VmapExecutor(Executor):
 
     Attributes:
         calls: how often the first step called each operation in each way, see `Lowering`.
-        differing: its operations that may differ from the loop in the last bits. unproven: those of them that functorch
-            has computed.
+        differing: its operations that may differ from the loop in the last bits. unproven: the part of them that
+            functorch has computed.
         not_vmapped: how many calls were left to the loop.
     """
 
@@ -317,8 +317,8 @@ class VmapExecutor(Executor):
 
         Args:
             numbers: of the nodes, (K,).
-            weights, buffers, batch: stacked, but those of all nodes alike, which is said of `weights` and `batch`. A
-                batch of all is for evaluation, where nodes also draw the same random numbers.
+            weights, buffers, batch: stacked, or shared where `weights` or `batch` says so. A shared batch is for
+                evaluation, where nodes also draw the same random numbers.
         """
 
         def of_number(node: Tensor) -> Any:

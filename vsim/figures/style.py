@@ -1,4 +1,4 @@
-"""How all figures look: sizes are those of print."""
+"""The style of all figures, with the sizes of print."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Clock:
         self._plan(ledger)
 
     def _plan(self, ledger: Record) -> None:
-        """Price all events, those of one kind together."""
+        """Price all events, kind by kind."""
         known: dict[tuple[int, str], tuple[object, _Groups]] = {}  # the groups are held, so that no other has their id
         prices: dict[tuple[str, Hashable, Crowd], dict[float, Floats]] = {}
         planned = []
@@ -169,7 +169,7 @@ class Clock:
                 self.seconds[done] = self.now.max(1)
         self.stalls[-1:] += (self.seconds[steps][:, None] - self.now).mean(1)
         np.maximum(self.stalls, 0, out=self.stalls)  # which rounding leaves below
-        if self.attendance:  # in the mean of those that took part; below 0 where others had been waiting for a step
+        if self.attendance:  # mean over participating nodes; below 0 where others had been waiting for a step
             self.stalls = np.diff(self.seconds, axis=0) - self.compute[:, None]
         return self
 

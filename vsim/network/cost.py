@@ -130,7 +130,7 @@ def slowest_on_best_ring(
 
 def _exact(cost: Floats, visits: list[int]) -> Floats:
     """Search all rings with these numbers of visits; `cost` is (n, n, E)."""
-    # The slowest link of the best path from place 0 with so many visits of every place that ends at one of them.
+    # By the number of visits of every place and the last place: the slowest link of the best such path from place 0.
     paths = {((1, *[0] * (len(visits) - 1)), 0): np.zeros(cost.shape[2])}
     for visited in itertools.product(range(1, visits[0] + 1), *(range(most + 1) for most in visits[1:])):
         for j, times in enumerate(visited):

@@ -21,8 +21,8 @@ _DIGITS = 10
 class VirtualClock:
     """K workers and a server, in virtual time.
 
-    Messages cost what pushes and pulls of one node do on the network. Those of one line queue in order; the server's
-    line takes a message when its turn has come on its node's line, so that those of a slow line hold up no others.
+    A message costs as much as one node's push or pull does on the network. Messages on one line queue in order; the
+    server's line takes a message when its turn has come on its node's line, so that a slow line holds up no others.
     Simultaneous events are ordered by kind, then by node.
 
     Attributes:
@@ -68,7 +68,7 @@ class VirtualClock:
     def next(self) -> tuple[int, int, int]:
         """Go on to what happens next: what, the node, and the number of the message or timer."""
         if not self._coming:
-            raise RuntimeError("all workers wait, and nothing is on its way: receive must return some that go on")
+            raise RuntimeError("all workers wait, and nothing is on its way: receive must return some that continue")
         _, what, node, number, when = heapq.heappop(self._coming)
         self.now = max(self.now, when)
         if what == STEP:

@@ -338,7 +338,7 @@ class Network:
         return (self._latency[link][..., None] + 8 * size / self._bits[link][..., None]).max(-2)
 
     def _to_each(self, places: NDArray[np.int64], size: Floats) -> Floats:
-        """Return the seconds in which every node sends a message to every other: those of the busiest line.
+        """Return the seconds in which every node sends a message to every other: the seconds of the busiest line.
 
         As messages may be cut, there is an order in which no line waits for another [Gonzalez and Sahni 1976].
         """

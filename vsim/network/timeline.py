@@ -104,8 +104,8 @@ def timeline(
 
     Raises:
         TypeError: `run` has no ledger; network or compute is missing.
-        ValueError: the run has taken no step; the network or the compute has another number of nodes; or they are not
-            those that decided the run's course: an asynchronous run depends on both, stragglers on the compute.
+        ValueError: the run has taken no step; the network or the compute has another number of nodes; or
+            another one decided the run's course: an asynchronous run depends on both, stragglers on the compute.
     """
     ledger = getattr(run, "ledger", run)
     if not isinstance(ledger, Record):
@@ -182,7 +182,7 @@ def duration(seconds: float) -> str:
 # Told apart with any kind of colour vision, and in grey.
 _COMPUTE, _WAIT, _HATCH = "#999999", "#FBE0D0", "#D55E00"
 _SENT = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-# Steps shown next to those of the first event.
+# Steps shown before and after the first event.
 _AROUND = 2
 
 

@@ -3,7 +3,7 @@
 The loop, strategies, history and ledger are the simulator's. Three parts differ: the executor is a module's own forward
 and `loss.backward()`, batches come from DistributedSampler and DataLoader, collectives from torch.distributed.
 
-Definitions of the caller's main module are shipped by value; those of imported modules must be importable by name. On
+Definitions in the caller's main module are shipped by value; definitions in imported modules must be importable. On
 one machine the processes talk over the loopback interface: gloo, or nccl where each node has a GPU of its own. On
 several the same script runs under torchrun, a rank for every node; see docs/torchrun.md.
 docs/exactness.md says what is promised of both backends together, and what is only bounded.

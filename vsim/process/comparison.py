@@ -232,7 +232,7 @@ class CompareStates:
 
 
 def compared_kinds(folder: Path) -> tuple[str, ...]:
-    """Return the kinds to compare: those in the simulator's state at the first step."""
+    """Return the kinds to compare, which are the kinds in the simulator's state at the first step."""
     state, _ = torch.load(folder / "step-1.pt")
     return tuple(kind for kind in KINDS if kind not in state or state[kind])
 

@@ -165,7 +165,7 @@ def _ship(spec: RunSpec, file: IO[bytes]) -> None:
 def _advice(error: Exception) -> str:
     if "parametrized modules" in str(error):
         return (
-            ". Give the model a __reduce__ that returns a function of its state_dict() which builds it anew and loads "
+            ". Give the model a __reduce__ that returns a function of its state_dict() which builds it again and loads "
             "that, and (state_dict(),)"
         )
     if any(name in str(error) for name in NAMES_OF_OPERATORS):
@@ -319,7 +319,7 @@ class _Run:
             node.done = node.ended = True
         elif kind == "done":
             node.done = node.ended = True
-            self.outcome = content or self.outcome  # of the first of those that are there at the end
+            self.outcome = content or self.outcome  # of the first node that is there at the end
         else:
             pickled, text = content
             node.failure = _Failure(pickled, text, lost=kind == "lost")

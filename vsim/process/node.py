@@ -66,7 +66,7 @@ def run_node(
 
     Args:
         meeting: where it meets others when nodes come and go.
-        joins: whether `spec.start` and `minibatch_size` are those of a peer whose state the node copies.
+        joins: whether `spec.start` and `minibatch_size` come from a peer whose state the node copies.
     """
     rank, history, reporters = dist.get_rank(), None, [report]
     # Rank 0 writes the checkpoints; where nodes come and go every process may become it.

@@ -32,8 +32,8 @@ class Meeting:
         store: of all processes of the run. backend: of torch.distributed.
         node: its number.
         patience: for a collective.
-        call: asks the parent to start the processes of those who join a segment: called with the peer and them, the
-            nodes of the segment, and its first step.
+        call: asks the parent to start processes for nodes that join a segment: called with the peer and the joining
+            nodes, the nodes of the segment, and its first step.
     """
 
     store: dist.Store
@@ -55,7 +55,7 @@ class Meeting:
             dist.init_process_group(self.backend, store=store, rank=rank, world_size=size, timeout=self.patience)
 
     def passed_on(self, state: Any, copying: Sequence[int], step: int) -> Any:
-        """Return the `state` of a peer, on itself and on those who join at a step, `copying` it: the peer first."""
+        """Return the `state` of a peer, on itself and on the nodes that join at a step; `copying` has all of them."""
         self.meet(copying, f"joining at step {step}")
         message = [state]
         with completing(f"passing on the state at step {step} on node {self.node}"):

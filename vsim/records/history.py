@@ -54,7 +54,7 @@ class History:
         local_accuracy, global_accuracy: validation accuracy of node 0 and of the global model, where known.
         global_loss_se: standard error of global_loss over the validation examples; at the last step, and wherever all
             of `val_examples` are used. NaN if the loss is not a mean over examples.
-        val_examples: validation examples used. val_total: those in the dataset.
+        val_examples: validation examples used. val_total: validation examples in the dataset.
         divergence: root mean square distance of the replicas from their mean, relative to the mean's length.
         correlation: mean Pearson correlation of the weights over pairs of nodes.
         Beside these, the `metrics` of `fit` by their names: of the global model; and what a strategy measures, such as
@@ -70,8 +70,8 @@ class History:
         minibatch_size: examples a node at once; None: the whole batch.
 
     `history["train_loss"]` is a column as a numpy array of float64. `node_losses` is (T, K), row t − 1 for step t.
-    `client_val_losses` and `client_val_accuracies` are (N,), those of the global model after the last step on the data
-    that `client_val_dataset` has of each client; empty if not measured.
+    `client_val_losses` and `client_val_accuracies` are (N,): the global model after the last step, measured on
+    each client's part of `client_val_dataset`; empty if not measured.
     """
 
     def __init__(self, strategy: str = "", num_nodes: int = 1, population: int | None = None) -> None:
@@ -99,7 +99,7 @@ class History:
             self._take_in()
 
     def amend(self, row: Mapping[str, float], client_val: Mapping[str, Sequence[float]] | None = None) -> None:
-        """Replace the values of the last row, and those of `client_val_losses` and `client_val_accuracies`."""
+        """Replace the values of the last row, and of `client_val_losses` and `client_val_accuracies`."""
         self._client_val = {name: list(values) for name, values in (client_val or {}).items()}
         for name, value in row.items():
             self._columns[name][-1] = float(value)

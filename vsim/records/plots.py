@@ -1,6 +1,6 @@
 """Figures: loss against step, bytes and time, and over two settings.
 
-Sizes are those of print: a figure of two panels is as wide as a page of text. A colour belongs to a name: it does not
+Sizes suit print: a figure of two panels is as wide as a page of text. A colour belongs to a name: it does not
 depend on what else is compared, as far as the colours last.
 """
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     Runs = Mapping[str, History | Sequence[History]]
 
-# Okabe and Ito's palette, made to be told apart with any kind of colour vision; its yellow is too pale for a line. The
-# purple at the end is further from all others than these are from each other, with every kind of colour vision.
+# Okabe and Ito's palette, which any kind of colour vision distinguishes; its yellow is too pale for a line. The purple
+# at the end is further from all others than these are from each other, with every kind of colour vision.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#A020F0")
 MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (9, 2)))

@@ -159,7 +159,7 @@ _SHARE = 0.03
 # A training curve with more points than the picture has room for is drawn as means of this many pieces; many runs share
 # that number, down to a few pieces each.
 _POINTS, _ALL_POINTS, _FEWEST = 400, 4000, 60
-# So many of a race are named, those in front.
+# How many runs of a race are named, from the front.
 _NAMED = 8
 
 
@@ -257,7 +257,7 @@ class LiveRace:
         front = max(steps.values(), default=0)
         losses = {name: float(np.mean([history.last(y) for history in own])) for name, own in running.items()}
         known = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
-        # Those that are behind have stopped, or have their turn now.
+        # Runs that are behind have stopped, or have their turn now.
         ranking = sorted(known, key=lambda name: (steps[name] < front, known[name]))
         labels = [
             literal(f"{name}: {known[name]:#.4g}") + (f", step {steps[name]}" if steps[name] < front else "")

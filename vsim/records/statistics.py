@@ -184,7 +184,7 @@ class Ranking(NamedTuple):
 
 
 def ranking(values: Mapping[str, Mapping[int, float]], level: float = 0.95) -> Ranking:
-    """Return which strategies have the lowest mean value, and which cannot be told from the best."""
+    """Return the strategies with the lowest mean value, and the ones that do not differ significantly from the best."""
     means = {name: float(np.mean(list(own.values()))) for name, own in sorted(values.items()) if own}
     means = {name: mean for name, mean in means.items() if math.isfinite(mean)}
     if not means:

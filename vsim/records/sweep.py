@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of settings: all `values` by name, and the text (`labels`) of those that vary."""
+    """One combination of settings: all `values` by name, and as text (`labels`) the values that vary."""
 
     values: dict[str, Any]
     labels: dict[str, str]
@@ -65,7 +65,7 @@ class Sweep(Comparison):
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Name → settings of the run, those that do not vary too."""
+        """Name → settings of the run, including settings that do not vary."""
         return {name: dict(self._points[name].values) for name in self}
 
     def plot(
@@ -82,7 +82,7 @@ class Sweep(Comparison):
         """Draw the loss of every run; runs that have one setting in common have one colour, and the legend says so.
 
         Args:
-            x, y, ax, logy, network, compute: as of `Comparison.plot`.
+            x, y, ax, logy, network, compute: see `Comparison.plot`.
             colour: the setting that colours stand for, default the first. Dashes stand for the next, markers for the
                 others.
         """

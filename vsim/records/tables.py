@@ -30,7 +30,7 @@ _PAGE = 100  # characters
 
 
 class Marks(NamedTuple):
-    """What is marked in a column: the rows that are best, and the rows that cannot be told from it.
+    """The marks of a column: the best rows, and the rows that do not differ significantly from the best.
 
     Attributes:
         tested: whether there were seeds enough for a test.
@@ -59,7 +59,8 @@ def text_table(
         columns: the other columns to show, in this order; default: all but payload, perplexity and seconds of
             validation. Notes stand below a text table that would be wider than a page with them.
         digits: after the point, for all columns or by column; default by column.
-        marks: a † at what cannot be told from the best, which is bold in LaTeX, and a line below that explains it.
+        marks: a † at values that do not differ significantly from the best, the best in bold (LaTeX), and a line below
+            that explains the †.
 
     Raises:
         TypeError: `columns` is not a list of names.

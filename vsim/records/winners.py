@@ -38,7 +38,7 @@ _EQUAL = 1 + 1e-9
 class Stretch(NamedTuple):
     """The first strategy at one latency, from one bandwidth to the next, and its seconds at both ends.
 
-    Where strategies cannot be told apart, `name` joins their names with "or", and the seconds are the fastest one's.
+    Where strategies are tied, `name` joins their names with "or", and the seconds are the fastest one's.
     """
 
     latency: float
@@ -52,8 +52,8 @@ class Stretch(NamedTuple):
 class Winners:
     """Which strategy reaches a loss first, on every network of a grid. In a notebook it shows itself as a map.
 
-    Two strategies are tied where their means over the seeds cannot be told apart: where validation is too coarse to say
-    who is first, or where 0 is in the paired 95 % interval of their difference.
+    Two strategies are tied where validation is too coarse to say which of them is first, or where 0 is in the paired
+    95 % interval of the difference between their means over the seeds.
 
     Attributes:
         loss: the target.
@@ -101,7 +101,7 @@ class Winners:
 
     @cached_property
     def first(self) -> list[list[tuple[str, ...]]]:
-        """(L, B): the name of the first, or all names that cannot be told from it; () if none has the loss."""
+        """(L, B): the name of the first, or the names of all that are tied with it; () if none reaches the loss."""
         names = list(self.seconds)
         if not names:
             return [[()] * len(self.bandwidths) for _ in self.latencies]

@@ -277,7 +277,7 @@ class Entries:
         return (entry.folder for entry in self.entries if entry.folder is not None)
 
     def _resumed(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Bring entries back to the last step at which all of them were saved; return those that train on."""
+        """Bring entries back to the last step at which all of them were saved; return the entries left to train."""
         if self.folder is None or not self.resume:
             return list(entries)
         ends = {entry: read_end(entry) for entry in entries}

@@ -48,7 +48,7 @@ class Interrupt:
 
     @contextmanager
     def requested_inside(self) -> Iterator[None]:
-        """Let a KeyboardInterrupt that a user's hook raises be the first Ctrl-C."""
+        """Treat a KeyboardInterrupt raised by a user's hook as the first Ctrl-C."""
         try:
             yield
         except KeyboardInterrupt:

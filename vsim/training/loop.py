@@ -275,7 +275,7 @@ def _report_start(ensemble: Ensemble) -> None:
                 report = StepReport(row, None, [], executor.name, run.max_steps, run.minibatch_size)
                 report.preparing = executor.preparing
                 _tell(ensemble, run, report)
-                _of_clients(stack, [run], 1)  # what cannot be measured is told before training
+                _of_clients(stack, [run], 1)  # raises before training if clients cannot be measured
             run.starts = False
 
 

@@ -63,7 +63,7 @@ class _Together:
             upper.cluster.deterministic,
         )
         self.parameter = _parameter(self.whole)
-        self.whole.state.clear()  # Adagrad has some from the start, in whose place those of the parts are to come
+        self.whole.state.clear()  # Adagrad has state from the start, which the state of the parts replaces
         for part in self.parts:
             mark_stepped(part)
 
@@ -97,7 +97,7 @@ class _Together:
             }
 
     def _share(self) -> None:
-        """Let the state of every part be its rows of the whole."""
+        """Make the state of every part a view of its rows of the whole."""
         state, start = self.whole.state[self.parameter], 0
         size = len(self.parameter)
         for part, parameter in zip(self.parts, self.parameters, strict=True):
@@ -110,7 +110,7 @@ class _Together:
             start = stop
 
     def part(self) -> None:
-        """Let every part continue alone, with its state."""
+        """Split the whole, so that every part continues alone with its state."""
         for part, parameter in zip(self.parts, self.parameters, strict=True):
             own = part.state[parameter]
             for key, value in own.items():

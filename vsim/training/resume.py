@@ -106,7 +106,7 @@ def save_if_due(run: Run, stops: bool) -> bool:
             raise
         warnings.warn(f"the interrupted run cannot be resumed: {error}", UserWarning, stacklevel=2)
     except OSError as error:  # such as a full disk: the run itself is whole
-        warnings.warn(f"step {run.done} could not be saved, and training goes on: {error}", UserWarning, stacklevel=2)
+        warnings.warn(f"step {run.done} could not be saved, and training continues: {error}", UserWarning, stacklevel=2)
         return False
     return saving.wanted
 
@@ -139,7 +139,7 @@ def captured(run: Run, apart: bool = False) -> Checkpoint:
     if run.cluster.step != run.done or (history is not None and run.done not in history["step"][-1:]):
         raise CheckpointError(
             f"the last run stopped in the middle of step {run.cluster.step}, so that nothing whole is left of it in "
-            "memory; resume from a checkpoint that it saved, or start anew"
+            "memory; resume from a checkpoint that it saved, or start again"
         )
     snapshot = _snapshot(run)
     for path, what in snapshot.fixed.items():

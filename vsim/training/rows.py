@@ -23,10 +23,10 @@ _SHARED = (
 
 @dataclass
 class Rows:
-    """The rows that are computed, and those that the runs hold.
+    """The rows that are computed, and the rows that the runs hold.
 
     Attributes:
-        whole: all nodes. parts: those of every run, views of `whole`; but runs whose nodes are equal by
+        whole: all nodes. parts: the nodes of each run, views of `whole`; but runs whose nodes are equal by
             construction hold one row of weights, and of gradients if only their mean is wanted.
         spread: such runs among others, with their rows of `whole`.
     """

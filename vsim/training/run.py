@@ -67,7 +67,7 @@ class Run:
         fixed: path → objects in its state that a run which resumes cannot make.
         error: why it left the run before the others.
         stopped: whether it was asked to stop before the others.
-        rungs: steps after which it is validated, besides those that were asked for.
+        rungs: steps after which it is validated, besides the requested ones.
         node_losses: the losses of its nodes (K,) in the step that is being taken, or was taken last.
         clients: what belongs to the clients of a population, where its rows serve one.
         client_data: of each node or client, on which the global model is measured at the end; none: it is not.
@@ -112,7 +112,7 @@ class Run:
     clients: Clients | None = None
     # Of nodes that rest in this step: rows, weights, buffers.
     _kept: tuple[list[int], Tensor, list[Tensor]] | None = None
-    # Those that are measured next, shared (P,).
+    # Weights to be measured next, shared (P,).
     global_weights: Tensor | None = None
 
     # The clock ------------------------------------------------------------------------------------------------------
@@ -222,8 +222,8 @@ class Run:
     def model(self) -> nn.Module:
         """The live model, whose Python computes the losses of all nodes; its tensors are not a node's.
 
-        An attribute that is assigned takes effect at the next step, for all runs of its group. Of a model that changes
-        attributes in `forward` this is the first node's, and what is assigned to it is assigned to all nodes'.
+        An attribute that is assigned takes effect at the next step, for all runs of its group. If a model
+        changes its attributes in `forward`, this is the first node's model, and assignments apply to all nodes' models.
         """
         return self.objective.model
 

@@ -58,8 +58,8 @@ from vsim.training.rows import FewRows, Rows
 from vsim.training.run import Ensemble, Run, Stack
 from vsim.training.spec import RunSpec
 
-# Models of at most so many weights are computed with a row per node also where the nodes are equal: a call of its own
-# would take longer than the copies of the row.
+# Models of at most this many weights are computed with a row per node even where the nodes are equal: a separate call
+# would take longer than copying the row.
 _SMALL = 2**16
 
 

@@ -103,7 +103,7 @@ class RunLog:
         self._tell("log_validation", validation_row(run.row))
 
     def on_exit(self, failure: str) -> None:
-        """End the run for all loggers, including those that have failed."""
+        """End the run for all loggers, including failed ones."""
         with preserved():
             for logger in self._started:
                 with _as_warning(logger, "finish"):
@@ -136,7 +136,7 @@ def _as_warning(logger: Logger, what: str) -> Iterator[list[Exception]]:
         failed.append(error)
         warnings.warn(
             f"{type(logger).__name__} failed in {what} ({type(error).__name__}: {error}) and gets no more rows; "
-            "training goes on, and trainer.history has everything",
+            "training continues, and trainer.history has everything",
             UserWarning,
             stacklevel=3,
         )
