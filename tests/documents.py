@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-# What a page's commands are given beside their own arguments, so that a test of them is quick.
+# Arguments added to the commands of a page, to make their test quick.
 QUICK_TRAINING = ["--steps", "2", "--val-size", "16", "--quiet", "--out", "vsim-out"]
 QUICK = {
     "compare": QUICK_TRAINING,

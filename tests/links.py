@@ -46,7 +46,7 @@ def linked(num_nodes: int) -> Iterator[list[str]]:
 
 
 def shape(nodes: Sequence[str], megabits: float | None) -> None:
-    """Limit every cable to so many Mbit/s in either direction; None lifts the limit.
+    """Limit every cable to this rate, in Mbit/s, in either direction; None lifts the limit.
 
     The kernel hands on segments of at most 1 ms at once, as to a network card that takes them apart, which costs less
     than frame by frame; the limit is kept within 1.5 ms.

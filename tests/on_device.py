@@ -58,7 +58,7 @@ def diloco() -> Strategy:
 
 
 def on_both(make: Any, **options: Any) -> list[int]:
-    """Return how often each step but the first and last reads from the device; its run has the bits of the CPU's."""
+    """Count the reads from the device in each step but the first and last, of a run bitwise equal to the CPU's."""
     here = bits(run(make(), "cpu", **options))
     noting = Noting()
     with accelerator():

@@ -36,7 +36,7 @@ class Reads:
 
 
 class OnDevice(Tensor):
-    """A tensor whose values are those of `values`, a tensor on the CPU."""
+    """A tensor with the same values as `values`, a tensor on the CPU."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     values: Tensor

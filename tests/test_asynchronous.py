@@ -225,7 +225,7 @@ def test_staleness_and_its_weights_in_a_schedule_by_hand() -> None:
 
 
 def test_a_buffer_does_not_wait_and_patience_does() -> None:
-    # Node 1 is three times as fast. With a buffer of 2 it goes on; with patience it waits for node 0 each time.
+    # Node 1 is three times as fast. With a buffer of 2 it continues; with patience it waits for node 0 each time.
     options: dict[str, Any] = {"model": Constant(), "data": directions([1.0], [1.0]), "network": None, "max_steps": 4}
     for own, steps, clock in (({"buffer": 2}, [2, 6], 6), ({"patience": 2}, [4, 4], 12)):
         strategy = Noting(H=1, optim_spec=PLAIN, outer_optim=PLAIN, **own)  # type: ignore[arg-type]
@@ -245,7 +245,7 @@ def test_messages_queue_on_the_servers_line() -> None:
     trainer = run(strategy, 2, network=network, compute=compute, **options)
     time = trainer.history.time(network, compute)
     assert time.seconds.tolist() == [0, 7, 13]
-    # At 7 the first worker has computed 1 s of its second step; at 13 likewise.
+    # At 7 the first worker has computed 1 s of its second step; at 13, 1 s of its next.
     assert time.compute_seconds.tolist() == [3.5, 3] and time.stalls.tolist() == [3.5, 3]
 
 
@@ -536,7 +536,7 @@ def test_the_record_has_its_seconds_and_no_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("leaves", [False, True])
 def test_members_of_a_comparison_are_their_own_runs(tmp_path: Path, leaves: bool) -> None:
     strategies = {"lockstep": FedAvgStrategy(H=3, lr=1e-2), **{row: made(row) for row in TABLE}}
-    if leaves:  # and the others are put together anew
+    if leaves:  # and the others are regrouped
         strategies["lockstep"] = FedAvgStrategy(H=3, optim_spec=OptimSpec("sgd", lr=1e30))
     options: dict[str, Any] = {"num_nodes": 4, "max_steps": 9, "batch_size": 8, "deterministic": True}
     with pytest.warns(UserWarning, match="non-finite") if leaves else nullcontext():
@@ -565,7 +565,7 @@ class PerNode(AsyncDiLoCoStrategy):
 
 
 class Returning(AsynchronousStrategy):
-    """Its server lets `ready` go on, whoever comes."""
+    """Its server always lets `ready` continue, whichever worker arrives."""
 
     def __init__(self, ready: Any) -> None:
         self.ready = ready

@@ -179,7 +179,7 @@ def test_factories(factory: Any, error: type[Exception], message: str) -> None:
 
 @pytest.mark.parametrize("executor", ["auto", "vmap", "loop"])
 def test_labels_and_tokens_out_of_range(executor: str) -> None:
-    # What eager PyTorch raises is raised: the vectorized forms must not read beside a row.
+    # As in eager PyTorch, an index out of range raises: the vectorized forms must not read outside of a node's row.
     x, y = vectors().tensors
     ids, targets = tokens().tensors
     for shift in (3, -3, 10**9):

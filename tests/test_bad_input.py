@@ -446,7 +446,7 @@ TABLE = [
     ),
     Bad("negative rate", lambda: FedAvgStrategy(lr=-0.1), ValueError, r"lr must be >= 0, got -0\.1"),
     Bad("rate as text", lambda: FedAvgStrategy(lr="0.1"), TypeError, r"lr must be a number, got '0\.1' of type str"),
-    Bad("rate that is no number", lambda: FedAvgStrategy(lr=float("nan")), ValueError, "lr must be >= 0, got nan"),
+    Bad("NaN as rate", lambda: FedAvgStrategy(lr=float("nan")), ValueError, "lr must be >= 0, got nan"),
     Bad("clipping to nothing", lambda: FedAvgStrategy(max_norm=0), ValueError, "max_norm must be > 0, got 0"),
     Bad(
         "unknown optimizer",
@@ -591,9 +591,7 @@ TABLE = [
     ),
     Bad("a name with a zero", lambda: fit(run_name="a\0b"), ValueError, "run_name must name a folder"),
     Bad("a number for a folder", lambda: fit(save_dir=3), TypeError, "save_dir must be the path of a folder, got 3"),
-    Bad(
-        "a number to go on from", lambda: fit(resume=3), TypeError, "resume must be True, a path or a Checkpoint, got 3"
-    ),
+    Bad("a number for a run", lambda: fit(resume=3), TypeError, "resume must be True, a path or a Checkpoint, got 3"),
     Bad(
         "arguments of the loader in a list",
         lambda: fit(dataloader_kwargs=["drop_last"]),
@@ -853,7 +851,7 @@ NAMED = [{"input_ids": x, "labels": y, "weights": x} for x, y in zip(X, Y, stric
 CLASSIFIER = partial(nn.Linear, 12, 5)
 GIVEN = r"the model or its loss raised this at step 1, given batch\[0\]: float32 \(15, 12\), batch\[1\]: int64 \(15,\)"
 
-# What a model or a loss was given, and what must be said beside the error that PyTorch has for it.
+# A model or loss, its input, and what the error must say in addition to PyTorch's message.
 MISFITS: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
     "no loss_fn": (CLASSIFIER, vectors(), None, rf"{GIVEN}.*model\(batch\), with a tuple of 2.*needs loss_fn="),
     "in parts": (

@@ -201,7 +201,7 @@ def test_a_run_that_resumes_stops_where_the_other_did(tmp_path: Path) -> None:
     assert all(torch.equal(t, theirs.weights[name]) for name, t in ours.weights.items())
     again = fit(DiLoCoStrategy(H=3, lr=0.02), save_dir=tmp_path, resume=True, **options())  # which had stopped
     assert len(again.history) - 1 == end
-    on = fit(DiLoCoStrategy(H=3, lr=0.02), save_dir=tmp_path, resume=True, val_interval=1)  # without it, it goes on
+    on = fit(DiLoCoStrategy(H=3, lr=0.02), save_dir=tmp_path, resume=True, val_interval=1)  # without the callback
     assert_same_run(on, fit(DiLoCoStrategy(H=3, lr=0.02), val_interval=1))
 
 

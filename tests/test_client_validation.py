@@ -126,7 +126,7 @@ def test_records_keep_them(tmp_path: Path) -> None:
     longer = fitted(save_dir=tmp_path, resume=True, max_steps=6)
     np.testing.assert_array_equal(longer.history.client_val_losses, fitted(max_steps=6).history.client_val_losses)
     without = fitted(save_dir=tmp_path, resume=True, max_steps=8, client_val_dataset=None)
-    assert without.history.client_val_losses.size == 0  # those of step 6 are not of its last step
+    assert without.history.client_val_losses.size == 0  # losses of step 6 are not losses of the last step
     plain = trainer.history.as_plain()
     plain["client_val"]["losses"].pop()
     with pytest.raises(ValueError, match="client_val has 4 losses, and the run 5"):

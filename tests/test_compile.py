@@ -140,7 +140,7 @@ DTYPES: list[torch.dtype] = []  # of the results in `Cast`; an attribute of the 
 
 
 class Cast(nn.Module):
-    """Operations of every kind that autocast knows and functorch takes apart; `DTYPES` gets those of their results."""
+    """Operations of every kind that autocast knows and functorch takes apart; `DTYPES` gets their results' dtypes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ from vsim.strategy import (
     mean,
 )
 
-# What an error may be about, beside the arguments that were given: what a number of them together has led to.
+# Beginnings of errors that are not about one argument, but about what several of them together have led to.
 SUBJECTS = (
     "non-finite loss at step",
     "non-finite weights after step",
@@ -70,7 +70,7 @@ class Configuration:
     """A run: the model and its data, how the strategy is made, and the arguments of `fit`.
 
     Attributes:
-        cut: train so many steps first, save, and go on from there.
+        cut: the step at which the run is saved, and from which it resumes.
     """
 
     model: Callable[[], nn.Module]
@@ -161,7 +161,7 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
         if isinstance(own.get("outer_optim"), OptimSpec):
             own.setdefault("outer_lr", 0.5)
     if name == "streaming":
-        given_at_times(draw, own, "fragments", 1, 2, None, bad=(0, 99, [["nobody"]], "all"))
+        given_at_times(draw, own, "fragments", 1, 2, None, bad=(0, 99, [["absent"]], "all"))
         given_at_times(draw, own, "pattern", "strided", "sequential", bad=("random",))
         given_at_times(draw, own, "delay", 0, 1, 2, bad=(-1, 99))
         given_at_times(draw, own, "mixing", 0, 0.5, 1.0, bad=(1.5,))
@@ -172,7 +172,7 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
         given_at_times(draw, own, "server_optim", "adam", "yogi", "adagrad", "sgd", bad=("muon", 3))
         given_at_times(draw, own, "server_lr", 0.01, 1.0, bad=(0, "1"))
     if name == "fedper":
-        given_at_times(draw, own, "personal", "*.bias", ["*.0.*", "*.bias"], bad=("nobody", 3))
+        given_at_times(draw, own, "personal", "*.bias", ["*.0.*", "*.bias"], bad=("absent", 3))
     if name == "fedprox":
         given_at_times(draw, own, "mu", 0, 0.1, bad=(-1,))
     if name == "scaffold":

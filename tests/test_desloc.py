@@ -1,4 +1,4 @@
-"""DES-LOC by hand, with every optimizer that keeps moments, and the errors of those that do not."""
+"""DES-LOC by hand, with every optimizer that keeps moments, and the errors of optimizers without moments."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def title(page: Path) -> str:
 
 
 def runs() -> list[Any]:
-    """The pages with code, those that start processes marked as slow."""
+    """Return the pages with code; pages that start processes are marked as slow."""
     pages = []
     for page in PAGES:
         code = "".join(block.text for block in blocks(page) if block.kind in ("python", "sh"))

@@ -1,4 +1,4 @@
-"""DP-FedAvg: FedAvg without its noise, the size of the noise, and the budget beside closed forms and known numbers."""
+"""DP-FedAvg: FedAvg without its noise, the size of the noise, and the budget against closed forms and known numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eager and delayed DiLoCo beside the update rule written out for every node in NumPy."""
+"""Eager and delayed DiLoCo against the update rule written out for every node in NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs: each is bitwise its own run, whoever trains beside it, leaves before it, or is resumed with it."""
+"""Runs of an ensemble: each is bitwise equal to the run alone, whichever others train, leave or resume with it."""
 
 from __future__ import annotations
 
@@ -404,7 +404,7 @@ def test_halving_keeps_the_winner_and_its_bits() -> None:
     for ours, theirs in zip(halved.runs(full.best()), full.runs(full.best()), strict=True):
         np.testing.assert_array_equal(ours.history.node_losses, theirs.history.node_losses)
         assert list(ours.ledger) == list(theirs.ledger) and ours.model is not None
-    for name in halved:  # those that were stopped have done what they would have
+    for name in halved:  # stopped runs are equal to the beginning of the full ones
         run = halved[name]
         np.testing.assert_array_equal(run.history.node_losses, full[name].history.node_losses[: len(run.history) - 1])
 

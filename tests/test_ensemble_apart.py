@@ -91,7 +91,7 @@ def test_what_is_drawn_resumes_to_the_bit(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         compare(strategies, Jittered(), save_dir=tmp_path / "race", train_loss_hook=killed_at(5), **saved)
     assert_same(compare(strategies, Jittered(), save_dir=tmp_path / "race", resume=True, **saved), expected)
-    # One that did not fetch its own data goes on alone all the same.
+    # A run that did not fetch its own data still continues alone.
     for name in ("sparta", "noisy 3"):
         trainer = vsim.Trainer(small_mlp(), Jittered(), Jittered())
         options = {**OPTIONS, "num_nodes": 2, "max_steps": 9, "strategy": strategies[name]}
@@ -104,7 +104,7 @@ def test_what_is_drawn_resumes_to_the_bit(tmp_path: Path) -> None:
 
 
 class Resets(FedAvgStrategy):
-    """Begins anew with its optimizer's state."""
+    """Resets its optimizer's state at every sync."""
 
     def after_optimizer(self) -> None:
         super().after_optimizer()
@@ -130,7 +130,7 @@ def test_a_strategy_of_ones_own_may_do_anything_with_its_optimizer(cls: type[Fed
 
 
 class MadeOnTheWay(FedAvgStrategy):
-    """Has a state that a run which is set up anew cannot be given."""
+    """Makes state on the way, which cannot be restored into a new run."""
 
     def after_optimizer(self) -> None:
         super().after_optimizer()
@@ -154,7 +154,7 @@ class Normed(nn.Module):
 
 
 def test_the_rows_of_one_that_diverged_prove_nothing_about_the_others() -> None:
-    """The last batch of an epoch is of another shape, whose vectorized form is compared with the nodes' own anew."""
+    """The last batch of an epoch is of another shape, whose vectorized form is compared with the nodes' own again."""
     strategies: Strategies = {f"{h}": FedAvgStrategy(H=h, lr=1e-2) for h in range(1, 7)}
     options = {"executor": "vmap", "batch_size": 6, "max_steps": None, "num_epochs": 2}
     assert_own_fits(strategies, {"bad": broken(1, 1e-2)}, make=Normed, **options)

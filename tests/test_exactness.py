@@ -1,4 +1,4 @@
-"""The simulator has the bits of K separate modules in eager PyTorch; vmap comes close to them."""
+"""The simulator is bitwise equal to K separate modules in eager PyTorch; vmap comes close to them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPTIMIZERS = {
     "sgd": OptimSpec("sgd", lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": OptimSpec("adamw", lr=1e-2),
 }
-# Plain: nothing beside the optimizer. Full: warm-up and annealing, clipping that is in force at every step (norms
+# Plain: only the optimizer. Full: warm-up and annealing, clipping that is in force at every step (norms
 # here are above 0.5), gradients accumulated over pieces of 2.
 EXTRAS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}, {}),

@@ -1,4 +1,4 @@
-"""Losses and gradients of all nodes: those of each node's own model, in whatever pieces they are computed."""
+"""Losses and gradients of all nodes equal each node's own model's, in whatever pieces they are computed."""
 
 from __future__ import annotations
 
@@ -273,12 +273,12 @@ class Shared(nn.Module):
         self.nested = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4)))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.seen + x.detach().mean(0)  # assigned anew, not written to
+        self.seen = self.seen + x.detach().mean(0)  # assigned, not written in place
         return (self.nested(self.tied(self.again(self.first(x)))) * self.scale + self.seen).square().mean()
 
 
 class Recurrent(nn.Module):
-    """nn.LSTM keeps a list of its weights beside their places."""
+    """nn.LSTM keeps its weights in a list as well as in attributes."""
 
     def __init__(self) -> None:
         super().__init__()

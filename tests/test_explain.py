@@ -39,7 +39,7 @@ def test_an_mlp_is_explained() -> None:
     assert found.memory["weights"] == found.memory["gradients"] == size
     assert found.memory["optimizer"] == pytest.approx(2 * size, rel=0.01)
     assert 0 < found.memory["activations"] < size
-    # Every weight once forward, once for its gradient, and those of the last two layers for their inputs'; 8 examples.
+    # Every weight once forward, once for its gradient, and the last two layers' for their inputs'; 8 examples.
     products = [64 * 128, 128 * 128, 128 * 10]
     assert found.gradient_flops == 4 * 8 * 2 * (2 * sum(products) + sum(products[1:]))
     assert 0 < found.share_of_peak < 1.5

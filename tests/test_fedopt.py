@@ -1,4 +1,4 @@
-"""FedOpt beside its servers in NumPy, derivations by hand, and the algorithms that it is with some settings."""
+"""FedOpt against its servers in NumPy, derivations by hand, and the algorithms that some settings make of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedPer: what is shared is FedAvg's, and what is personal stays with a client: beside a population by hand."""
+"""FedPer against a population by hand: shared parameters follow FedAvg, personal ones stay with a client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedProx beside its derivation by hand, and FedAvg, which it is without the term."""
+"""FedProx against its derivation by hand, and against FedAvg, which it is without the term."""
 
 from __future__ import annotations
 

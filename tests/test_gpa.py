@@ -1,4 +1,4 @@
-"""GPA beside its derivation by hand, a plain PyTorch loop, and the optimizer that it is without averaging."""
+"""GPA against its derivation by hand, a plain PyTorch loop, and the optimizer that it is without averaging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image models that nobody here wrote: the tiny random ones of timm, vectorized, node by node and in processes."""
+"""Image models of other libraries: tiny random ones of timm, vectorized, node by node and in processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vsim import Trainer
 from vsim.strategy import DiLoCoStrategy
 
 CLASSES, SIDE = 5, 32
-# Architecture → what it is told. Normalized are: batches, batches, groups, and twice the channels of a position.
+# Architecture → its arguments. Normalized are: batches, batches, groups, and twice the channels of a position.
 MODELS: dict[str, dict[str, Any]] = {
     "test_resnet": {},
     "test_efficientnet": {},

@@ -1,4 +1,4 @@
-"""Importing vsim is quiet, and light beside torch."""
+"""Importing vsim prints nothing, and adds little to importing torch."""
 
 from __future__ import annotations
 

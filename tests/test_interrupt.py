@@ -1,4 +1,4 @@
-"""Ctrl-C: the step is completed, what was done is kept, and the run goes on as if nothing had been."""
+"""Ctrl-C: the step is completed, the run is kept, and resumes bitwise as if it had not been interrupted."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_stochastic_against_reference(x, levels, seed):
     expected, expected_scale = stochastic_codes_reference(x, levels, uniform)
     assert codes.dtype == expected.dtype and codes.abs().max() <= levels
     torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
-    # In float32 y lands just beside the integer or the draw now and then: then the code is one away.
+    # In float32 y sometimes lands just next to the integer or the draw: then the code is one away.
     y = x.double().abs() / expected_scale.clamp(min=1e-30)
     near = ((y - y.floor()) - uniform).abs().lt(1e-3) | (y - y.round()).abs().lt(1e-3)
     assert ((codes == expected) | near).all()

@@ -1,4 +1,4 @@
-"""The largest entries of every row, and the mean over those that sent an entry."""
+"""The largest entries of every row, and the mean over the nodes that sent an entry."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_scatter_mean_against_reference(case):
 
 def test_scatter_mean_by_hand():
     # Entry 0 comes from both nodes: (1 + 3) / 2. Entry 1 from the first alone: 8, not 8 / 2. Entry 3 is sent
-    # as 0 by the second and as 6 by nobody else: 0. Entry 2 by nobody: 0.
+    # as 0 by the second and as 6 by no other: 0. Entry 2 by no node: 0.
     index = torch.tensor([[0, 1], [3, 0]])
     values = torch.tensor([[1.0, 8.0], [0.0, 3.0]])
     assert scatter_mean(index, values, 4).tolist() == [2.0, 8.0, 0.0, 0.0]

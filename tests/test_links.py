@@ -1,4 +1,4 @@
-"""What a simulated run foretells, beside real processes on links whose rate the kernel limits."""
+"""Predictions of a simulated run against real processes, on links whose rate the kernel limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""progress="plot": one output of a notebook's cell, drawn anew while the run trains."""
+"""progress="plot": one output of a notebook's cell, drawn again and again while the run trains."""
 
 from __future__ import annotations
 

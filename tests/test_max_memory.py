@@ -81,8 +81,8 @@ def test_the_peak_is_foreseen(task: Task, kind: Callable[..., Executor]) -> None
     needed = step_bytes(engine, batch_of(task, 24))
     for count in (3, 12, 24):
         measured = max(step_moments(engine, batch_of(task, count)))
-        # Products of three examples are so small that they are computed in another way than those of more. And where a
-        # node's rows are no multiple of 64 bytes, as 12 · 5 logits, an operand is copied.
+        # Products of three examples are so small that they are computed in another way than larger ones. And where a
+        # node's rows are not a multiple of 64 bytes, as 12 · 5 logits, an operand is copied.
         assert needed(count) == pytest.approx(measured, rel=0.25 if count == 3 else 0.05), count
 
 
@@ -177,7 +177,7 @@ def test_nodes_whose_batch_is_a_number() -> None:
 
 
 class Noisy(Dataset[Any]):
-    """Images that are drawn anew from the global generators whenever they are asked for."""
+    """Images drawn from the global generators at every access."""
 
     def __len__(self) -> int:
         return 40

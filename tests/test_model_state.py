@@ -111,7 +111,7 @@ class AverageInPlace(Average):
 
 
 class Shown(Scaled):
-    """Keeps its outputs for whoever wants to see them."""
+    """Keeps its outputs in a list."""
 
     def scaled(self, x: Tensor) -> Tensor:
         self.shown = x

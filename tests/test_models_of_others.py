@@ -1,4 +1,4 @@
-"""Models that nobody here wrote: tiny random ones of transformers, vectorized, node by node and in processes."""
+"""Models of other libraries: tiny random ones of transformers, vectorized, node by node and in processes."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_what_cannot_be_priced_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"links differ, and it matters which nodes take part: give kind.nodes., got kind=8"
     ):
-        world.seconds("all_reduce", 8, 1e6)  # not those of eight nodes in one region
+        world.seconds("all_reduce", 8, 1e6)  # not eight nodes in one region
     with pytest.raises(TypeError, match=r"kind must be a whole number, got range\(0, 8\)"):
         alike.seconds("all_reduce", range(8), 1e6)
     with pytest.raises(ValueError, match="kind must be a whole number >= 1, got 0"):
@@ -261,7 +261,7 @@ def test_between_equal_links_is_the_network_of_equal_links(
 ) -> None:
     one = Network(bandwidth, latency, collective=algorithm)
     other = Network.between(np.full((n, n), bandwidth), latency, collective=algorithm, server=bandwidth)
-    if algorithm == "server":  # where links are given, node 0 is beside it
+    if algorithm == "server":  # where links are given, node 0 is next to it
         return
     np.testing.assert_allclose(
         other.seconds(collective, other.kind(range(n)), [1e3, 1e6]), one.seconds(collective, n, [1e3, 1e6])
@@ -284,7 +284,7 @@ def test_the_best_ring_through_places_is_that_of_their_nodes(data: Any, nodes: l
 
 
 def test_up_and_down_of_a_server_are_links_of_their_own() -> None:
-    """Node 1 sends 1 MB in 8 s and receives it in 1; node 0 is beside the server, whose line takes 1 s for it."""
+    """Node 1 sends 1 MB in 8 s and receives it in 1; node 0 is next to the server, whose line takes 1 s for it."""
     network = Network.between([[0, 8e6], [1e6, 0]], collective="server", server="8 Mbit/s")
     found = {one: float(network.seconds(one, (0, 1), 1e6)[0]) for one in ("push", "pull", "all_reduce", "broadcast")}
     assert found == {"push": 8, "pull": 2, "all_reduce": 10, "broadcast": 2}  # node 0 sends over the server's line

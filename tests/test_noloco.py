@@ -1,4 +1,4 @@
-"""NoLoCo beside the update rule written out for every node, its bytes node by node, and what pairs conserve."""
+"""NoLoCo against the update rule written out for every node, its bytes node by node, and what pairs conserve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SGD = OptimSpec("sgd", lr=INNER)
 
 
 def partners(num_nodes: int, shared: torch.Generator) -> list[int]:
-    """Whom each node meets in a round; itself if nobody."""
+    """Return each node's partner in a round; itself if it has none."""
     order = torch.randperm(num_nodes, generator=shared).tolist()
     met = list(range(num_nodes))
     for one, other in zip(order[::2], order[1::2], strict=False):

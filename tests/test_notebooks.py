@@ -1,6 +1,6 @@
 """Every notebook runs top to bottom in a kernel of its own, and is kept with the outputs of such a run.
 
-Here they run with VSIM_QUICK=1, with which those that take long take only a few steps; what is kept is of whole runs.
+Here they run with VSIM_QUICK=1, which makes long ones take only a few steps; the kept outputs are of whole runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
-# What must appear among the outputs, those kept and those of a quick run, as regular expressions.
+# Regular expressions that must match the kept outputs, and the outputs of a quick run.
 TABLE, PICTURE = r"<table>\n", r"iVBORw0KGgo"  # a PNG in base64
 EXPECTED: dict[str, list[str]] = {
     "compression_quality": [

@@ -44,7 +44,7 @@ from vsim.training.run import Run
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023, arXiv:2302.06675, as somebody might have it in a file."""
+    """Chen et al. 2023, arXiv:2302.06675, as a user might have it in a file."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})
@@ -77,7 +77,7 @@ def weights(trainer: Trainer) -> Tensor:
 
 
 def in_training(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> Callable[[Any], Any]:
-    """As a script would make it: schedule-free optimizers are told that training begins."""
+    """Make an optimizer as a script would: schedule-free ones get a call of `train()` first."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         made = optimizer(parameters, **options)

@@ -188,7 +188,7 @@ def test_nodes_that_would_leave_after_the_end_are_warned_of(gone: Participation)
 
 
 def test_those_who_join_are_copies_of_a_peer() -> None:
-    """AllReduce by hand: AdamW with the mean gradient of whoever is there, each with its own next batch."""
+    """AllReduce by hand: AdamW with the mean gradient of the participating nodes, each with its own next batch."""
     attendance = [(0, 1)] * 3 + [(1,)] * 2 + [(0, 1, 2)] * 3
     schedule = Schedule({0: [0, 1], 3: [1], 5: [0, 1, 2]})
     model = MLP(6, (5,), 3, seed=0)
@@ -275,7 +275,7 @@ def test_a_fork_begins_with_those_who_are_there(plan: Participation, tmp_path: P
 
 
 def test_modules_hear_of_changes_alone() -> None:
-    """NoLoCo draws its pairs anew when others take part, and otherwise runs as if there were no plan."""
+    """NoLoCo draws new pairs when the participating nodes change, and otherwise runs as if there were no plan."""
     expected, plain = trained(NoLoCoStrategy(H=2, lr=1e-2), num_nodes=3)
     found, other = trained(NoLoCoStrategy(H=2, lr=1e-2), num_nodes=3, participation=Dropout(0.0, rounds=4))
     assert torch.equal(found, expected)

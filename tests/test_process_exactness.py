@@ -143,7 +143,7 @@ BY_NAME = {row.name: row for row in ROWS}
 
 @dataclass(frozen=True)
 class Variant:
-    """What a run has beside strategy, model and K."""
+    """Settings of a run besides strategy, model and K."""
 
     adamw: bool
     schedule: bool
@@ -363,8 +363,8 @@ def test_what_is_defined_in_a_function_is_shipped_with_loader_workers_and_a_loss
 
 # Close ---------------------------------------------------------------------------------------------------------------
 
-# These average, and take no decision by a value. Those that do (signs, top-k, rounding to a few bits) may decide
-# otherwise where a value differs by rounding, and then go their own way.
+# These only average. Strategies that decide by a value (signs, top-k, rounding to a few bits) may decide otherwise
+# where the value differs by rounding, and then diverge.
 AVERAGING = [
     "alone",
     "AllReduce",

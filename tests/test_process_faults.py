@@ -113,7 +113,7 @@ def fit(strategy: Strategy, num_nodes: int = 2, **options: Any) -> Trainer:
 
 
 class Clock:
-    """A hook. What comes before the first step is the start of processes, on a machine that may be busy."""
+    """A hook that measures time from the first step on: processes start slowly on a busy machine."""
 
     def __call__(self, step: int, loss: float) -> None:
         self.last = time.monotonic()
@@ -633,7 +633,7 @@ def test_a_fork_server_starts_no_thread_and_asks_for_no_device() -> None:
         import os, torch
 
         def never() -> bool:
-            raise AssertionError("somebody asks for a device")
+            raise AssertionError("a process asks for a device")
 
         torch.cuda.is_available = torch.cuda.device_count = torch.backends.mps.is_available = never
         import vsim.process.preload

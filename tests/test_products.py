@@ -1,4 +1,4 @@
-"""Products of all nodes have the bits of each alone, with however many threads."""
+"""Products of all nodes are bitwise equal to each node's alone, with any number of threads."""
 
 from __future__ import annotations
 

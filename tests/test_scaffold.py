@@ -1,4 +1,4 @@
-"""SCAFFOLD beside its derivation by hand, a reference in NumPy, and FedAvg, which it is where data are equal."""
+"""SCAFFOLD against its derivation by hand, a reference in NumPy, and FedAvg, which it is where data are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run resumes if its declared settings equal those that were saved."""
+"""A run resumes if its declared settings equal the saved ones."""
 
 from __future__ import annotations
 

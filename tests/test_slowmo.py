@@ -1,4 +1,4 @@
-"""SlowMo beside its derivation by hand, and the algorithms that it is with some settings."""
+"""SlowMo against its derivation by hand, and the algorithms that some settings make of it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def test_two_rounds_by_hand() -> None:
     #     round 1  sent (4, −2, –, –) and (2, –, –, 3), the mean over the senders is (3, −2, 0, 3), so that φ is
     #              −(1.5, −1, 0, 1.5); left (0, 0, 1, 0) and (0, 1, 0, 0)
     #     round 2  e = (4, −2, 1.5, 0) and (2, 1.5, 0, 3): the same are sent, 1.5 are left
-    #     round 3  e = (4, −2, 1.75, 0) and (2, 1.75, 0, 3): likewise
+    #     round 3  e = (4, −2, 1.75, 0) and (2, 1.75, 0, 3): as in round 2
     gradients = torch.tensor([[4.0, -2.0, 1.0, 0.0], [2.0, 1.0, 0.0, 3.0]])
     strategy = SparseLoCoStrategy(
         H=1, topk=2, quantization_bits=None, error_feedback=0.5, outer_lr=0.5, inner_optim=PLAIN

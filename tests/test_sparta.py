@@ -249,7 +249,7 @@ def test_a_delayed_mean_is_written_into_the_entries_that_it_is_of() -> None:
     module = SparseCommunicator(Fixed([0], [1]), async_delay=1)
     weights = [w.tolist() for w in play(module, cluster, [[[0.0], [2.0]]] * 4)]
     assert weights == [[[0, 0], [2, 2]], [[1, 0], [1, 4]], [[1, 2], [3, 2]], [[2, 2], [2, 4]]]
-    # The bytes are those of the round in which the mean is taken; the last of them is never written.
+    # Bytes count in the round in which the mean is taken; the last mean is never written.
     assert [(e.step, e.payload_bytes) for e in cluster.collectives.ledger] == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 

@@ -108,7 +108,7 @@ def test_references_and_cycles() -> None:
 
 
 class Counting(nn.BatchNorm1d):
-    """Says itself what its state is beside parameters and buffers."""
+    """Has extra state besides parameters and buffers."""
 
     calls = 0
 

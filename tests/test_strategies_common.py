@@ -119,7 +119,7 @@ class Row:
         return self.cls(**{**self.arguments, "lr": self.lr, **more})
 
     def takes(self, num_nodes: int) -> bool:
-        """Whether it can run on so many nodes."""
+        """Return whether it can run on `num_nodes` nodes."""
         if "levels" in self.arguments:
             return bool(max(self.arguments["levels"]) == num_nodes)
         sizes = [getattr(module, "island_size", None) or 1 for module in self.make().communication_modules]
@@ -333,7 +333,7 @@ TABLE = [
         learns_with={"H": 5, "outer_optim": OptimSpec("sgd", lr=0.5)},
     ),
     Row(
-        # The norms of four tensors before the weights. Moves of three steps, after those of one, are anomalous.
+        # The norms of four tensors before the weights. Moves of three steps, after moves of one, are anomalous.
         "EDiT",
         EDiTStrategy,
         {"H": Widening(), "gate_after": 2},

@@ -136,7 +136,7 @@ CUSTOM = [AverageByHand, AverageByAssignment, AverageThenStepMyself, AssignThenS
 )
 @pytest.mark.parametrize("custom", CUSTOM, ids=lambda custom: custom.__name__)
 def test_averaging_by_hand_is_allreduce(custom: type[Strategy], task: Task, spec: OptimSpec, executor: str) -> None:
-    # The sum of 3 rows divided by 3 has the bits of their mean. Not the fused kernels, which are not chosen for
+    # The sum of 3 rows divided by 3 is bitwise equal to their mean. Not the fused kernels, which are not chosen for
     # an optimizer that was built over the stacked parameters.
     if spec.elementwise:
         spec = OptimSpec(spec.cls, fused=False, **spec.kwargs)

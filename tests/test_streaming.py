@@ -1,4 +1,4 @@
-"""Streaming DiLoCo beside the update rule written out for every node in NumPy."""
+"""Streaming DiLoCo against the update rule written out for every node in NumPy."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ def test_a_heat_map_is_the_pivot_of_the_histories(swept: Sweep) -> None:
     assert [label.get_text() for label in ax.get_xticklabels()] == ["2", "5"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["0.4", "0.7", "1"]
     assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title("left")) == ("H", "outer_lr", "lr = 0.01")
-    # The colours are those of the bar, for these values.
+    # The colours match the bar's for these values.
     (bar,) = (other for other in ax.figure.axes if other is not ax)
     assert bar.get_ylabel() == "validation loss"
     low, high = bar.get_ylim()
@@ -404,7 +404,7 @@ def test_files_hold_the_settings(swept: Sweep, mixed: Sweep, tmp_path: Path) -> 
         assert again.settings == sweep.settings and again.table() == sweep.table() and repr(again) == repr(sweep)
     swept.to_csv(tmp_path / "s.csv")
     frame = swept.to_pandas()
-    # The rate that is set stands beside that of the step.
+    # The rate that is set stands next to the rate of the step.
     assert list(frame.columns[:6]) == ["strategy", "seed", "H", "outer_lr", "lr_setting", "step"]
     with open(tmp_path / "s.csv", newline="") as file:
         lines = list(csv.DictReader(file))

@@ -40,7 +40,7 @@ class Watched(nn.Module):
 
 
 def trained(width: int, **options: Any) -> tuple[list[int], list[int], Tensor]:
-    """Return the threads of the model's calls, those that callbacks saw, and the weights."""
+    """Return the threads of the model's calls, the threads of callbacks, and the weights."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(64, 8), torch.zeros(64))
     seen: list[int] = []

@@ -289,7 +289,7 @@ def test_the_picture_is_drawn_in_a_column_of_a_paper() -> None:
 @pytest.mark.parametrize("options", [{}, {"speeds": np.linspace(1, 2, 10_000)}], ids=["alike", "speeds"])
 @pytest.mark.parametrize("islands", [False, True], ids=["all", "islands"])
 def test_ten_thousand_nodes_and_events(options: dict[str, Any], islands: bool) -> None:
-    """The slowest node computes 0.5 s a step and never waits: nobody is later, in whatever islands they meet."""
+    """The slowest node computes 0.5 s a step and never waits: no node is later, in whatever islands they meet."""
     draws: list[Any] = [None]
     if islands:  # other islands of 100 nodes from step to step, ten times by turns
         draws = [np.random.default_rng(i).permutation(10_000).reshape(100, 100).tolist() for i in range(10)]

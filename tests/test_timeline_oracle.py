@@ -19,7 +19,7 @@ from vsim.network.cost import ALGORITHMS
 
 
 class Wires(NamedTuple):
-    """A network as plain numbers: those of the links from place to place, and the place of every node."""
+    """A network as plain numbers: the links from place to place, and the place of every node."""
 
     bits: tuple[tuple[float, ...], ...]
     delay: tuple[tuple[float, ...], ...]
@@ -122,8 +122,8 @@ class Wires(NamedTuple):
 def simulated(ledger: Ledger, wires: Wires, own: Any, compute: Compute) -> tuple[list[float], list[float]]:
     """Return seconds and mean stalls of all steps.
 
-    Every node goes through its own acts: computes, hands in, waits. What is handed in by all of a group is sent part by
-    part once it is the first in the queues of its lines.
+    Every node computes, hands in and waits. Once all nodes of a group have handed in a message, it is sent part by part
+    when it is the first in the queues of its lines.
     """
     K, events, server = ledger.num_nodes, list(ledger), ("push", "pull")
     handed: dict[tuple[int, int], dict[int, list[float]]] = defaultdict(dict)  # event and group → node → parts' times

@@ -59,7 +59,7 @@ class CheckpointedReentrantly(Checkpointed):
 
 
 class MaxNorm(Classifier):
-    """Columns are kept short, as in EEGNet: a weight is assigned anew."""
+    """Limits the norm of columns, as EEGNet does, by assigning a new weight."""
 
     def outputs(self, x: Tensor) -> Tensor:
         self.second.weight.data = torch.renorm(self.second.weight.data, p=2, dim=0, maxnorm=0.5)

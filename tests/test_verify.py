@@ -285,7 +285,7 @@ def test_a_shared_dropout_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     def of_node_0(seed: int, *key: int, **options: Any) -> torch.Generator:
         return generator(seed, *((NODE, 0) if key[0] == NODE else key), **options)
 
-    monkeypatch.setattr("vsim.training.setup.generator", of_node_0)  # the processes import it anew
+    monkeypatch.setattr("vsim.training.setup.generator", of_node_0)  # the processes import the original
     report = verified(FedAvgStrategy(H=3, optim_spec=SGD))
 
     first = report.first_difference

@@ -1,4 +1,4 @@
-"""Runs priced on networks: the same for many networks as for one, who is first where, and what holds the answer."""
+"""Runs priced on networks: the same for many networks as for one, the winner in each place, and how sure it is."""
 
 from __future__ import annotations
 

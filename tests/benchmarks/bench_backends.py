@@ -1,4 +1,4 @@
-"""The simulator beside real processes: the same strategy, model and data, in seconds a step and in start-up.
+"""The simulator against real processes: the same strategy, model and data, in seconds a step and in start-up.
 
 The processes run the same loop over torch.distributed (gloo) in eager PyTorch, the cores shared out among them. Both
 alternate in one run.

@@ -1,4 +1,4 @@
-"""Rounds of FedAvg over a large population, beside pfl and Flower's simulation, all in turn in one run.
+"""Rounds of FedAvg over a large population, against pfl and Flower's simulation, all in turn in one run.
 
     python -m venv peers && peers/bin/pip install "torch>=2.8,<2.14" pfl==0.6.0 "flwr[simulation]"
     python tests/benchmarks/bench_federated.py --peers peers/bin/python
@@ -11,8 +11,8 @@ a ClientApp simulated by Ray, a core a client. The peers have an environment, an
 Seconds of a round are medians over all turns; ratios are medians of those by turn. The first round of each is left
 out, as are imports and data, which are made on the spot; "before" are the seconds to the end of the first round.
 
-What the population's state takes is how far the memory of a process with SCAFFOLD, whose clients keep as much as the
-model has, grows after the first step, beside the state of the clients that were drawn; and with FedAvg.
+The memory of the population's state is the growth of a process after its first step, less the state of the clients
+that were drawn: with SCAFFOLD, whose clients keep as much as the model has, and with FedAvg.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=["mlp", "cnn"], default=["mlp", "cnn"])
     parser.add_argument("--clients", type=int, default=10_000)
     parser.add_argument("--cohort", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=10, help="of every turn, beside the first (default: 10)")
+    parser.add_argument("--rounds", type=int, default=10, help="per turn, after the first (default: 10)")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of vsim and pfl, and of each of Flower's clients")
     parser.add_argument("--compile", nargs="+", choices=["none", "full"], default=["none"])

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_kernels.py [--repeats 30] [--threads 2] [--nodes 4] [--only topk]
 
-The sizes are those of a GPT of 460,000 parameters. The *floor* is the time in which the bytes a kernel must
+The sizes come from a GPT of 460,000 parameters. The *floor* is the time in which the bytes a kernel must
 read and write are copied by one `copy_`, or its multiplications are done in one large matrix product,
 whichever is longer; both are measured in the same run. A small copy stays in the caches, as the kernel's data
 does. Eager and compiled calls alternate, so that what else the machine does falls on both; times are medians.

@@ -1,9 +1,9 @@
 """Peak memory of K = 1000 nodes in one process, in units of the node matrix.
 
 MLP 64-128-128-10 (P = 26,122 parameters), batch 16 a node, FedAvg every step, AdamW. Weights, gradients and AdamW's two
-moments are 4 matrices of K · P floats; everything else must fit beside them. Measured in a process of its own. What is
-taken off is the resident memory with the data made and torch in use: its first optimizer alone imports some 70 MB of
-torch's own compiler, whatever the model.
+moments are 4 matrices of K · P floats; everything else comes on top. Measured in a process of its own, less the
+resident memory with the data made and torch in use: torch's first optimizer alone imports some 70 MB of its compiler,
+whatever the model.
 
     python tests/benchmarks/bench_memory.py
 """
@@ -42,7 +42,7 @@ print(json.dumps({"matrix_bytes": matrix, "added_bytes": peak() - torch_in_use,
 
 
 def measure(num_nodes: int) -> dict[str, float]:
-    """Return the bytes of the node matrix and those that a run adds to the process at its peak."""
+    """Return the bytes of the node matrix, and the bytes that a run adds to the process at its peak."""
     out = subprocess.run(
         [sys.executable, "-c", PROBE, str(num_nodes)], capture_output=True, text=True, check=True
     ).stdout

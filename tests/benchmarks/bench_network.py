@@ -1,4 +1,4 @@
-"""Real processes on shaped links: seconds a step and bytes on the interfaces, beside what a simulated run foretells.
+"""Real processes on shaped links: seconds a step and bytes on the interfaces, against a simulated run's prediction.
 
 Each node is a process of `fit(backend="process")` in a network namespace of its own, with a cable to a switch, which
 `tc tbf` limits in both directions. A plain transfer, in which every node sends to the next, gives the bandwidth and
@@ -40,7 +40,7 @@ from vsim.process.collectives import ProcessCollectives
 from vsim.strategy import DeMoStrategy, DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
 
 H = 4
-# What is sent takes long beside what is computed, which this machine's other work disturbs.
+# Communication takes much longer than computation, which other work on this machine disturbs.
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "AllReduce": lambda: SimpleReduceStrategy("sgd", lr=1e-3),
     "DiLoCo": lambda: DiLoCoStrategy("sgd", H=H, lr=1e-3),
@@ -77,7 +77,7 @@ class Measured(NamedTuple):
     strategy: str
     seconds: float
     predicted_seconds: float
-    wire_bytes: float  # the most of all nodes, less those of the protocols
+    wire_bytes: float  # of the busiest node, without protocol overhead
     ledger_bytes: float
     compute_seconds: float
     goodput: float  # of the plain transfer, bit/s
@@ -141,7 +141,7 @@ def _measured(num_nodes: int, megabits: float, name: str, at_rate: Any) -> Measu
 
 
 def _steps(nodes: Any, runs: str, name: str) -> tuple[Tensor, ...]:
-    """Of each node and step, (K, T): seconds, those of it in collectives, and bytes sent."""
+    """Return seconds, seconds in collectives, and bytes sent, by node and step, (K, T) each."""
     return torch.tensor([node[runs][name] for node in nodes], dtype=torch.float64).diff(dim=1).unbind(-1)
 
 

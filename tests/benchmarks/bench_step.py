@@ -9,14 +9,14 @@ Candidates:
   `compiled`: `Trainer.fit` of nodes that train alone. Only the public interface is used, so that the script measures
   any version of vsim that is installed: the seconds of a step are differences of the history's column.
 - `floor`: the products, convolutions, attention, norms, activations, losses and optimizer of the vectorized step, each
-  timed alone, over and over on the same data. What is left above is Python, autograd, copies and memory that has to be
-  fetched. A compiler, which fuses operations, can get below.
+  timed alone, over and over on the same data. The rest of a step's time is Python, autograd, copies and
+  fetching memory. A compiler, which fuses operations, can get below.
 - `bare`, with --compile: the vmapped gradients compiled by torch.compile, one fused AdamW over the stacked weights, and
   the losses read. A researcher who needs no strategy, record or checkpoint would write that.
 - `jax`, with --jax (pip install jax): the same model, batch and AdamW in JAX, under its own jit.
 
 All candidates of a line take turns, in another order every round, so that a machine whose speed drifts is the same for
-all. What is reported are medians of seconds a step, and medians of ratios to `separate` round by round. With
+all. The report has medians of seconds a step, and medians of ratios to `separate` round by round. With
 --strategies, ten steps of every strategy are timed in turn.
 """
 
@@ -187,7 +187,7 @@ def bare(model: nn.Module, batch: Sequence[Tensor]) -> Step:
         return functional_call(model, (own, own_buffers), (own_batch,))
 
     gradients = torch.compile(vmap(grad_and_value(loss)), dynamic=False, fullgraph=True)
-    # The limit on recompilations counts those of the lines before this one, too.
+    # The limit on recompilations also counts the recompilations of earlier lines.
     with torch.no_grad(), warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=256):
         warnings.simplefilter("ignore")  # attention has no vmapped form
         gradients(weights, buffers, batch)
@@ -207,7 +207,7 @@ def check_agreement(peers: Mapping[str, Step]) -> None:
     """Take two steps with every peer; the second tells whether gradients and optimizers are the same, too.
 
     Raises:
-        RuntimeError: the losses of a node are not those of the first peer, up to rounding.
+        RuntimeError: a node's losses differ from the first peer's by more than rounding.
     """
     (first, step), *others = peers.items()
     for number in (1, 2):
@@ -216,7 +216,7 @@ def check_agreement(peers: Mapping[str, Step]) -> None:
             apart = (torch.tensor(other()) - expected).abs().max().item()
             if not apart <= MOST_APART:
                 raise RuntimeError(
-                    f"{name} is no comparison: at step {number} its losses are up to {apart:.2g} from those of {first}"
+                    f"{name} cannot be compared: at step {number} its losses differ by up to {apart:.2g} from {first}'s"
                 )
 
 

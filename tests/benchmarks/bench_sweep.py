@@ -67,7 +67,7 @@ def workloads() -> dict[str, Callable[..., vsim.Comparison]]:
 
 
 def timed(run: Callable[..., Any], **options: Any) -> tuple[float, float]:
-    """Return the seconds of the whole call, and those of its training steps after the first."""
+    """Return the seconds of the whole call, and the seconds of its training steps after the first."""
     started = time.perf_counter()
     comparison = run(**options)
     whole = time.perf_counter() - started
