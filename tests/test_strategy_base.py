@@ -33,7 +33,7 @@ from vsim.strategy import (
     Strategy,
     StreamingDiLoCoStrategy,
 )
-from vsim.strategy.communicate import all_reduce, broadcast
+from vsim.strategy.communicate import all_gather, all_reduce, broadcast
 from vsim.strategy.node import StackedModel
 
 SPEC = OptimSpec("sgd", lr=0.1, momentum=0.9)
@@ -411,6 +411,73 @@ def test_a_norm_over_all_nodes_is_an_error() -> None:
     assert torch.allclose(alone, trained(Strategy(max_norm=0.5, **sgd), num_nodes=1), atol=1e-6)
     assert torch.allclose(trained(ClipsNodeByNode(**sgd)), trained(Strategy(max_norm=0.5, **sgd)), atol=1e-6)
     assert not torch.allclose(alone, trained(Strategy(**sgd), num_nodes=1), atol=1e-6)
+
+
+MIXES: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda p: p.grad.norm(),
+    "vector_norm": lambda p: torch.linalg.vector_norm(p.grad),
+    "max": lambda p: p.grad.abs().max(),
+    "sum": lambda p: (p.grad.clone() * p.detach()).sum(),
+    "mean": lambda p: p.data.mean(),
+    "square": lambda p: p.grad.square().mean(dim=0, keepdim=True),
+    "quantile": lambda p: torch.quantile(p.grad.abs(), 0.9),
+    "any": lambda p: p.grad.isnan().any(),
+    "view": lambda p: p.grad.view(-1).abs().topk(2),
+    "view of a copy": lambda p: p.grad.clone().view(-1).abs().topk(2),
+    "flatten": lambda p: p.grad.flatten().sort(),
+    "reshape, in place": lambda p: p.grad.reshape(-1).mul_(2),  # of a copy
+    "cat": lambda p: torch.cat([p.grad, p]).norm(dim=1),
+    "mask": lambda p: p.grad[p.grad > -1e9].mean(),
+    "norm of norms": lambda p: p.grad.flatten(1).norm(dim=1).max(),
+}
+KEEPS: dict[str, Callable[[Any], Any]] = {
+    "elementwise": lambda p: p.grad.sign().mul_(2).add(p, alpha=0.5).clamp(min=0),
+    "vmap": lambda p: torch.vmap(lambda g: g / g.norm() + g.view(-1).topk(1).values.sum())(p.grad),
+    "dim": lambda p: p.grad.flatten(1).norm(dim=1).sqrt().view(-1, 1) * p.grad.flatten(1),
+    "last dim": lambda p: p.grad.topk(1, dim=-1).values.softmax(-1),
+    "cat": lambda p: torch.cat([p.grad.flatten(1), p.flatten(1)], dim=1).view(len(p), -1).sum(1),
+    "one node": lambda p: p.grad[0].norm() + p.grad.unbind()[-1].max() + sum(row.sum() for row in p.grad),
+    "stacked norms": lambda p: torch.stack([t.flatten(1).norm(dim=1) for t in (p, p.grad)]).norm(dim=0),
+    "new": lambda p: p.new_zeros(()) + torch.zeros_like(p[0]).norm(),
+    "no tensor": lambda p: (p.numel(), p.shape, p.grad.tolist()),
+    "collectives": lambda p: (all_reduce(p.grad, "mean"), all_gather(None, p.grad.clone())),
+    "optimizer": lambda p: torch.optim.Adamax([p.clone().requires_grad_()], foreach=False).step(),
+}
+
+
+class Tries(Strategy):
+    """Calls functions of one node's tensor with stacked parameters, and counts how often they raise that nodes mix."""
+
+    def step(self) -> None:
+        self.raised = dict.fromkeys([*MIXES, *KEEPS], 0)
+        for name, function in {**MIXES, **KEEPS}.items():
+            for p in self.model.parameters():
+                try:
+                    function(p)
+                except ValueError as error:
+                    self.raised[name] += "mixes the nodes" in str(error)
+        super().step()
+
+
+def test_what_mixes_nodes_in_a_step_is_an_error() -> None:
+    once, alone = (fit(Tries(inner_optim="sgd"), num_nodes=n, max_steps=1).strategy for n in (3, 1))
+    assert isinstance(once, Tries) and isinstance(alone, Tries)
+    number = len(list(once.model.parameters()))
+    assert once.raised == {**dict.fromkeys(MIXES, number), **dict.fromkeys(KEEPS, 0)}
+    assert set(alone.raised.values()) == {0}  # a node is on its own
+
+
+def test_the_error_of_mixing_names_the_operation_and_the_way_out() -> None:
+    class Scales(Strategy):
+        def step(self) -> None:
+            for p in self.model.parameters():
+                p.grad.div_(p.grad.abs().max())
+            super().step()
+
+    with pytest.raises(
+        ValueError, match=r"^max\(\) in step\(\) mixes the nodes.*torch\.vmap\(function\)\(p\.grad\).*dim=1"
+    ):
+        fit(Scales(inner_optim="sgd"))
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,11 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from vsim.cluster.replicas import Columns, Replicas
+from vsim.strategy.mixing import NoMixing
 
 
 class StackedModel(nn.Module):
@@ -148,7 +147,7 @@ class PerNodeStep(ExitStack):
             step is the common one.
         clip: clips every node's gradient.
         stepped: called when the optimizer has stepped.
-        watched: raise a ValueError where the gradients of several nodes are given one norm.
+        watched: raise a ValueError where the step's code takes the values of several nodes together.
     """
 
     def __init__(
@@ -169,27 +168,4 @@ class PerNodeStep(ExitStack):
             self.callback(optimizers[0].register_step_pre_hook(prepare).remove)
             self.callback(optimizers[-1].register_step_post_hook(lambda *_: stepped()).remove)
         if watched:
-            self.enter_context(_ByNode(model))
-
-
-class _ByNode(TorchFunctionMode):
-    """Raises a ValueError, within its context, where the gradients of several nodes are given one norm.
-
-    That is what torch.nn.utils.clip_grad_norm_ does with stacked gradients, which otherwise goes unnoticed.
-    """
-
-    def __init__(self, model: StackedModel) -> None:
-        super().__init__()
-        self._model = model
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch._foreach_norm:
-            stacked = [p.grad for p in self._model.parameters() if len(p) > 1]
-            if any(tensor is grad for tensor in args[0] for grad in stacked):
-                raise ValueError(
-                    "clip_grad_norm_ over self.model.parameters() takes one norm over all nodes, for their gradients "
-                    "are stacked; give the strategy max_norm=, which clips every node's gradient by its own"
-                )
-        return func(*args, **(kwargs or {}))
+            self.enter_context(NoMixing(list(model.parameters())))
