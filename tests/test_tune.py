@@ -15,6 +15,7 @@ import vsim
 from vsim.cli import main
 from vsim.records.sweep import Sweep
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
+from vsim.strategy.configured import arguments_of
 
 LRS = [0.05, 0.2, 0.5, 5.0]  # of SGD on a quadratic with curvature 1: the third is the best, the last diverges
 
@@ -59,7 +60,7 @@ def test_each_strategy_takes_its_best_setting(tuned: vsim.Comparison) -> None:
         # Each setting by itself, with the seeds after the largest of the comparison.
         losses = {}
         for lr in LRS:
-            own = type(strategy)(**{**strategy.given, "lr": lr})
+            own = type(strategy)(**{**arguments_of(strategy), "lr": lr})
             runs = compare(strategies={name: own}, seeds=[8, 9]).runs(name)
             losses[lr] = statistics.fmean(run.history.last("global_loss") for run in runs)
             of_sweep = next(key for key, values in sweep.settings.items() if values["lr"] == lr)
@@ -69,10 +70,10 @@ def test_each_strategy_takes_its_best_setting(tuned: vsim.Comparison) -> None:
         best = min(losses, key=losses.__getitem__)
         assert best in LRS[1:-1] and sweep.settings[sweep.best()] == {"lr": best}
         assert [run.seed for run in tuned.runs(name)] == [3, 7]
-        assert {run.strategy.given["lr"] for run in tuned.runs(name)} == {best}
+        assert {arguments_of(run.strategy)["lr"] for run in tuned.runs(name)} == {best}
         assert tuned.rows()[list(STRATEGIES).index(name)]["lr"] == f"{best:g}"
         # What is not tuned is as it was given.
-        assert {**tuned[name].strategy.given, "lr": None} == {**strategy.given, "lr": None}
+        assert {**arguments_of(tuned[name].strategy), "lr": None} == {**arguments_of(strategy), "lr": None}
 
 
 def test_the_table_and_files_have_the_settings(tuned: vsim.Comparison, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from vsim.records.loggers import check_run_name, date_and_time, folder_name, for
 from vsim.records.provenance import Conditions, check_same_strategy
 from vsim.records.sweep import Sweep
 from vsim.strategy.base import Strategy
-from vsim.strategy.configured import shown
+from vsim.strategy.configured import arguments_of, shown
 from vsim.trainer import Trainer
 from vsim.training.entries import Entries, Entry, saving_in
 from vsim.training.interrupt import Interrupted
@@ -187,7 +187,7 @@ def _tuned(
 
 def _with(strategy: Strategy, point: str, values: Mapping[str, Any]) -> Strategy:
     """Return a strategy made with the same arguments but for these."""
-    return made(type(strategy), point, {**strategy.given, **values})
+    return made(type(strategy), point, {**arguments_of(strategy), **values})
 
 
 def _best_of(name: str, strategy: Strategy, sweep: Sweep | None) -> Strategy:

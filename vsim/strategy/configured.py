@@ -31,17 +31,17 @@ class Configured(Stateful):
         if "__init__" in vars(cls):
             cls.__init__ = _respelled(cls.__init__)  # type: ignore[method-assign]
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The arguments that it was made with, by name."""
-        return dict(getattr(self, "_given", {}))
-
     def _check_made(self) -> None:
         """Raise a TypeError if `__init__` has left something out."""
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={shown(value)}" for name, value in self.given.items())
+        given = ", ".join(f"{name}={shown(value)}" for name, value in arguments_of(self).items())
         return f"{type(self).__name__}({given})"
+
+
+def arguments_of(configured: Configured) -> dict[str, Any]:
+    """Return the arguments that something was made with, by name."""
+    return dict(getattr(configured, "_given", {}))
 
 
 def shown(value: Any) -> str:
