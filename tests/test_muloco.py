@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from vsim import Trainer
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.strategy import DiLoCoStrategy, MuLoCoStrategy, OptimSpec, TopK, compress
+from vsim.strategy.muloco import MuLoCoCommunicator
 
 OUTER = OptimSpec("sgd", lr=0.8, momentum=0.9, nesterov=True)
 PLAIN = OptimSpec("muon", adjust_lr_fn="match_rms_adamw", weight_decay=0.0, rest=OptimSpec("adamw", weight_decay=0.0))
@@ -82,7 +83,9 @@ def test_its_optimizers() -> None:
 
 
 def test_an_outer_rate_keeps_the_momentum() -> None:
-    assert [s.kwargs for s in MuLoCoStrategy(outer_lr=0.5).outer_specs] == [
+    (outer,) = MuLoCoStrategy(outer_lr=0.5).communication_modules
+    assert isinstance(outer, MuLoCoCommunicator)
+    assert [spec.kwargs for spec in (outer.outer_optim_spec, outer.spec_of_one_node)] == [
         {"lr": 0.5, "momentum": 0.9, "nesterov": True},
         {"lr": 0.5, "momentum": 0.6, "nesterov": True},
     ]

@@ -16,7 +16,7 @@ from vsim.cluster.optim import OptimSpec, resolve_optim
 from vsim.cluster.optimizers import forget
 from vsim.strategy.average import AverageLike
 from vsim.strategy.base import Optim, Strategy, StrategyOptions
-from vsim.strategy.diloco import DiLoCoCommunicator
+from vsim.strategy.outer import OuterStep
 from vsim.strategy.when import When
 
 
@@ -86,16 +86,20 @@ SERVERS = {
 }
 
 
-class ServerStep(DiLoCoCommunicator):
-    """DiLoCo's sync, after which the inner optimizers begin again; see `FedOptStrategy`."""
+class ServerStep(OuterStep):
+    """φ ← server(φ, Δ),  Δ = average_k(φ − θ_k),  θ_k ← φ,  and inner optimizers begin again; see `FedOptStrategy`."""
 
     def sync(self, cluster: Cluster) -> None:
-        super().sync(cluster)
+        phi, delta = self.outer_weights, self.outer_gradient
+        delta.copy_(self.average.of_distances(phi, cluster.weights, cluster, "outer gradient"))
+        self.outer_optim.step()
+        cluster.weights.copy_(phi)
         forget(cluster.optim)
 
 
 class FedOptStrategy(Strategy):
-    """Adaptive federated optimization [Reddi et al. 2020, arXiv:2003.00295]: FedAdam, FedYogi, FedAdagrad, FedAvgM.
+    """FedAvg, after which a server's optimizer steps a shared copy: FedAdam, FedYogi, FedAdagrad, FedAvgM
+    [Reddi et al. 2020, arXiv:2003.00295].
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  Δ = Σ_k w_k (φ − θ_k);  φ ← server optimizer(φ, Δ);  θ_k ← φ
@@ -115,6 +119,8 @@ class FedOptStrategy(Strategy):
 
     Deviations from the paper: Δ has the opposite sign, as a gradient has. H counts steps, not epochs.
     """
+
+    family = "federated"
 
     def __init__(
         self,

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.average import AverageLike, average_of, edit, positive, tensor_norms, weighted_by_tensor
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
-from vsim.strategy.outer import outer_optimizer, outer_spec
-from vsim.strategy.when import When, interval
+from vsim.strategy.average import AverageLike, edit, positive, tensor_norms, weighted_by_tensor
+from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.outer import OuterStep
+from vsim.strategy.when import When
 
-OUTER = OptimSpec(torch.optim.SGD, lr=0.8, momentum=0.85, nesterov=True)
 ALPHA = 0.02  # of the moving averages of norms
 
 
-class EDiTCommunicator(CommunicationModule):
+class EDiTCommunicator(OuterStep):
     """φ ← outer(φ, clip(Σ_k w_k (φ − θ_k))), θ_k ← φ, after every H-th step; see `EDiTStrategy`."""
 
-    outer_weights: Tensor  # φ, shared (P,)
-    outer_optim: Optimizer
+    default_optim = OptimSpec(torch.optim.SGD, lr=0.8, momentum=0.85, nesterov=True)
+
     mean: Tensor  # of the norms of a node's moves, by parameter tensor; a client's own, stacked (R, L)
     variance: Tensor  # of those norms, stacked (R, L)
     count: Tensor  # syncs that they are of, stacked (R, L)
     scores: Tensor  # z of the last syncs, stacked (R, L, gate_after)
-    derived = ("outer_gradient",)
 
     def __init__(
         self,
@@ -41,35 +38,30 @@ class EDiTCommunicator(CommunicationModule):
         gate_after: int = 10,
         clip_norm: float | None = 10.0,
     ) -> None:
-        self.H = interval(H)
-        self.outer_optim_spec = outer_spec(outer_optim, outer_lr, OUTER)
-        rule = average_of(average, "EDiT").parts
-        if len(rule) > 1 or not isinstance(rule[0], edit):
+        super().__init__(H, outer_optim, outer_lr=outer_lr, average=average)
+        if len(self.average.parts) > 1 or not isinstance(self.average.rule, edit):
             raise TypeError(
                 f"EDiT: average must be edit(temperature), got {average!r}; DiLoCoStrategy takes the others"
             )
-        self.average = rule[0]
         self.threshold = real_number("threshold", threshold, above=0)
         self.gate_after = whole_number("gate_after", gate_after)
         self.clip_norm = None if clip_norm is None else real_number("clip_norm", clip_norm, above=0)
 
     def setup(self, cluster: Cluster) -> None:
-        phi = cluster.weights[0].clone()
-        self.outer_gradient = torch.zeros_like(phi)  # Δ, shared (P,)
-        optim = outer_optimizer(self.outer_optim_spec, cluster, phi, self.outer_gradient)
-        self.keep_shared(outer_weights=phi, outer_optim=optim)
-        zeros = phi.new_zeros(len(cluster.weights), len(cluster.replicas.layout))
-        scores = phi.new_zeros(*zeros.shape, self.gate_after)
+        super().setup(cluster)
+        zeros = cluster.weights.new_zeros(len(cluster.weights), len(cluster.replicas.layout))
+        scores = zeros.new_zeros(*zeros.shape, self.gate_after)
         self.keep_client(mean=zeros, variance=zeros.clone(), count=zeros.clone(), scores=scores)
 
     def sync(self, cluster: Cluster) -> None:
         phi, delta = self.outer_weights, self.outer_gradient
-        moves = phi - cluster.weights  # (R, P)
+        moves, rule = phi - cluster.weights, self.average.rule  # (R, P)
+        assert isinstance(rule, edit)
         norms = self.gate(tensor_norms(moves, cluster))  # (R, L), infinite where a node is left out
         for view, own in zip(cluster.replicas.views(moves).values(), norms.T, strict=True):
             view[own.isinf()] = 0
         norms = cluster.collectives.all_gather(norms, label="outer gradient: norms")  # (K, L)
-        delta.copy_(weighted_by_tensor(moves, self.average.shares(norms), cluster, "outer gradient"))
+        delta.copy_(weighted_by_tensor(moves, rule.shares(norms), cluster, "outer gradient"))
         if self.clip_norm is not None:
             delta.mul_((self.clip_norm / positive(torch.linalg.vector_norm(delta))).clamp(max=1.0))
         before = phi.clone()
@@ -93,12 +85,10 @@ class EDiTCommunicator(CommunicationModule):
         self.scores = torch.where(anomalous[:, :, None], self.scores, later)
         return norms.masked_fill(anomalous, torch.inf)
 
-    def global_weights(self, cluster: Cluster) -> Tensor:
-        return self.outer_weights
-
 
 class EDiTStrategy(Strategy):
-    """Efficient distributed training with local steps [Cheng et al. 2024, arXiv:2412.07210].
+    """DiLoCo that leaves out anomalous nodes, and weights the others by how far they moved: EDiT [Cheng et al. 2024,
+    arXiv:2412.07210].
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step, for each parameter tensor:
@@ -123,6 +113,8 @@ class EDiTStrategy(Strategy):
     Deviations from the paper: tensors, not modules, are judged and weighted. In a node's first 50 syncs its average is
     the plain one, so that 10 syncs are enough to judge by. The outer momentum of a tensor that stays decays.
     """
+
+    family = "local steps"
 
     def __init__(
         self,

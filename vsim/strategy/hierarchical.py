@@ -55,7 +55,8 @@ class GroupAverage(CommunicationModule):
 
 
 class HierarchicalStrategy(Strategy):
-    """Levels of groups, each with a period of its own, such as data-parallel machines inside of each DiLoCo worker.
+    """Groups of nodes that meet at periods of their own, such as machines in a DiLoCo worker: hierarchical local SGD
+    [Lin et al. 2018, arXiv:1808.07217].
 
         levels = {4: 1, 16: 50}:  g_k ← mean of the gradients in k's group of 4, at every step;
                                   θ_k ← mean of all 16 nodes' weights, after every 50th step
@@ -75,10 +76,11 @@ class HierarchicalStrategy(Strategy):
 
     Payload: all gradients or weights at each level, in its groups.
 
-    Source: `HierarchicalModelAverager` of torch.distributed, hierarchical local SGD [Lin et al. 2018,
-    arXiv:1808.07217]. Deviations from the former: after H, 2H, … steps, not after 1, 1 + H, …; and where H is 1
-    gradients travel in place of weights, as in DDP.
+    Deviations from torch.distributed's `HierarchicalModelAverager`: after H, 2H, … steps, not after 1, 1 + H, …; and
+    where H is 1 gradients travel in place of weights, as in DDP.
     """
+
+    family = "local steps"
 
     def __init__(
         self,
@@ -91,11 +93,9 @@ class HierarchicalStrategy(Strategy):
         **options: Unpack[StrategyOptions],
     ) -> None:
         self.sizes = _checked(levels)
-        averages = dict(average) if isinstance(average, Mapping) else dict.fromkeys(self.sizes, average)
-        if odd := [size for size in averages if size not in self.sizes]:
-            raise ValueError(f"average is for groups of {odd}, and levels has {self.sizes}")
+        averages = _by_size(average, self.sizes)
         *inner, last = self.sizes
-        H, of_all = interval(levels[last]), averages.get(last, "mean")
+        H, of_all = interval(levels[last]), averages[last]
         modules: list[CommunicationModule]
         if outer is not None or outer_lr is not None:
             modules = [DiLoCoCommunicator(H, outer, outer_lr=outer_lr, average=of_all)]
@@ -104,7 +104,7 @@ class HierarchicalStrategy(Strategy):
         else:
             modules = [AveragingCommunicator(every=H, average=of_all)]
         for size in reversed(inner):
-            level = GroupAverage(size, int(levels[size]), averages.get(size, "mean"), tuple(modules))  # type: ignore[arg-type]
+            level = GroupAverage(size, int(levels[size]), averages[size], tuple(modules))  # type: ignore[arg-type]
             modules.insert(0, level)
         super().__init__(modules, inner_optim=inner_optim, **options)
 
@@ -128,3 +128,11 @@ def _checked(levels: Any) -> list[int]:
         if not isinstance(above, When) and whole_number(f"levels[{larger}]", above) <= H:
             raise ValueError(f"levels: larger groups average less often, got {dict(levels)}")
     return sizes
+
+
+def _by_size(average: AverageLike | Mapping[int, AverageLike], sizes: list[int]) -> dict[int, AverageLike]:
+    """Return size → average, for groups of all sizes."""
+    averages = dict(average) if isinstance(average, Mapping) else dict.fromkeys(sizes, average)
+    if odd := [size for size in averages if size not in sizes]:
+        raise ValueError(f"average is for groups of {odd}, and levels has {sizes}")
+    return {size: averages.get(size, "mean") for size in sizes}

@@ -8,16 +8,37 @@ from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
 from vsim.strategy.average import AverageLike
 from vsim.strategy.base import Optim, Strategy, StrategyOptions
-from vsim.strategy.diloco import DiLoCoCommunicator
-from vsim.strategy.outer import outer_spec
+from vsim.strategy.outer import OuterStep, outer_spec
 from vsim.strategy.when import When
 
-OUTER = OptimSpec("sgd", lr=0.8, momentum=0.9, nesterov=True)
-OUTER_OF_ONE_NODE = OptimSpec("sgd", lr=0.7, momentum=0.6, nesterov=True)
+OF_ONE_NODE = OptimSpec("sgd", lr=0.7, momentum=0.6, nesterov=True)
+
+
+class MuLoCoCommunicator(OuterStep):
+    """φ ← outer(φ, Δ),  Δ = average_k(φ − θ_k),  θ_k ← φ,  after every H-th step; see `MuLoCoStrategy`."""
+
+    default_optim = OptimSpec("sgd", lr=0.8, momentum=0.9, nesterov=True)
+
+    def __init__(
+        self, H: int | When, outer_optim: Optim = None, *, outer_lr: float | None = None, average: AverageLike = "mean"
+    ) -> None:
+        super().__init__(H, outer_optim, outer_lr=outer_lr, average=average)
+        self.spec_of_one_node = outer_spec(outer_optim, outer_lr, OF_ONE_NODE)
+
+    def setup(self, cluster: Cluster) -> None:
+        if cluster.num_nodes == 1:
+            self.outer_optim_spec = self.spec_of_one_node
+        super().setup(cluster)
+
+    def sync(self, cluster: Cluster) -> None:
+        phi, delta = self.outer_weights, self.outer_gradient
+        delta.copy_(self.average.of_distances(phi, cluster.weights, cluster, "outer gradient"))
+        self.outer_optim.step()
+        cluster.weights.copy_(phi)
 
 
 class MuLoCoStrategy(Strategy):
-    """DiLoCo with Muon inside [Thérien et al. 2025, arXiv:2505.23725].
+    """DiLoCo with Muon on the hidden matrices: MuLoCo [Thérien et al. 2025, arXiv:2505.23725].
 
         θ_k ← Muon(θ_k, g_k) on the hidden matrices, AdamW(θ_k, g_k) on all other parameters
         after every H-th step:  Δ = mean_k (φ − θ_k);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
@@ -41,6 +62,8 @@ class MuLoCoStrategy(Strategy):
     give OptimSpec("muon", weight_decay=λ/(K·T), …).
     """
 
+    family = "local steps"
+
     def __init__(
         self,
         inner_optim: Optim = None,
@@ -56,10 +79,5 @@ class MuLoCoStrategy(Strategy):
         if inner_optim is None:
             adamw = OptimSpec("adamw", betas=(0.9, 0.95))
             inner_optim = OptimSpec("muon", adjust_lr_fn="match_rms_adamw", rest=adamw)
-        self.outer_specs = [outer_spec(outer_optim, outer_lr, default) for default in (OUTER, OUTER_OF_ONE_NODE)]
-        self.outer = DiLoCoCommunicator(H, self.outer_specs[0], average=average)
-        super().__init__([self.outer], inner_optim=inner_optim, **options)
-
-    def setup(self, cluster: Cluster) -> None:
-        self.outer.outer_optim_spec = self.outer_specs[cluster.num_nodes == 1]
-        super().setup(cluster)
+        outer = MuLoCoCommunicator(H, outer_optim, outer_lr=outer_lr, average=average)
+        super().__init__([outer], inner_optim=inner_optim, **options)

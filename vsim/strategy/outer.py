@@ -2,16 +2,66 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec, resolve_optim
-from vsim.strategy.base import Optim
+from vsim.cluster.optimizers import evaluating
+from vsim.strategy.average import AverageLike, average_of
+from vsim.strategy.base import CommunicationModule, Optim
 from vsim.strategy.fragments import Fragment
+from vsim.strategy.when import When, interval
 
 NESTEROV = OptimSpec(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class OuterStep(CommunicationModule):
+    """Shared weights φ, and an outer optimizer that steps them by a gradient Δ. Base of modules.
+
+    A subclass defines `sync`: it writes Δ to `outer_gradient`, calls `outer_optim.step()`, and gives φ to the nodes.
+
+    Args:
+        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`.
+        outer_optim: an `OptimSpec`, class or name; default `default_optim`. outer_lr: its learning rate.
+        average: how the φ − θ_k become one; see `vsim.strategy.average`.
+    """
+
+    default_optim: ClassVar[OptimSpec] = NESTEROV
+
+    outer_weights: Tensor  # φ, shared (P,)
+    outer_gradient: Tensor  # Δ, shared (P,)
+    outer_optim: Optimizer
+    derived = ("outer_gradient",)
+
+    def __init__(
+        self,
+        H: int | When = 100,
+        outer_optim: Optim = None,
+        *,
+        outer_lr: float | None = None,
+        average: AverageLike = "mean",
+    ) -> None:
+        self.H = interval(H)
+        self.outer_optim_spec = outer_spec(outer_optim, outer_lr, self.default_optim)
+        self.average = average_of(average, type(self).__name__)
+
+    def setup(self, cluster: Cluster) -> None:
+        phi = cluster.weights[0].clone()
+        self.outer_gradient = torch.zeros_like(phi)
+        optim = outer_optimizer(self.outer_optim_spec, cluster, phi, self.outer_gradient)
+        self.keep_shared(outer_weights=phi, outer_optim=optim)
+        self.average.setup(cluster)
+
+    def global_weights(self, cluster: Cluster) -> Tensor:
+        return self.outer_weights
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return evaluating(self.outer_optim, self.outer_weights)
 
 
 def outer_spec(outer_optim: Optim, outer_lr: float | None, default: OptimSpec = NESTEROV) -> OptimSpec:

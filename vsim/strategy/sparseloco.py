@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 from typing_extensions import Unpack
 
-from vsim.cluster.optim import OptimSpec
-from vsim.strategy.average import compress
-from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.arguments import real_number
+from vsim.cluster import Cluster
+from vsim.strategy.average import Average, compress
+from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
 from vsim.strategy.compression import StatisticalQuantizer, TileTopK
-from vsim.strategy.diloco import DiLoCoCommunicator
-from vsim.strategy.when import When
+from vsim.strategy.when import When, interval
+
+
+class SparseLoCoCommunicator(CommunicationModule):
+    """φ ← φ − α · mean_k q_k,  θ_k ← φ,  after every H-th step; see `SparseLoCoStrategy`.
+
+    Args:
+        H: inner steps between syncs. outer_lr: α, above 0.
+        average: makes q_k of e_k = β·e_k + (φ − θ_k), keeps the rest of it, and averages the q_k.
+    """
+
+    outer_weights: Tensor  # φ, shared (P,)
+
+    def __init__(self, H: int | When, average: compress, outer_lr: float = 1.0) -> None:
+        self.H = interval(H)
+        self.average = Average(average)
+        self.outer_lr = real_number("outer_lr", outer_lr, above=0)
+
+    def setup(self, cluster: Cluster) -> None:
+        self.keep_shared(outer_weights=cluster.weights[0].clone())
+        self.average.setup(cluster)
+
+    def sync(self, cluster: Cluster) -> None:
+        phi = self.outer_weights
+        mean = self.average(phi - cluster.weights, cluster, "outer gradient")  # mean_k q_k, shared (P,)
+        phi.sub_(mean, alpha=self.outer_lr)
+        cluster.weights.copy_(phi)
+
+    def global_weights(self, cluster: Cluster) -> Tensor:
+        return self.outer_weights
 
 
 class SparseLoCoStrategy(Strategy):
-    """Sparse low-communication training [Sarfi et al. 2025, arXiv:2508.15706].
+    """DiLoCo that sends the largest entries of every tile, with two bits each: SparseLoCo [Sarfi et al. 2025,
+    arXiv:2508.15706].
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  e_k ← β·e_k + (φ − θ_k);  q_k = Q(the k largest entries of every tile of e_k)
@@ -32,14 +63,17 @@ class SparseLoCoStrategy(Strategy):
         outer_lr: α, the outer learning rate.
         options: see `Strategy`.
 
-    Payload: for n = min(k, h·w) values of every tile (h, w), V of all tiles together, with b bits each, every H steps
+    Payload: 14 bits for each of 64 entries of a tile of 4096, every H steps. In general, for n = min(k, h·w) values of
+    every tile (h, w), V of all tiles together, with b bits each, it is
 
         ceil(Σ n · ceil(log2(h·w)) / 8) + ceil(V · b / 8) + 4 · 2^b · ceil(V / (256 · 2^b))
 
-    bytes: in tiles of 64 × 64 (12 + 2) · 64 / 4096 bits a parameter, and for the tables an eighth of a bit a value.
+    bytes: the indices, the values, and their tables, an eighth of a bit a value.
 
     Deviation from the authors' code: a table of values for every 1024 of them, not for every tensor.
     """
+
+    family = "local steps"
 
     def __init__(
         self,
@@ -53,6 +87,5 @@ class SparseLoCoStrategy(Strategy):
         **options: Unpack[StrategyOptions],
     ) -> None:
         quantizer = None if quantization_bits is None else StatisticalQuantizer(quantization_bits)
-        moves = compress(TileTopK(topk, chunk, "packed", quantizer), error_feedback)
-        outer = DiLoCoCommunicator(H, OptimSpec("sgd", lr=outer_lr), average=moves)
-        super().__init__([outer], inner_optim=inner_optim, **options)
+        sent = compress(TileTopK(topk, chunk, "packed", quantizer), error_feedback)
+        super().__init__([SparseLoCoCommunicator(H, sent, outer_lr)], inner_optim=inner_optim, **options)
