@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from documents import ROOT, Block, blocks, run_page
 
 import vsim
+import vsim.strategy
 
 PAGES = [
     ROOT / "CONTRIBUTING.md",
@@ -63,6 +65,34 @@ def test_a_page_that_is_wrong_fails(tmp_path: Path) -> None:
 def test_links_between_files_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_what_pages_say_of_strategies_is_made_from_the_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "extensions"))
+    made = importlib.import_module("strategy_tables")
+    for page in made.PAGES:
+        assert page.read_text(encoding="utf-8") == made.written(page), "run python docs/extensions/strategy_tables.py"
+    bases = {"Strategy", "CommunicateOptimizeStrategy", "AsynchronousStrategy"}
+    exported = {n for n in vsim.strategy.__all__ if n.endswith("Strategy")}
+    assert exported - bases == {cls.__name__ for family in made.FAMILIES for cls in made.strategies(family)}
+
+    class Faster(vsim.strategy.DiLoCoStrategy):
+        """Do less: FasterLoCo [Somebody 2027, arXiv:2701.00001].
+
+        Payload: 4 bytes every H steps. Seldom more.
+
+        Deviations from the paper: it is no faster.
+        """
+
+        family = "local steps"
+
+    monkeypatch.setattr(vsim.strategy, "Faster", Faster, raising=False)
+    monkeypatch.setattr(vsim.strategy, "__all__", [*vsim.strategy.__all__, "Faster"])
+    *_, last = (line for line in made.tables().splitlines() if "LoCo" in line and "2701" in line)
+    cells = (
+        "Do less: FasterLoCo | 4 bytes every H steps | [2701.00001](https://arxiv.org/abs/2701.00001) | it is no faster"
+    )
+    assert cells in last and made.PAGES[0].read_text(encoding="utf-8") != made.written(made.PAGES[0])
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:

@@ -9,7 +9,7 @@ from vsim.strategy.base import Optim, Strategy, StrategyOptions
 
 
 class AloneStrategy(Strategy):
-    """Every node trains alone and sends nothing: what communication is to improve on.
+    """Train every node alone, without communication: the control of a comparison.
 
         θ_k ← optimizer(θ_k, g_k)
 
@@ -20,6 +20,8 @@ class AloneStrategy(Strategy):
 
     Payload: none.
     """
+
+    family = "local steps"
 
     def __init__(self, inner_optim: Optim = None, **options: Unpack[StrategyOptions]) -> None:
         super().__init__([], inner_optim=inner_optim, **options)

@@ -33,7 +33,8 @@ STALENESS: dict[str, Callable[[int], float]] = {"none": none, "sqrt": sqrt}
 
 
 class AsyncDiLoCoStrategy(AsynchronousStrategy):
-    """DiLoCo without a common clock: the server steps when `buffer` workers have come, and workers do not wait.
+    """DiLoCo whose server steps when `buffer` workers have come, and workers do not wait [Liu et al. 2024,
+    arXiv:2401.09135].
 
         worker k   takes φ, H inner steps, sends its result; takes φ again
         server     of every `buffer` arrivals:  φ ← outer optimizer(φ, mean_k w(s_k) (φ_k − θ_k))
@@ -54,9 +55,11 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
 
     Payload: all weights, up and down, of a worker after every H of its steps.
 
-    Source: Asynchronous local SGD for language models [Liu et al. 2024, arXiv:2401.09135], whose baseline it is;
-    FedAsync [arXiv:1903.03934] and FedBuff [arXiv:2106.06639], which mix weights or take plain outer steps.
+    Deviations from the paper: none; it is the paper's baseline. FedAsync [arXiv:1903.03934] and FedBuff
+    [arXiv:2106.06639] mix weights or take plain outer steps.
     """
+
+    family = "asynchronous"
 
     def __init__(
         self,

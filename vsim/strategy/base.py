@@ -148,7 +148,8 @@ class Strategy(Configured):
         optim: the inner optimizer. num_nodes: K. local_step: completed steps. cluster: everything else.
         settings: what it was made with, which must be the same in a run that resumes.
 
-    `str(strategy)` is the call that makes it.
+    `str(strategy)` is the call that makes it. Strategies that vsim has name their `family`, the section of
+    docs/strategies.md, whose tables are made from the classes.
 
     A subclass may override `before_optimizer` or `after_optimizer`, or `step` with code written as if for one node,
     which must end with `super().step()`:

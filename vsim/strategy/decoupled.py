@@ -22,7 +22,8 @@ PAPERS = rda("tokens")
 
 
 class DecoupledDiLoCoStrategy(AsynchronousStrategy):
-    """Decoupled DiLoCo [Douillard et al. 2026, arXiv:2604.21428].
+    """AsyncDiLoCo in fragments, merged once a quorum has come and a grace period has passed: Decoupled DiLoCo
+    [Douillard et al. 2026, arXiv:2604.21428].
 
         learner k      after every H of its steps, fragment by fragment:  send θ_k; train on
         syncer of a    once `quorum` learners have come, and others have had a share γ of the slack:
@@ -48,6 +49,8 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
 
     Deviation from the paper: the slack follows from the run's `compute` and `network`; there is no failure detector.
     """
+
+    family = "asynchronous"
 
     def __init__(
         self,

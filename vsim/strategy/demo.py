@@ -12,7 +12,9 @@ from vsim.strategy.compression import DCTTopK
 
 
 class DeMoStrategy(Strategy):
-    """Decoupled momentum optimization [Peng et al. 2024, arXiv:2411.19870], as the authors' code has it:
+    """Send the largest cosine coefficients of the momentum, step by sign: DeMo [Peng et al. 2024, arXiv:2411.19870].
+
+    As the authors' code has it:
 
         θ ← (1 − lr·λ) θ;  δ_k ← β δ_k + lr·g_k
         q_k = the largest DCT coefficients of every tile of δ_k;  δ_k ← δ_k − DCT⁻¹(q_k)
@@ -35,6 +37,8 @@ class DeMoStrategy(Strategy):
     Raises:
         TypeError: an inner optimizer is given.
     """
+
+    family = "data parallel"
 
     shares_weights = True
 

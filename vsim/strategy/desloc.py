@@ -42,7 +42,7 @@ class StateAverage(CommunicationModule):
 
 
 class DESLOCStrategy(Strategy):
-    """Desynchronized low communication [Iacob et al. 2025, arXiv:2505.22549].
+    """Average weights and the optimizer's moments, each at its period: DES-LOC [Iacob et al. 2025, arXiv:2505.22549].
 
         θ_k, m_k, v_k ← inner optimizer(θ_k, g_k)
         θ_k ← mean_j θ_j after every H-th step, m_k ← mean_j m_j after every H_m-th, v_k ← mean_j v_j after every H_v-th
@@ -69,6 +69,8 @@ class DESLOCStrategy(Strategy):
 
     Deviations from the paper: none in the update; `max_norm` clips by norm where its analysis clips by element.
     """
+
+    family = "local steps"
 
     def __init__(
         self,

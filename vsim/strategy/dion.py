@@ -21,7 +21,10 @@ from vsim.strategy.selectors import round_up
 
 
 class DionStrategy(Strategy):
-    """Distributed orthonormal updates [Ahn et al. 2025, arXiv:2504.05295], of every hidden matrix X (n, m):
+    """Send low-rank factors of the momentum, step by their orthonormal product: Dion [Ahn et al. 2025,
+    arXiv:2504.05295].
+
+    Of every hidden matrix X (n, m):
 
         M_k ← M_k + g_k
         P = orthogonalize(mean_k M_k Q);  R_k = M_kᵀ P;  Q ← the mean of the R_k, its columns normalized
@@ -50,6 +53,8 @@ class DionStrategy(Strategy):
     Deviations from the paper: what is taken out of M_k is made with the node's own R_k, where the authors' code has the
     mean of all. The mean of the M_k is the same, but they do not drift apart.
     """
+
+    family = "data parallel"
 
     shares_weights = True
 

@@ -112,7 +112,7 @@ def _accounting() -> Any:
 
 
 class DPFedAvgStrategy(Strategy):
-    """Differentially private federated averaging [McMahan et al. 2017, arXiv:1710.06963].
+    """FedAvg with differential privacy of clients; ε is in the history [McMahan et al. 2017, arXiv:1710.06963].
 
         θ_k ← optimizer(θ_k, g_k)
         after every H-th step, for n nodes:
@@ -146,6 +146,8 @@ class DPFedAvgStrategy(Strategy):
 
     Deviations from the paper: n is that of the round, not its expectation; the paper takes the moments accountant.
     """
+
+    family = "federated"
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class EagerDiLoCoCommunicator(CommunicationModule):
 
 
 class EagerDiLoCoStrategy(Strategy):
-    """DiLoCo whose communication overlaps a whole round [Kale et al. 2025, arXiv:2502.12996].
+    """DiLoCo with the outer gradient a round late, except for a node's own part [Kale et al. 2025, arXiv:2502.12996].
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step, t times H:  d_k(t) = φ_k − θ_k, and D(t) = mean_j d_j(t) is due H steps later
@@ -96,6 +96,8 @@ class EagerDiLoCoStrategy(Strategy):
 
     Payload: all weights every H steps, due H steps later; what is sent last in a run is never applied.
     """
+
+    family = "local steps"
 
     def __init__(
         self,

@@ -56,8 +56,8 @@ class AveragingCommunicator(CommunicationModule):
 
 
 class FedAvgStrategy(Strategy):
-    """Federated averaging [McMahan et al. 2016, arXiv:1602.05629]; with equal shards local SGD [Stich 2018,
-    arXiv:1805.09767].
+    """Train alone for H steps, then average the weights: FedAvg [McMahan et al. 2016, arXiv:1602.05629], local SGD
+    [Stich 2018, arXiv:1805.09767].
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j w_j θ_j
 
@@ -73,6 +73,8 @@ class FedAvgStrategy(Strategy):
 
     Deviations from the paper: all nodes take part in every round, and H counts steps, not epochs.
     """
+
+    family = "local steps"
 
     def __init__(
         self,

@@ -28,7 +28,8 @@ class LocalNorms(PersonalAverage):
 
 
 class FedBNStrategy(Strategy):
-    """Federated learning with local normalization [Li et al. 2021, arXiv:2102.07623].
+    """FedAvg of all but the normalization layers, which stay with their client: FedBN [Li et al. 2021,
+    arXiv:2102.07623].
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[all but norms] ← Σ_j w_j θ_j[all but norms]
 
@@ -43,6 +44,8 @@ class FedBNStrategy(Strategy):
 
     Deviations from the paper: H counts steps, not epochs; norms that are no batch norms stay local, too.
     """
+
+    family = "federated"
 
     def __init__(
         self,

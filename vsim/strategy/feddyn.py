@@ -49,7 +49,8 @@ class DynamicRegularizer(CommunicationModule):
 
 
 class FedDynStrategy(Strategy):
-    """Federated learning with dynamic regularization [Acar et al. 2021, arXiv:2111.04263].
+    """FedAvg with a linear and a quadratic term that make the clients' minima agree: FedDyn [Acar et al. 2021,
+    arXiv:2111.04263].
 
         θ_k ← optimizer(θ_k, g_k − h_k + α (θ_k − φ))
         after every H-th step, for n nodes of a population of N:
@@ -69,6 +70,8 @@ class FedDynStrategy(Strategy):
 
     Deviations from the paper: H counts steps, not epochs.
     """
+
+    family = "federated"
 
     def __init__(
         self, inner_optim: Optim = None, H: int = 10, *, alpha: float = 0.1, **options: Unpack[StrategyOptions]

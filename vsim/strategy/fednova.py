@@ -48,7 +48,8 @@ class NormalizedAverage(CommunicationModule):
 
 
 class FedNovaStrategy(Strategy):
-    """Federated averaging of normalized moves [Wang et al. 2020, arXiv:2007.07481].
+    """FedAvg of each client's move per step, where clients take different numbers of steps: FedNova
+    [Wang et al. 2020, arXiv:2007.07481].
 
         θ_k ← optimizer(θ_k, g_k), τ_k times in a round;  φ ← φ + (Σ_k p_k τ_k) · Σ_k p_k (θ_k − φ) / τ_k;  θ_k ← φ
 
@@ -65,6 +66,8 @@ class FedNovaStrategy(Strategy):
     Deviations from the paper: moves are divided by τ_k, as for plain SGD, whatever the inner optimizer is. For momentum
     and proximal terms the paper has other divisors.
     """
+
+    family = "federated"
 
     def __init__(
         self,

@@ -62,7 +62,8 @@ class PersonalAverage(AveragingCommunicator):
 
 
 class FedPerStrategy(Strategy):
-    """Federated learning with personalization layers [Arivazhagan et al. 2019, arXiv:1912.00818].
+    """FedAvg of all but the last layer, or other parameters, which stay with their client: FedPer
+    [Arivazhagan et al. 2019, arXiv:1912.00818].
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
 
@@ -79,6 +80,8 @@ class FedPerStrategy(Strategy):
 
     Deviations from the paper: H counts steps, not epochs.
     """
+
+    family = "federated"
 
     def __init__(
         self,

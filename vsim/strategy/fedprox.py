@@ -40,7 +40,8 @@ class ProximalTerm(CommunicationModule):
 
 
 class FedProxStrategy(Strategy):
-    """Federated averaging with a proximal term [Li et al. 2018, arXiv:1812.06127].
+    """FedAvg with a penalty on each node's distance from the round's first weights: FedProx [Li et al. 2018,
+    arXiv:1812.06127].
 
         θ_k ← optimizer(θ_k, g_k + μ (θ_k − φ));  after every H-th step φ ← Σ_j w_j θ_j, θ_k ← φ
 
@@ -56,6 +57,8 @@ class FedProxStrategy(Strategy):
 
     Deviations from the paper: every node takes H steps, where the paper's may do as much as each has time for.
     """
+
+    family = "federated"
 
     def __init__(
         self,

@@ -12,7 +12,8 @@ from vsim.strategy.reduce import GradientAverage
 
 
 class GPAStrategy(Strategy):
-    """Generalized primal averaging [Defazio et al. 2025, arXiv:2512.17131], with the nodes' gradients averaged.
+    """Average gradients at an average of the iterates, DiLoCo's outer step smoothed: generalized primal averaging
+    [Defazio et al. 2025, arXiv:2512.17131].
 
         g = mean_k ∇f_k(y);  z ← inner optimizer(z, clip(g));  x ← μ_x x + (1 − μ_x) z;  y = μ_y x + (1 − μ_y) z
 
@@ -31,6 +32,8 @@ class GPAStrategy(Strategy):
 
     Deviations from the paper: none in the update. `Trainer.fit` returns the mean replica, as always, which is y.
     """
+
+    family = "data parallel"
 
     shares_weights = True
     shares_grads = True

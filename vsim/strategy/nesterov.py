@@ -16,7 +16,8 @@ from vsim.strategy.base import Optim, StrategyOptions
 
 
 class DelayedNesterovStrategy(AsynchronousStrategy):
-    """Asynchronous local SGD with Delayed Nesterov momentum [Liu et al. 2024, arXiv:2401.09135].
+    """AsyncDiLoCo whose momentum moves at every N-th arrival; slow workers may take fewer steps [Liu et al. 2024,
+    arXiv:2401.09135].
 
         worker k   takes φ, H_k inner steps, sends g = φ_k − θ_k; takes φ again
         server     at every arrival:    Δ ← Δ + g
@@ -38,6 +39,8 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
 
     With equal speeds, N = K, c = 0 and equal g, N arrivals are one step of torch's Nesterov SGD with gradient g.
     """
+
+    family = "asynchronous"
 
     def __init__(
         self,

@@ -65,7 +65,8 @@ class PairCommunicator(CommunicationModule):
 
 
 class NoLoCoStrategy(Strategy):
-    """No-all-reduce low-communication training [Kolehmainen et al. 2025, arXiv:2506.10911].
+    """DiLoCo in random pairs, each node with outer weights of its own: NoLoCo [Kolehmainen et al. 2025,
+    arXiv:2506.10911].
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step node k meets one other, j, in pairs drawn each time:
@@ -89,6 +90,8 @@ class NoLoCoStrategy(Strategy):
     Deviations from the paper: its random routing through pipelines is not part of this. With γ = β the mean of θ_k and
     θ_j would do, without φ_k; both are sent all the same.
     """
+
+    family = "local steps"
 
     def __init__(
         self,

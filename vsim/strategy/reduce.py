@@ -32,7 +32,7 @@ class GradientAverage(CommunicationModule):
 
 
 class SimpleReduceStrategy(Strategy):
-    """AllReduce: the averaged gradient is clipped and stepped with on every node.
+    """AllReduce (DDP): average the gradients at every step, so that all nodes stay equal.
 
         g = average(g_1, …, g_K), by default mean_k g_k;  θ_k ← optimizer(θ_k, clip(g))
 
@@ -43,6 +43,8 @@ class SimpleReduceStrategy(Strategy):
 
     Payload: all gradients, every step, or what `average` sends in their place.
     """
+
+    family = "data parallel"
 
     shares_weights = True
     shares_grads = True

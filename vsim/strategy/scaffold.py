@@ -78,7 +78,8 @@ class ControlVariates(CommunicationModule):
 
 
 class ScaffoldStrategy(Strategy):
-    """Stochastic controlled averaging, with option II [Karimireddy et al. 2019, arXiv:1910.06378].
+    """FedAvg with control variates against the drift of each client's own data: SCAFFOLD, with option II
+    [Karimireddy et al. 2019, arXiv:1910.06378].
 
         θ_k ← θ_k − lr · (g_k − c_k + c)
         after every H-th step, for n nodes of a population of N:
@@ -106,6 +107,8 @@ class ScaffoldStrategy(Strategy):
     Deviations from the paper: under a schedule H·lr is the sum of the round's learning rates; where it is 0, as in the
     first step of a warm-up, the control variates stay.
     """
+
+    family = "federated"
 
     def __init__(
         self,

@@ -46,7 +46,8 @@ class SlowMomentum(CommunicationModule):
 
 
 class SlowMoStrategy(Strategy):
-    """Slow momentum [Wang et al. 2019, arXiv:1910.00643].
+    """Train alone for H steps, then step a shared copy with a slow momentum: SlowMo [Wang et al. 2019,
+    arXiv:1910.00643].
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  u ← β u + (φ − mean_k θ_k) / lr;  φ ← φ − α·lr·u;  θ_k ← φ
@@ -67,6 +68,8 @@ class SlowMoStrategy(Strategy):
     train alone between syncs. Of its three ways with that optimizer's buffers this is the one that maintains them. At a
     learning rate of 0, such as at the first step of a warm-up, u only decays.
     """
+
+    family = "local steps"
 
     def __init__(
         self,

@@ -176,7 +176,8 @@ def _selector(given: IndexSelector | None, rate: float | None, topk: bool) -> In
 
 
 class SPARTAStrategy(Strategy):
-    """Sparse parameter averaging [Beton et al. 2025, openreview.net/forum?id=stFPf3gzq1].
+    """Average a random share p of the weights at every step: SPARTA [Beton et al. 2025,
+    openreview.net/forum?id=stFPf3gzq1].
 
         θ_k ← optimizer(θ_k, g_k);  after every `sparta_interval`-th step θ_k[S] ← mean_j θ_j[S]
 
@@ -195,6 +196,8 @@ class SPARTAStrategy(Strategy):
     Deviations from the paper: the authors' code broadcasts a mask in every round, which mask="broadcast" bills; here
     all nodes draw the same mask from a shared seed. "topk" and `quantization_bits` are additions.
     """
+
+    family = "data parallel"
 
     def __init__(
         self,
@@ -216,7 +219,8 @@ class SPARTAStrategy(Strategy):
 
 
 class SPARTADiLoCoStrategy(Strategy):
-    """SPARTA between the syncs of DiLoCo, each with an interval of its own.
+    """SPARTA between the syncs of DiLoCo, each with an interval of its own [Beton et al. 2025,
+    openreview.net/forum?id=stFPf3gzq1].
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every `sparta_interval`-th step:  θ_k[S] ← mean_j θ_j[S]
@@ -233,6 +237,8 @@ class SPARTADiLoCoStrategy(Strategy):
 
     Payload: 4·p·P bytes every `sparta_interval` steps on average, and all weights every H steps.
     """
+
+    family = "local steps"
 
     def __init__(
         self,

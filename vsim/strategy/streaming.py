@@ -114,7 +114,8 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
 
 
 class StreamingDiLoCoStrategy(Strategy):
-    """Streaming DiLoCo with overlapping communication [Douillard et al. 2025, arXiv:2501.18512].
+    """DiLoCo, one fragment of the layers at a time, while training continues: Streaming DiLoCo [Douillard et al. 2025,
+    arXiv:2501.18512].
 
         θ_k ← inner optimizer(θ_k, g_k)
         fragment i of P, after step ⌊(i+1)·H/P⌋ and every H steps from there:  send Δ_k = φ − θ_k
@@ -142,6 +143,8 @@ class StreamingDiLoCoStrategy(Strategy):
 
     Deviations from the paper: steps count a run's steps, not a fragment's.
     """
+
+    family = "local steps"
 
     def __init__(
         self,
