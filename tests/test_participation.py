@@ -28,6 +28,7 @@ from vsim.cluster.plan import Round
 from vsim.models import MLP
 from vsim.records.history import OF_THE_MACHINE
 from vsim.strategy import (
+    AloneStrategy,
     CommunicateOptimizeStrategy,
     DeMoStrategy,
     DiLoCoCommunicator,
@@ -35,6 +36,7 @@ from vsim.strategy import (
     DPFedAvgStrategy,
     EDiTStrategy,
     FedAvgStrategy,
+    FedBNStrategy,
     FedDynStrategy,
     FedNovaStrategy,
     FedOptStrategy,
@@ -755,3 +757,81 @@ def test_stragglers_need_compute() -> None:
         trained(FedAvgStrategy(H=2), num_nodes=2, participation=Dropout(0.5), compute=1.0)
     with pytest.raises(TypeError, match="Sample"):
         trained(FedAvgStrategy(H=2), num_nodes=2, participation=OverCommit(), compute=1.0)
+
+
+# What a server has to be sent -----------------------------------------------------------------------------------------
+
+
+def by_label(trainer: vsim.Trainer) -> dict[str, list[tuple[int, int]]]:
+    found: dict[str, list[tuple[int, int]]] = {}
+    for event in trainer.ledger:
+        found.setdefault(event.label, []).append((event.step, event.payload_bytes))
+    return found
+
+
+LINEAR_BYTES = 4 * (3 * 2 + 2)
+# (a strategy of rounds of two steps, whether clients push their weights at the end of a round)
+SERVED: list[tuple[str, Strategy, bool]] = [
+    ("FedAvg", FedAvgStrategy(H=2, lr=0.1), False),
+    ("FedPer", FedPerStrategy(H=2, lr=0.1, personal="bias"), False),
+    ("DiLoCo", DiLoCoStrategy(H=2, lr=0.1), False),
+    ("SCAFFOLD", ScaffoldStrategy(H=2, lr=0.1), False),
+    ("SPARTA", SPARTAStrategy(p_sparta=0.5, sparta_interval=2, lr=0.1), True),
+    ("islands", FedAvgStrategy(H=2, lr=0.1, island_size=2), True),
+    ("none", Strategy(lr=0.1), True),
+    ("alone", AloneStrategy(lr=0.1), True),
+]
+
+
+@pytest.mark.parametrize(("strategy", "pushes"), [case[1:] for case in SERVED], ids=[case[0] for case in SERVED])
+def test_a_server_is_sent_what_the_next_cohort_begins_with(strategy: Strategy, pushes: bool) -> None:
+    data = TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(64, 2))
+    trainer = vsim.Trainer(nn.Linear(3, 2), data, loss_fn=nn.functional.mse_loss)
+    participation = Sample(4, of=8, rounds=2)
+    trainer.fit(strategy=strategy, num_nodes=4, participation=participation, **{**OPTIONS, "max_steps": 6})
+    found = by_label(trainer)
+    if pushes:
+        assert found["round"] == [(2, LINEAR_BYTES), (4, LINEAR_BYTES)]  # what the last cohort has, nobody begins with
+        assert sum(event.wire_bytes > 0 for event in trainer.ledger if event.label == "round") == 2
+    else:
+        assert "round" not in found
+    shared = LINEAR_BYTES - (8 if isinstance(strategy, FedPerStrategy) else 0)
+    assert found["pull"] == [(1, shared), (3, shared), (5, shared)]
+
+
+def test_running_statistics_are_sent_with_the_weights() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    data = TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(64, 2))
+
+    def labels(strategy: Strategy) -> dict[str, list[tuple[int, int]]]:
+        trainer = vsim.Trainer(model, data, loss_fn=nn.functional.mse_loss)
+        trainer.fit(strategy=strategy, num_nodes=2, participation=Sample(2, of=4), **{**OPTIONS, "max_steps": 4})
+        return by_label(trainer)
+
+    weights, norms, statistics = LINEAR_BYTES + 16, 16, 16  # mean and variance; the count of batches is no float
+    found = labels(FedAvgStrategy(H=2, lr=0.1))
+    assert found["round"] == [(2, statistics)]
+    assert found["pull"] == [(1, weights + statistics), (3, weights + statistics)]
+    found = labels(FedBNStrategy(H=2, lr=0.1))
+    assert "round" not in found and found["pull"] == [(1, weights - norms), (3, weights - norms)]
+
+
+def test_statistics_stay_with_their_client_under_fedbn() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    data = TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(64, 2))
+    kept: dict[int, Tensor] = {}
+    met = []
+
+    def compare_with_last_time(run: Any) -> None:
+        rows = run.cluster.replicas.buffers["1.num_batches_tracked"]
+        means = run.cluster.replicas.buffers["1.running_mean"]
+        for row, client in enumerate(run.cluster.active):
+            before = kept.get(client, torch.zeros(3))
+            assert rows[row] == before[0] + 1  # as many batches as this client has had itself
+            met.append(before[0] > 0)
+            kept[client] = torch.stack([rows[row].float(), *means[row]])
+
+    trainer = vsim.Trainer(model, data, loss_fn=nn.functional.mse_loss)
+    options = OPTIONS | {"callbacks": [compare_with_last_time], "num_nodes": 2, "participation": Sample(2, of=4)}
+    trainer.fit(strategy=FedBNStrategy(H=2, lr=0.1), **options)
+    assert any(met)

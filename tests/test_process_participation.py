@@ -30,6 +30,7 @@ from vsim.strategy import (
     EagerDiLoCoStrategy,
     EDiTStrategy,
     FedAvgStrategy,
+    FedBNStrategy,
     FedDynStrategy,
     FedNovaStrategy,
     MuLoCoStrategy,
@@ -137,6 +138,8 @@ def test_schedules_of_failures_and_joins(case: int) -> None:
         (FedDynStrategy(H=2, lr=1e-2), Sample(2, of=5)),
         (FedNovaStrategy(H=2, lr=1e-2), Sample(2, of=5)),
         (EDiTStrategy(H=2, lr=1e-2, gate_after=1), Sample(2, of=5)),
+        (SPARTAStrategy(p_sparta=0.5, sparta_interval=2, lr=1e-2), Sample(2, of=5)),
+        (FedBNStrategy(H=2, lr=1e-2), Sample(2, of=5)),
         (FedAvgStrategy(H=2, lr=1e-2), Sample(2, of=5, stragglers=OverCommit(1.5))),
     ],
 )

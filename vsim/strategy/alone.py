@@ -18,7 +18,8 @@ class AloneStrategy(Strategy):
     Args:
         options: see `Strategy`.
 
-    Payload: none.
+    Payload: none; with cohorts, every client's weights at the end of a round: the next cohort begins with those of the
+    first client.
     """
 
     family = "local steps"
@@ -31,3 +32,7 @@ class AloneStrategy(Strategy):
         collectives = self.cluster.collectives
         with collectives.unbilled():
             return collectives.broadcast(self.cluster.weights)
+
+    def has_global_model(self) -> bool:
+        """Return False: no server knows node 0's weights."""
+        return False

@@ -69,6 +69,15 @@ class CommunicationModule(Configured):
         """Bytes of a node's weights that are its client's own, and that it does not pull with the others."""
         return 0
 
+    @property
+    def personal_buffers(self) -> Sequence[str]:
+        """Names of the buffers that are a client's own, and that the server does not see."""
+        return ()
+
+    def shared_weights(self, cluster: Cluster) -> Tensor:
+        """Return the weights (R, p) that clients have in common after a sync; default: all."""
+        return cluster.weights
+
     def attend(self, cluster: Cluster) -> None:
         """Called when the set of nodes that take part changes, before step `cluster.step`. Default: no-op."""
 
@@ -470,6 +479,20 @@ class Strategy(Configured):
             if weights is not None:
                 return weights
         return self.cluster.mean_weights()
+
+    def has_global_model(self) -> bool:
+        """Return whether a server has the global model now: kept by a module, or equal on all nodes after a sync."""
+        cluster, collectives = self.cluster, self.cluster.collectives
+        if any(module.global_weights(cluster) is not None for module in self.communication_modules):
+            return True
+        if type(self).global_weights is not Strategy.global_weights or cluster.replicas.shares_weights:
+            return True
+        shared = cluster.weights
+        for module in self.communication_modules:
+            shared = module.shared_weights(cluster)
+        with collectives.unbilled():
+            same = (shared == collectives.broadcast(shared)).all(1)  # (R,)
+            return bool(collectives.all_reduce(same.float(), "min"))
 
 
 class CommunicateOptimizeStrategy(Strategy):

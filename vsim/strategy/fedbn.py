@@ -15,7 +15,9 @@ NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
 
 
 class LocalNorms(PersonalAverage):
-    """As `PersonalAverage`, with the parameters of normalization layers as the personal ones."""
+    """As `PersonalAverage`, with parameters and running statistics of normalization layers as the personal ones."""
+
+    buffers: tuple[str, ...] = ()
 
     def setup(self, cluster: Cluster) -> None:
         modules = cluster.replicas.module.named_modules()
@@ -25,6 +27,24 @@ class LocalNorms(PersonalAverage):
         if not self.personal:
             raise ValueError("FedBN: the model has no normalization layer with parameters, which clients would keep")
         super().setup(cluster)
+        buffers = cluster.replicas.buffers
+        self.buffers = tuple(name for name in buffers if any(name.rpartition(".")[0] == p for p in prefixes))
+        self.keep_client(**{f"buffer_{i}": buffers[name].clone() for i, name in enumerate(self.buffers)})
+
+    @property
+    def personal_buffers(self) -> tuple[str, ...]:
+        return self.buffers
+
+    def attend(self, cluster: Cluster) -> None:
+        super().attend(cluster)
+        if cluster.plan is not None and cluster.plan.renews:
+            for i, name in enumerate(self.buffers):
+                cluster.replicas.buffers[name].copy_(getattr(self, f"buffer_{i}"))
+
+    def sync(self, cluster: Cluster) -> None:
+        super().sync(cluster)
+        for i, name in enumerate(self.buffers):
+            getattr(self, f"buffer_{i}").copy_(cluster.replicas.buffers[name])
 
 
 class FedBNStrategy(Strategy):

@@ -48,6 +48,9 @@ class PersonalAverage(AveragingCommunicator):
     def personal_bytes(self) -> int:
         return self.personal_weights[0].nbytes
 
+    def shared_weights(self, cluster: Cluster) -> Tensor:
+        return self.shared.of(cluster.weights)
+
     def attend(self, cluster: Cluster) -> None:
         if cluster.plan is not None and cluster.plan.renews:
             for view, kept in zip(self.own.views(cluster.weights), self.own.cut(self.personal_weights), strict=True):

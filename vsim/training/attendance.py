@@ -127,17 +127,39 @@ def _seed(run: Run, nodes: Iterable[int], step: int) -> None:
 
 @torch.no_grad()
 def _end_round(run: Run) -> None:
-    """Keep what belongs to the clients that have been here, and give all rows the global weights and buffers."""
+    """Keep what belongs to the clients that have been here, and give all rows the global weights and buffers.
+
+    Clients push to the server what it does not have already: running statistics; and their weights, if the strategy
+    has left them different and keeps no global model.
+    """
     assert run.clients is not None
+    replicas, strategy, collectives = run.cluster.replicas, run.strategy, run.cluster.collectives
     if not run.starts:
         run.objective.check_portable()
         run.clients.leave(run.cluster)
-    replicas, strategy = run.cluster.replicas, run.strategy
+        pushed = _statistics_bytes(run) + (0 if strategy.has_global_model() else _shared_bytes(run))
+        if pushed:
+            billing = StackedCollectives(run.ledger, run.cluster.active)  # only bills: means are computed below
+            billing.step, billing.moment = collectives.step, "weights"
+            billing.push(torch.zeros(len(run.cluster.active), 0), label="round", payload_bytes=pushed)
     with strategy.evaluating():
         weights = strategy.global_weights().clone()
     replicas.weights.copy_(weights)
     for name, mean in run.cluster.mean_buffers().items():
         replicas.buffers[name].copy_(mean)
+
+
+def _shared_bytes(run: Run) -> int:
+    """Return the bytes of the weights that a client has in common with the others."""
+    modules = run.strategy.communication_modules
+    return run.cluster.replicas.weights[0].nbytes - sum(module.personal_bytes for module in modules)
+
+
+def _statistics_bytes(run: Run) -> int:
+    """Return the bytes of a client's running statistics, of which the server keeps the mean."""
+    personal = {name for module in run.strategy.communication_modules for name in module.personal_buffers}
+    own = {name: b for name, b in run.cluster.replicas.buffers.items() if name not in personal}
+    return sum(b[0].nbytes for b in own.values() if b.is_floating_point() or b.is_complex())
 
 
 @torch.no_grad()
@@ -148,7 +170,7 @@ def _begin_round(run: Run, step: int) -> None:
     nodes = segment.nodes
     collectives.attend(nodes)
     collectives.step, collectives.moment = step, "start"
-    pulled = replicas.weights[0].nbytes - sum(module.personal_bytes for module in strategy.communication_modules)
+    pulled = _shared_bytes(run) + _statistics_bytes(run)
     # Only bills, clients that will be late included: the rows have the weights already.
     billing = StackedCollectives(run.ledger, sorted((*nodes, *segment.late))) if segment.late else collectives
     billing.step, billing.moment = step, "start"
