@@ -49,6 +49,14 @@ class Span(NamedTuple):
     nodes: NDArray[np.int64] | None = None
     label: str = ""
 
+    def of_node(self, node: int) -> tuple[float, float] | None:
+        """Return the start and end of what a node did; None if the span is of other nodes."""
+        if self.nodes is not None and node not in self.nodes:
+            return None
+        place = node if self.nodes is None else int(np.flatnonzero(self.nodes == node)[0])
+        start, end = (float(times[place] if len(times) > 1 else times[0]) for times in (self.start, self.end))
+        return start, end
+
 
 class _Groups:
     """The groups of an event that have something to send."""

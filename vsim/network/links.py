@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
@@ -123,7 +124,7 @@ class Network:
             raise TypeError(f"{error}; where links differ, Network.between takes a matrix") from None
         self._latency = np.array([[_latency("latency", latency)]])
         self._place: NDArray[np.int64] | None = None  # of every node; None: all at one
-        self._server = None if server is None else bits_per_second("server", server)
+        self._server: Any = None if server is None else bits_per_second("server", server)
 
     @classmethod
     def parse(cls, text: str, collective: str = "ring") -> Network:
@@ -233,6 +234,31 @@ class Network:
         """
         bits, delays = (np.asarray(own, dtype=np.float64)[:, None, None] for own in (bandwidths, latencies))
         return cls._of_places(bits, delays, None, options)
+
+    def in_units(self) -> Network:
+        """Return the network with 1 bit/s and 1 s, if all links are equal; a server's line keeps its ratio to theirs.
+
+        Networks whose links differ are units of their own.
+        """
+        if self._place is not None:
+            return self
+        other = copy.copy(self)
+        bits = float(self._bits[0, 0])
+        if self._server is not None and not self._server / bits > 0:
+            raise ValueError(f"the server's line has no ratio to lines of {rate(bits)}")
+        other._server = None if self._server is None else self._server / bits
+        other._bits, other._latency = np.ones((1, 1)), np.ones((1, 1))
+        return other
+
+    def scaled(self, inverse_bandwidth: Floats, latency: Floats) -> Network:
+        """Return N alternatives of this network, which are priced together: all links changed by factors (N,)."""
+        with np.errstate(divide="ignore"):
+            factor = 1 / np.asarray(inverse_bandwidth, dtype=np.float64)
+        other = copy.copy(self)
+        other._bits = self._bits * factor[:, None, None]
+        other._latency = self._latency * np.asarray(latency, dtype=np.float64)[:, None, None]
+        other._server = None if self._server is None else self._server * factor
+        return other
 
     @classmethod
     def _of_places(
@@ -354,8 +380,10 @@ class Network:
         there, nodes = np.unique(places, return_counts=True)
         if len(there) == 1:
             return self._messages(there, there, size)
-        link = np.ix_(there, there)
-        return slowest_on_best_ring(self._latency[link], 8 / self._bits[link], size, nodes)
+        latency, bits = (own[..., there[:, None], there] for own in (self._latency, self._bits))
+        if bits.ndim == 2:
+            return slowest_on_best_ring(latency, 8 / bits, size, nodes)
+        return np.stack([slowest_on_best_ring(*own, size, nodes) for own in zip(latency, 8 / bits, strict=True)])
 
     def _through_server(self, collective: str, places: NDArray[np.int64], payload: Floats, crowd: Crowd) -> Floats:
         total = np.zeros((*self._bits.shape[:-2], len(payload)))
@@ -374,7 +402,7 @@ class Network:
 
     def _server_bits(self, inward: bool) -> Floats:
         """Return the bandwidth of the server's line, in or out: (), on a `grid` (N,)."""
-        if self._server:
+        if self._server is not None:
             return np.full(self._bits.shape[:-2], self._server)
         lines = self._bits[..., self._home] if inward else self._bits[..., self._home, :]
         fastest = lines.max(-1, where=np.isfinite(lines), initial=0)

@@ -70,7 +70,7 @@ class Timeline:
         """
         if self.ledger.seconds:
             raise ValueError("the timeline of an asynchronous run has no picture: its nodes are at no common step")
-        first, last = _around_first_event(self.ledger) if steps is None else steps
+        first, last = around_first_event(self.ledger) if steps is None else steps
         total, num_nodes = self.ledger.steps, self.ledger.num_nodes
         if not 1 <= first <= last <= total:
             raise ValueError(f"steps must be the first and the last that are drawn, of 1 … {total}, got {steps}")
@@ -186,7 +186,7 @@ _SENT = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _AROUND = 2
 
 
-def _around_first_event(ledger: Record) -> tuple[int, int]:
+def around_first_event(ledger: Record) -> tuple[int, int]:
     """Return the first and the last step that show the first event, from before it is sent to after it is due."""
     first = next((event for event in ledger if event.step > 0), None)
     if first is None:
@@ -208,7 +208,7 @@ def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axe
         (span.what, span.step, span.label, row, *times)
         for row, node in enumerate(nodes)
         for span in watched
-        if (times := _of_node(span, node)) is not None
+        if (times := span.of_node(node)) is not None
     ]
     shown = [start for what, step, _, _, start, _ in bars if what == "compute" and step == steps[0]]
     began, end = min(shown, default=0.0), max((bar[-1] for bar in bars), default=1.0)
@@ -248,12 +248,3 @@ def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axe
     if len(nodes) < line.ledger.num_nodes:
         ax.set_ylabel(f"{len(nodes)} of {line.ledger.num_nodes:,} nodes", fontsize=7.5, color="0.4")
     return ax
-
-
-def _of_node(span: Span, node: int) -> tuple[float, float] | None:
-    """Return the start and end of what a node did; None if the span is of other nodes."""
-    if span.nodes is not None and node not in span.nodes:
-        return None
-    place = node if span.nodes is None else int(np.flatnonzero(span.nodes == node)[0])
-    start, end = (float(times[place] if len(times) > 1 else times[0]) for times in (span.start, span.end))
-    return start, end

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vsim.figures.paper import PaperFigure
+    from vsim.records.report.page import Report
 
 # Attributes of a run that files hold besides its history.
 _PLAIN = ("failure", "seed", "diverged_at", "stopped_at")
@@ -758,6 +759,43 @@ class Comparison(Mapping[str, ComparedRun]):
         """
         axis = self._x_axis(x, network, compute)
         return bands(self._drawn(), axis, y or self._loss_column, ax, True, self._looks(), self._diverged(), logy)
+
+    @overload
+    def report(
+        self, path: None = None, *, network: AnyNetwork = None, compute: AnyCompute = None, title: str | None = None
+    ) -> Report: ...
+    @overload
+    def report(
+        self, path: str | Path, *, network: AnyNetwork = None, compute: AnyCompute = None, title: str | None = None
+    ) -> Path: ...
+    def report(
+        self,
+        path: str | Path | None = None,
+        *,
+        network: AnyNetwork = None,
+        compute: AnyCompute = None,
+        title: str | None = None,
+    ) -> Report | Path:
+        """Write a page whose sliders set bandwidth, latency, seconds a step, size of the model and price of a node.
+
+        It is one HTML file, which a browser opens without a network: curves, the table, who is first to a loss, and the
+        loss for its cost, computed anew as a slider moves.
+
+        Args:
+            path: of the file. Default: none is written, and a notebook shows the page.
+            network, compute: where the sliders stand at first; default: the comparison's, or else 1 Gbit/s, 20 ms, 1 s.
+            title: of the page.
+
+        Returns:
+            The path; without one the page, a `Report`.
+
+        Raises:
+            ValueError: there is no run, or the network or compute has another number of nodes.
+        """
+        from vsim.records.report.page import report
+
+        page = report({title or "Comparison": self}, network, compute, title)
+        return page if path is None else page.save(path)
 
     def _x_axis(self, x: str, network: AnyNetwork, compute: AnyCompute) -> str | XAxis:
         if x == "time":

@@ -22,7 +22,7 @@ _BOLD, _END, _DAGGER = "\ue000", "\ue001", "\ue002"
 _MARKDOWN = ("github", "pipe")
 _PERCENT, _TIMES = ("accuracy", "utilization", *_CLIENT_ACCURACIES), ("times less than AllReduce",)
 # Columns that a table has only when it is asked for them: with all of them it is wider than a page.
-_ON_DEMAND = (
+ON_DEMAND = (
     *("perplexity", "payload MB/node", "payload MB/client", "busiest client MB", "validation seconds"),
     *(*_CLIENT_LOSSES, *_CLIENT_ACCURACIES),
 )
@@ -75,7 +75,7 @@ def text_table(
     own = {name: whole_number("digits", n, at_least=0) for name, n in given.items() if n is not None}
     below, asked = list[str](), columns
     if columns is None:
-        columns = [name for name in known if name not in _ON_DEMAND]
+        columns = [name for name in known if name not in ON_DEMAND]
     shown = [*titles, *(name for name in columns if name not in titles)]
     cells = [[_cell(key, row[key], row.get(f"{key} std"), own.get(key)) for key in shown] for row in rows]
     widths = [max(map(len, column)) + 2 for column in zip(shown, *cells, strict=True)]

@@ -1,0 +1,173 @@
+"""The page of a comparison: what it holds, and that nothing in it runs but its own script."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from compared import compared, three_strategies
+
+import vsim
+from vsim import Compute, Network
+from vsim.cluster.participation import Sample
+from vsim.records.report.page import report
+from vsim.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
+
+NETWORK, COMPUTE = "200 Mbit/s, 50 ms", 0.8
+
+
+def held(page: str) -> list[dict[str, Any]]:
+    """The data of a page, as a browser takes them from it."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.S)
+    pages: list[dict[str, Any]] = json.loads(text)
+    return pages
+
+
+def hours(page: dict[str, Any], seed: dict[str, Any], step: float, network: Network, compute: float) -> float:
+    """What the script computes: the largest of the planes, linear between two of the steps."""
+    ledger, plain = page["ledgers"][seed["ledger"]], network.as_plain()
+    at = compute, plain["latency"][0][0], 1 / float(plain["bits_per_second"][0][0])
+    own = [max(np.reshape(planes, (-1, 3)) @ at) for planes in ledger["planes"]]
+    return float(np.interp(step, ledger["steps"], own)) / 3600
+
+
+def test_hours_are_those_of_the_table() -> None:
+    comparison = three_strategies()
+    (page,) = held(comparison.report(network=NETWORK, compute=COMPUTE).html)
+    for network, compute in ((Network.of(NETWORK), COMPUTE), (Network("3 Mbit/s", "200 ms"), 0.01)):
+        rows = comparison.rows(network=network, compute=compute)
+        for run, row in zip(page["runs"], rows, strict=True):
+            (seed,) = run["seeds"]
+            assert hours(page, seed, 20, network, compute) == pytest.approx(row["hours"], rel=1e-3)
+            # At every step, those that are not in the page included.
+            exact = comparison[run["name"]].history.time(network, compute).seconds / 3600
+            assert [hours(page, seed, t, network, compute) for t in range(21)] == pytest.approx(exact, rel=1e-3)
+
+
+def test_the_page_is_small_and_written_where_asked(tmp_path: Path) -> None:
+    path = three_strategies().report(tmp_path / "a page.html", network=NETWORK, compute=COMPUTE, title="Three")
+    page = path.read_text(encoding="utf-8")
+    assert path.name == "a page.html"
+    assert len(page) < 200_000
+    assert "<title>Three</title>" in page
+    assert not re.search(r"https?://(?!www\.w3\.org)", page)  # an address of a namespace, and no other
+
+
+def test_what_was_saved_has_the_same_page(tmp_path: Path) -> None:
+    comparison = three_strategies()
+    comparison.to_json(tmp_path / "comparison.json")
+    again = vsim.Comparison.from_json(tmp_path / "comparison.json")
+    mine, its = (one.report(network=NETWORK, compute=COMPUTE, title="x").html for one in (comparison, again))
+    assert held(mine)[0]["runs"] == held(its)[0]["runs"]
+    assert held(mine)[0]["ledgers"] == held(its)[0]["ledgers"]
+
+
+HOSTILE = "</script><img src=x onerror=alert(1)><!--<script>\u2028 {{data}}"
+
+
+def test_hostile_names_stay_text() -> None:
+    comparison = compared({HOSTILE: SimpleReduceStrategy(lr=1e-3)}, max_steps=2)
+    page = report({HOSTILE: comparison}, NETWORK, COMPUTE, HOSTILE)
+    assert page.html.count("<script") == 2 == page.html.count("</script>")
+    assert "<img" not in page.html
+    assert html.escape(HOSTILE) in page.html
+    (content,) = held(page.html)
+    assert content["runs"][0]["name"] == content["name"] == HOSTILE
+    inline = page._repr_html_()
+    assert inline.count("<iframe") == 1
+    assert "<script" not in inline
+    assert 'sandbox="allow-scripts allow-downloads"' in inline
+
+
+def test_only_the_pages_own_script_may_run() -> None:
+    import base64
+    import hashlib
+
+    page = three_strategies().report(network=NETWORK, compute=COMPUTE).html
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert "default-src 'none'" in policy
+    for tag in ("script", "style"):
+        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, flags=re.S)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert "unsafe" not in policy
+
+
+def test_sliders_stand_where_asked_and_say_what_was_assumed() -> None:
+    comparison = three_strategies()
+    (page,) = held(comparison.report().html)
+    assert page["assumed"] == ["network", "compute"]
+    assert page["network"]["bandwidth"] == 1e9
+    (page,) = held(comparison.report(network="3 Mbit/s, 7 ms", compute=Compute(2, dollars_per_hour=1.5)).html)
+    assert page["assumed"] == []
+    assert (page["network"]["bandwidth"], page["network"]["latency"]) == (3e6, 0.007)
+    assert (page["compute"]["seconds"], page["compute"]["price"]) == (2, 1.5)
+    regions = Network.regions({"a": 1, "b": 2}, inside="1 Gbit/s", between="10 Mbit/s, 50 ms")
+    (page,) = held(comparison.report(network=regions, compute=1).html)
+    assert not page["network"]["equal"]
+    assert page["network"]["bandwidth"] == page["network"]["latency"] == 1
+
+
+def test_what_cannot_be_reported_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no run"):
+        vsim.Comparison(1).report()
+    with pytest.raises(ValueError, match="no comparison"):
+        report({})
+    with pytest.raises(TypeError, match="title"):
+        three_strategies().report(title=3)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="4 nodes"):
+        three_strategies().report(network=Network.between([[1e6] * 4] * 4), compute=1)
+
+
+def test_a_sweep_has_its_settings() -> None:
+    from vsim.data import digits
+    from vsim.models import MLP
+
+    train, val = digits()
+    sweep = vsim.sweep(
+        MLP(hidden=(8,), seed=0), train, val, strategy=DiLoCoStrategy, settings={"H": [1, 2], "outer_lr": [0.4, 0.7]},
+        num_nodes=2, max_steps=4, seeds=[0, 1], progress=False,
+    )  # fmt: skip
+    (page,) = held(sweep.report(network=NETWORK, compute=COMPUTE).html)
+    assert page["varied"] == ["H", "outer_lr"]
+    assert page["values"] == {"H": ["1", "2"], "outer_lr": ["0.4", "0.7"]}
+    assert len(page["runs"]) == 4
+    assert len(page["ledgers"]) == 2  # what is sent depends on H alone
+
+
+def test_what_a_network_decided_keeps_its_hours() -> None:
+    made = {"async": AsyncDiLoCoStrategy(H=3, lr=1e-3), "DiLoCo": DiLoCoStrategy(H=3, lr=1e-3)}
+    comparison = compared(made, max_steps=6, network=NETWORK, compute=COMPUTE)
+    (page,) = held(comparison.report().html)
+    decided = [page["ledgers"][run["seeds"][0]["ledger"]]["decided"] for run in page["runs"]]
+    assert decided == ["both", ""]
+    (page,) = held(comparison.report(network="1 Mbit/s", compute=COMPUTE).html)
+    own = page["ledgers"][page["runs"][0]["seeds"][0]["ledger"]]
+    assert "asynchronous" in own["fixed"]
+    exact = comparison["async"].history.time(comparison.network, comparison.compute).seconds[-1]
+    assert own["planes"][-1][0] * own["seconds"] == pytest.approx(exact)
+
+
+def test_cohorts_go_through_a_server() -> None:
+    comparison = compared({"FedAvg": FedAvgStrategy(H=2, lr=1e-3)}, max_steps=4, participation=Sample(2, of=6))
+    (page,) = held(comparison.report(network=NETWORK, compute=COMPUTE).html)
+    assert page["clients"]
+    assert page["network"]["collective"] == "server"
+    (seed,) = page["runs"][0]["seeds"]
+    assert seed["rounds"][-1] == 2
+    (row,) = comparison.rows(network=NETWORK, compute=COMPUTE)
+    assert hours(page, seed, 4, Network.of(NETWORK), COMPUTE) == pytest.approx(row["hours"], rel=1e-3)
+
+
+def test_a_loss_that_is_no_number_is_no_number_of_json() -> None:
+    with pytest.warns(UserWarning, match="non-finite"):
+        comparison = compared({"DiLoCo": DiLoCoStrategy(H=2, lr=1e12, outer_lr=1e30)}, max_steps=4)
+    (page,) = held(comparison.report(network=NETWORK, compute=COMPUTE).html)
+    assert page["runs"][0]["diverged"]
+    assert not any(isinstance(value, float) and math.isnan(value) for value in page["runs"][0]["row"].values())

@@ -1,0 +1,378 @@
+"""What the page of a comparison knows: losses, bytes and clocks of all runs, as plain data."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vsim.network import Compute, Network, timeline
+from vsim.network.clock import Clock, Span
+from vsim.network.planes import Planes, planes
+from vsim.network.timeline import around_first_event
+from vsim.records.history import History
+from vsim.records.plots import Y_LABELS, Look, rounds
+from vsim.records.statistics import ranking
+from vsim.records.tables import ON_DEMAND
+
+# A `Comparison` and its runs, whose module uses this one.
+Comparison: TypeAlias = Any
+ComparedRun: TypeAlias = Any
+AnyNetwork = Network | str | float | None
+AnyCompute = Compute | float | str | None
+
+# Where neither the caller nor the comparison says any.
+NETWORK, COMPUTE = "1 Gbit/s, 20 ms", 1.0
+# A page holds so many measurements of a loss and of other columns, steps of a clock and rows of `node_losses`: of a few
+# runs, and of many, as of a sweep. Of nodes and of bars of a timeline it holds no more than these.
+_FEW = {"losses": 1000, "others": 150, "steps": 300, "rows": 80}
+_MANY = {"losses": 100, "others": 0, "steps": 40, "rows": 0}
+_MANY_RUNS, _MOST_NODES, _MOST_BARS = 60, 12, 400
+# Columns that have a place of their own on the page, or say nothing of the training.
+_NO_CURVES = (
+    *("step", "examples", "tokens", "payload_bytes", "wire_bytes", "seconds", "validation_seconds", "memory_bytes"),
+    *("global_loss_se", "val_examples", "val_total", "node_loss_min", "node_loss_max", "clock_seconds"),
+    "compute_seconds",
+)
+_LABELS = {
+    **Y_LABELS,
+    "lr": "inner learning rate",
+    "node_loss_std": "spread of the nodes' validation losses",
+    "local_accuracy": "validation accuracy of node 0",
+    "divergence": "drift: distance of the replicas from their mean",
+    "correlation": "correlation of the replicas' weights",
+}
+
+
+def content(comparison: Comparison, network: AnyNetwork = None, compute: AnyCompute = None) -> dict[str, Any]:
+    """Return what the page says of a comparison or sweep: dicts, lists, numbers and text, which JSON can hold.
+
+    Args:
+        network, compute: where the sliders stand at first; default: those of the comparison, or else `NETWORK` and
+            `COMPUTE`.
+
+    Raises:
+        ValueError: there is no run; the network or compute has another number of nodes.
+    """
+    if not len(comparison):
+        raise ValueError("the comparison has no run to report")
+    network = comparison.network if network is None else network
+    compute = comparison.compute if compute is None else compute
+    assumed = [what for what, own in (("network", network), ("compute", compute)) if own is None]
+    on = Network.of(network or NETWORK, "server" if comparison._of_clients else "ring")
+    total = sum(len(comparison.runs(name)) for name in comparison)
+    page = _Page(comparison, on, Compute.of(compute or COMPUTE), _FEW if total <= _MANY_RUNS else _MANY)
+    return {**page.as_plain(), "assumed": assumed}
+
+
+class _Page:
+    """Collects what a page says of one comparison; equal ledgers are priced once."""
+
+    def __init__(self, comparison: Comparison, network: Network, compute: Compute, most: dict[str, int]) -> None:
+        self.comparison, self.network, self.compute, self.most = comparison, network, compute, most
+        self.ledgers: list[dict[str, Any]] = []
+        self.places: dict[str, int] = {}  # digest of a ledger and the steps that are asked for → place in `ledgers`
+        self.columns = self._columns()
+
+    def _columns(self) -> list[str]:
+        """The columns of `History` that have curves, the loss first."""
+        loss = self.comparison._loss_column
+        if not self.most["others"]:
+            return [loss]
+        histories = self.comparison._all_histories()
+        known = dict.fromkeys(column for history in histories for column in history.columns)
+        measured = [c for c in known if any(np.isfinite(history.column(c)).any() for history in histories)]
+        return [loss, *(column for column in measured if column != loss and column not in _NO_CURVES)]
+
+    def as_plain(self) -> dict[str, Any]:
+        comparison = self.comparison
+        unpriced = copy.copy(comparison)
+        unpriced.network = unpriced.compute = None
+        rows = dict(zip(comparison._ordered(), unpriced.rows(), strict=True))
+        losses, diverged = comparison._by_seed(comparison._loss), comparison._diverged()
+        found = ranking({name: losses[name] for name in comparison if name not in diverged})
+        looks = comparison._looks()
+        runs = []
+        for name, row in rows.items():
+            own = comparison.runs(name)
+            runs.append(
+                {
+                    "name": name,
+                    **_look(looks.by_name[name]),
+                    "row": {key: _plain(value) for key, value in row.items()},
+                    "mark": "best" if name in found.best else "tied" if name in found.undecided else "",
+                    "diverged": diverged.get(name, ""),
+                    "note": comparison._note(name),
+                    "labels": comparison._titles(name),
+                    "seeds": [self._seed(run, own) for run in own],
+                    "nodes": self._node_losses(own[0].history),
+                    "timeline": self._timeline(own[0].history),
+                }
+            )
+        first = next(iter(rows.values()))
+        titles = list(comparison._titles(next(iter(rows))))
+        table = [key for key in first if not key.endswith(" std") and key not in titles and key != "note"]
+        seeds = max(len(run["seeds"]) for run in runs)
+        return {
+            "title": comparison._title(),
+            "loss": comparison._loss_column,
+            "columns": {column: _LABELS.get(column, column.replace("_", " ")) for column in self.columns},
+            "titles": titles,
+            "table": [key for key in table if key not in ON_DEMAND],
+            "more": [key for key in table if key in ON_DEMAND],
+            "lossTitle": comparison._loss_title,
+            "tested": found.tested,
+            "runs": runs,
+            "ledgers": self.ledgers,
+            "network": _network(self.network),
+            "compute": {
+                "seconds": float(self.compute.node_seconds.mean()),
+                "alike": len(set(self.compute.node_seconds.tolist())) == 1,
+                "price": self.compute.dollars_per_hour,
+                "text": repr(self.compute),
+            },
+            "nodes": comparison.num_nodes,
+            "clients": comparison._of_clients,
+            "weights": comparison.allreduce_bytes,
+            "quantiles": _quantiles(seeds),
+            "varied": getattr(comparison, "varied", []),
+            "values": self._values(),
+            "key": {title: [{"text": text, **_look(look)} for text, look in own] for title, own in looks.key.items()},
+            "about": self._about(),
+        }
+
+    def _values(self) -> dict[str, list[str]]:
+        """Setting of a sweep → the text of its values, in their order."""
+        points = getattr(self.comparison, "_points", {})
+        varied = getattr(self.comparison, "varied", [])
+        return {key: list(dict.fromkeys(point.labels[key] for point in points.values())) for key in varied}
+
+    def _about(self) -> list[list[str]]:
+        """What the runs are, as pairs of title and text."""
+        comparison = self.comparison
+        histories = comparison._all_histories()
+        found = [
+            ["nodes", ", ".join(str(n) for n in sorted({history.num_nodes for history in histories}))],
+            ["clients", ", ".join(str(n) for n in sorted({h.ledger.num_nodes for h in histories if h.is_of_cohorts}))],
+            ["steps", ", ".join(f"{n:,}" for n in sorted({history.ledger.steps for history in histories}))],
+            ["seeds", ", ".join(str(n) for n in sorted({r.seed for n in comparison for r in comparison.runs(n)}))],
+            ["weights", f"{comparison.allreduce_bytes:,} bytes"],
+            ["validated on", ", ".join(comparison._sampled()) or histories[0].validated_on],
+            ["executor", ", ".join(dict.fromkeys(history.executor for history in histories))],
+            ["network", repr(self.network)],
+            ["compute", repr(self.compute)],
+        ]
+        describe = getattr(comparison, "describe", None)
+        if describe is not None:
+            found.append(["provenance", str(describe())])
+        settings = getattr(comparison, "settings", {})
+        if len(settings) <= _MANY_RUNS:
+            for name, own in settings.items():
+                found.append([name, ", ".join(f"{key}={value}" for key, value in own.items())])
+        return [[title, text] for title, text in found if text]
+
+    def _seed(self, run: ComparedRun, others: Sequence[ComparedRun]) -> dict[str, Any]:
+        history, loss = run.history, self.comparison._loss_column
+        steps, losses = _thinned(*_measured(history, loss), self.most["losses"])
+        curves = {
+            column: (steps, losses) if column == loss else _thinned(*_measured(history, column), self.most["others"])
+            for column in self.columns
+            if column in history.columns
+        }
+        along = {"examples": history["examples"]} if len(history) else {}
+        if history.last("tokens") > 0:
+            along["tokens"] = history["tokens"]
+        if history.ledger.attendance:
+            along["rounds"] = rounds(history)
+        return {
+            "seed": run.seed,
+            "sound": not run.failure or all(other.failure for other in others),
+            "note": run.note,
+            "ledger": self._ledger(history, steps),
+            **{what: [] for what in ("examples", "tokens", "rounds")},
+            **{what: _rounded(np.interp(steps, history["step"], own)) for what, own in along.items()},
+            "curves": {column: [[int(step) for step in own[0]], _rounded(own[1])] for column, own in curves.items()},
+        }
+
+    def _ledger(self, history: History, measured: NDArray[np.float64]) -> int:
+        """Return the place of a run's ledger among those of the page."""
+        ledger = history.ledger
+        last = int(history.last("step")) if len(history) else 0
+        steps = self._steps(ledger, last, measured)
+        text = json.dumps([ledger.as_plain(), history.num_nodes, steps], default=list)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if digest not in self.places:
+            self.places[digest] = len(self.ledgers)
+            self.ledgers.append(self._clock(history, steps))
+        return self.places[digest]
+
+    def _steps(self, ledger: Any, last: int, measured: NDArray[np.float64]) -> list[int]:
+        """Steps between which time and bytes are about linear: all, or those of measurements and of syncs."""
+        if last < self.most["steps"]:
+            return list(range(last + 1))
+        syncs = {step for event in ledger for at in (event.step, event.due) for step in (at - 1, at) if 0 <= at <= last}
+        room = max(2, self.most["steps"] - len(measured))
+        chosen = sorted(syncs)
+        kept = chosen if len(chosen) <= room else chosen[:: -(-len(chosen) // room)]
+        return sorted({0, last, *kept, *(int(step) for step in measured)})
+
+    def _clock(self, history: History, steps: list[int]) -> dict[str, Any]:
+        """Time and bytes of a run at some of its steps; between them both are linear."""
+        fixed = ""
+        try:
+            own = planes(history.ledger, self.network, self.compute, steps)
+        except ValueError as error:
+            line = _recorded(history, self.network, self.compute)
+            mean = float(self.compute.node_seconds.mean())
+            flat = tuple(np.array([[line.seconds[step] / mean, 0.0, 0.0]]) for step in steps)
+            own = Planes(np.array(steps), flat, float(line.compute_seconds.sum()) / mean, mean, "both")
+            fixed = f"its hours are those of {line.network!r} and {line.compute!r}: {error}"
+        rows = np.searchsorted(history["step"], steps) if len(history) else np.zeros(len(steps), dtype=int)
+        sent = [history.bytes_per_node(way)[rows] if len(history) else np.zeros(1) for way in ("wire", "payload")]
+        kept = _bends(steps, own.planes, np.stack(sent, 1))
+        return {
+            "steps": [steps[i] for i in kept],
+            "planes": [_rounded(own.planes[i].ravel()) for i in kept],
+            "wire": _rounded(sent[0][kept]),
+            "payload": _rounded(sent[1][kept]),
+            "computed": own.computed,
+            "decided": own.decided,
+            "fixed": fixed,
+            "seconds": own.compute,
+            "nodes": history.ledger.num_nodes,
+        }
+
+    def _node_losses(self, history: History) -> dict[str, Any] | None:
+        """Training losses of some nodes, means over as many steps as leave few rows."""
+        losses = history.node_losses
+        if not self.most["rows"] or not len(losses):
+            return None
+        every = -(-len(losses) // self.most["rows"])
+        shown = np.unique(np.linspace(0, losses.shape[1] - 1, min(_MOST_NODES, losses.shape[1])).astype(int))
+        first = int(history.last("step")) - len(losses)
+        blocks = [losses[start : start + every] for start in range(0, len(losses), every)]
+        means = [_mean(block) for block in blocks]
+        ends = np.cumsum([len(block) for block in blocks]) + first
+        return {
+            "steps": [int(step) for step in ends],
+            "shown": [int(node) for node in shown],
+            "of": losses.shape[1],
+            "losses": [_rounded([own[node] for own in means]) for node in shown],
+        }
+
+    def _timeline(self, history: History) -> dict[str, Any] | None:
+        """What some nodes do around the first sync, as bars: what, node, start, end, step, label."""
+        ledger = history.ledger
+        if not self.most["rows"] or ledger.seconds or ledger.num_nodes > 1000:
+            return None
+        first, last = around_first_event(ledger)
+        spans: list[Span] = []
+        try:
+            timeline(ledger, self.network, self.compute)  # which raises if another compute decided
+            Clock(ledger, self.network, self.compute, spans.append).run(last)
+        except ValueError:
+            return None
+        nodes = range(min(4, history.num_nodes))
+        bars = [
+            [span.what, node, *_rounded(times), span.step, span.label]
+            for span in spans
+            for node in nodes
+            if span.step >= first and (times := span.of_node(node)) is not None and times[1] > times[0]
+        ]
+        return {"steps": [first, last], "nodes": len(nodes), "bars": bars[:_MOST_BARS]} if bars else None
+
+
+def _recorded(history: History, network: Network, compute: Compute) -> Any:
+    """Return the timeline of a run on this network, or else on that which decided its course."""
+    try:
+        return history.time(network, compute)
+    except ValueError:
+        decided = history.ledger.clock or {}
+        if "network" in decided:
+            network = Network.from_plain(decided["network"])
+        if "compute" in decided:
+            compute = Compute.from_plain(decided["compute"])
+        return history.time(network, compute)
+
+
+def _bends(steps: Sequence[int], of_steps: Sequence[NDArray[np.float64]], sent: NDArray[np.float64]) -> list[int]:
+    """Return the places of the steps between which one plane, and bytes, are linear in the step; all of several."""
+    kept = [0] if steps else []
+    for i in range(1, len(steps)):
+        if i + 1 < len(steps):
+            a, b, c = (of_steps[j] for j in (kept[-1], i, i + 1))
+            if len(a) == len(b) == len(c) == 1:
+                share = (steps[i] - steps[kept[-1]]) / (steps[i + 1] - steps[kept[-1]])
+                rows = [np.concatenate([own[0], sent[j]]) for own, j in ((a, kept[-1]), (b, i), (c, i + 1))]
+                if np.allclose(rows[1], (1 - share) * rows[0] + share * rows[2], rtol=1e-7, atol=0):
+                    continue
+        kept.append(i)
+    return kept
+
+
+def _mean(block: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean over steps (steps, K) of what is known: (K,), NaN of a node that was never there."""
+    there = np.isfinite(block)
+    count = there.sum(0)
+    sums = np.where(there, block, 0).sum(0)
+    return np.divide(sums, count, out=np.full(len(sums), math.nan), where=count > 0)
+
+
+def _measured(history: History, column: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    steps, values = history.measured("step", column)
+    return steps, values
+
+
+def _thinned(steps: Any, values: Any, most: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return at most about so many of the measurements, evenly spaced, the first and the last among them."""
+    if len(steps) <= most:
+        return steps, values
+    kept = np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))
+    return steps[kept], values[kept]
+
+
+def _rounded(values: Any) -> list[float | None]:
+    """Return numbers with 7 digits, None where there is none."""
+    return [_plain(float(f"{value:.7g}")) for value in values]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float | np.floating):
+        value = float(value)
+        return None if not math.isfinite(value) else int(value) if value.is_integer() and abs(value) < 1e15 else value
+    return value
+
+
+def _look(look: Look) -> dict[str, Any]:
+    dash = [] if isinstance(look.dash, str) else [float(part) for part in look.dash[1]]
+    return {"colour": look.colour, "dash": dash, "marker": look.marker, "bare": look.dash == "none"}
+
+
+def _network(network: Network) -> dict[str, Any]:
+    """Where the sliders stand: bandwidth and latency of equal links, or factors of those that differ."""
+    plain = network.as_plain()
+    equal = plain["place"] is None
+    bandwidth = float(plain["bits_per_second"][0][0]) if equal else 1.0
+    latency = float(plain["latency"][0][0]) if equal else 1.0
+    return {
+        "equal": equal,
+        "bandwidth": min(bandwidth, 1e15),
+        "latency": latency,
+        "collective": network.collective,
+        "text": repr(network),
+    }
+
+
+def _quantiles(seeds: int) -> dict[str, float]:
+    """Number of seeds → the factor of the standard error in a 95 % interval."""
+    if seeds < 2:
+        return {}
+    from scipy import stats
+
+    return {str(n): float(stats.t.ppf(0.975, n - 1)) for n in range(2, seeds + 1)}

@@ -1,0 +1,1037 @@
+"use strict";
+(() => {
+  const pages = JSON.parse(document.getElementById("data").textContent);
+  const $ = (id) => document.getElementById(id);
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  let P; // the comparison that is shown
+  let state; // where the sliders and choices stand
+
+  // Numbers and text -------------------------------------------------------------------------------------------------
+
+  const finite = (v) => typeof v === "number" && Number.isFinite(v);
+  const mean = (own) => own.reduce((a, b) => a + b, 0) / own.length;
+  const deviation = (own) => {
+    if (own.length < 2) return 0;
+    const m = mean(own);
+    return Math.sqrt(own.reduce((a, b) => a + (b - m) ** 2, 0) / (own.length - 1));
+  };
+  const clamp = (v, low, high) => Math.min(high, Math.max(low, v));
+  const digits = (v, n = 3) => {
+    if (v === Infinity) return "∞";
+    if (v === 0 || !finite(v)) return v === 0 ? "0" : "–";
+    const size = Math.abs(v);
+    if (size >= 1e6 || size < 1e-4) return v.toExponential(n - 1).replace(/\.?0+e/, "e").replace("e+", "e");
+    const text = v.toPrecision(n);
+    return text.includes("e") ? String(Math.round(v)) : text.includes(".") ? text.replace(/\.?0+$/, "") : text;
+  };
+  const scaled = (v, units) => {
+    const [unit, name] = units.find(([u]) => Math.abs(v) >= u * 0.9995) || units[units.length - 1];
+    return `${digits(v / unit)} ${name}`;
+  };
+  const RATES = [[1e12, "Tbit/s"], [1e9, "Gbit/s"], [1e6, "Mbit/s"], [1e3, "kbit/s"], [1, "bit/s"]];
+  const DELAYS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]];
+  const BYTES = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]];
+  const TIMES = [[86400, "days"], [3600, "hours"], [60, "minutes"], [1, "seconds"]];
+  const delay = (v) => (v === 0 ? "0 ms" : scaled(v, DELAYS));
+  const duration = (v) => (!finite(v) ? "–" : v < 1 ? delay(v) : scaled(v, [[172800, ""], [3600, "h"], [60, "min"], [1, "s"]]));
+  const took = (v) => (finite(v) && v >= 172800 ? `${digits(v / 86400)} days` : duration(v));
+
+  // As `vsim.records.tables` writes a cell.
+  const PERCENT = new Set(["accuracy", "utilization", "client accuracy", "client accuracy, 10th percentile", "client accuracy, worst"]);
+  const FOUR = new Set(["validation loss", "training loss", "client loss", "client loss, 90th percentile", "client loss, worst"]);
+  const cell = (key, value, sd) => {
+    if (typeof value === "string") return value;
+    if (!finite(value)) return "–";
+    const percent = PERCENT.has(key), times = key.startsWith("times less");
+    const v = percent ? 100 * value : value;
+    let n = FOUR.has(key) ? 4 : key.endsWith("seconds") ? 1 : 2;
+    if (percent) n = 1;
+    else if (times) n = v < 99.95 ? 1 : 0;
+    else if (key.startsWith("hours") && v > 0 && v < 10) n = Math.min(20, 1 - Math.floor(Math.log10(v)));
+    else if (key.includes("MB") && v > 0 && v < 0.1) n = 4;
+    else if (key.startsWith("steps")) n = 0;
+    const text = (w) => (Math.abs(v) < 1e5 ? w.toFixed(n) : w.toPrecision(3).replace("e+", "e"));
+    const spread = finite(sd) ? (percent ? 100 * sd : sd) : 0;
+    const shown = /[1-9]/.test(spread.toFixed(n)) ? ` ± ${text(spread)}` : "";
+    return text(v) + shown + (percent ? " %" : times ? "×" : "");
+  };
+
+  // The clock: the largest of planes, see vsim.network.planes -----------------------------------------------------------
+
+  const place = () => ({ bw: state.bw, lat: state.lat, sec: state.sec, size: state.size });
+  const factors = (ledger, at) => {
+    if (ledger.decided === "both") return [ledger.seconds, 0, 0];
+    return [ledger.decided ? ledger.seconds : at.sec, at.lat, at.size / at.bw];
+  };
+  const highest = (planes, [a, b, d]) => {
+    let most = 0;
+    for (let i = 0; i < planes.length; i += 3) most = Math.max(most, planes[i] * a + planes[i + 1] * b + planes[i + 2] * d);
+    return most;
+  };
+  /** Where a step lies between two of a ledger's steps: [place of the first, share of the second]. */
+  const between = (steps, step) => {
+    let low = 0, high = steps.length - 1;
+    if (step >= steps[high]) return [high, 0];
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (steps[middle] <= step) low = middle;
+      else high = middle;
+    }
+    return [low, (step - steps[low]) / (steps[low + 1] - steps[low])];
+  };
+  const mixed = (values, [i, share]) => (share ? (1 - share) * values[i] + share * values[i + 1] : values[i]);
+  const timeAt = (ledger, [i, share], own) => {
+    const first = highest(ledger.planes[i], own);
+    return share ? (1 - share) * first + share * highest(ledger.planes[i + 1], own) : first;
+  };
+  const secondsAt = (seed, step, at = place()) => {
+    const ledger = P.ledgers[seed.ledger];
+    return timeAt(ledger, between(ledger.steps, step), factors(ledger, at));
+  };
+  const bytesAt = (seed, step, way) => {
+    const ledger = P.ledgers[seed.ledger];
+    return state.size * mixed(ledger[way], between(ledger.steps, step));
+  };
+  const lastStep = (seed) => P.ledgers[seed.ledger].steps[P.ledgers[seed.ledger].steps.length - 1];
+  const sound = (run) => run.seeds.filter((seed) => seed.sound);
+
+  /** As `vsim.records.statistics.crossing`: where a curve reaches a loss; null if it never does. */
+  const crossing = ([steps, losses], target) => {
+    const i = losses.findIndex((loss) => loss !== null && loss <= target);
+    if (i < 0) return null;
+    if (!i) return [steps[0], steps[0], steps[0]];
+    const before = steps[i - 1], above = losses[i - 1], last = steps[i];
+    const share = above === null ? 1 : (above - target) / (above - losses[i]);
+    const step = Math.ceil(before + share * (last - before) - 1e-9);
+    return [clamp(step, before + 1, last), before + 1, last];
+  };
+  const crossings = (run) => run.seeds.map((seed) => crossing(seed.curves[P.loss] || [[], []], state.target));
+  /** What is said of a run of which not all seeds reach the target; "" if they do. */
+  const never = (found) => {
+    const reach = found.filter(Boolean).length;
+    return reach === found.length ? "" : reach ? `${reach} of ${found.length} runs` : "never";
+  };
+
+  /** What a run costs on the network of the sliders: column → [mean, standard deviation], or text. */
+  const priced = (run) => {
+    const rows = sound(run).map((seed) => {
+      const ledger = P.ledgers[seed.ledger], total = secondsAt(seed, lastStep(seed)), own = factors(ledger, place());
+      return { hours: total / 3600, utilization: total ? (ledger.computed * own[0]) / total : 1,
+               dollars: (state.price || 0) * ledger.nodes * total / 3600, wire: bytesAt(seed, lastStep(seed), "wire") / 1e6 };
+    });
+    const found = {};
+    for (const key of ["hours", "utilization", "dollars", "wire"]) {
+      const own = rows.map((row) => row[key]);
+      found[key] = [mean(own), deviation(own)];
+    }
+    const at = crossings(run), said = never(at), reached = run.seeds.filter((seed) => seed.sound && at[run.seeds.indexOf(seed)]);
+    const to = (value) => {
+      if (said || !reached.length) return said || "never";
+      const own = reached.map((seed) => value(seed, at[run.seeds.indexOf(seed)][0]));
+      return [mean(own), deviation(own)];
+    };
+    found["steps to target"] = to((seed, step) => step);
+    found["wire MB to target"] = to((seed, step) => bytesAt(seed, step, "wire") / 1e6);
+    found["hours to target"] = to((seed, step) => secondsAt(seed, step) / 3600);
+    return found;
+  };
+
+  // Curves: means over the seeds ------------------------------------------------------------------------------------------
+
+  const curves = new WeakMap();
+  const curveOf = (run, column) => {
+    if (!curves.has(run)) curves.set(run, {});
+    const known = curves.get(run);
+    if (!known[column]) {
+      const seeds = sound(run).filter((seed) => seed.curves[column]);
+      const maps = seeds.map((seed) => new Map(seed.curves[column][0].map((step, i) => [step, seed.curves[column][1][i]])));
+      const steps = maps.length ? seeds[0].curves[column][0].filter((step) => maps.every((own) => finite(own.get(step)))) : [];
+      const values = steps.map((step) => maps.map((own) => own.get(step)));
+      known[column] = { seeds, steps, means: values.map(mean), deviations: values.map(deviation),
+                        spots: seeds.map((seed) => steps.map((step) => between(P.ledgers[seed.ledger].steps, step))) };
+    }
+    return known[column];
+  };
+  const AXES = {
+    step: { label: "step", of: (seed, step) => step },
+    examples: { label: "examples", of: (seed, step) => along(seed, "examples", step) },
+    tokens: { label: "tokens", of: (seed, step) => along(seed, "tokens", step) },
+    round: { label: "round", of: (seed, step) => along(seed, "rounds", step) },
+    payload: { label: "payload", unit: 1e6, bytes: true },
+    wire: { label: "bytes on the wire", unit: 1e6, bytes: true },
+    hours: { label: "hours", time: true },
+  };
+  const along = (seed, what, step) => {
+    const steps = (seed.curves[P.loss] || [[]])[0];
+    return steps.length ? mixed(seed[what], between(steps, step)) : NaN;
+  };
+  /** A run's points against an axis: {xs, ys, sds, steps}; of equal bytes the last. */
+  const points = (run, column, axis) => {
+    const curve = curveOf(run, column), own = AXES[axis], at = place();
+    const by = curve.seeds.map((seed) => factors(P.ledgers[seed.ledger], at));
+    const x = curve.steps.map((step, i) => mean(curve.seeds.map((seed, s) => {
+      const ledger = P.ledgers[seed.ledger];
+      if (own.time) return timeAt(ledger, curve.spots[s][i], by[s]);
+      if (own.bytes) return state.size * mixed(ledger[axis], curve.spots[s][i]);
+      return own.of(seed, step);
+    })));
+    const kept = x.map((v, i) => i).filter((i) => !own.bytes || i + 1 === x.length || x[i + 1] > x[i]);
+    return { run, xs: kept.map((i) => x[i]), ys: kept.map((i) => curve.means[i]),
+             sds: kept.map((i) => curve.deviations[i]), steps: kept.map((i) => curve.steps[i]) };
+  };
+
+  // Drawing -----------------------------------------------------------------------------------------------------------
+
+  const SVG = "http://www.w3.org/2000/svg";
+  const make = (space) => (tag, attributes = {}, ...children) => {
+    const node = space ? document.createElementNS(space, tag) : document.createElement(tag);
+    for (const [key, value] of Object.entries(attributes)) {
+      if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+      else if (value === true) node.setAttribute(key, "");
+      else if (value !== false && value !== null && value !== undefined) node.setAttribute(key, value);
+    }
+    node.append(...children.filter((child) => child !== null && child !== undefined)); // text becomes text nodes
+    return node;
+  };
+  const el = make(null), svg = make(SVG);
+
+  const rgb = (colour) => [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+  const hex = (own) => "#" + own.map((c) => Math.round(clamp(c, 0, 255)).toString(16).padStart(2, "0")).join("");
+  const blend = (one, other, share) => hex(rgb(one).map((c, i) => c * (1 - share) + rgb(other)[i] * share));
+  const luminance = (colour) => {
+    const [r, g, b] = rgb(colour).map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const panel = () => (dark.matches ? "#1b1e23" : "#ffffff");
+  /** The colour of the figures; on a dark ground black is white, and other dark colours are lighter. */
+  const ink = (look) => {
+    if (!/^#[0-9a-f]{6}$/i.test(look.colour)) return dark.matches ? "#e8eaed" : "#1b1d21";
+    if (!dark.matches) return look.colour;
+    const light = luminance(look.colour);
+    return light < 0.02 ? "#f2f3f5" : light < 0.2 ? blend(look.colour, "#ffffff", 0.3) : look.colour;
+  };
+  const VIRIDIS = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];
+  const shade = (share) => {
+    const at = clamp(share, 0, 1) * 4, i = Math.min(3, Math.floor(at));
+    return blend(VIRIDIS[i], VIRIDIS[i + 1], at - i);
+  };
+
+  const MARKS = {
+    o: (r) => `M${-r},0a${r},${r} 0 1,0 ${2 * r},0a${r},${r} 0 1,0 ${-2 * r},0`, s: (r) => `M${-r},${-r}h${2 * r}v${2 * r}h${-2 * r}z`,
+    "^": (r) => `M0,${-r}L${r},${r}H${-r}z`, v: (r) => `M0,${r}L${r},${-r}H${-r}z`, D: (r) => `M0,${-1.2 * r}L${1.2 * r},0L0,${1.2 * r}L${-1.2 * r},0z`,
+    "<": (r) => `M${-r},0L${r},${-r}V${r}z`, ">": (r) => `M${r},0L${-r},${-r}V${r}z`, x: (r) => `M${-r},${-r}L${r},${r}M${r},${-r}L${-r},${r}`,
+    p: (r) => `M0,${-r}L${0.95 * r},${-0.3 * r}L${0.6 * r},${0.8 * r}H${-0.6 * r}L${-0.95 * r},${-0.3 * r}z`, h: (r) => `M${-r},0L${-r / 2},${-r}H${r / 2}L${r},0L${r / 2},${r}H${-r / 2}z`,
+  };
+  const marker = (look, x, y, r = 3.2) => {
+    const path = (MARKS[look.marker] || MARKS.o)(r), line = look.marker === "x";
+    return svg("path", { d: path, transform: `translate(${x.toFixed(1)},${y.toFixed(1)})`, fill: line ? "none" : panel(),
+                         stroke: ink(look), "stroke-width": 1.4 });
+  };
+  const sample = (look) => svg("svg", { viewBox: "0 0 30 12", "aria-hidden": "true" },
+    look.bare ? null : svg("line", { x1: 1, x2: 29, y1: 6, y2: 6, stroke: ink(look), "stroke-width": 1.8, "stroke-dasharray": dashes(look) }),
+    look.marker ? marker(look, 15, 6, 3.4) : null);
+  const dashes = (look) => (look.dash.length ? look.dash.map((part) => part * 1.7).join(" ") : null);
+
+  const niceStep = (span, count) => {
+    const raw = span / Math.max(1, count), unit = 10 ** Math.floor(Math.log10(raw));
+    return unit * [1, 2, 2.5, 5, 10].find((m) => m * unit >= raw * 0.999);
+  };
+  const scale = (low, high, from, to, log) => {
+    if (!(high > low)) [low, high] = log ? [low / 2 || 0.5, (high || 0.5) * 2] : [low - Math.abs(low || 1) / 10, high + Math.abs(high || 1) / 10];
+    const f = log ? Math.log10 : (v) => v, a = f(low), b = f(high);
+    const own = (v) => from + ((f(v) - a) / (b - a)) * (to - from);
+    own.back = (px) => { const v = a + ((px - from) / (to - from)) * (b - a); return log ? 10 ** v : v; };
+    own.ticks = (count) => {
+      if (!log || b - a < 0.5) {
+        const step = niceStep(high - low, count), ticks = [];
+        for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step) ticks.push(Math.abs(v) < step * 1e-9 ? 0 : v);
+        return ticks.filter((v) => !log || v > 0);
+      }
+      const decades = b - a, every = Math.max(1, Math.ceil(decades / count)), ticks = [];
+      const parts = decades < count / 3 ? [1, 2, 5] : decades < count / 2 ? [1, 3] : [1];
+      for (let d = Math.floor(a); d <= Math.ceil(b); d += 1) {
+        if (d % every) continue;
+        for (const m of parts) { const v = m * 10 ** d; if (v >= low * 0.9999 && v <= high * 1.0001) ticks.push(v); }
+      }
+      return ticks;
+    };
+    return Object.assign(own, { low, high, log });
+  };
+  const tick = (v) => (v === 0 ? "0" : Math.abs(v) >= 1e6 || Math.abs(v) < 1e-3 ? digits(v, 2) : String(Number(v.toPrecision(4))));
+
+  /** A frame with axes: {root, plot, x, y, box}; `root` is an image to those who cannot see it. */
+  const frame = (host, options) => {
+    const width = Math.max(260, host.clientWidth || 600), height = options.height || clamp(width * 0.52, 250, 430);
+    const box = { left: options.left || 54, right: width - (options.right || 14), top: options.top || 12, bottom: height - 42 };
+    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": options.summary });
+    const x = options.x(box.left, box.right), y = options.y(box.bottom, box.top);
+    const grid = svg("g"), plot = svg("g");
+    for (const v of x.ticks(options.xticks || Math.max(3, Math.floor(width / 95)))) {
+      const at = x(v);
+      grid.append(svg("line", { class: "grid", x1: at, x2: at, y1: box.top, y2: box.bottom }));
+      grid.append(svg("text", { class: "soft", x: at, y: box.bottom + 16, "text-anchor": "middle" }, (options.xtext || tick)(v)));
+    }
+    for (const v of y.ticks(Math.max(3, Math.floor(height / 55)))) {
+      const at = y(v);
+      grid.append(svg("line", { class: "grid", x1: box.left, x2: box.right, y1: at, y2: at }));
+      grid.append(svg("text", { class: "soft", x: box.left - 7, y: at + 4, "text-anchor": "end" }, (options.ytext || tick)(v)));
+    }
+    grid.append(svg("line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }));
+    grid.append(svg("text", { class: "title", x: (box.left + box.right) / 2, y: height - 6, "text-anchor": "middle" }, options.xlabel));
+    grid.append(svg("text", { class: "title", x: 0, y: 0, "text-anchor": "middle",
+                              transform: `translate(13,${(box.top + box.bottom) / 2}) rotate(-90)` }, options.ylabel));
+    const clip = `clip-${host.id}`;
+    root.append(svg("defs", {}, svg("clipPath", { id: clip }, svg("rect", { x: box.left, y: box.top - 5, width: box.right - box.left + 5, height: box.bottom - box.top + 10 }))), grid, plot);
+    plot.setAttribute("clip-path", `url(#${clip})`);
+    host.replaceChildren(root);
+    return { root, plot, x, y, box, width, height };
+  };
+  const empty = (host, text) => host.replaceChildren(el("p", { class: "remark" }, text));
+
+  /** Readers of a plot, by pointer and by keyboard: `at(px, py)` shows what is there, `keys(event)` moves. */
+  const readable = (host, label, at, keys) => {
+    host.tabIndex = 0;
+    host.setAttribute("role", "group");
+    host.setAttribute("aria-label", label);
+    host.onpointermove = (event) => {
+      const root = host.querySelector("svg");
+      if (!root) return;
+      const edge = root.getBoundingClientRect(), zoom = root.viewBox.baseVal.width / edge.width;
+      at((event.clientX - edge.left) * zoom, (event.clientY - edge.top) * zoom, event.clientX, event.clientY);
+    };
+    host.onpointerleave = () => hideTip(host);
+    host.onblur = () => hideTip(host);
+    host.onkeydown = (event) => {
+      if (event.key === "Escape") hideTip(host);
+      else if (keys && event.key.startsWith("Arrow")) { keys(event.key.slice(5)); event.preventDefault(); }
+    };
+  };
+  const hideTip = (host) => {
+    $("tip").hidden = true;
+    for (const old of host.querySelectorAll(".reader")) old.remove();
+  };
+  const showTip = (title, head, rows, px, py) => {
+    const tip = $("tip");
+    tip.replaceChildren(el("b", {}, title));
+    if (rows.length) {
+      tip.append(el("table", {},
+        el("thead", {}, el("tr", {}, ...head.map((text, i) => el("th", { class: i ? null : "text" }, text)))),
+        el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((text, i) => el("td", { class: i ? null : "text" }, text)))))));
+    }
+    tip.hidden = false;
+    const size = tip.getBoundingClientRect();
+    tip.style.left = `${clamp(px + 16 + size.width > innerWidth ? px - size.width - 16 : px + 16, 6, Math.max(6, innerWidth - size.width - 6))}px`;
+    tip.style.top = `${clamp(py + 16, 6, Math.max(6, innerHeight - size.height - 6))}px`;
+  };
+  /** Where on the screen a point of a plot is. */
+  const onScreen = (host, x, y) => {
+    const root = host.querySelector("svg"), edge = root.getBoundingClientRect(), zoom = edge.width / root.viewBox.baseVal.width;
+    return [edge.left + x * zoom, edge.top + y * zoom];
+  };
+
+  // The plots -----------------------------------------------------------------------------------------------------------
+
+  const shownRuns = () => P.runs.filter((run, i) => !state.hide.has(i));
+  const ends = (low, high, log) => (log ? [low, high] : [Math.min(low, high - (high - low)), high]);
+  /** As `vsim.records.plots.limits`: a loss that diverges leaves the picture. */
+  const limits = (all, column) => {
+    const known = all.map((own) => own.ys.filter(finite)).filter((own) => own.length);
+    let low = Math.min(...known.map((own) => Math.min(...own))), high = Math.max(...known.map((own) => Math.max(...own)));
+    if (column.endsWith("loss")) {
+      const start = Math.max(...known.map((own) => own[0]));
+      if (start > low && high > start + 0.5 * (start - low)) high = start + 0.1 * (start - low);
+    }
+    return [low, high];
+  };
+  const timeUnit = (all) => {
+    const last = all.map((own) => own.xs[own.xs.length - 1] || 0);
+    return TIMES.find(([unit]) => Math.max(0, ...last) >= 2 * unit) || TIMES[TIMES.length - 1];
+  };
+  const axisLabel = (axis, unit) => {
+    const each = P.clients ? "per client" : "per node";
+    if (axis === "hours") return `time on the network (${unit})`;
+    return axis === "wire" ? `sent on the wire ${each} (MB)` : axis === "payload" ? `payload communicated ${each} (MB)` : AXES[axis].label;
+  };
+
+  const drawCurves = () => {
+    const host = $("curves"), axis = AXES[state.x], many = P.runs.length > 12;
+    const all = shownRuns().map((run) => points(run, state.y, state.x)).filter((own) => own.ys.length);
+    if (!all.length) return empty(host, "No run is shown: choose some below, or in the table.");
+    const [unit, unitName] = axis.time ? timeUnit(all) : [axis.unit || 1, ""];
+    const shown = all.map((own) => ({ ...own, xs: own.xs.map((x) => x / unit) }));
+    const last = shown.map((own) => own.xs[own.xs.length - 1]).filter((x) => x > 0);
+    const wide = axis.bytes || (axis.time && Math.max(...last) > 10 * Math.min(...last));
+    const logx = (state.logx === "" ? wide : state.logx === "1") && last.length > 0, logy = state.logy === "1";
+    $("logx").checked = logx;
+    const [low, high] = limits(shown, state.y);
+    const positive = shown.flatMap((own) => own.xs.filter((x) => x > 0));
+    const start = logx ? Math.min(...positive) : Math.min(0, ...shown.map((own) => own.xs[0])), end = Math.max(...last, logx ? 0 : 1e-12);
+    const first = logy ? Math.max(low, high / 1e6, 1e-12) : low - 0.04 * (high - low);
+    const label = P.columns[state.y];
+    const summary = `${label} against ${axisLabel(state.x, unitName)}. ` + shown.slice(0, 12).map((own) => {
+      const i = own.ys.length - 1;
+      return `${own.run.name}: ${digits(own.ys[0])} to ${digits(own.ys[i])} at ${digits(own.xs[i])}`;
+    }).join("; ");
+    const f = frame(host, { summary, xlabel: axisLabel(state.x, unitName), ylabel: label,
+      x: (a, b) => scale(start, end, a, b, logx), y: (a, b) => scale(first, high + (logy ? 0 : 0.04 * (high - low)), a, b, logy) });
+    const sit = (own) => own.xs.map((x, i) => [logx && x <= 0 ? null : f.x(x), f.y(logy ? Math.max(own.ys[i], first) : own.ys[i]), i]).filter(([x]) => x !== null);
+    const path = (pairs) => pairs.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)},${y.toFixed(1)}`).join("");
+    shown.forEach((own, order) => {
+      const look = own.run, colour = ink(look), spots = sit(own);
+      if (!spots.length || (axis.bytes && !own.xs.some((x) => x > 0))) { // nothing is sent: its last loss
+        const y = f.y(own.ys[own.ys.length - 1]);
+        f.plot.append(svg("line", { x1: f.box.left, x2: f.box.right, y1: y, y2: y, stroke: colour, "stroke-width": 1.2, "stroke-dasharray": dashes(look) }));
+        return;
+      }
+      if (!many && own.sds.some((sd) => sd > 0)) {
+        const edge = (sign) => spots.map(([x, , i]) => [x, f.y(Math.max(own.ys[i] + sign * own.sds[i], logy ? first : -Infinity))]);
+        f.plot.append(svg("path", { d: path([...edge(1), ...edge(-1).reverse()]) + "z", fill: colour, "fill-opacity": 0.17 }));
+      }
+      f.plot.append(svg("path", { d: path(spots), fill: "none", stroke: colour, "stroke-width": many ? 1.1 : 1.8,
+                                  "stroke-opacity": many ? 0.75 : 1, "stroke-dasharray": dashes(look), "stroke-linejoin": "round" }));
+      if (many || look.bare) return;
+      const every = Math.max(1, Math.ceil(spots.length / 12));
+      spots.forEach(([x, y], i) => { if (i % every === (2 * order) % every) f.plot.append(marker(look, x, y)); });
+      if (look.diverged) f.plot.append(marker({ ...look, marker: "x" }, spots[spots.length - 1][0], f.box.top + 2, 4));
+    });
+    let cursor = null;
+    const read = (px, screen) => {
+      hideTip(host);
+      const rows = shown.map((own) => {
+        const spots = sit(own);
+        if (!spots.length) return null;
+        const [x, y, i] = spots.reduce((a, b) => (Math.abs(b[0] - px) < Math.abs(a[0] - px) ? b : a));
+        return { own, x, y, i };
+      }).filter(Boolean).sort((a, b) => a.own.ys[a.i] - b.own.ys[b.i]);
+      if (!rows.length) return;
+      const line = svg("line", { class: "axis reader", x1: px, x2: px, y1: f.box.top, y2: f.box.bottom, "stroke-dasharray": "3 3" });
+      f.root.append(line);
+      for (const { own, x, y } of rows.slice(0, 14)) f.root.append(Object.assign(marker(own.run, x, y, 4.2), {})).classList?.add("reader");
+      [...f.root.querySelectorAll(":scope > path")].forEach((node) => node.classList.add("reader"));
+      const table = rows.slice(0, 14).map(({ own, i }) => {
+        const seeds = sound(own.run), step = own.steps[i];
+        const sd = own.sds[i] > 0 ? ` ± ${digits(own.sds[i], 2)}` : "";
+        return [own.run.name, digits(own.ys[i], 4) + sd, String(step), scaled(mean(seeds.map((seed) => bytesAt(seed, step, "wire"))), BYTES),
+                scaled(mean(seeds.map((seed) => bytesAt(seed, step, "payload"))), BYTES), took(mean(seeds.map((seed) => secondsAt(seed, step))))];
+      });
+      const title = `${axisLabel(state.x, unitName)}: ${digits(f.x.back(px))}`;
+      showTip(rows.length > 14 ? `${title} (the lowest 14 of ${rows.length})` : title, ["", label, "step", "wire", "payload", "time"], table, ...screen);
+    };
+    readable(host, `${label}, plot; arrow keys read the values`, (px, py, sx, sy) => {
+      if (px < f.box.left - 8 || px > f.box.right + 8) return hideTip(host);
+      read(clamp(px, f.box.left, f.box.right), [sx, sy]);
+    }, (way) => {
+      const all = [...new Set(shown.flatMap((own) => sit(own).map(([x]) => Math.round(x))))].sort((a, b) => a - b);
+      const found = cursor === null ? 0 : all.findIndex((x) => x >= cursor);
+      const next = clamp(found + (cursor === null ? 0 : way === "Right" || way === "Up" ? 1 : -1), 0, all.length - 1);
+      cursor = all[next];
+      read(cursor, onScreen(host, cursor, f.box.top + 20));
+    });
+  };
+
+  const grid = () => {
+    const coarse = P.runs.length > 40, n = coarse ? [25, 17] : [61, 41];
+    const [b, l] = P.network.equal ? [[6, 11], [-4, 0]] : [[-2, 3], [-2, 2]];
+    const spaced = (low, high, count) => Array.from({ length: count }, (_, i) => 10 ** (low + ((high - low) * i) / (count - 1)));
+    return { bits: spaced(...b, n[0]), delays: spaced(...l, n[1]) };
+  };
+  const EQUAL = 1 + 1e-9;
+  /** As `vsim.records.winners.Winners`: who is first at a network, and who cannot be told from it. */
+  const racers = () => {
+    const found = [], missing = [];
+    P.runs.forEach((run, i) => {
+      const at = crossings(run), said = never(at);
+      if (said) missing.push(`${run.name} (${said})`);
+      else if (!state.hide.has(i)) {
+        found.push({ run, i, seeds: run.seeds.map((seed, s) => {
+          const ledger = P.ledgers[seed.ledger];
+          return { seed: seed.seed, ledger, spots: at[s].map((step) => between(ledger.steps, step)) };
+        }) });
+      }
+    });
+    found.sort((a, b) => (a.run.name < b.run.name ? -1 : 1));
+    return { found, missing };
+  };
+  const race = (found, at) => {
+    const times = found.map((one) => one.seeds.map((own) => timeAt(own.ledger, own.spots[0], factors(own.ledger, at))));
+    const means = times.map(mean), best = means.indexOf(Math.min(...means));
+    if (best < 0) return { order: [], means };
+    const way = (one, which) => mean(one.seeds.map((own) => timeAt(own.ledger, own.spots[which], factors(own.ledger, at))));
+    const latest = way(found[best], 2), tied = [];
+    found.forEach((one, k) => {
+      if (k === best) return tied.push(k);
+      if (way(one, 1) <= latest * EQUAL) return tied.push(k);
+      const pairs = [];
+      found[best].seeds.forEach((own, s) => {
+        const j = one.seeds.findIndex((other) => other.seed === own.seed);
+        if (j >= 0) pairs.push(times[k][j] - times[best][s]);
+      });
+      const quantile = P.quantiles[pairs.length];
+      if (quantile && mean(pairs) <= (quantile * deviation(pairs)) / Math.sqrt(pairs.length)) tied.push(k);
+    });
+    return { tied, means, best };
+  };
+
+  const drawMap = () => {
+    const host = $("map"), { found, missing } = racers(), { bits, delays } = grid();
+    $("never").textContent = missing.length ? `Not reached by ${missing.slice(0, 6).join(", ")}${missing.length > 6 ? ` and ${missing.length - 6} others` : ""}.` : "";
+    $("map-title").textContent = `First to ${P.columns[P.loss]} ${digits(state.target, 4)}`;
+    if (!found.length) return empty(host, `No shown run reaches ${digits(state.target, 4)} with all seeds.`);
+    const cells = delays.map((lat) => bits.map((bw) => race(found, { ...place(), bw, lat })));
+    const unit = P.network.equal;
+    const half = [Math.sqrt(bits[1] / bits[0]), Math.sqrt(delays[1] / delays[0])];
+    const key = (one) => one.tied.join(",");
+    const names = (one) => one.tied.map((k) => found[k].run.name);
+    const counts = new Map();
+    cells.flat().forEach((one) => counts.set(key(one), (counts.get(key(one)) || 0) + 1));
+    const order = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a));
+    const text = (own) => own.split(",").map((k) => found[k].run.name).join(" or ");
+    const summary = `Which run is first to the target, over bandwidth and latency: ${order.slice(0, 8).map((own) => `${text(own)} on ${Math.round((100 * counts.get(own)) / cells.flat().length)} % of the map`).join("; ")}`;
+    const f = frame(host, { summary, height: clamp(host.clientWidth * 0.66, 240, 380), left: 62,
+      xlabel: unit ? "bandwidth" : "bandwidth, times the given", ylabel: unit ? "latency" : "latency, times the given",
+      xtext: unit ? (v) => scaled(v, RATES).replace("bit/s", "").replace(" ", "") : tick, ytext: unit ? (v) => delay(v) : tick, xticks: Math.max(3, Math.floor(host.clientWidth / 75)),
+      x: (a, b) => scale(bits[0] / half[0], bits[bits.length - 1] * half[0], a, b, true), y: (a, b) => scale(delays[0] / half[1], delays[delays.length - 1] * half[1], a, b, true) });
+    const fill = (own) => {
+      const colours = own.split(",").map((k) => blend(ink(found[k].run), panel(), dark.matches ? 0.45 : 0.5));
+      if (colours.length === 1) return colours[0];
+      const id = `tie-${own.replace(/,/g, "-")}`;
+      if (!f.root.querySelector(`#${id}`)) {
+        const shown = colours.slice(0, 4), wide = 6 * shown.length;
+        f.root.querySelector("defs").append(svg("pattern", { id, width: wide, height: wide, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+          ...shown.map((colour, i) => svg("rect", { x: 6 * i, y: 0, width: 6, height: wide, fill: colour }))));
+      }
+      return `url(#${id})`;
+    };
+    const tall = f.y(delays[0]) - f.y(delays[1]), broad = f.x(bits[1]) - f.x(bits[0]);
+    const widest = new Map(); // key → the run of cells that has most room for a name
+    cells.forEach((row, j) => {
+      for (let i = 0, k; i < row.length; i = k) {
+        for (k = i; k < row.length && key(row[k]) === key(row[i]); k += 1);
+        const own = key(row[i]);
+        f.plot.append(svg("rect", { x: (f.x(bits[i]) - broad / 2).toFixed(2), y: (f.y(delays[j]) - tall / 2).toFixed(2), width: ((k - i) * broad + 0.4).toFixed(2), height: (tall + 0.4).toFixed(2), fill: fill(own) }));
+        let room = 0; // rows above and below that have the middle, too
+        const middle = (i + k - 1) >> 1;
+        while (cells[j - room - 1] && cells[j + room + 1] && key(cells[j - room - 1][middle]) === own && key(cells[j + room + 1][middle]) === own) room += 1;
+        const width = (k - i) * broad, worth = Math.min(width, 8 * tall * (room + 0.5));
+        if (!widest.has(own) || worth > widest.get(own).worth) widest.set(own, { worth, width, x: f.x(bits[i]) - broad / 2 + width / 2, y: f.y(delays[j]), room });
+      }
+    });
+    const beside = [];
+    for (const own of order) {
+      const { width, x, y, room } = widest.get(own), said = text(own);
+      if (said.length * 6.4 < width && (room + 0.5) * 2 * tall > 12) f.plot.append(svg("text", { class: "halo", x, y: y + 4, "text-anchor": "middle" }, said));
+      else beside.push(own);
+    }
+    const at = [clamp(state.bw, bits[0], bits[bits.length - 1]), clamp(state.lat, delays[0], delays[delays.length - 1])].map((v, i) => (i ? f.y(v) : f.x(v)));
+    f.plot.append(svg("circle", { cx: at[0], cy: at[1], r: 7, fill: "none", stroke: panel(), "stroke-width": 4 }),
+      svg("circle", { cx: at[0], cy: at[1], r: 7, fill: "none", stroke: dark.matches ? "#ffffff" : "#000000", "stroke-width": 1.8 }));
+    if (beside.length) {
+      host.append(el("p", { class: "remark" }, "also: ", ...beside.slice(0, 8).flatMap((own, n) => [n ? "; " : "",
+        svg("svg", { width: 14, height: 10, viewBox: "0 0 14 10", style: null, "aria-hidden": "true", class: "swatch" }, svg("rect", { width: 14, height: 10, fill: fill(own) })), ` ${text(own)}`])));
+      for (const swatch of host.querySelectorAll(".swatch")) Object.assign(swatch.style, { width: "14px", height: "10px", display: "inline-block" });
+    }
+    const nearest = (values, v) => values.reduce((a, b, i) => (Math.abs(Math.log(b / v)) < Math.abs(Math.log(values[a] / v)) ? i : a), 0);
+    const where = (bw, lat) => (unit ? `${scaled(bw, RATES)}, ${delay(lat)}` : `bandwidth × ${digits(bw)}, latency × ${digits(lat)}`);
+    const show = (i, j, screen) => {
+      const one = cells[j][i];
+      const rows = found.map((own, k) => [own.run.name, took(one.means[k]), one.tied.includes(k) ? (one.tied.length > 1 ? "tied" : "first") : `${digits(one.means[k] / one.means[one.best])}×`])
+        .map((row, k) => [row, one.means[k]]).sort((a, b) => a[1] - b[1]).slice(0, 10).map(([row]) => row);
+      showTip(where(bits[i], delays[j]), ["", "time to target", ""], rows, ...screen);
+    };
+    const inside = (px, py) => px >= f.box.left && px <= f.box.right && py >= f.box.top && py <= f.box.bottom;
+    readable(host, "map of the first run to the target; arrow keys move the network", (px, py, sx, sy) => {
+      if (!inside(px, py)) return hideTip(host);
+      show(nearest(bits, f.x.back(px)), nearest(delays, f.y.back(py)), [sx, sy]);
+    }, (way) => {
+      let i = nearest(bits, state.bw), j = nearest(delays, Math.max(state.lat, 1e-9));
+      i = clamp(i + (way === "Right") - (way === "Left"), 0, bits.length - 1);
+      j = clamp(j + (way === "Up") - (way === "Down"), 0, delays.length - 1);
+      set({ bw: Number(bits[i].toPrecision(4)), lat: Number(delays[j].toPrecision(4)) });
+      render();
+      show(i, j, onScreen(host, f.x(bits[i]), f.y(delays[j])));
+    });
+    host.onclick = (event) => {
+      const edge = f.root.getBoundingClientRect(), zoom = f.width / edge.width;
+      const [px, py] = [(event.clientX - edge.left) * zoom, (event.clientY - edge.top) * zoom];
+      if (inside(px, py)) { set({ bw: Number(f.x.back(px).toPrecision(3)), lat: Number(f.y.back(py).toPrecision(3)) }); render(); }
+    };
+  };
+
+  const COSTS = {
+    wire: ["bytes on the wire", () => `sent on the wire ${P.clients ? "per client" : "per node"} (MB)`],
+    hours: ["hours", () => "hours on the network"],
+    dollars: ["dollars", () => "dollars, of all nodes"],
+  };
+  const drawFront = (rows) => {
+    const host = $("front"), key = state.cost;
+    const all = P.runs.map((run, i) => ({ run, i, cost: rows[i][key][0], loss: run.row[P.lossTitle], sd: run.row[`${P.lossTitle} std`] || 0 }))
+      .filter((one) => !state.hide.has(one.i) && finite(one.loss) && finite(one.cost));
+    if (!all.length) return empty(host, "No shown run has a loss.");
+    const sorted = [...all].sort((a, b) => a.cost - b.cost || a.loss - b.loss);
+    let lowest = Infinity;
+    const front = sorted.filter((one) => one.loss < lowest && ((lowest = one.loss), true));
+    const costs = all.map((one) => one.cost).filter((v) => v > 0), free = all.some((one) => !(one.cost > 0));
+    const log = costs.length > 0 && Math.max(...costs) > 8 * Math.min(...costs);
+    const low = Math.min(...all.map((one) => one.loss - one.sd)), high = Math.max(...all.map((one) => one.loss + one.sd)), pad = 0.1 * (high - low) || 0.05;
+    const label = COSTS[key][1]();
+    const summary = `${P.lossTitle} against ${label}. On the front: ${front.map((one) => `${one.run.name} ${digits(one.loss, 4)} for ${digits(one.cost)}`).join("; ")}`;
+    let slot = 0;
+    const f = frame(host, { summary, height: clamp(host.clientWidth * 0.66, 240, 380), xlabel: label, ylabel: P.lossTitle, right: 20,
+      x: (a, b) => {
+        if (!log) return scale(0, Math.max(...costs, 1e-12) * 1.08, a, b, false);
+        slot = free ? 34 : 0;
+        return scale(Math.min(...costs) / 1.4, Math.max(...costs) * 1.4, a + slot, b, true);
+      }, y: (a, b) => scale(low - pad, high + pad, a, b, false) });
+    if (slot) f.root.append(svg("text", { class: "soft", x: f.box.left + 10, y: f.box.bottom + 16, "text-anchor": "middle" }, "0"));
+    const sit = (one) => [one.cost > 0 || !log ? f.x(one.cost) : f.box.left + 10, f.y(one.loss)];
+    const path = front.map((one, i) => { const [x, y] = sit(one); return i ? `H${x.toFixed(1)}V${y.toFixed(1)}` : `M${x.toFixed(1)},${f.box.top}V${y.toFixed(1)}`; }).join("") + `H${f.box.right}`;
+    f.plot.append(svg("path", { d: path, fill: "none", stroke: dark.matches ? "#a4abb5" : "#5a6069", "stroke-width": 1.3, "stroke-dasharray": "4 3" }));
+    const taken = [];
+    const overlaps = (a) => taken.some((b) => a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3]) || a[0] < f.box.left || a[2] > f.box.right + 14 || a[1] < f.box.top - 8 || a[3] > f.box.bottom;
+    for (const one of all) { const [x, y] = sit(one); taken.push([x - 5, y - 5, x + 5, y + 5]); }
+    for (const one of sorted) {
+      const [x, y] = sit(one), faint = front.includes(one) ? 1 : 0.45, colour = ink(one.run);
+      const group = svg("g", { opacity: faint });
+      if (one.sd > 0) group.append(svg("line", { x1: x, x2: x, y1: f.y(one.loss - one.sd), y2: f.y(one.loss + one.sd), stroke: colour, "stroke-width": 1.6 }));
+      const dot = marker(one.run, x, y, P.runs.length > 40 ? 3 : 4.6);
+      dot.setAttribute("fill", colour);
+      group.append(dot);
+      f.plot.append(group);
+      if (P.runs.length > 20 && faint < 1) continue;
+      const wide = one.run.name.length * 6.3;
+      const ways = [[x + 9, y + 4, "start"], [x - 9, y + 4, "end"], [x, y - 10, "middle"], [x, y + 18, "middle"], [x + 8, y - 9, "start"], [x - 8, y - 9, "end"], [x + 8, y + 17, "start"], [x - 8, y + 17, "end"]];
+      const spot = ways.find(([tx, ty, anchor]) => {
+        const left = anchor === "start" ? tx : anchor === "end" ? tx - wide : tx - wide / 2, own = [left, ty - 10, left + wide, ty + 3];
+        if (overlaps(own)) return false;
+        taken.push(own);
+        return true;
+      });
+      if (spot) f.root.append(svg("text", { class: `halo ${faint < 1 ? "soft" : ""}`, x: spot[0], y: spot[1], "text-anchor": spot[2] }, one.run.name));
+    }
+    let cursor = -1;
+    const show = (one, screen) => {
+      const i = P.runs.indexOf(one.run), own = rows[i];
+      showTip(one.run.name, ["", ""], [[P.lossTitle, cell(P.lossTitle, one.loss, one.sd)], ["wire MB", cell("MB", ...own.wire)], ["hours", cell("hours", ...own.hours)],
+        ...(state.price ? [["dollars", cell("dollars", ...own.dollars)]] : []), ["", front.includes(one) ? "on the front" : "dominated"]], ...screen);
+    };
+    readable(host, "loss for its cost, plot; arrow keys go from run to run", (px, py, sx, sy) => {
+      const near = all.reduce((a, b) => (Math.hypot(sit(b)[0] - px, sit(b)[1] - py) < Math.hypot(sit(a)[0] - px, sit(a)[1] - py) ? b : a));
+      if (Math.hypot(sit(near)[0] - px, sit(near)[1] - py) > 24) return hideTip(host);
+      show(near, [sx, sy]);
+    }, (way) => {
+      cursor = clamp(cursor + (way === "Right" || way === "Down" ? 1 : -1), 0, sorted.length - 1);
+      show(sorted[cursor], onScreen(host, ...sit(sorted[cursor])));
+    });
+  };
+
+  const drawNodes = () => {
+    const able = P.runs.map((run, i) => [run, i]).filter(([run]) => run.nodes || run.timeline);
+    $("inside").hidden = !able.length;
+    if (!able.length) return;
+    const [run] = able.find(([, i]) => i === state.run) || able[0], own = run.nodes, line = run.timeline;
+    $("run").value = String(P.runs.indexOf(run));
+    $("nodes-remark").textContent = own ? `Training losses of ${own.shown.length < own.of ? `${own.shown.length} of ${own.of}` : "all"} nodes${run.seeds.length > 1 ? `, seed ${run.seeds[0].seed}` : ""}.` : "";
+    if (own) {
+      const values = own.losses.flat().filter(finite), colour = ink(run);
+      const f = frame($("nodes"), { summary: `Training losses of the nodes of ${run.name}, from ${digits(Math.max(...values))} to ${digits(Math.min(...values))}`, height: 240, xlabel: "step", ylabel: "training loss",
+        x: (a, b) => scale(0, own.steps[own.steps.length - 1], a, b, false), y: (a, b) => scale(Math.min(...values), Math.max(...values), a, b, false) });
+      own.losses.forEach((losses, k) => {
+        let pen = "M", d = "";
+        losses.forEach((loss, i) => { if (loss === null) pen = "M"; else { d += `${pen}${f.x(own.steps[i]).toFixed(1)},${f.y(loss).toFixed(1)}`; pen = "L"; } });
+        f.plot.append(svg("path", { d, fill: "none", stroke: blend(colour, panel(), 0.6 * (k / own.losses.length)), "stroke-width": 1.2 }, svg("title", {}, `node ${own.shown[k]}`)));
+      });
+    } else empty($("nodes"), "");
+    $("timeline-remark").textContent = line ? `Steps ${line.steps[0]} to ${line.steps[1]} on ${P.network.text}, where the page was made.` : "";
+    if (line) {
+      const bars = line.bars, end = Math.max(...bars.map((bar) => bar[3])), start = Math.min(...bars.filter((bar) => bar[0] === "compute").map((bar) => bar[2]), end);
+      const f = frame($("timeline"), { summary: `What ${line.nodes} nodes of ${run.name} do in these steps: ${["compute", "send", "wait"].map((what) => `${what} ${took(bars.filter((bar) => bar[0] === what).reduce((sum, bar) => sum + bar[3] - bar[2], 0))}`).join(", ")}`,
+        height: 90 + 50 * line.nodes, left: 62, xlabel: "seconds", ylabel: "", x: (a, b) => scale(start, end, a, b, false),
+        y: (a, b) => Object.assign((row) => b + 24 + row * 46, { ticks: () => [] }) });
+      const HEIGHTS = { compute: [-18, 16], wait: [-18, 16], send: [2, 12] };
+      const paint = { compute: dark.matches ? "#70757d" : "#9a9ea5", wait: dark.matches ? "#6b4a2c" : "#f6d2b8", send: ink(run) };
+      for (const [what, node, from, to, step, label] of bars) {
+        if (to <= start) continue;
+        const [top, tall] = HEIGHTS[what], x = f.x(Math.max(from, start));
+        f.plot.append(svg("rect", { x, y: f.y(node) + top, width: Math.max(0.6, f.x(to) - x - 0.6), height: tall, fill: paint[what] }, svg("title", {}, `step ${step}: ${what}${label ? ` ${label}` : ""}, ${took(to - from)}`)));
+      }
+      for (let node = 0; node < line.nodes; node += 1) f.root.append(svg("text", { class: "soft", x: f.box.left - 7, y: f.y(node), "text-anchor": "end" }, `node ${node}`));
+      $("timeline").append(el("p", { class: "remark" }, ...Object.entries({ compute: "computes", wait: "waits", send: "its line is busy" }).flatMap(([what, text]) => {
+        const box = svg("svg", { viewBox: "0 0 10 10", "aria-hidden": "true" }, svg("rect", { width: 10, height: 10, fill: paint[what] }));
+        Object.assign(box.style, { display: "inline-block", width: "10px", height: "10px", margin: "0 5px 0 0" });
+        return [el("span", {}, box, `${text}\u2003`)];
+      })));
+    } else empty($("timeline"), "");
+  };
+
+  const metric = (run, row) => {
+    if (state.shade === "loss") return run.row[P.lossTitle];
+    const own = row[state.shade];
+    return Array.isArray(own) ? own[0] : NaN;
+  };
+  const SHADES = { loss: "loss", hours: "hours", "hours to target": "hours to target", "wire MB to target": "wire MB to target" };
+  const drawSweep = (rows) => {
+    $("sweep").hidden = !P.varied.length;
+    if (!P.varied.length) return;
+    const values = P.runs.map((run, i) => metric(run, rows[i])), known = values.filter(finite);
+    const low = Math.min(...known), high = Math.max(...known);
+    const colour = (v) => shade(high > low ? 1 - (v - low) / (high - low) : 0.5);
+    const name = state.shade === "loss" ? P.lossTitle : state.shade;
+    drawHeat(rows, values, colour, name);
+    drawParallel(rows, values, colour, name);
+  };
+  const drawHeat = (rows, values, colour, name) => {
+    const host = $("heat"), across = state.heatx, down = state.heaty;
+    if (P.varied.length < 2 || across === down) return empty(host, "A map is over two settings that vary.");
+    const xs = P.values[across], ys = P.values[down], best = new Map();
+    P.runs.forEach((run, i) => {
+      const key = `${xs.indexOf(run.labels[across])},${ys.indexOf(run.labels[down])}`, old = best.get(key);
+      const better = old === undefined || (finite(values[i]) && !(values[old] <= values[i]));
+      if (better) best.set(key, i);
+    });
+    const width = Math.max(260, host.clientWidth), left = Math.min(130, 24 + 7 * Math.max(...ys.map((v) => v.length))), tall = clamp(300 / ys.length, 22, 54), height = 20 + tall * ys.length + 46, broad = (width - left - 8) / xs.length;
+    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name} over ${across} and ${down}, from ${digits(Math.min(...values.filter(finite)))} to ${digits(Math.max(...values.filter(finite)))}` });
+    for (const [key, i] of best) {
+      const [cx, cy] = key.split(",").map(Number), v = values[i], fill = finite(v) ? colour(v) : panel();
+      const x = left + cx * broad, y = 20 + cy * tall;
+      root.append(svg("rect", { x: x + 1, y: y + 1, width: broad - 2, height: tall - 2, fill, stroke: finite(v) ? "none" : "#888888", "stroke-dasharray": "3 3" }, svg("title", {}, `${P.runs[i].name}: ${finite(v) ? digits(v, 4) : P.runs[i].note || "never"}`)));
+      const said = finite(v) ? digits(v, 3) : P.runs[i].note ? "failed" : "never";
+      if (broad > 7 * said.length) {
+        const label = svg("text", { x: x + broad / 2, y: y + tall / 2 + 4, "text-anchor": "middle" }, said);
+        if (finite(v)) label.style.fill = luminance(fill) > 0.3 ? "#000000" : "#ffffff";
+        root.append(label);
+      }
+    }
+    xs.forEach((v, i) => root.append(svg("text", { class: "soft", x: left + (i + 0.5) * broad, y: height - 28, "text-anchor": "middle" }, v)));
+    ys.forEach((v, i) => root.append(svg("text", { class: "soft", x: left - 6, y: 24 + (i + 0.5) * tall, "text-anchor": "end" }, v)));
+    root.append(svg("text", { class: "title", x: left + (width - left) / 2, y: height - 8, "text-anchor": "middle" }, across), svg("text", { class: "title", x: 0, y: 12 }, `${down} ↓   ${name}${P.varied.length > 2 ? ", best of the others" : ""}`));
+    host.replaceChildren(root);
+  };
+  const drawParallel = (rows, values, colour, name) => {
+    const host = $("parallel"), width = Math.max(260, host.clientWidth), height = 320, top = 34, bottom = height - 18;
+    const numeric = (title, own) => {
+      const known = own.filter(finite), low = Math.min(...known), high = Math.max(...known);
+      return { title, y: (i) => (finite(own[i]) ? bottom - (high > low ? (own[i] - low) / (high - low) : 0.5) * (bottom - top) : null), ends: [digits(low), digits(high)] };
+    };
+    const axes = [...P.varied.map((key) => {
+      const own = P.values[key], step = (bottom - top) / Math.max(1, own.length - 1);
+      return { title: key, y: (i) => (own.length > 1 ? bottom - own.indexOf(P.runs[i].labels[key]) * step : (top + bottom) / 2), marks: own.map((text, j) => [text, own.length > 1 ? bottom - j * step : (top + bottom) / 2]) };
+    }), numeric("hours", rows.map((row) => row.hours[0])), numeric(P.lossTitle, P.runs.map((run) => run.row[P.lossTitle]))];
+    const at = (k) => 40 + (k * (width - 90)) / (axes.length - 1);
+    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Settings of each run, its hours and its loss, as lines across ${axes.map((axis) => axis.title).join(", ")}` });
+    P.runs.forEach((run, i) => {
+      if (state.hide.has(i)) return;
+      const spots = axes.map((axis, k) => [at(k), axis.y(i)]).filter(([, y]) => y !== null);
+      const d = spots.map(([x, y], k) => (k ? `L${x.toFixed(1)},${y.toFixed(1)}` : `M${x.toFixed(1)},${y.toFixed(1)}`)).join("");
+      root.append(svg("path", { d, fill: "none", stroke: finite(values[i]) ? colour(values[i]) : "#888888", "stroke-width": P.runs.length > 40 ? 1.1 : 1.8, "stroke-opacity": 0.8 }, svg("title", {}, `${run.name}: ${name} ${digits(values[i], 4)}`)));
+    });
+    axes.forEach((axis, k) => {
+      const anchor = k === 0 ? "start" : k + 1 === axes.length ? "end" : "middle";
+      root.append(svg("line", { class: "axis", x1: at(k), x2: at(k), y1: top, y2: bottom }));
+      root.append(svg("text", { class: "title", x: k === 0 ? 4 : k + 1 === axes.length ? width - 2 : at(k), y: 14, "text-anchor": anchor }, axis.title));
+      const marks = axis.marks || [[axis.ends[0], bottom], [axis.ends[1], top]];
+      const every = Math.ceil(marks.length / 14);
+      marks.forEach(([text, y], j) => { if (j % every === 0) root.append(svg("text", { class: "halo soft", x: at(k) + 5, y: y + 4 }, text)); });
+    });
+    host.replaceChildren(root);
+  };
+
+  // The table ------------------------------------------------------------------------------------------------------------
+
+  const COLUMN_OF = { target: ["steps to target", "wire MB to target", "hours to target"] };
+  const columnsShown = () => {
+    const own = P.table.filter((key) => !COLUMN_OF.target.includes(key)), more = state.all === "1" ? P.more : [];
+    const live = ["hours", "utilization", ...(state.price ? ["dollars"] : []), ...COLUMN_OF.target];
+    return [...own.slice(0, -1), ...more, ...own.slice(-1), ...live].filter((key, i, all) => all.indexOf(key) === i);
+  };
+  const isLive = (key) => ["hours", "utilization", "dollars", ...COLUMN_OF.target].includes(key);
+  const valueOf = (run, row, key) => {
+    if (isLive(key)) return Array.isArray(row[key]) ? row[key] : [row[key], 0];
+    if (P.titles.includes(key)) return [run.labels[key], 0];
+    if (key === P.lossTitle && run.diverged) return [run.diverged, 0];
+    const size = key.includes("MB") ? state.size : 1, value = run.row[key];
+    return [finite(value) ? value * size : value, finite(run.row[`${key} std`]) ? run.row[`${key} std`] * size : 0];
+  };
+  const heading = (key) => key.replace("to target", `to ${digits(state.target, 4)}`);
+
+  const drawTable = (rows) => {
+    const columns = columnsShown(), down = state.sort.startsWith("-"), by = state.sort.replace(/^-/, "");
+    const order = P.runs.map((_, i) => i);
+    if (by) {
+      const own = (i) => valueOf(P.runs[i], rows[i], by)[0];
+      order.sort((i, j) => {
+        const [a, b] = [own(i), own(j)], known = [finite(a), finite(b)];
+        if (known[0] && known[1]) return down ? b - a : a - b;
+        if (known[0] !== known[1]) return known[0] ? -1 : 1;
+        return String(a ?? "").localeCompare(String(b ?? ""), undefined, { numeric: true }) * (down ? -1 : 1);
+      });
+    }
+    const notes = P.runs.some((run) => run.note) || P.ledgers.some((ledger) => ledger.fixed || ledger.decided);
+    const head = (key, text) => el("th", { scope: "col", class: [text ? "text" : "", isLive(key) ? "live" : ""].join(" ").trim() || null, "aria-sort": by === key ? (down ? "descending" : "ascending") : null },
+      el("button", { type: "button", "data-key": key, onclick: () => { set({ sort: by === key && !down ? `-${key}` : by === key ? "" : key }); render(); focusOn(key); } }, heading(key) + (by === key ? (down ? " ▼" : " ▲") : "")));
+    const remark = (run) => {
+      const own = new Set(run.seeds.map((seed) => P.ledgers[seed.ledger]).map((ledger) => ledger.fixed || (ledger.decided === "both" ? "asynchronous: hours as recorded" : ledger.decided ? `stragglers were decided by ${digits(ledger.seconds)} s a step` : "")));
+      return [run.note, ...own].filter(Boolean).join("; ");
+    };
+    const body = order.map((i) => {
+      const run = P.runs[i], off = state.hide.has(i);
+      const box = el("input", { type: "checkbox", "aria-label": `show ${run.name}`, onchange: () => toggle(i) });
+      box.checked = !off;
+      const first = el("td", { class: "text" }, el("label", {}, box, sample(run), el("span", { class: "name" }, P.titles.length > 1 ? "" : run.labels[P.titles[0]])));
+      const titles = P.titles.length > 1 ? P.titles.map((key) => el("td", { class: "text" }, run.labels[key])) : [];
+      const cells = columns.map((key) => {
+        const [value, sd] = valueOf(run, rows[i], key);
+        const mark = key === P.lossTitle && run.mark === "tied" ? " †" : "";
+        const said = cell(key, value, sd) + mark;
+        return el("td", { class: isLive(key) ? "live" : null, "data-key": key, "data-value": finite(value) ? value : null }, key === P.lossTitle && run.mark === "best" ? el("strong", {}, said) : said);
+      });
+      return el("tr", { class: off ? "off" : null, "data-run": i }, first, ...titles, ...cells, notes ? el("td", { class: "text" }, remark(run)) : null);
+    });
+    const headings = P.titles.length > 1 ? [el("th", { class: "text" }, el("span", {}, "show")), ...P.titles.map((key) => head(key, true))] : [head(P.titles[0], true)];
+    $("table").replaceChildren(el("thead", {}, el("tr", {}, ...headings, ...columns.map((key) => head(key, false)), notes ? el("th", { class: "text" }, "note") : null)), el("tbody", {}, ...body));
+    const tied = P.runs.some((run) => run.mark === "tied");
+    $("marks").textContent = `${tied ? "† not told from the best by these seeds (p > 0.05, paired t-test, Holm). " : !P.tested && P.runs.length > 1 ? "One seed: no interval says whether losses differ. " : ""}◆ follows the sliders.${P.runs.some((run) => run.seeds.length > 1) ? " Mean ± standard deviation over the seeds." : ""}`;
+  };
+  const focusOn = (key) => { const node = [...document.querySelectorAll("th button")].find((own) => own.dataset.key === key); if (node) node.focus(); };
+
+  const drawLegend = () => {
+    const host = $("legend"), had = document.activeElement && document.activeElement.dataset.run;
+    if (P.runs.length <= 12) {
+      host.replaceChildren(...P.runs.map((run, i) => el("button", { type: "button", "data-run": i, "aria-pressed": String(!state.hide.has(i)), onclick: () => toggle(i) },
+        sample(run), el("span", { class: "name" }, run.diverged ? `${run.name}, ${run.diverged}` : run.name))));
+      const again = had !== undefined && host.querySelector(`[data-run="${Number(had)}"]`);
+      if (again) again.focus();
+      return;
+    }
+    const choose = (keep) => { set({ hide: new Set(P.runs.map((_, i) => i).filter((i) => !keep(i))) }); render(); };
+    host.replaceChildren(...Object.entries(P.key).map(([title, own]) => el("div", { class: "group" }, title ? el("span", {}, `${title}:`) : null, ...own.map((look) => el("span", {}, sample(look), look.text)))),
+      el("div", { class: "group" }, el("button", { type: "button", onclick: () => choose(() => true) }, "all"), el("button", { type: "button", onclick: () => choose((i) => i < 10) }, P.varied.length ? "best 10" : "first 10"), el("button", { type: "button", onclick: () => choose(() => false) }, "none"), `${P.runs.length - state.hide.size} of ${P.runs.length} runs; choose in the table`));
+  };
+  const toggle = (i) => {
+    const hide = new Set(state.hide);
+    if (!hide.delete(i)) hide.add(i);
+    set({ hide });
+    const inTable = document.activeElement && document.activeElement.closest("tr");
+    render();
+    if (inTable) { const box = document.querySelector(`tr[data-run="${i}"] input`); if (box) box.focus(); }
+  };
+
+  // Sliders -----------------------------------------------------------------------------------------------------------------
+
+  const unitNumber = (text, units) => {
+    const match = /^\s*([+-]?[\d.,]+(?:e[+-]?\d+)?)\s*([a-zµμ/]*)\s*$/i.exec(text);
+    if (!match) return NaN;
+    const number = Number(match[1].replace(/,/g, "")), unit = match[2].toLowerCase().replace("bps", "bit/s").replace("μ", "µ");
+    return unit in units ? number * units[unit] : NaN;
+  };
+  const RATE_UNITS = { "": 1, "bit/s": 1, "kbit/s": 1e3, "mbit/s": 1e6, "gbit/s": 1e9, "tbit/s": 1e12, k: 1e3, m: 1e6, g: 1e9, t: 1e12 };
+  const DELAY_UNITS = { "": 1, s: 1, ms: 1e-3, us: 1e-6, "µs": 1e-6, ns: 1e-9, min: 60, h: 3600 };
+  const BYTE_UNITS = { b: 1, kb: 1e3, mb: 1e6, gb: 1e9, tb: 1e12 };
+  const plain = (text) => Number(String(text).replace(/[×x$,\s]/g, "") || NaN);
+  /** The sliders: range of the logarithm, whether 0 is at its lower end, how a value is written and read. */
+  const sliders = () => {
+    const equal = P.network.equal;
+    const all = [
+      equal ? { key: "bw", label: "bandwidth", range: [4, 12.5], write: (v) => scaled(v, RATES), read: (t) => unitNumber(t, RATE_UNITS), note: P.network.collective }
+            : { key: "bw", label: "bandwidth", range: [-3, 4], write: (v) => `× ${digits(v)}`, read: plain, note: P.network.text },
+      equal ? { key: "lat", label: "latency", range: [-6, 1], zero: true, write: delay, read: (t) => unitNumber(t, DELAY_UNITS), note: "one way, of a message" }
+            : { key: "lat", label: "latency", range: [-3, 3], zero: true, write: (v) => `× ${digits(v)}`, read: plain, note: "of all links" },
+      { key: "sec", label: "seconds a step", range: [-4, 3], write: (v) => scaled(v, DELAYS), read: (t) => unitNumber(t, DELAY_UNITS), note: P.compute.alike ? "on each node" : "in the mean; nodes keep their ratios" },
+      { key: "size", label: "model size", range: [-2, 6], write: (v) => `× ${digits(v)}`, read: (t) => { const bytes = unitNumber(t, BYTE_UNITS); return finite(bytes) && /b\s*$/i.test(t) ? bytes / P.weights : plain(t); },
+        note: () => `${scaled(P.weights * state.size, BYTES)} of weights: all bytes in proportion, losses as measured` },
+      { key: "price", label: "dollars an hour", range: [-2, 3], zero: true, write: (v) => (v ? `$ ${digits(v)}` : "$ 0"), read: plain, note: "of a node" },
+      { key: "target", label: "target loss", linear: targets(), write: (v) => digits(v, 4), read: plain, note: P.columns[P.loss] },
+    ];
+    return all;
+  };
+  /** Lowest loss of any run, highest at a start, and one that all sound runs reach well before their end. */
+  const targets = () => {
+    const all = P.runs.flatMap((run) => run.diverged ? [] : sound(run)).map((seed) => ((seed.curves[P.loss] || [[], []])[1]).filter(finite)).filter((own) => own.length);
+    if (!all.length) return [0, 1, 0.5];
+    const low = Math.min(...all.map((own) => Math.min(...own))), high = Math.max(...all.map((own) => own[0])), worst = Math.max(...all.map((own) => Math.min(...own)));
+    return [low, Math.max(high, low + 1e-9), Number((worst + 0.1 * Math.max(0, high - worst)).toPrecision(3))];
+  };
+  const STEPS = 1000;
+  const toSlider = (own, v) => {
+    if (own.linear) return (STEPS * (v - own.linear[0])) / (own.linear[1] - own.linear[0]);
+    if (own.zero && v <= 0) return 0;
+    return clamp((STEPS * (Math.log10(v) - own.range[0])) / (own.range[1] - own.range[0]), own.zero ? 1 : 0, STEPS);
+  };
+  const fromSlider = (own, at) => {
+    if (own.linear) return Number((own.linear[0] + (at / STEPS) * (own.linear[1] - own.linear[0])).toPrecision(4));
+    if (own.zero && at <= 0) return 0;
+    return Number((10 ** (own.range[0] + (at / STEPS) * (own.range[1] - own.range[0]))).toPrecision(3));
+  };
+  const drawSliders = () => {
+    for (const own of sliders()) {
+      const range = $(`slide-${own.key}`), text = $(`text-${own.key}`);
+      if (document.activeElement !== range) range.value = String(toSlider(own, state[own.key]));
+      range.setAttribute("aria-valuetext", own.write(state[own.key]));
+      if (document.activeElement !== text) text.value = own.write(state[own.key]);
+      if (typeof own.note === "function") $(`note-${own.key}`).textContent = own.note();
+    }
+  };
+  const makeSliders = () => {
+    $("sliders").replaceChildren(...sliders().map((own) => {
+      const change = (value) => { set({ [own.key]: value }); later(); };
+      const range = el("input", { type: "range", id: `slide-${own.key}`, min: 0, max: STEPS, step: 1, "aria-label": own.label, oninput: (event) => change(fromSlider(own, Number(event.target.value))) });
+      const text = el("input", { type: "text", id: `text-${own.key}`, spellcheck: "false", autocomplete: "off", "aria-describedby": `note-${own.key}`, onchange: (event) => {
+        const value = own.read(event.target.value), fine = finite(value) && (own.zero ? value >= 0 : own.linear ? true : value > 0);
+        event.target.setAttribute("aria-invalid", String(!fine));
+        if (fine) change(value);
+      }, onblur: (event) => { if (event.target.getAttribute("aria-invalid") !== "true") drawSliders(); } });
+      const note = typeof own.note === "function" ? "" : own.note;
+      return el("div", { class: "slider" }, el("div", { class: "line" }, el("label", { for: `text-${own.key}` }, own.label), text), range, el("small", { id: `note-${own.key}` }, note));
+    }));
+  };
+  $("sliders").addEventListener("submit", (event) => event.preventDefault());
+  $("sliders").addEventListener("keydown", (event) => { if (event.key === "Enter" && event.target.type === "text") event.target.blur(); });
+
+  // State, kept in the address -------------------------------------------------------------------------------------------------
+
+  const NUMBERS = ["bw", "lat", "sec", "size", "price", "target"];
+  const defaults = () => ({
+    bw: P.network.bandwidth, lat: P.network.latency, sec: P.compute.seconds, size: 1, price: P.compute.price || 0, target: targets()[2],
+    x: P.runs.some((run) => run.seeds.length) ? "hours" : "step", y: P.loss, logx: "", logy: "", cost: "wire", sort: "", all: "", run: 0,
+    heatx: P.varied[0] || "", heaty: P.varied[1] || "", shade: "loss", hide: new Set(),
+  });
+  const choices = () => ({
+    x: axesOf(), y: Object.keys(P.columns), logx: ["", "0", "1"], logy: ["", "1"], cost: Object.keys(COSTS), all: ["", "1"], heatx: P.varied, heaty: P.varied, shade: Object.keys(SHADES),
+  });
+  const axesOf = () => {
+    const has = (what) => P.runs.every((run) => run.seeds.every((seed) => seed[what].length));
+    return ["hours", "wire", "payload", "step", "examples", ...(has("tokens") ? ["tokens"] : []), ...(has("rounds") ? ["round"] : [])];
+  };
+  let atFirst;
+  const set = (changes) => Object.assign(state, changes);
+  const written = () => {
+    const own = new URLSearchParams();
+    if (pages.length > 1) own.set("of", String(pages.indexOf(P)));
+    for (const [key, value] of Object.entries(state)) {
+      if (key === "hide") { if (value.size) own.set("hide", [...value].sort((a, b) => a - b).join(".")); }
+      else if (value !== atFirst[key]) own.set(key, String(value));
+    }
+    return own.toString();
+  };
+  const restore = () => {
+    const own = new URLSearchParams(location.hash.slice(1)), index = Number(own.get("of") || 0);
+    P = pages[Number.isInteger(index) && index >= 0 && index < pages.length ? index : 0];
+    atFirst = defaults();
+    state = { ...atFirst, hide: new Set() };
+    for (const key of NUMBERS) {
+      const value = own.has(key) ? Number(own.get(key)) : NaN, most = 1e18;
+      if (finite(value) && (value > 0 || (value === 0 && (key === "lat" || key === "price")) || key === "target") && Math.abs(value) < most) state[key] = value;
+    }
+    for (const [key, allowed] of Object.entries(choices())) if (own.has(key) && allowed.includes(own.get(key))) state[key] = own.get(key);
+    const sort = own.get("sort") || "";
+    if ([...P.titles, ...P.table, ...P.more, "hours", "utilization", "dollars", ...COLUMN_OF.target].includes(sort.replace(/^-/, ""))) state.sort = sort;
+    for (const i of (own.get("hide") || "").split(".")) if (/^\d+$/.test(i) && Number(i) < P.runs.length) state.hide.add(Number(i));
+    if (/^\d+$/.test(own.get("run") || "") && Number(own.get("run")) < P.runs.length) state.run = Number(own.get("run"));
+  };
+  let saved = null;
+  const save = () => {
+    clearTimeout(saved);
+    saved = setTimeout(() => {
+      // A frame without an address of its own, as in a notebook, keeps none.
+      try { history.replaceState(null, "", written() ? `#${written()}` : "#"); } catch (error) { /* sandboxed */ }
+    }, 150);
+  };
+
+  // Downloads ---------------------------------------------------------------------------------------------------------------------
+
+  const download = (text, type, name) => {
+    const url = URL.createObjectURL(new Blob([text], { type })), link = el("a", { href: url, download: name });
+    document.body.append(link);
+    link.click();
+    link.remove();
+    setTimeout(() => URL.revokeObjectURL(url), 1000);
+  };
+  /** A field of CSV; text that a spreadsheet would take for a formula is marked as text. */
+  const field = (value) => {
+    if (value === null || value === undefined || (typeof value === "number" && !finite(value))) return "";
+    if (typeof value === "number") return String(value);
+    const text = /^[=+\-@\t\r]/.test(value) ? `'${value}` : value;
+    return /[",\r\n]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text;
+  };
+  const asCSV = () => {
+    const columns = Object.keys(P.columns), lines = [["run", "seed", "step", ...columns, "wire_bytes", "payload_bytes", "hours"]];
+    for (const run of P.runs) {
+      for (const seed of run.seeds) {
+        const known = columns.map((column) => new Map((seed.curves[column] || [[], []])[0].map((step, i) => [step, seed.curves[column][1][i]])));
+        const steps = [...new Set(known.flatMap((own) => [...own.keys()]))].sort((a, b) => a - b);
+        for (const step of steps) lines.push([run.name, seed.seed, step, ...known.map((own) => own.get(step)), bytesAt(seed, step, "wire"), bytesAt(seed, step, "payload"), secondsAt(seed, step) / 3600]);
+      }
+    }
+    return lines.map((line) => line.map(field).join(",")).join("\r\n") + "\r\n";
+  };
+  $("csv").onclick = () => download(asCSV(), "text/csv", "comparison.csv");
+  $("json").onclick = () => {
+    const rows = P.runs.map((run) => ({ run: run.name, ...Object.fromEntries(columnsShown().map((key) => [key, valueOf(run, priced(run), key)])) }));
+    const { hide, ...rest } = state;
+    download(JSON.stringify({ sliders: rest, table: rows, data: P }, null, 1), "application/json", "comparison-report.json");
+  };
+
+  // The page ------------------------------------------------------------------------------------------------------------------------
+
+  const fill = (select, options, chosen) => {
+    select.replaceChildren(...options.map(([value, text]) => el("option", { value }, text)));
+    select.value = chosen;
+  };
+  let waiting = false;
+  const later = () => {
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => { waiting = false; render(); });
+  };
+  const render = () => {
+    const began = performance.now(), rows = P.runs.map(priced);
+    drawSliders();
+    $("logy").checked = state.logy === "1";
+    $("all").checked = state.all === "1";
+    for (const key of ["x", "y", "cost", "heatx", "heaty", "shade"]) if ($(key).value !== state[key]) $(key).value = state[key];
+    drawLegend();
+    drawCurves();
+    drawTable(rows);
+    drawMap();
+    drawFront(rows);
+    drawNodes();
+    drawSweep(rows);
+    save();
+    document.body.dataset.took = String(performance.now() - began);
+  };
+  const begin = () => {
+    restore();
+    $("subtitle").textContent = P.title;
+    $("which").hidden = pages.length < 2;
+    fill($("comparison"), pages.map((own, i) => [String(i), own.name || own.title]), String(pages.indexOf(P)));
+    fill($("x"), axesOf().map((key) => [key, AXES[key].label]), state.x);
+    fill($("y"), Object.entries(P.columns), state.y);
+    fill($("cost"), Object.entries(COSTS).map(([key, [text]]) => [key, text]), state.cost);
+    fill($("heatx"), P.varied.map((key) => [key, key]), state.heatx);
+    fill($("heaty"), P.varied.map((key) => [key, key]), state.heaty);
+    fill($("shade"), Object.entries(SHADES), state.shade);
+    fill($("run"), P.runs.map((run, i) => [String(i), run.name]).filter(([i]) => P.runs[i].nodes || P.runs[i].timeline), String(state.run));
+    $("assumed").textContent = P.assumed.length ? `No ${P.assumed.join(" and no ")} was given: where the sliders stand is only a beginning.` : "";
+    $("about").replaceChildren(...P.about.flatMap(([title, text]) => [el("dt", {}, title), el("dd", {}, text)]));
+    makeSliders();
+    render();
+  };
+  for (const key of ["y", "cost", "heatx", "heaty", "shade"]) $(key).onchange = (event) => { set({ [key]: event.target.value }); render(); };
+  $("x").onchange = (event) => { set({ x: event.target.value, logx: "" }); render(); };
+  $("run").onchange = (event) => { set({ run: Number(event.target.value) }); render(); };
+  $("logx").onchange = (event) => { set({ logx: event.target.checked ? "1" : "0" }); render(); };
+  $("logy").onchange = (event) => { set({ logy: event.target.checked ? "1" : "" }); render(); };
+  $("all").onchange = (event) => { set({ all: event.target.checked ? "1" : "" }); render(); };
+  $("comparison").onchange = (event) => { location.hash = `of=${event.target.value}`; };
+  $("reset").onclick = () => { state = { ...atFirst, hide: new Set() }; render(); };
+  $("link").onclick = async () => {
+    const url = location.href.replace(/#.*/, "") + (written() ? `#${written()}` : "");
+    try { await navigator.clipboard.writeText(url); $("copied").textContent = "copied"; } catch (error) { location.hash = written(); $("copied").textContent = "in the address bar"; }
+    setTimeout(() => { $("copied").textContent = ""; }, 2500);
+  };
+  window.addEventListener("hashchange", () => { if (location.hash.slice(1) !== written()) begin(); });
+  let width = 0;
+  new ResizeObserver(() => { if (Math.abs(document.body.clientWidth - width) > 2) { width = document.body.clientWidth; later(); } }).observe(document.body);
+  dark.addEventListener("change", later);
+  window.vsim = { get state() { return state; }, get page() { return P; }, set: (changes) => { set(changes); render(); }, priced };
+  begin();
+})();

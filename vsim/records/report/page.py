@@ -1,0 +1,95 @@
+"""A comparison as one HTML file, which needs no network, no server and no Python."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from vsim.records.history import file_path
+from vsim.records.report.data import AnyCompute, AnyNetwork, Comparison, content
+from vsim.version import __version__
+
+_HEIGHT = 900  # of the frame in a notebook, in pixels
+
+
+class Report:
+    """The page of one comparison, or of several; in a notebook it shows itself.
+
+    Attributes:
+        html: the whole page.
+    """
+
+    def __init__(self, html: str) -> None:
+        self.html = html
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page to a file; return its path."""
+        path = file_path(path)
+        path.write_text(self.html, encoding="utf-8")
+        return path
+
+    def _repr_html_(self) -> str:
+        # The frame is an origin of its own: the page reads and changes nothing of the notebook.
+        return (
+            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" title="report of a '
+            f'comparison" width="100%" height="{_HEIGHT}" style="border: 0"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"Report({len(self.html) / 1e6:.2f} MB of HTML; save(path) writes it)"
+
+
+def report(
+    comparisons: Mapping[str, Comparison],
+    network: AnyNetwork = None,
+    compute: AnyCompute = None,
+    title: str | None = None,
+) -> Report:
+    """Return the page of comparisons or sweeps; of several, a list on the page chooses one.
+
+    Args:
+        comparisons: what they are called on the page → comparison.
+        network, compute: where the sliders of the page stand at first; default: those of each comparison, or else
+            1 Gbit/s, 20 ms and 1 s a step, which the page says.
+        title: of the page. Default: the names of the comparisons.
+
+    Raises:
+        TypeError: the title is no text.
+        ValueError: there is no comparison, or one without a run; the network has another number of nodes.
+    """
+    if title is not None and not isinstance(title, str):
+        raise TypeError(f"title must be a text, got {title!r}")
+    if not comparisons:
+        raise ValueError("there is no comparison to report")
+    pages = [{"name": name, **content(one, network, compute)} for name, one in comparisons.items()]
+    # "<" could end the script that holds the data; json escapes everything that is not ASCII.
+    data = json.dumps(pages, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    style, script = _part("page.css"), _part("page.js")
+    parts = {
+        "title": html.escape(title or ", ".join(comparisons)),
+        "version": html.escape(__version__),
+        "policy": _policy(style, script),
+        "style": style,
+        "script": script,
+        "data": data,
+    }
+    return Report(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part("page.html")))
+
+
+def _policy(style: str, script: str) -> str:
+    """Return the policy under which nothing runs but this script, nothing is loaded, and nothing is sent."""
+    hashes = [base64.b64encode(hashlib.sha256(own.encode()).digest()).decode() for own in (style, script)]
+    rules = ("default-src 'none'", f"style-src 'sha256-{hashes[0]}'", f"script-src 'sha256-{hashes[1]}'")
+    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
+
+
+@cache
+def _part(name: str) -> str:
+    return files("vsim.records.report").joinpath(name).read_text(encoding="utf-8")
