@@ -136,5 +136,5 @@ def retold(error: Exception, text: str) -> Exception:
 
 
 def is_factory(dataset: Any) -> bool:
-    """Whether an argument is a function that makes each node's dataset."""
+    """Return whether an argument is a function that makes each node's dataset."""
     return callable(dataset) and not hasattr(dataset, "__getitem__")

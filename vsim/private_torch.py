@@ -42,7 +42,7 @@ unwatched = _disable_current_modes
 
 
 def is_watched() -> bool:
-    """Whether a dispatch mode sees the operations that are called. A public look at the stack would replace it."""
+    """Return whether a dispatch mode sees called operations. A public look at the stack would replace it."""
     return bool(_get_current_dispatch_mode_stack())
 
 
@@ -103,7 +103,7 @@ _TRANSFORMS = ("_dot__functorch", "_dot__dynamo", "_pytree", "__import_contextli
 
 
 def is_of_compiler(error: Exception) -> bool:
-    """Whether torch.compile itself has raised an error. A public base class of its errors would replace it."""
+    """Return whether torch.compile itself has raised an error. A public base class of its errors would replace it."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
@@ -121,12 +121,12 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether a leaf has hooks, which its copies would not have. A public look at them would replace it."""
+    """Return whether a leaf has hooks, which its copies would not have. A public look at them would replace it."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether modules have hooks on the gradients at their ends. A public look at them would replace it."""
+    """Return whether modules have hooks on the gradients at their ends. A public look at them would replace it."""
     of_all = nn.modules.module._global_backward_hooks, nn.modules.module._global_backward_pre_hooks
     return any(of_all) or any(m._backward_hooks or m._backward_pre_hooks for m in modules)
 

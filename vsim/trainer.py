@@ -102,7 +102,7 @@ class Trainer:
 
     @property
     def ledger(self) -> Ledger:
-        """What was communicated in the last run."""
+        """The ledger of the last run: every collective."""
         return self.history.ledger
 
     def spec(self, label: str = "", **options: Any) -> RunSpec:

@@ -18,7 +18,7 @@ ALIGNMENT = 64
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether a tensor begins at a multiple of 64 bytes, as a separate tensor does."""
+    """Return whether a tensor begins at a multiple of 64 bytes, as a separate tensor does."""
     return tensor.data_ptr() % ALIGNMENT == 0
 
 
@@ -44,7 +44,7 @@ def empty_rows_like(row: Tensor, num_rows: int) -> Tensor:
 
 
 def are_apart(stacked: Tensor) -> bool:
-    """Whether the rows of a *stacked* (K, …) tensor are a multiple of 64 bytes apart; true of a single row."""
+    """Return whether the rows of a *stacked* (K, …) tensor are a multiple of 64 bytes apart; true of a single row."""
     shape = stacked.shape
     return len(shape) < 2 or shape[0] < 2 or stacked.stride(0) * stacked.element_size() % ALIGNMENT == 0
 

@@ -1,4 +1,4 @@
-"""Which kernels `torch.compile` makes faster, as measured, and their compiled forms.
+"""The kernels that `torch.compile` was measured to make faster, and their compiled forms.
 
 Measured on 2 AVX-512 cores with torch 2.13, 1 thread, K = 4 and 460,000 parameters (tests/benchmarks/bench_kernels.py;
 eager time over compiled time, above 1 is faster):

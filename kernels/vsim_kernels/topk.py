@@ -46,7 +46,7 @@ def topk_entries(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """The places of the k largest of every row, (M, n) → (M, k)."""
+    """Return the places of the k largest entries of every row, (M, n) → (M, k)."""
     rows, n = x.shape
     group = largest_divisor(n, math.isqrt(n // k)) if n > 8 * k else 1  # of a few, one stage is faster
     if group == 1:

@@ -72,7 +72,7 @@ class Checkpoint:
 
     @property
     def ledger(self) -> Ledger:
-        """What was communicated up to this step."""
+        """The ledger up to this step: every collective."""
         return self.history.ledger
 
     @property

@@ -47,7 +47,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a file has the name of a checkpoint in a folder."""
+    """Return whether a file has the name of a checkpoint in a folder."""
     return _NAME.fullmatch(path.name) is not None
 
 

@@ -270,7 +270,7 @@ class Restorer:
         return nn.Parameter(made, node["grad"]) if node["parameter"] else made.requires_grad_(node["grad"])
 
     def _is_free(self, live: Tensor, memory: str) -> bool:
-        """Whether `live` can be written to: what was apart does not meet in memory to which a setup gave two names."""
+        """Return whether `live` can be written to: its memory has not taken another saved tensor's values."""
         if any(n > 1 and step == 0 for n, step in zip(live.shape, live.stride(), strict=True)):  # it is expanded
             return False
         return not live.numel() or self._written.setdefault(live.untyped_storage().data_ptr(), memory) == memory
@@ -319,7 +319,7 @@ def _array(node: Node) -> Any:
 
 
 def _unchanged(node: Node, live: Any) -> bool:
-    """Whether a node that has no parts is what is there."""
+    """Return whether a node without parts is equal to the live value."""
     if not isinstance(node, dict):
         return type(node) is type(live) and (node == live or (node != node and live != live))
     if node["kind"] == "tensor":

@@ -1,4 +1,4 @@
-"""What is simulated: K nodes as the rows of one matrix, how they communicate, and what they have sent."""
+"""The simulated cluster: K nodes as the rows of one matrix, their communication, and the ledger of it."""
 
 from vsim.cluster.cluster import Cluster
 

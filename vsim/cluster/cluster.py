@@ -91,7 +91,7 @@ class Cluster:
 
     @property
     def resting_nodes(self) -> list[int]:
-        """Which of the K take no part in this step: clients that have done their epochs of a round."""
+        """The nodes that take no part in this step: clients that have done their epochs of a round."""
         segment = None if self.plan is None else self.plan.segment(max(1, self.step))
         if segment is None or not segment.steps:
             return []

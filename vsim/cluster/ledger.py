@@ -1,4 +1,4 @@
-"""What was communicated: every collective call as an event; its bytes on the wire and its time are derived."""
+"""The ledger: every collective call as an event, from which wire bytes and time are derived."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Event(NamedTuple):
 
     @property
     def wire_bytes(self) -> float:
-        """What the busiest node transmits in a ring."""
+        """Bytes that the busiest node transmits in a ring."""
         return self._wire()[0]
 
     @property
     def total_wire_bytes(self) -> float:
-        """What all nodes transmit together."""
+        """Bytes that all nodes transmit together."""
         return self._wire()[1]
 
     @property
@@ -61,7 +61,7 @@ class Event(NamedTuple):
 
     @property
     def total_payload_bytes(self) -> float:
-        """What all nodes hand in together."""
+        """Bytes that all nodes hand in together."""
         return self.payload_bytes * sum(float(traffic(self.collective, len(g)).handed.sum()) for g in self.groups)
 
     def _wire(self) -> tuple[float, float, float]:
@@ -140,12 +140,12 @@ class Ledger(Sequence[Event]):
 
     @property
     def payload_bytes(self) -> float:
-        """What the node has handed in so far that has handed in most."""
+        """Bytes handed in so far by the node that has handed in most."""
         return self._alike[0] + self._most[0]
 
     @property
     def wire_bytes(self) -> float:
-        """What the node has transmitted so far that has transmitted most."""
+        """Bytes transmitted so far by the node that has transmitted most."""
         return self._alike[1] + self._most[1]
 
     @property

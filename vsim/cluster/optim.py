@@ -262,7 +262,7 @@ def _few(names: Iterable[str]) -> str:
 
 
 def _fills_lines(replicas: Replicas) -> bool:
-    """Whether a fused kernel rounds a row as it rounds the row's parameters, one by one.
+    """Return whether a fused kernel rounds a row as it rounds the row's parameters, one by one.
 
     It goes over a tensor in lines of 64 bytes, and may round what remains at the end in another way: so it does if no
     parameter but the last has such a rest.

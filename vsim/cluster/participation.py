@@ -1,4 +1,4 @@
-"""Which nodes take part in which steps: all, a cohort of a population, or all that have not failed or are late.
+"""Plans of which nodes take part in which steps: cohorts of a population, failures and joins, stragglers.
 
 A node that does not take part neither steps, counts, draws nor sends. Participation is decided beforehand, from the
 seed: a `Plan` is a sequence of `Segment`s, in each of which the same nodes take part.
@@ -31,7 +31,7 @@ _ROUNDING = 1 + 1e-12  # what is a whole number, or on time, but for the roundin
 
 
 class Participation(ABC):
-    """Who takes part in which steps of a run: `fit(participation=…)`."""
+    """Which nodes take part in which steps of a run: `fit(participation=…)`."""
 
     needs_compute = False  # whether compute seconds decide
 
@@ -44,7 +44,7 @@ class Participation(ABC):
         return self
 
     def changes_nothing(self, num_nodes: int) -> bool:
-        """Whether all of K nodes take part in all steps, as without a plan."""
+        """Return whether all of K nodes take part in all steps, as without a plan."""
         return False
 
     @abstractmethod

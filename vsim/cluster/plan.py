@@ -38,7 +38,7 @@ class Segment(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a plan is made from.
+    """A round, of which plans are made.
 
     Attributes:
         num_nodes, seed: the run's. period: steps from one sync of its strategy to the next.
@@ -81,7 +81,7 @@ def _every(last: int, period: int) -> Iterator[tuple[int, int]]:
 
 
 class Plan:
-    """Who takes part in a run, segment by segment.
+    """The nodes that take part in a run, segment by segment.
 
     Args:
         segments: from step 1 on, one after another, without end.

@@ -141,7 +141,7 @@ def set_global_states(states: dict[str, Any], device: torch.device) -> None:
 
 
 def same_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two results of `global_states` are equal."""
+    """Return whether two results of `global_states` are equal."""
     keys, positions = zip(
         *((s["numpy"]["state"]["key"], s["numpy"]["state"]["pos"]) for s in (one, other)), strict=True
     )

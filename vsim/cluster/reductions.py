@@ -15,7 +15,7 @@ REDUCTIONS = ("mean", "sum", "max", "min")
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether the values are whole numbers or bools."""
+    """Return whether the values are whole numbers or bools."""
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 

@@ -1,4 +1,4 @@
-"""What a collective makes each node transmit, in payloads: where all bytes on the wire come from."""
+"""The payloads that each node transmits in a collective, from which all wire bytes follow."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vsim.arguments import one_of, whole_number
 
 
 class Traffic(NamedTuple):
-    """What a group of n nodes hands in and transmits, in payloads.
+    """The payloads that a group of n nodes hands in and transmits.
 
     Attributes:
-        handed: (n,) what each node hands in, by its place in the group. sent: (n,) what it transmits.
-        busiest: what the node transmits that transmits most. total: what all of them do. Both are exact.
-        server: what the server transmits, which is not a node.
+        handed: (n,) handed in by each node, by its place in the group. sent: (n,) transmitted by it.
+        busiest: transmitted by the node that transmits most. total: by all of them. Both are exact.
+        server: transmitted by the server, which is not a node.
         is_even: whether all nodes of the group hand in as much, and transmit as much.
     """
 

@@ -26,7 +26,7 @@ _OUTER = {"lr": 0.7, "nesterov": True, "momentum": 0.9}
 
 @dataclass(frozen=True)
 class TrainStats:
-    """What `train_loss_hook` gets: the mean loss over the nodes' batches, exp(loss), and the number of the step."""
+    """The argument of `train_loss_hook`: mean loss over the nodes' batches, exp(loss), and the step's number."""
 
     loss: float
     perplexity: float
@@ -35,7 +35,7 @@ class TrainStats:
 
 @dataclass(frozen=True)
 class EvalStats(TrainStats):
-    """What `eval_loss_hook` gets: the validation loss of the global model, exp(loss), and the number of the step."""
+    """The argument of `eval_loss_hook`: validation loss of the global model, exp(loss), and the step's number."""
 
 
 class DilocoSimulator:
@@ -156,7 +156,7 @@ class DilocoSimulator:
 
     @property
     def ledger(self) -> Ledger:
-        """What was communicated in the last `train()`."""
+        """The ledger of the last `train()`: every collective."""
         return self.trainer.ledger
 
 

@@ -1,4 +1,4 @@
-"""Which example each node sees when: positions in datasets, epoch after epoch."""
+"""The order of examples: positions in datasets for each node, epoch after epoch."""
 
 from __future__ import annotations
 

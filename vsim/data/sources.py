@@ -226,7 +226,7 @@ def _windows(
 
 
 def _val_length(length: int, val_fraction: float, at_least: int) -> int:
-    """How many of `length` are for validation, leaving `at_least` on both sides."""
+    """Return the number of validation examples out of `length`, leaving `at_least` on both sides."""
     return min(max(round(length * val_fraction), at_least), length - at_least)
 
 

@@ -102,7 +102,7 @@ class AutoExecutor(Executor):
         self.chosen, self._why = self._made(LoopExecutor), why
 
     def _convolves_alone(self, batch: Any) -> bool:
-        """Whether vmap would compute most convolutions node by node, where it costs more than the loop."""
+        """Return whether vmap would compute most convolutions node by node, where it costs more than the loop."""
         vmap = self.chosen
         has_kernels = any(len(c.shape) > 2 for c in self.replicas.layout)
         if not (has_kernels and isinstance(vmap, VmapExecutor)) or self.settings.exact or self.replicas.shares_grads:

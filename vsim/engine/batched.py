@@ -34,7 +34,7 @@ class VmapError(RuntimeError):
 
 
 class NodesDifferError(VmapError):
-    """What the model's Python gets to know differs between the nodes, which may each go another way."""
+    """A value that the model's Python asks for differs between nodes, which may take different branches."""
 
 
 class Stacked:
@@ -158,7 +158,7 @@ def each_node(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]
 
 
 def may_fold(*operands: Tensor | Sequence[int]) -> bool:
-    """Whether the nodes may become more of a batch of matrices: all these, or dense rows of such a shape, lie apart."""
+    """Return whether nodes may join a batch of matrices: all operands, or dense rows of these shapes, are aligned."""
     dtype = next(t.dtype for t in operands if isinstance(t, Tensor))
     sizes = [math.prod(t.shape[1:] if isinstance(t, Tensor) else t) for t in operands]
     return all(size * dtype.itemsize % ALIGNMENT == 0 for size in sizes) and all(
@@ -523,7 +523,7 @@ def _by_columns(matrices: Tensor) -> bool:
 
 
 def agree(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether one call computes the matrices of a (K, n, m) · b (K, m, p) + bias (K, p) bitwise as a call for each.
+    """Return whether one call of a (K, n, m) · b (K, m, p) + bias (K, p) is bitwise equal to a call for each node.
 
     Several threads may divide a batch in another way than one matrix, and on some CPUs that shows in the last bits. The
     library decides by shapes, places in memory and the number of threads. On a CPU where a sample of products shows a
@@ -535,7 +535,7 @@ def agree(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
 
 
 def batches_agree() -> bool:
-    """Whether all products of a sample are bitwise equal in a batch and alone, on this CPU with its threads."""
+    """Return whether all products of a sample are bitwise equal in a batch and alone, on this CPU with its threads."""
     return _sample_agrees(torch.get_num_threads())
 
 

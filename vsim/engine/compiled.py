@@ -157,7 +157,7 @@ class CompiledExecutor(VmapExecutor):
         return losses
 
     def _draws(self, batch: Any) -> bool:
-        """Whether the model draws random numbers, for which the graph has others; note as well whether it casts."""
+        """Return whether the model draws random numbers, which differ in the graph; also note whether it casts."""
         generator = default_generator(self.replicas.weights.device)
         with self.first_node(batch) as (objective, _, own), Casts() as casts:
             state = generator.get_state()

@@ -30,7 +30,7 @@ from vsim.private_torch import is_wrapped, storage_key, unwatched, version
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run is to be computed.
+    """Settings of how a run is computed.
 
     Attributes:
         autocast: compute in bfloat16 where torch.autocast does.

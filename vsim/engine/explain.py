@@ -1,4 +1,4 @@
-"""How a run computes on this machine: the form of every operation, memory, executor, and speed relative to the peak."""
+"""Explain how a run computes on this machine: form of every operation, memory, executor, speed relative to the peak."""
 
 from __future__ import annotations
 

@@ -180,5 +180,5 @@ def agrees_with_loop(
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, NaN to NaN: a node that has diverged says nothing against its form."""
+    """Return whether two tensors are equal, NaN to NaN: a node that has diverged says nothing against its form."""
     return torch.equal(one, other) or bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())

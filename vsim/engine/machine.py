@@ -1,8 +1,8 @@
-"""What of this machine a run uses: its device, threads, and the allocator and vector functions of its libraries.
+"""The parts of the machine that a run uses: device, threads, and the allocator and vector functions of libraries.
 
-Small steps are computed by one thread. An operation that two threads share ends when the slower one does, and where
-another program keeps a core busy that is after a slice of its time: a step of four small MLPs then takes seven times as
-long as with one thread, which on a quiet machine needs no longer than two for it.
+Small steps are computed by one thread. An operation that two threads share ends with the slower one. If another program
+keeps a core busy, that thread waits for a slice of time: a step of four small MLPs then takes seven times as long with
+two threads as with one, and on a quiet machine two threads gain nothing for it.
 """
 
 from __future__ import annotations

@@ -202,9 +202,9 @@ def step_moments(executor: Executor, batch: Any) -> list[int]:
 def step_bytes(executor: Executor, batch: Any) -> Callable[[int], int]:
     """Return f(examples a node) → the most bytes that computing their gradients takes besides the replicas.
 
-    Small probes are run, on the first examples of a stacked batch (K, B, …). What is alive after an operation grows
-    in proportion to the examples, at every operation at its own rate, so that the largest of these lines is the peak,
-    which up to the largest probe is not below a line between the probes' own.
+    Run small probes on the first examples of a stacked batch (K, B, …). Bytes alive after an operation grow linearly
+    with the examples, at a rate of its own for each operation. The peak is the maximum of these lines; up to the
+    largest probe it is never below the line between the probes' own peaks.
     """
     num_examples = next((t.shape[1] for t in tree_leaves(batch) if t.dim() > 1), 1)
     few = min(2, num_examples)  # not one: BatchNorm would refuse it

@@ -205,7 +205,7 @@ class Nodes:
         )
 
     def needs_grad(self, t: Tensor) -> bool:
-        """Whether a gradient flows into a tensor of the vmapped function."""
+        """Return whether a gradient flows into a tensor of the vmapped function."""
         while is_wrapped(t):
             t = unwrapped(t)
         return t.requires_grad
@@ -227,7 +227,7 @@ def _writes(func: Any) -> bool:
 
 
 def is_cast(operand: Any) -> bool:
-    """Whether autocast casts such an operand of an operation that it knows: what is in float64 it leaves alone."""
+    """Return whether autocast casts an operand of an operation that it knows; it leaves float64 alone."""
     eligible = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64
     return eligible and torch.is_autocast_enabled(operand.device.type)
 
@@ -416,7 +416,7 @@ def _empty(nodes: Nodes, operation: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_of_torch() -> bool:
-    """Whether torch's own code asks, to which a wrapper says, as ever, that it needs no gradient."""
+    """Return whether torch's own code asks; a wrapper always answers it that no gradient is needed."""
     return str(sys._getframe(3).f_globals.get("__name__")).startswith("torch.")
 
 
@@ -574,7 +574,7 @@ def _convolution(
 
 
 def _is_better_as_groups(x: Tensor, weight: Tensor, geometry: Any) -> bool:
-    """Whether a convolution is faster as groups of channels: measured on CPU, where that is not much work a node.
+    """Return whether a convolution is faster as groups of channels: measured on CPU, where each node has little work.
 
     More work is as fast node by node, and its results lie in memory as what follows wants them; groups of few channels
     are slow.
@@ -648,7 +648,7 @@ class Lowering(Nodes, TorchFunctionMode):
             raise
 
     def _may_differ(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether functorch's form of the operation may differ from the operation on one node in the last bits."""
+        """Return whether functorch's form may differ from the operation on one node in the last bits."""
         name = name_of(func)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if name == "__get__" or not tensors:
@@ -664,7 +664,7 @@ class Lowering(Nodes, TorchFunctionMode):
         return not all(self.of(t) is None for t in tree_leaves((args, kwargs)))
 
     def _sums_in_backward(self, args: Iterable[Any]) -> bool:
-        """Whether a tensor that needs a gradient is broadcast: its gradient is then a sum, whose order matters."""
+        """Return whether a tensor that needs a gradient is broadcast: its gradient is a sum, whose order matters."""
         tensors = [t for t in args if isinstance(t, Tensor)]
         if len({t.shape for t in tensors}) == 1:
             return False

@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 class _BeforeCall:
-    """What a vmapped call may change before it fails.
+    """The state that a vmapped call may change before it fails.
 
     Args:
         batch: the tensors of its batch.

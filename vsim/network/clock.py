@@ -25,7 +25,7 @@ _BLOCK = 1 << 20
 
 @runtime_checkable
 class Record(Protocol):
-    """What a run has sent, event by event; see `Ledger` and `Event` of `vsim.cluster.ledger`."""
+    """The messages of a run, event by event; see `Ledger` and `Event` of `vsim.cluster.ledger`."""
 
     num_nodes: int
     steps: int
@@ -36,7 +36,7 @@ class Record(Protocol):
 
 
 class Span(NamedTuple):
-    """What nodes did in a step: "compute", "wait", or "send" for a line that was busy with an event.
+    """A stretch of a node's time: "compute", "wait", or "send" for a line that was busy with an event.
 
     Attributes:
         start, end: of each of the `nodes`, or one for all of them. nodes: default: all.

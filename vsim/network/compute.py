@@ -1,4 +1,4 @@
-"""How long the nodes compute: per step and node, constant or drawn."""
+"""Compute seconds per step and node, constant or drawn."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Compute:
         return made
 
     def decides_as(self, other: Compute) -> bool:
-        """Whether every step takes as long as with `other`: stragglers and asynchronous runs depend on it."""
+        """Return whether every step takes as long as with `other`: stragglers and asynchronous runs depend on it."""
         own, its = ([c.node_seconds.tolist(), c.jitter, c.seed if c.jitter else 0] for c in (self, other))
         return own == its
 

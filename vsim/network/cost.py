@@ -1,4 +1,4 @@
-"""What a collective costs: the rounds of messages that make it up, and the best ring where links differ."""
+"""The cost of collectives: the rounds of messages that make them up, and the best ring where links differ."""
 
 from __future__ import annotations
 

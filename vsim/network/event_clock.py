@@ -52,7 +52,7 @@ class VirtualClock:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its seconds follow from, as lists, numbers and text."""
+        """The facts that its seconds follow from, as lists, numbers and text."""
         return {"network": self.network.as_plain(), "compute": self.compute.as_plain()}
 
     @property
@@ -62,7 +62,7 @@ class VirtualClock:
 
     @property
     def computed_seconds(self) -> float:
-        """What a worker has computed until now, in the mean of the workers."""
+        """Compute seconds so far, in the mean of the workers."""
         return (self._begun - sum(max(0.0, end - self.now) for end in self._ends)) / len(self.steps)
 
     def next(self) -> tuple[int, int, int]:

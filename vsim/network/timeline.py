@@ -51,7 +51,7 @@ class Timeline:
 
     @property
     def dollars(self) -> float:
-        """What all nodes cost until the run ends; NaN if the compute has no `dollars_per_hour`."""
+        """Dollars for all nodes until the run ends; NaN if the compute has no `dollars_per_hour`."""
         price = self.compute.dollars_per_hour
         return math.nan if price is None else price * self.ledger.num_nodes * float(self.seconds[-1]) / 3600
 

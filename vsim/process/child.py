@@ -53,7 +53,7 @@ def _received(descriptor: Any) -> Descriptor:
 
 @dataclass(frozen=True)
 class Setup:
-    """What the process of a node starts with, besides the run.
+    """The arguments of a node's process, besides the run.
 
     Attributes:
         node: its number. nodes: the nodes of its first segment. step: the first step of the segment. copying: a peer,
@@ -222,7 +222,7 @@ def _forward_warnings(parent: Connection) -> None:
 
 
 def _follows_from_a_loss(error: BaseException | None) -> bool:
-    """Whether an error comes from a collective that other nodes did not complete."""
+    """Return whether an error comes from a collective that other nodes did not complete."""
     while error is not None and not isinstance(error, CollectiveFailure):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -156,7 +156,7 @@ def largest_magnitude(*tensors: Tensor) -> float:
 
 
 def only_rounding(differences: Sequence[Difference]) -> bool:
-    """Whether all differences of a step can come from rounding alone.
+    """Return whether all differences of a step can come from rounding alone.
 
     AdamW and its like divide a gradient by its own size: one that is nothing but rounding moves a weight by a whole
     step. Where the optimizer's state differs too, it tells instead of the weights how the gradients differed.

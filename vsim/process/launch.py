@@ -71,7 +71,7 @@ class ForkServerFailure(RuntimeError):
 
 
 class _Failure(NamedTuple):
-    """What a node said when it failed."""
+    """The report of a failed node."""
 
     pickled: bytes | None  # the exception, if it can be pickled
     text: str  # its traceback

@@ -178,7 +178,7 @@ class NodeBatches:
 
     @cached_property
     def digests(self) -> list[int]:
-        """As of `Batches`. All processes ask at the same time."""
+        """See `Batches`. All processes must ask at the same time."""
         return self._of_all(digest_of)
 
     def _of_all(self, number: Callable[[Dataset[Any]], int]) -> list[int]:
@@ -237,7 +237,7 @@ class _From:
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """How the processes of a run compute and wait for each other.
+    """Options of a run's processes: devices, threads, timeout.
 
     Attributes:
         devices: node k of this machine computes on devices[k mod len(devices)].
@@ -276,7 +276,7 @@ _runs = itertools.count()
 
 
 def under_torchrun() -> bool:
-    """Whether this process was started as a rank, by torchrun or another launcher that sets its variables."""
+    """Return whether this process was started as a rank, by torchrun or another launcher that sets its variables."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 

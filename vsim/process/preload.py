@@ -1,4 +1,4 @@
-"""What multiprocessing's fork server imports before it forks the nodes' processes. It must not compute in parallel.
+"""Imported by multiprocessing's fork server before it forks the nodes' processes. It must not compute in parallel.
 
 Neither OpenMP's threads nor a device that has been started survive a fork.
 """

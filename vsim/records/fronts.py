@@ -170,7 +170,7 @@ class Front:
         return list(on_front.sort_values([COSTS[self.cost].column, "strategy"])["strategy"])
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw all runs with their intervals, those that others dominate faint, and a line through the front.
+        """Draw all runs with their intervals, dominated ones faint, and a line through the front.
 
         Args:
             ax: default: the axes of a new figure as wide as a column.

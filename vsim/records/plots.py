@@ -47,7 +47,7 @@ _SETTING = re.compile(r"(\w+)=([^,(]*(?:\([^)]*\))?)")
 
 @dataclass(frozen=True)
 class Look:
-    """How a line is drawn; `dash` "none": only its markers, `marker` "": only its line."""
+    """The look of a line; `dash` "none": only its markers, `marker` "": only its line."""
 
     colour: str
     dash: Any = "-"
@@ -183,7 +183,7 @@ MARKED_POINTS = 12
 
 
 class XAxis(NamedTuple):
-    """What curves are drawn against: a column of `History`, or what a function makes of one, over its unit.
+    """The x axis of curves: a column of `History`, or a function of a history, divided by its unit.
 
     Bytes are on a logarithmic axis, and so is what `is_wide`.
     """
@@ -266,7 +266,7 @@ def bands(
     it is drawn against. The band is one standard deviation (of the sample, n − 1) to both sides; more than a dozen runs
     have none. A loss that rises far above its start leaves the picture.
 
-    Against bytes, of all measurements with equal bytes the last is drawn: the loss that they have led to before more
+    Against bytes, only the last of several measurements with equal bytes is drawn: the loss reached before more bytes
     were sent. A run that sends nothing is a horizontal line at its last loss. Against everything else a thin line shows
     the loss of the mean replica where that is not the global model, as between two syncs of DiLoCo, whose outer weights
     stand still until then.

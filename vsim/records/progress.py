@@ -1,4 +1,4 @@
-"""How a record grows: reports of steps, what keeps them, and the progress that a user sees."""
+"""Reports of steps, from which records grow, and the progress that a user sees."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Hook = Callable[[int, float], Any]
 
 @dataclass
 class StepReport:
-    """What became known at a step: the row of the history, the nodes' losses (K,), the events of the ledger.
+    """The report of a step: the row of the history, the nodes' losses (K,), the events of the ledger.
 
     `executor`, `max_steps` and `minibatch_size` (None: the whole batch) are the run's. `segment` lists the nodes
     that take part, if not all do in all steps; `preparing` names other work of the next step, if that takes long.
@@ -283,7 +283,7 @@ class LiveRace:
         return "global_loss" if any(not math.isnan(h.last("global_loss")) for h in histories) else "train_loss"
 
     def _running(self) -> dict[str, list[History]]:
-        """Of each name those runs that are furthest; one that diverged is not waited for."""
+        """Return the runs of each name that are furthest; do not wait for diverged runs."""
         known = {name: [h for h in own if len(h)] for name, own in self.histories.items()}
         return {name: [h for h in own if len(h) == max(map(len, own))] for name, own in known.items() if own}
 
@@ -324,7 +324,7 @@ class LiveRace:
 
 
 def _in_notebook() -> bool:
-    """Whether this is a notebook's kernel, which shows pictures."""
+    """Return whether this is a notebook's kernel, which shows pictures."""
     try:
         from IPython import get_ipython
     except ImportError:

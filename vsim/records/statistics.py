@@ -1,4 +1,4 @@
-"""What measurements can tell: where a curve crosses a loss, and whether two strategies differ."""
+"""Statistics of measurements: where a curve crosses a loss, and whether two strategies differ."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def differences(
 
 
 class Ranking(NamedTuple):
-    """What a table says about its best: names that are best (equal to the last bit), and names not told from them.
+    """The best names of a table (equal to the last bit), and the names that do not differ significantly from them.
 
     Attributes:
         tested: whether there was anything to test, two seeds at least.

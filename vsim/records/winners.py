@@ -1,4 +1,4 @@
-"""Which strategy reaches a loss first, over bandwidth and latency, and where the data leave that open."""
+"""The strategy that reaches a loss first, over bandwidth and latency, and where the data leave that open."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Winners:
-    """Which strategy reaches a loss first, on every network of a grid. In a notebook it shows itself as a map.
+    """The strategy that reaches a loss first, on every network of a grid. In a notebook it shows itself as a map.
 
     Two strategies are tied where validation is too coarse to say which of them is first, or where 0 is in the paired
     95 % interval of the difference between their means over the seeds.

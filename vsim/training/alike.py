@@ -1,4 +1,4 @@
-"""Which runs of a run are alike: in the shapes of their batches, the code of their model, their optimizer."""
+"""Find runs that are alike: in the shapes of their batches, the code of their model, their optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batch_shapes(batches: BatchSource, spec: RunSpec, num_steps: int) -> tuple[A
 
 
 def same_model(first: nn.Module, other: nn.Module) -> bool:
-    """Whether two models have the same code and constants, and differ in weights and buffers only."""
+    """Return whether two models have the same code and constants, and differ in weights and buffers only."""
     if first is other:
         return True
     modules, others = dict(first.named_modules()), dict(other.named_modules())
@@ -45,7 +45,7 @@ def _same_module(first: nn.Module, other: nn.Module) -> bool:
 
 
 def _same_tensors(first: nn.Module, other: nn.Module) -> bool:
-    """Whether shapes, dtypes and trainability of all tensors agree, and the values of frozen parameters."""
+    """Return whether shapes, dtypes and trainability of all tensors agree, and the values of frozen parameters."""
     for of in (nn.Module.named_parameters, nn.Module.named_buffers):
         own, theirs = (dict(of(model)) for model in (first, other))
         if list(own) != list(theirs):
@@ -60,7 +60,7 @@ def _same_tensors(first: nn.Module, other: nn.Module) -> bool:
 
 
 def _equal(first: Any, other: Any) -> bool:
-    """Whether two attributes are known to be equal; objects that cannot be compared count as different."""
+    """Return whether two attributes are known to be equal; objects that cannot be compared count as different."""
     if first is other:
         return True
     if type(first) is not type(other):
@@ -80,7 +80,7 @@ def _equal(first: Any, other: Any) -> bool:
 
 
 def is_vsims_own(strategy: Strategy) -> bool:
-    """Whether all code of a strategy is vsim's own, which draws only from the run's generators."""
+    """Return whether all code of a strategy is vsim's own, which draws only from the run's generators."""
     return _is_vsims(strategy, set())
 
 
@@ -97,7 +97,7 @@ def _is_vsims(value: Any, seen: set[int]) -> bool:
 
 
 def is_vsims(cls: type) -> bool:
-    """Whether a class is one of vsim's."""
+    """Return whether a class is one of vsim's."""
     return cls.__module__.partition(".")[0] == "vsim"
 
 

@@ -74,7 +74,7 @@ def _plan(run: Run) -> Plan:
 
 
 def _changes(run: Run, step: int) -> bool:
-    """Whether its rows are other ones than in the segment before."""
+    """Return whether the run's rows differ from the segment before."""
     now = _plan(run).segment(step).nodes
     if run.clients is None:
         return now != run.cluster.active

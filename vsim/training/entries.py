@@ -430,7 +430,7 @@ def read_end(entry: Entry) -> dict[str, Any] | None:
 
 
 def ended_by(end: dict[str, Any] | None, step: int) -> bool:
-    """Whether a run had ended when the others were at a step."""
+    """Return whether a run had ended when the others were at a step."""
     return end is not None and end["step"] <= step
 
 

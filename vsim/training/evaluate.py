@@ -315,7 +315,7 @@ def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
 
 
 def _equal(one: _Rows, other: _Rows) -> bool:
-    """Whether two rows have the same weights, buffers and Python."""
+    """Return whether two rows have the same weights, buffers and Python."""
     tensors = [(one.weights, other.weights), *((b, other.buffers[n]) for n, b in one.buffers.items())]
     return one.python[0] == other.python[0] and all(torch.equal(a, b) for a, b in tensors)
 

@@ -68,8 +68,9 @@ class _Together:
             mark_stepped(part)
 
     def agree(self) -> bool:
-        """Whether all parts have the same options now, which a schedule or a hook may have changed in one; and a state
-        of as many steps, or none, which one may have forgotten.
+        """Return whether all parts have equal options, and states of equally many steps.
+
+        A schedule or hook may have changed the options of one, or reset its state.
         """
         parts = zip(self.parts, self.parameters, strict=True)
         first, *others = ({**one.param_groups[0], "params": None, "state": _of_all_rows(one, p)} for one, p in parts)
@@ -142,7 +143,7 @@ def _can_join(upper: Strategy, lower: Strategy) -> bool:
 
 
 def _is_plain(strategy: Strategy) -> bool:
-    """Whether the strategy's optimizer is the one that its `OptimSpec` builds over the rows, and steps once a step.
+    """Return whether the strategy's optimizer is the one that its `OptimSpec` builds, and steps once a step.
 
     A class of a user's own may do anything with it: reset its state, give it hooks.
     """

@@ -330,7 +330,7 @@ def _keep_state(run: Run, state: Any, restorer: Restorer) -> None:
 
 
 def _fits(part: StackedOptimizer, spec: OptimSpec) -> bool:
-    """Whether an optimizer has all that its options let it keep and, if it is one for all nodes, keeps it for all."""
+    """Return whether an optimizer has all state that its options imply, for all nodes if it is one for all."""
     names, for_all = spec.state_names(), isinstance(part, Optimizer)
     for p, own in (pair for optimizer in torch_optimizers(part) for pair in optimizer.state.items()):
         tensors = [value for value in own.values() if isinstance(value, Tensor) and value.dim()]

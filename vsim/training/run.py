@@ -154,7 +154,7 @@ class Run:
         self.max_steps = self.done
 
     def begins_segment(self, step: int) -> bool:
-        """Whether a segment of its plan begins with `step`, the next one, or, in the midst of a segment, a fork."""
+        """Return whether the next step, `step`, begins a segment of its plan, or a fork within a segment."""
         if self.plan is None or not self.is_running or self.done != step - 1:
             return False
         return self.starts or self.plan.segment(step).first == step
@@ -345,7 +345,7 @@ def _every(interval: int | None, step: int) -> bool:
 
 
 def _has_row_of(batch: Tensor, value: int) -> bool:
-    """Whether all numbers of a row of a stacked tensor of whole numbers are this one."""
+    """Return whether all numbers of a row of a stacked tensor of whole numbers are this one."""
     whole = not (batch.is_floating_point() or batch.is_complex()) and batch.numel() > 0
     return whole and bool((batch == value).flatten(1).all(1).any())
 

@@ -151,7 +151,7 @@ def assemble(
 
 
 def can_join(run: Run) -> bool:
-    """Whether a run can be computed with others: in lockstep, its nodes with rows of their own or one soon copied."""
+    """Return whether a run can be computed with others: in lockstep, with a row per node or a cheap copy of one."""
     if run.spec.strategy.is_asynchronous:
         return False
     trainable = sum(p.numel() for p in run.spec.model.parameters() if p.requires_grad)
@@ -203,7 +203,7 @@ def _grouped(runs: Sequence[Run]) -> list[list[int]]:
 
 
 def _are_alike(first: Run, other: Run) -> bool:
-    """Whether losses and gradients of two runs can be computed in one call."""
+    """Return whether losses and gradients of two runs can be computed in one call."""
     one, two = first.spec, other.spec
     if (first.plan is None) != (other.plan is None):  # whose batches get smaller at other steps
         return False

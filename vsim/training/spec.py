@@ -1,4 +1,4 @@
-"""What is asked of a run: the one list of options, each checked once, before anything is set up."""
+"""The options of a run, in one list, each checked once, before anything is set up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FLAGS = ("shuffle", "autocast", "deterministic")
 
 @dataclass(frozen=True, eq=False)
 class RunSpec:
-    """What is asked of a run. `Trainer.fit` documents the keyword arguments.
+    """The options of a run. `Trainer.fit` documents the keyword arguments.
 
     To add an option, add a field here and a line to the docstring of `fit`: the signatures of `fit`, `compare` and
     `sweep` are made from this class.

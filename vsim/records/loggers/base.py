@@ -1,4 +1,4 @@
-"""What a logger is, the rows that it gets, and the folders that runs are logged to."""
+"""The protocol of loggers, the rows that they get, and the folders that runs are logged to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vsim.records.history import COLUMNS
 
 @runtime_checkable
 class Logger(Protocol):
-    """What a logger can do. Write your own with these methods; it need not inherit from this class.
+    """The methods of a logger. Write your own with these; it need not inherit from this class.
 
     Calls come in this order, all in the process that called `fit`: `start`, then rows, then `finish`, which comes
     however the run ended. An error in `start` ends the run before its first step; one in a later call is a warning, and
