@@ -53,6 +53,25 @@ def test_compare_writes_table_figure_and_data(tmp_path: Path, capsys: pytest.Cap
     ]
 
 
+def test_results_are_never_overwritten_and_can_be_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--data", "digits", "--model", "mlp", "--out", tmp_path / "out"]
+    assert run("compare", *QUICK, *small, "--strategies", "allreduce") == 0
+    first = (tmp_path / "out" / "comparison.json").read_bytes()
+    more = ["--strategies", "allreduce", "alone", "--seeds", 42, 1, "--extend", tmp_path / "out" / "comparison.json"]
+    assert run("compare", *QUICK, *small, *more) == 0
+    said = capsys.readouterr()
+    assert f"{tmp_path / 'out'} holds a comparison already" in said.err and str(tmp_path / "out-2") in said.err
+    assert (tmp_path / "out" / "comparison.json").read_bytes() == first
+    both = vsim.Comparison.from_json(tmp_path / "out-2" / "comparison.json")
+    assert {name: [one.seed for one in both.runs(name)] for name in both} == {"allreduce": [42, 1], "alone": [42, 1]}
+    assert (
+        both["allreduce"].history["seconds"].tolist()
+        == vsim.Comparison.from_json(tmp_path / "out" / "comparison.json")["allreduce"].history["seconds"].tolist()
+    )  # not trained again
+    assert [call.split()[:2] for call in both.describe()["calls"]] == [["vsim", "compare"]] * 2
+    assert run("compare", *QUICK, *small, "--strategies", "alone", "--extend", tmp_path / "absent.json") == 2
+
+
 def test_hours_on_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--data", "digits", "--model", "mlp", "--out", tmp_path, "--strategies", "allreduce", "alone"]
     priced = ["--network", "200 Mbit/s, 50 ms", "--compute", 0.8, "--target-loss", 9]

@@ -452,6 +452,7 @@ def test_wandb_offline(tmp_path: Path, wandb_rows: Any, capfd: pytest.CaptureFix
     assert run.project == "vsim-tests" and run.display_name == "a run" and code == 0 and logger.url is None
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert config["num_nodes"] == 3 and config["strategy"]["class"] == "DiLoCoStrategy"
+    assert config["strategy"]["arguments"] == {"H": 2, "lr": 0.01} and not run.run_group
     assert [row["_step"] for row in rows] == list(range(STEPS + 1))
     history = trainer.history
     assert [row.get("train_loss") for row in rows] == [None, *history["train_loss"][1:].tolist()]
@@ -471,6 +472,13 @@ def test_wandb_over_examples_and_a_failed_run(tmp_path: Path, wandb_rows: Any) -
     run, rows, code = wandb_rows(logger)
     assert run.display_name == "mine" and run.run_group == "g" and code == 1
     assert [row["_step"] for row in rows] == [0, 12, 24, 30]
+
+
+def test_wandb_groups_the_runs_of_a_comparison(tmp_path: Path, wandb_rows: Any) -> None:
+    logger = offline(tmp_path)
+    fit(logger=logger, run_name="tuesday/diloco", max_steps=2)
+    run, *_ = wandb_rows(logger)
+    assert run.display_name == "tuesday/diloco" and run.run_group == "tuesday"
 
 
 def test_the_shorthand_for_wandb(tmp_path: Path, wandb_rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,6 +507,22 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events.Reload()
     assert "config/text_summary" in events.Tags()["tensors"]
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_compares_runs_by_their_settings() -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    history = fit(logger=TensorBoardLogger(), run_name="hp").history
+    events = EventAccumulator("logs/hp")
+    events.Reload()
+    kept = {tag: HParamsPluginData.FromString(own) for tag, own in events.PluginTagToContent("hparams").items()}
+    start = kept["_hparams_/session_start_info"].session_start_info.hparams
+    assert start["strategy"].string_value == "DiLoCoStrategy" and start["H"].number_value == 2
+    assert start["lr"].number_value == 0.01 and start["num_nodes"].number_value == 3
+    metrics = [info.name.tag for info in kept["_hparams_/experiment"].experiment.metric_infos]
+    assert {"train/loss", "validation/global_loss", "validation/wire_bytes"} <= set(metrics)
+    assert events.Scalars("validation/global_loss")[-1].value == pytest.approx(history.last("global_loss"))
 
 
 def test_tensorboard() -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
+import shlex
 import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +38,7 @@ from vsim.price import price
 from vsim.process import NodeFailure
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
+from vsim.records.sweep import Sweep
 from vsim.records.tables import text_table
 from vsim.strategy import (
     COMPARED,
@@ -76,6 +80,7 @@ CALLABLES: dict[str, Callable[..., Any]] = {
 }
 
 app = SubcommandApp()
+_COMMAND: ContextVar[str] = ContextVar("command")  # as it was typed, for the records
 
 
 def _optional(metavar: str | None = None, default: str = "") -> Any:
@@ -94,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vsim {__version__}")
         return 0
     command = argv[0] if argv else ""
+    _COMMAND.set(shlex.join(["vsim", *argv]))
     try:
         _reject_repeated(argv)
         return app.cli(
@@ -292,9 +298,19 @@ class Output:
             raise ValueError("--log-dir has no effect without --run-name or --tensorboard")
         return loggers or None
 
-    def folder(self) -> Path:
-        """Return the folder for results, made; check before training that files can be written there."""
-        out = _path("--out", self.out)
+    def folder(self, kind: str) -> Path:
+        """Return the folder for results, made; check before training that files can be written there.
+
+        Args:
+            kind: "comparison" or "sweep": a folder that holds one is left as it is, and the next gets a number.
+        """
+        first = out = _path("--out", self.out)
+        for number in itertools.count(2):
+            if not (out / f"{kind}.json").exists():
+                break
+            out = first.with_name(f"{first.name}-{number}")
+        if out != first:
+            print(f"{first} holds a {kind} already; this one goes to {out}", file=sys.stderr)
         if out.exists() and not out.is_dir():
             raise NotADirectoryError(f"--out {out} is a file; give a folder")
         try:
@@ -315,6 +331,7 @@ def compare(
     strategies: _Names = (),
     preset: Annotated[tuple[str, ...], _optional("NAME …", "none")] = (),
     tune: Annotated[tuple[str, ...], _optional("NAME=V,V,… …", "none")] = (),
+    extend: Annotated[str | None, _optional("FILE", "train all")] = None,
 ) -> int:
     """Train the same model with several strategies, and compare loss and bytes.
 
@@ -322,6 +339,7 @@ def compare(
         strategies: what to compare, see below; with --preset these alone are added to it
         preset: strategies with the hyperparameters of their papers, see below
         tune: values to try for arguments; each strategy is compared with its own best, found with other seeds
+        extend: a comparison.json of the same problem: train only strategies and seeds that it does not have
     """
     for text in preset:
         one_of("--preset", text.partition(":")[0], PRESETS)
@@ -333,13 +351,18 @@ def compare(
     if tried is not None and "lr" in tried and problem.lr is not None:
         raise ValueError("--lr and --tune lr say the same thing; give one of them")
     made = {text: parse_strategy(text, rate) for text in named}
-    options, (train, val), out = _fit_options(problem, training, priced, output), problem.datasets(), output.folder()
+    options, (train, val), out = (
+        _fit_options(problem, training, priced, output),
+        problem.datasets(),
+        output.folder("comparison"),
+    )
     comparison = compare_strategies(
         partial(problem.new_model, train),
         problem.dealt(train, options["participation"]),
         val,
         strategies=made,
         tune=tried,
+        extend=None if extend is None else Comparison.from_json(extend),
         **options,
     )
     print(f"\n{comparison.table(loss=priced.target_loss)}\n")
@@ -361,6 +384,7 @@ def sweep(
     settings: Annotated[tuple[str, ...], arg(name="set", metavar="NAME=V,V,… …")],
     strategy: str = "diloco",
     halving: Annotated[int | None, _optional("F")] = None,
+    extend: Annotated[str | None, _optional("FILE", "train all")] = None,
 ) -> int:
     """Train with every combination of some settings of a strategy, and find the best.
 
@@ -368,6 +392,7 @@ def sweep(
         settings: arguments of the strategy, num_nodes or batch_size, with the values to try
         strategy: what to train
         halving: at each of several rungs, let only the best 1/F of the settings continue
+        extend: a sweep.json of the same problem: train only settings and seeds that it does not have
     """
     varied = parse_settings(settings)
     cls, defaults, given = strategy_class(strategy, problem.learning_rate([strategy]))
@@ -380,7 +405,7 @@ def sweep(
             if option is not None:
                 raise ValueError(f"--set gives {key}, and --{key.removeprefix('num_').replace('_', '-')} does, too")
             del options[key]
-    out = output.folder()
+    out = output.folder("sweep")
     result = sweep_settings(
         partial(problem.new_model, train),
         problem.dealt(train, options["participation"]),
@@ -388,6 +413,7 @@ def sweep(
         strategy=cls,
         settings={**defaults, **given, **varied},
         halving=halving,
+        extend=None if extend is None else Sweep.from_json(extend),
         **options,
     )
     print(f"\n{result.table(loss=priced.target_loss)}\n")
@@ -636,8 +662,7 @@ def _write(result: Comparison, figures: Mapping[str, Any], path: Path) -> int:
     """Write data and figures, and say where they are; return 0, or 2 if no run got to its end."""
     from vsim.figures.paper import save  # here, as it loads matplotlib
 
-    if path.with_suffix(".json").exists():
-        print(f"replacing the results in {path.parent}", file=sys.stderr)
+    result.calls[-1:] = [_COMMAND.get()]
     result.to_csv(path.with_suffix(".csv"))
     result.to_json(path.with_suffix(".json"))
     for name, figure in figures.items():
@@ -700,6 +725,7 @@ examples:
   vsim compare --preset diloco-paper --strategies allreduce --steps 2000   the paper's settings, next to AllReduce
   vsim compare --strategies allreduce fedavg:H=50,island_size=2 diloco:H=50,outer_lr=0.7 diloco:H=200 --steps 400
   vsim compare --strategies diloco:H=20 --nodes 16          one strategy
+  vsim compare --extend vsim-out/comparison.json --seeds 42 1 2   two more seeds for what has been compared
   vsim compare --save-dir run1 --checkpoint-interval 50     saved; with --resume it continues where it stopped
   vsim sweep --strategy diloco --set H=5,10,50 outer_lr=0.4,0.7,1.0 --seeds 1 2 3   nine settings, three seeds each
   vsim time --parameters 10e9 --nodes 8 --network "1 Gbit/s, 20 ms" --compute 0.8   hours on a network, not trained

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vsim.arguments import is_factory
 from vsim.data.batches import digest_of
 from vsim.records.provenance import describe, versions
+from vsim.strategy.configured import arguments_of
 
 # Elements of a tensor that a model's digest is made of, at most.
 _SAMPLED = 2**16
@@ -32,7 +33,7 @@ def describe_run(
 ) -> dict[str, Any]:
     """Return a run's configuration: every argument by its name, and model, data, versions, machine and date.
 
-    A strategy is described by the call that makes it, its class and its attributes.
+    A strategy is described by the call that makes it, the arguments of that call, its class and its attributes.
 
     Args:
         arguments: of `Trainer.fit`. device: where it computes. given: those that are not left at their defaults.
@@ -41,7 +42,9 @@ def describe_run(
     if not isinstance(arguments.get("resume"), bool | str | Path | None):
         described["resume"] = type(arguments["resume"]).__qualname__  # a checkpoint, with all of its state
     if "strategy" in arguments:
-        described["strategy"] = {"call": repr(arguments["strategy"]), **described["strategy"]}
+        strategy = arguments["strategy"]
+        made = {"call": repr(strategy), "arguments": describe(arguments_of(strategy))}
+        described["strategy"] = {**made, **described["strategy"]}
     return {
         **described,
         "model": _described_model(model),

@@ -11,11 +11,16 @@ from typing import Any
 from vsim.extras import extra
 from vsim.records.loggers.base import Row, free_folders, log_folder, x_of
 
+# Columns whose last values the HParams page shows.
+_RESULTS = ("train_loss", "global_loss", "local_loss", "payload_bytes", "wire_bytes")
+
 
 class TensorBoardLogger:
     """An event file in `<log_dir>/<run_name>/`, for `tensorboard --logdir <log_dir>`: scalars, over steps or examples.
 
-    Rows are in the file within a second. Folders are named as by `CSVLogger`, with which it can share one.
+    The HParams page has a line for each run: the strategy and its arguments, nodes, batch size and seed, next to the
+    last losses and bytes. Rows are in the file within a second. Folders are named as by `CSVLogger`, with which it can
+    share one.
 
     Args:
         log_dir: the folder of all runs; made if it is not there.
@@ -41,6 +46,7 @@ class TensorBoardLogger:
         text = json.dumps(config, indent=2)
         self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), 0)
         self._writer.flush()
+        self._settings, self._last = _settings(config), dict[str, float]()
 
     def log_train(self, row: Row) -> None:
         """Write a training step's numbers, as `train/loss`, `train/lr` and so on."""
@@ -53,6 +59,10 @@ class TensorBoardLogger:
     def finish(self, failure: str) -> None:
         """Close the event file."""
         if self._writer is not None:
+            from torch.utils.tensorboard.summary import hparams
+
+            for summary in hparams(self._settings, self._last):
+                self._writer.file_writer.add_summary(summary)
             self._writer.close()
             self._writer = None
 
@@ -61,6 +71,16 @@ class TensorBoardLogger:
             if name != "step" and not math.isnan(value):
                 tag = f"{part}/{name.removeprefix('train_')}"
                 self._writer.add_scalar(tag, value, x_of(row, self._x))
+                if name in _RESULTS:
+                    self._last[tag] = value
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return setting → number or text: what the HParams page compares runs by."""
+    strategy = config["strategy"]
+    found = {"strategy": strategy["class"], **{key: config[key] for key in ("num_nodes", "batch_size", "seed")}}
+    found |= strategy["arguments"]
+    return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in found.items()}
 
 
 def _tensorboard() -> Any:

@@ -18,8 +18,9 @@ class WandbLogger:
     Args:
         project: the project there.
         experiment_name: the run's name there; default the `run_name` of `fit`.
-        init: further arguments of `wandb.init`, such as `mode="offline"`, `dir`, `entity`, `group`, `tags`. W&B prints
-            nothing and does not capture what is printed, unless `settings=` says otherwise.
+        init: further arguments of `wandb.init`, such as `mode="offline"`, `dir`, `entity`, `group`, `tags`. The default
+            group of a run called "a/b", as `vsim.compare` calls the runs of one comparison, is "a". W&B prints nothing
+            and does not capture what is printed, unless `settings=` says otherwise.
 
     Attributes:
         run: the run object of the last run. url: its address, None offline.
@@ -47,13 +48,14 @@ class WandbLogger:
         """Begin a separate run, besides any that the process has."""
         wandb = extra("wandb", "WandbLogger", "wandb", "wandb")
         self._x = config.get("log_x_axis") or "step"
+        group = (config.get("run_name") or "").rpartition("/")[0] or None
         try:
             self.run = wandb.init(
                 project=self.project,
                 name=self.experiment_name or config.get("run_name"),
                 config=dict(config),
                 reinit="create_new",
-                **{"settings": wandb.Settings(silent=True, console="off"), **self.init},
+                **{"settings": wandb.Settings(silent=True, console="off"), "group": group, **self.init},
             )
         except wandb.Error as error:  # no key, no such entity, no connection
             reason = " ".join(str(error).split())
