@@ -286,6 +286,7 @@
     host.replaceChildren(root);
     return { root, plot, x, y, box, width, height };
   };
+  const brief = (name) => (name.length > 32 ? `${name.slice(0, 31)}…` : name);
   const empty = (host, text) => host.replaceChildren(el("p", { class: "remark" }, text));
 
   /** Readers of a plot, by pointer and by keyboard: `at(px, py)` shows what is there, `keys(event)` moves. */
@@ -406,8 +407,11 @@
       if (!rows.length) return;
       const line = svg("line", { class: "axis reader", x1: px, x2: px, y1: f.box.top, y2: f.box.bottom, "stroke-dasharray": "3 3" });
       f.root.append(line);
-      for (const { own, x, y } of rows.slice(0, 14)) f.root.append(Object.assign(marker(own.run, x, y, 4.2), {})).classList?.add("reader");
-      [...f.root.querySelectorAll(":scope > path")].forEach((node) => node.classList.add("reader"));
+      for (const { own, x, y } of rows.slice(0, 14)) {
+        const spot = marker(own.run, x, y, 4.2);
+        spot.classList.add("reader");
+        f.root.append(spot);
+      }
       const table = rows.slice(0, 14).map(({ own, i }) => {
         const seeds = sound(own.run), step = own.steps[i];
         const sd = own.sds[i] > 0 ? ` ± ${digits(own.sds[i], 2)}` : "";
@@ -485,7 +489,7 @@
     const counts = new Map();
     cells.flat().forEach((one) => counts.set(key(one), (counts.get(key(one)) || 0) + 1));
     const order = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a));
-    const text = (own) => own.split(",").map((k) => found[k].run.name).join(" or ");
+    const text = (own) => own.split(",").map((k) => brief(found[k].run.name)).join(" or ");
     const summary = `Which run is first to the target, over bandwidth and latency: ${order.slice(0, 8).map((own) => `${text(own)} on ${Math.round((100 * counts.get(own)) / cells.flat().length)} % of the map`).join("; ")}`;
     const f = frame(host, { summary, height: clamp(host.clientWidth * 0.66, 240, 380), left: 62,
       xlabel: unit ? "bandwidth" : "bandwidth, times the given", ylabel: unit ? "latency" : "latency, times the given",
@@ -598,7 +602,7 @@
       group.append(dot);
       f.plot.append(group);
       if (P.runs.length > 20 && faint < 1) continue;
-      const wide = one.run.name.length * 6.3;
+      const wide = brief(one.run.name).length * 6.3;
       const ways = [[x + 9, y + 4, "start"], [x - 9, y + 4, "end"], [x, y - 10, "middle"], [x, y + 18, "middle"], [x + 8, y - 9, "start"], [x - 8, y - 9, "end"], [x + 8, y + 17, "start"], [x - 8, y + 17, "end"]];
       const spot = ways.find(([tx, ty, anchor]) => {
         const left = anchor === "start" ? tx : anchor === "end" ? tx - wide : tx - wide / 2, own = [left, ty - 10, left + wide, ty + 3];
@@ -606,7 +610,7 @@
         taken.push(own);
         return true;
       });
-      if (spot) f.root.append(svg("text", { class: `halo ${faint < 1 ? "soft" : ""}`, x: spot[0], y: spot[1], "text-anchor": spot[2] }, one.run.name));
+      if (spot) f.root.append(svg("text", { class: `halo ${faint < 1 ? "soft" : ""}`, x: spot[0], y: spot[1], "text-anchor": spot[2] }, brief(one.run.name)));
     }
     let cursor = -1;
     const show = (one, screen) => {

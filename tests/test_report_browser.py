@@ -1,0 +1,293 @@
+"""The page of a comparison in a real browser, opened from disk without a network."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from compared import compared
+
+import vsim
+from vsim import Compute, Network
+from vsim.records.report.page import report
+from vsim.strategy import AloneStrategy, DiLoCoStrategy, SimpleReduceStrategy, StreamingDiLoCoStrategy
+from vsim.sweep import sweep
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+# The file of axe-core, from `npm pack axe-core`.
+AXE = os.environ.get("AXE_CORE")
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+LIVE = ("hours", "utilization", "dollars", "steps to target", "wire MB to target", "hours to target")
+HOSTILE = "</script><img src=x onerror='window.harmed = 1'>\"&<b>"
+
+
+@pytest.fixture(scope="module")
+def comparison() -> vsim.Comparison:
+    strategies = {
+        "AllReduce": SimpleReduceStrategy(lr=5e-3),
+        "DiLoCo": DiLoCoStrategy(H=4, lr=5e-3),
+        "Streaming": StreamingDiLoCoStrategy(H=6, delay=2, lr=5e-3),
+        HOSTILE: AloneStrategy(lr=5e-3),
+    }
+    return compared(strategies, num_nodes=3, max_steps=24, val_interval=3, seeds=[0, 1])
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser: Any, comparison: vsim.Comparison, tmp_path: Path) -> Iterator[Any]:
+    """The page in a browser that is offline; what it says to the console, or wants to load, fails the test."""
+    path = comparison.report(tmp_path / "report.html", network="200 Mbit/s, 50 ms", compute=0.8, title=HOSTILE)
+    with watched(browser, path) as page:
+        yield page
+
+
+class watched:
+    """Opens a file, and checks at the end that nothing went wrong and nothing was asked of a network."""
+
+    def __init__(self, browser: Any, path: Path, fragment: str = "", **options: Any) -> None:
+        self.context = browser.new_context(offline=True, accept_downloads=True, **options)
+        self.said: list[str] = []
+        self.page = self.context.new_page()
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda asked: asked.url.startswith(("file:", "blob:")) or self.said.append(asked.url))
+        self.page.goto(path.as_uri() + fragment)
+
+    def __enter__(self) -> Any:
+        return self.page
+
+    def __exit__(self, *_: object) -> None:
+        harmed = self.page.evaluate("window.harmed")
+        self.context.close()
+        assert harmed is None
+        assert self.said == []
+
+
+def cells(page: Any) -> list[dict[str, float]]:
+    """What the table says: for every run, column → number, where it has one."""
+    found: list[dict[str, float]] = page.evaluate(
+        """() => [...document.querySelectorAll("#table tbody tr")].sort((a, b) => a.dataset.run - b.dataset.run).map(
+            (row) => Object.fromEntries([...row.querySelectorAll("td[data-value]")].map(
+                (cell) => [cell.dataset.key, Number(cell.dataset.value)])))"""
+    )
+    return found
+
+
+def check(page: Any, comparison: vsim.Comparison) -> None:
+    """Compare the table with Python's numbers, where the sliders stand."""
+    at = page.evaluate("(({bw, lat, sec, size, price, target}) => ({bw, lat, sec, size, price, target}))(vsim.state)")
+    network = Network(at["bw"] / at["size"], at["lat"])  # bytes in proportion take as long as on a slower line
+    rows = comparison.rows(at["target"], network, Compute(at["sec"], dollars_per_hour=at["price"]))
+    never = comparison._never(at["target"])
+    for name, row, said in zip(comparison, rows, cells(page), strict=True):
+        for key in LIVE:
+            if key == "dollars" and not at["price"]:
+                continue
+            exact = row[key.replace("target", f"{at['target']:g}")] * (at["size"] if "MB" in key else 1)
+            if "target" in key and name in never:
+                assert key not in said
+            else:
+                assert said[key] == pytest.approx(exact, rel=1e-3, abs=1e-12), (name, key, at)
+
+
+def test_opens_from_disk_and_has_the_hours_of_the_table(opened: Any, comparison: vsim.Comparison) -> None:
+    check(opened, comparison)
+    assert opened.title() == HOSTILE
+    assert opened.locator("h1").inner_text() == HOSTILE
+    assert opened.locator("#curves svg path").count() > 4
+    names = opened.locator("#legend .name").all_inner_texts()
+    assert names == list(comparison)
+
+
+@pytest.mark.slow
+def test_random_positions_have_the_numbers_of_python(opened: Any, comparison: vsim.Comparison) -> None:
+    check(opened, comparison)
+    rng = random.Random(5)
+    for _ in range(50):
+        at = {
+            "bw": 10 ** rng.uniform(4, 12),
+            "lat": rng.choice([0, 10 ** rng.uniform(-6, 1)]),
+            "sec": 10 ** rng.uniform(-4, 3),
+            "size": 10 ** rng.uniform(-2, 6),
+            "price": rng.choice([0, 10 ** rng.uniform(-2, 3)]),
+            "target": rng.uniform(0.5, 2.4),
+        }
+        opened.evaluate("(at) => vsim.set(at)", at)
+        check(opened, comparison)
+
+
+@pytest.mark.slow
+def test_every_slider_moves_by_hand_keyboard_and_text(opened: Any, comparison: vsim.Comparison) -> None:
+    for key in ("bw", "lat", "sec", "size", "price", "target"):
+        before = opened.evaluate(f"vsim.state.{key}")
+        opened.locator(f"#slide-{key}").fill("700")
+        opened.wait_for_timeout(60)
+        moved = opened.evaluate(f"vsim.state.{key}")
+        assert moved != before
+        check(opened, comparison)
+        opened.locator(f"#slide-{key}").press("ArrowLeft")
+        opened.wait_for_timeout(60)
+        assert opened.evaluate(f"vsim.state.{key}") < moved
+        assert opened.locator(f"#slide-{key}").get_attribute("aria-valuetext")
+    for key, text, value in (("bw", "3 Gbit/s", 3e9), ("lat", "7 ms", 7e-3), ("sec", "1.5", 1.5), ("size", "× 20", 20)):
+        opened.locator(f"#text-{key}").fill(text)
+        opened.locator(f"#text-{key}").press("Enter")
+        assert opened.evaluate(f"vsim.state.{key}") == pytest.approx(value)
+    opened.locator("#text-bw").fill("fast")
+    opened.locator("#text-bw").press("Enter")
+    assert opened.locator("#text-bw").get_attribute("aria-invalid") == "true"
+    assert opened.evaluate("vsim.state.bw") == 3e9
+    check(opened, comparison)
+    opened.locator("#reset").click()
+    assert opened.evaluate("vsim.state.bw") == 2e8
+
+
+@pytest.mark.slow
+def test_sorts_hides_and_shows(opened: Any, comparison: vsim.Comparison) -> None:
+    for key in ("hours", "validation loss"):
+        for direction in ("ascending", "descending"):
+            opened.locator(f'th button[data-key="{key}"]').click()
+            column = f'#table td[data-key="{key}"]'
+            shown = [float(cell.get_attribute("data-value")) for cell in opened.locator(column).all()]
+            assert shown == sorted(shown, reverse=direction == "descending")
+            assert opened.locator("th[aria-sort]").get_attribute("aria-sort") == direction
+    lines = opened.locator("#curves svg path[fill=none]").count()
+    opened.locator("#legend button").first.click()
+    assert opened.locator("#curves svg path[fill=none]").count() < lines
+    assert opened.locator("#legend button").first.get_attribute("aria-pressed") == "false"
+    opened.locator("#table tbody input").first.focus()
+    opened.keyboard.press("Space")
+    for choice in opened.locator("#x option").all():
+        opened.locator("#x").select_option(choice.get_attribute("value"))
+    for choice in opened.locator("#y option").all():
+        opened.locator("#y").select_option(choice.get_attribute("value"))
+        assert opened.locator("#curves svg").get_attribute("aria-label")
+    for box in ("#logx", "#logy", "#all"):
+        opened.locator(box).check()
+    for cost in ("wire", "hours", "dollars"):
+        opened.locator("#cost").select_option(cost)
+
+
+@pytest.mark.slow
+def test_plots_are_read_by_pointer_and_by_keyboard(opened: Any) -> None:
+    tip = opened.locator("#tip")
+    opened.locator("#curves").hover(position={"x": 300, "y": 150})
+    assert "DiLoCo" in tip.inner_text()
+    assert "wire" in tip.inner_text()
+    for plot in ("#curves", "#map", "#front"):
+        opened.locator(plot).focus()
+        opened.keyboard.press("ArrowRight")
+        assert tip.inner_text()
+        opened.keyboard.press("Escape")
+        assert tip.is_hidden()
+    assert opened.evaluate("vsim.state.bw") != 2e8  # the map moves the network
+    opened.locator("#map").click(position={"x": 200, "y": 100})
+    assert opened.evaluate("vsim.state.lat") != 0.05
+
+
+@pytest.mark.slow
+def test_downloads_have_the_data_and_the_hours(opened: Any, comparison: vsim.Comparison, tmp_path: Path) -> None:
+    opened.evaluate("vsim.set({bw: 3e6, lat: 0.2})")
+    files = {}
+    for kind in ("csv", "json"):
+        with opened.expect_download() as asked:
+            opened.locator(f"#{kind}").click()
+        files[kind] = tmp_path / kind
+        asked.value.save_as(files[kind])
+    frame = pd.read_csv(files["csv"])
+    assert set(frame["run"]) == set(comparison)
+    last = frame[(frame["run"] == "Streaming") & (frame["seed"] == 1)].iloc[-1]
+    exact = comparison.runs("Streaming")[1].history.time(Network(3e6, 0.2), 0.8).seconds[-1] / 3600
+    assert last["hours"] == pytest.approx(exact, rel=1e-3)
+    assert last["global_loss"] == pytest.approx(comparison.runs("Streaming")[1].history.last("global_loss"), rel=1e-5)
+    content = json.loads(files["json"].read_text())
+    assert content["sliders"]["bw"] == 3e6
+    assert len(content["data"]["runs"]) == len(comparison)
+
+
+@pytest.mark.slow
+def test_an_address_restores_what_was_set(
+    browser: Any, opened: Any, comparison: vsim.Comparison, tmp_path: Path
+) -> None:
+    opened.evaluate(
+        "vsim.set({bw: 5e7, lat: 0, price: 2.5, x: 'wire', sort: '-hours', hide: new Set([1, 2]), logy: '1'})"
+    )
+    opened.wait_for_timeout(400)
+    fragment = "#" + opened.url.partition("#")[2]
+    with watched(browser, tmp_path / "report.html", fragment) as again:
+        state = again.evaluate("({...vsim.state, hide: [...vsim.state.hide]})")
+        assert (state["bw"], state["lat"], state["price"], state["x"]) == (5e7, 0, 2.5, "wire")
+        assert (state["sort"], state["hide"], state["logy"]) == ("-hours", [1, 2], "1")
+        check(again, comparison)
+    nonsense = "#bw=-1&lat=x&sec=NaN&size=1e999&x=<b>&sort=__proto__&hide=9999.a&run=77&of=-3&heatx=constructor"
+    with watched(browser, tmp_path / "report.html", nonsense) as again:
+        assert again.evaluate("vsim.state.bw") == 2e8
+        check(again, comparison)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 390])
+def test_fits_a_screen_and_a_phone(
+    browser: Any, comparison: vsim.Comparison, tmp_path: Path, width: int, scheme: str
+) -> None:
+    path = comparison.report(tmp_path / "report.html", network="200 Mbit/s, 50 ms", compute=0.8)
+    with watched(browser, path, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    if AXE is not None:  # which adds a script, against the page's policy
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True)
+        page = context.new_page()
+        page.goto(path.as_uri())
+        page.add_script_tag(path=AXE)
+        found = page.evaluate("axe.run().then((found) => found.violations)")
+        grave = [(one["id"], [node["html"] for node in one["nodes"]]) for one in found if one["impact"] != "minor"]
+        context.close()
+        assert grave == []
+
+
+@pytest.mark.slow
+def test_several_comparisons_and_a_sweep_share_a_page(
+    browser: Any, comparison: vsim.Comparison, tmp_path: Path
+) -> None:
+    from vsim.data import digits
+    from vsim.models import MLP
+
+    train, val = digits()
+    settings = {"H": [1, 2, 4], "outer_lr": [0.4, 0.7], "lr": [1e-3, 5e-3, 2e-2]}
+    swept = sweep(
+        MLP(hidden=(8,), seed=0), train, val, strategy=DiLoCoStrategy, settings=settings, num_nodes=2, max_steps=8,
+        val_interval=2, progress=False,
+    )  # fmt: skip
+    path = report({"one": comparison, "two": swept}, "200 Mbit/s, 50 ms", 0.8, "Two").save(tmp_path / "report.html")
+    with watched(browser, path) as page:
+        assert page.locator("#sweep").is_hidden()
+        page.locator("#comparison").select_option("1")
+        page.wait_for_timeout(200)
+        assert page.locator("#table tbody tr").count() == 18
+        assert page.locator("#heat svg rect").count() == 6
+        assert page.locator("#parallel svg path").count() == 18
+        order = swept._ordered()
+        exact = [row["hours"] for row in swept.rows(network="200 Mbit/s, 50 ms", compute=0.8)]
+        assert [row["hours"] for row in cells(page)] == pytest.approx(exact, rel=1e-3)
+        assert page.evaluate("vsim.page.runs.map((run) => run.name)") == order
+        page.locator("#heatx").select_option("lr")
+        page.locator("#shade").select_option("hours")
+        assert page.locator("#heat svg rect").count() == 6
+        assert math.isfinite(page.evaluate("Number(document.body.dataset.took)"))
