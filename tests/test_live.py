@@ -1,9 +1,10 @@
-"""progress="plot": one output of a notebook's cell, drawn again and again while the run trains."""
+"""Progress that is drawn again and again while runs train: a figure in a notebook's cell, a table in a terminal."""
 
 from __future__ import annotations
 
 import base64
 import io
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+import vsim
 from vsim import History
 from vsim.records import progress as live_module
-from vsim.records.progress import LiveRace
+from vsim.records.progress import LiveRace, LiveTable
 
 CELL = """
 import time
@@ -179,3 +182,47 @@ def test_a_run_that_never_began_shows_nothing(shown: Handle) -> None:
 def test_outside_of_a_notebook_it_is_an_error() -> None:
     with pytest.raises(ValueError, match="progress='plot' draws in a notebook, and this is none"):
         LiveRace({"": [History()]})
+
+
+# In a terminal --------------------------------------------------------------------------------------------------------
+
+
+def recorded(losses: list[float]) -> vsim.History:
+    history = vsim.History("made", 2)
+    for step, loss in enumerate(losses):
+        row = {"step": step, "wire_bytes": 1e6 * step, "global_loss": loss}
+        history.append(row | ({"train_loss": loss + 1} if step else {}), [loss, loss] if step else None)
+    return history
+
+
+def test_a_table_follows_the_runs_in_a_terminal() -> None:
+    terminal = io.StringIO()
+    table = LiveTable("a race", Console(file=terminal, force_terminal=True, width=100))
+    histories = {"a[b]": [recorded([3.0, 2.0])], "lost": [recorded([3.0, math.nan])], "slow": [recorded([2.5])]}
+    table.update(histories, 8, last=True)
+    histories["a[b]"][0].append({"step": 2, "train_loss": 1.5, "global_loss": 1.25, "wire_bytes": 2e6}, [1.5, 1.5])
+    table.update(histories, 8)  # too early
+    assert "1.2500" not in terminal.getvalue()
+    table.update(histories, 8, last=True)
+    table.close()
+    last = terminal.getvalue()[terminal.getvalue().rindex("a race") :]
+    assert "2 / 8" in last and "1.2500" in last and "2.00" in last and "nan" not in last
+    front = next(line for line in last.splitlines() if "a[b]" in line)
+    assert "\x1b[1;32m" in front and "\x1b[1;32m" not in next(line for line in last.splitlines() if "slow" in line)
+
+
+def test_many_runs_fill_no_more_than_a_screen() -> None:
+    terminal = io.StringIO()
+    table = LiveTable("", Console(file=terminal, force_terminal=True, width=100))
+    table.update({f"run{i}.": [recorded([3.0, 1.0 + i])] for i in range(40)}, 8, last=True)
+    table.close()
+    assert "run19." in terminal.getvalue() and "run20." not in terminal.getvalue()
+    assert "the 20 in front, of 40" in terminal.getvalue()
+
+
+def test_no_table_is_written_into_a_file() -> None:
+    file = io.StringIO()
+    table = LiveTable("a race", Console(file=file))
+    table.update({"a": [recorded([3.0, 2.0])]}, 8, last=True)
+    table.close()
+    assert file.getvalue() == ""

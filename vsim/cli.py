@@ -14,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -146,7 +147,7 @@ class Problem:
     seed: Annotated[int, _SEED] = 42
     """of everything random"""
     quiet: bool = False
-    """show no progress bar"""
+    """show no progress"""
 
     @property
     def num_nodes(self) -> int:
@@ -365,7 +366,7 @@ def compare(
         extend=None if extend is None else Comparison.from_json(extend),
         **options,
     )
-    print(f"\n{comparison.table(loss=priced.target_loss)}\n")
+    _print_table(comparison, priced.target_loss)
     figures: dict[str, Any] = {
         "comparison.png": comparison.figure(problem.title, x="step" if priced.network is None else "time")
     }
@@ -416,7 +417,7 @@ def sweep(
         extend=None if extend is None else Sweep.from_json(extend),
         **options,
     )
-    print(f"\n{result.table(loss=priced.target_loss)}\n")
+    _print_table(result, priced.target_loss)
     figures: dict[str, Any] = {"sweep.png": result.figure()}
     if len(result.varied) > 1:
         figures["heatmap.png"] = result.heatmap(*result.varied[:2])
@@ -651,11 +652,28 @@ def _fit_options(problem: Problem, training: Training, priced: Price, output: Ou
         "logger": output.loggers(),
         "run_name": output.run_name,
         "wandb_project": output.wandb_project,
-        "progress": not problem.quiet,
+        "progress": False if problem.quiet else "table",
         "save_dir": None if output.save_dir is None else _path("--save-dir", output.save_dir),
         "checkpoint_interval": output.checkpoint_interval,
         "resume": output.resume,
     }
+
+
+def _print_table(result: Comparison, loss: float | None) -> None:
+    """Print the table; in a terminal its best line is green and bold, and what cannot be told from it (†) is green."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    lines = result.table(loss=loss).splitlines()
+    names, best = list(result), ""
+    with suppress(ValueError):  # no run got to its end
+        best = result.best()
+    console.print()
+    for i, line in enumerate(lines):
+        name = result._ordered()[i - 2] if 2 <= i < 2 + len(names) else ""
+        style = "bold green" if name and name == best else "green" if name and " †" in line else None
+        console.print(line, style=style)
+    console.print()
 
 
 def _write(result: Comparison, figures: Mapping[str, Any], path: Path) -> int:

@@ -217,8 +217,8 @@ class Trainer:
             run_name: the run's name in logs; without a `logger`, its files are in logs/<run_name>/ (see `CSVLogger`).
             wandb_project: log to this project of Weights & Biases, too.
             log_x_axis: what W&B and TensorBoard draw over: "step" or "examples".
-            progress: show a progress bar; "plot": in a notebook, draw loss against step and bytes while it trains; or
-                False.
+            progress: show a progress bar; "plot": in a notebook, draw loss against step and bytes while it trains;
+                "table": in a terminal, show all runs of a comparison in a table; or False.
             callbacks: your own code in the run: objects of a class of `vsim.Callback`, such as `vsim.EarlyStopping` and
                 `vsim.KeepBest`, or functions f(run) that are called after every step.
             metrics: further columns of the history, measured with every validation: name → f(model, batch) → number,

@@ -75,7 +75,8 @@ class Recorder:
 
     Attributes:
         history: gets a row a step.
-        progress: show a progress bar, or with "plot" a figure in the notebook; description: what it says.
+        progress: show a progress bar ("table", too: there is one run), or with "plot" a figure in the notebook;
+            description: what it says.
     """
 
     history: History
@@ -321,6 +322,78 @@ class LiveRace:
             ax.set_xlabel(X_AXES[x].title(history for own in self.histories.values() for history in own))
             styled(ax)
         self._axes[0].set_ylabel("loss")
+
+
+# Rows of a table while it is updated in place; with more runs those in front are shown.
+_ROWS = 20
+
+
+class LiveTable:
+    """A table of runs in a terminal, updated in place while they train; the name in front is in bold.
+
+    Nothing is written where there is no terminal, such as into a pipe.
+
+    Args:
+        title: what stands above.
+        console: of rich; default: the terminal of stderr, if it is one.
+    """
+
+    def __init__(self, title: str = "", console: Any = None) -> None:
+        self.title, self._console = title, console
+        self._live: Any = None  # False: there is no terminal
+        self._next = 0.0
+
+    def update(self, histories: Mapping[str, Sequence[History]], max_steps: int, last: bool = False) -> None:
+        """Show the records as they are now, if the table is a quarter of a second old.
+
+        Args:
+            histories: name → the records of its runs, one for each seed, of which means are shown.
+            max_steps: T. last: show them in any case.
+        """
+        now = time.perf_counter()
+        if now < self._next and not last:
+            return
+        self._next = now + 0.25
+        if self._live is None:
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(stderr=True) if self._console is None else self._console
+            self._live = Live(console=console, auto_refresh=False) if console.is_terminal else False
+            if self._live:
+                self._live.start()
+        if self._live:
+            self._live.update(self._table(histories, max_steps), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last table in the terminal."""
+        if self._live:
+            self._live.stop()
+
+    def _table(self, histories: Mapping[str, Sequence[History]], max_steps: int) -> Any:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        own = {name: [history for history in runs if len(history)] for name, runs in histories.items()}
+        validated = any(not math.isnan(h.last("global_loss")) for runs in own.values() for h in runs)
+        column = "global_loss" if validated else "train_loss"
+        losses = {name: float(np.mean([h.last(column) for h in runs])) for name, runs in own.items() if runs}
+        ranked = sorted(losses, key=lambda name: losses[name] if math.isfinite(losses[name]) else math.inf)
+        table = Table("strategy", box=box.SIMPLE_HEAD, title=self.title, title_justify="left")
+        for header in ("step", "training loss", *(["validation loss"] if validated else []), "MB sent"):
+            table.add_column(header, justify="right")
+        for name in [name for name in own if name in ranked[:_ROWS]]:
+            runs = own[name]
+            step = min(int(h.last("step")) for h in runs)
+            means = [float(np.mean([h.last(key) for h in runs])) for key in ("train_loss", "global_loss")]
+            cells = [f"{loss:.4f}" if math.isfinite(loss) else "" for loss in means[: 1 + validated]]
+            sent = np.mean([h.last("wire_bytes") for h in runs]) / 1e6
+            style = "bold green" if name == ranked[0] and len(ranked) > 1 else None
+            table.add_row(Text(name), f"{step} / {max_steps}", *cells, f"{sent:.2f}", style=style)
+        if len(own) > _ROWS:
+            table.caption = f"the {_ROWS} in front, of {len(own)}"
+        return table
 
 
 def _in_notebook() -> bool:

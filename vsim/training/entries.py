@@ -25,7 +25,7 @@ from vsim.cluster.randomness import isolated
 from vsim.cluster.state import CheckpointError
 from vsim.engine.memory import available_bytes
 from vsim.records.history import History, write_json
-from vsim.records.progress import LiveRace, Recorder
+from vsim.records.progress import LiveRace, LiveTable, Recorder
 from vsim.training.callbacks import tell
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import train
@@ -91,7 +91,7 @@ class Entries:
         together: whether they train at the same time, as rows of one matrix; if not, one after the other.
         memory_share: the share of the device's memory that this process may hold; None: half of the free memory.
         rungs: (step, number of names that continue): after these steps the other names are taken out; see `vsim.sweep`.
-        progress: a bar, "plot" for a figure, or False. title: of the bar or figure.
+        progress: a bar, "plot" for a figure, "table" for a table in a terminal, or False. title: what stands above.
         folder: where all entries are saved together, each in a folder of its own.
         resume: whether to resume from that folder.
     """
@@ -452,11 +452,13 @@ class _Watch:
     def __init__(self, entries: Sequence[Entry], progress: bool | str, title: str) -> None:
         self.entries, self.progress, self.title = entries, progress, title
         self.bar: Any = None
-        self.live: LiveRace | None = None
+        self.live: LiveRace | LiveTable | None = None
         self.histories: dict[str, list[History]] = {}
         self._next = 0.0
         if progress == "plot":
             self.live = LiveRace(self.histories, title)
+        elif progress == "table":
+            self.live = LiveTable(title)
 
     def show(self, ensemble: Ensemble) -> None:
         """Bring the picture or the bar up to date, if the last one is old enough."""
@@ -465,7 +467,10 @@ class _Watch:
                 own = self.histories.setdefault(entry.name, [])
                 if entry.has_begun and entry.history not in own:
                     own.append(entry.history)
-            self.live.update(ensemble.max_steps)
+            if isinstance(self.live, LiveTable):
+                self.live.update(self.histories, ensemble.max_steps, last=not ensemble.training)
+            else:
+                self.live.update(ensemble.max_steps)
             return
         now = time.perf_counter()
         if not self.progress or (now < self._next and ensemble.training):

@@ -120,8 +120,8 @@ class RunSpec:
             raise TypeError(
                 f"participation must be a Sample, Dropout, Schedule or the like, got {self.participation!r}"
             )
-        if self.progress not in (True, False, "plot"):
-            raise ValueError(f"progress must be True, False or 'plot', got {self.progress!r}")
+        if self.progress not in (True, False, "plot", "table"):
+            raise ValueError(f"progress must be True, False, 'plot' or 'table', got {self.progress!r}")
         self._check_callbacks()
         self._check_data()
         self._check_computing()
