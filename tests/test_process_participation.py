@@ -27,6 +27,7 @@ from vsim.records.history import COLUMNS, OF_THE_MACHINE
 from vsim.strategy import (
     DeMoStrategy,
     DiLoCoStrategy,
+    DionStrategy,
     EagerDiLoCoStrategy,
     EDiTStrategy,
     FedAvgStrategy,
@@ -95,6 +96,7 @@ STRATEGIES: list[Callable[[], Strategy]] = [
     lambda: NoLoCoStrategy(H=2, lr=1e-2),
     lambda: MuLoCoStrategy(H=2, lr=1e-2),
     lambda: ScaffoldStrategy(H=2, lr=1e-2),
+    lambda: DionStrategy(lr=1e-2),
 ]
 
 
