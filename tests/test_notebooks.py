@@ -16,6 +16,13 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 # Regular expressions that must match the kept outputs, and the outputs of a quick run.
 TABLE, PICTURE = r"<table>\n", r"iVBORw0KGgo"  # a PNG in base64
 EXPECTED: dict[str, list[str]] = {
+    "adaptive_communication": [
+        PICTURE,
+        r"every step +\d.*\nH = 4 +\d",
+        r"\d +QSR +-?0\.\d+",
+        r"EDiT, no fault +\d",
+        r"two levels, outer step +\d",
+    ],
     "compression_quality": [
         TABLE,
         PICTURE,
