@@ -71,7 +71,7 @@ EXPECTED: dict[str, list[str]] = {
         r"AllReduce .* %",
         r"time to loss",
         r"from [\d.]+ [kMG]bit/s|any",
-        r"DiLoCo H=\d+, outer_lr=0\.\d",
+        r"DiLoCo H=\d+\n",
     ],
     "your_own_strategy": [
         r"label='votes', payload_bytes=512.0",
