@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -108,6 +109,22 @@ def test_no_room_is_imported_in_a_circle_and_the_floors_are_few() -> None:
 def test_only_faces_import_faces() -> None:
     assert {name for name, uses in rooms().items() if uses & FACES} <= FACES
     assert {name for name, uses in files().items() if "vsim" in uses} <= {"vsim.__main__"}
+
+
+def test_the_map_for_newcomers_names_every_file() -> None:
+    """All but the algorithms and compressors, which are files named after themselves."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tree = page[page.index("```text") : page.index("Imports run downward")]
+    named = set(re.findall(r"\b[a-z_0-9]+\.py\b", tree))
+    files = {path for path in FILES if not path.name.startswith("__")}
+    assert named <= {path.name for path in files}
+    algorithms = {
+        path
+        for path in files
+        if re.search(r"^class \w+(Strategy|Compressor|Quantizer)\(", path.read_text("utf-8"), re.M)
+    }
+    own_names = {path for path in files if path.parent.name == "compression"} | algorithms
+    assert {path.name for path in files - own_names} <= named
 
 
 @pytest.mark.parametrize("name", BELOW_TRAINING)

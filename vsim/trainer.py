@@ -121,7 +121,7 @@ class Trainer:
 
     @takes_options()
     def prepare(self, **options: Any) -> Ensemble:
-        """Return what `fit(**options)` would train in the simulator, before its first step; nothing is logged.
+        """Set up the run of `fit(**options)` in the simulator, and return it before its first step; nothing is logged.
 
         `vsim.training.loop.steps(ensemble)` takes its steps one by one.
 

@@ -169,7 +169,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Give the path of a file to write, which replaces `path` at the end of the block: the old file or the new one.
 
     Raises:
-        OSError: it cannot be written; `path` is named, and is what it was.
+        OSError: the file cannot be written; the error names `path`, whose old content is intact.
     """
     part = path.with_name(f".{path.stem}.{os.getpid()}.part")
     try:

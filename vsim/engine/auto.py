@@ -22,7 +22,7 @@ from vsim.private_torch import unwatched
 class AutoExecutor(Executor):
     """`VmapExecutor` (with compile=True `CompiledExecutor`), but the loop in four cases, known at the first step:
 
-    1. the model changes attributes in `forward`, of which every node has its own;
+    1. the model changes plain attributes in `forward`, so that each node needs a copy of the module;
     2. nodes would be computed one at a time anyway, as with chunk_size=1;
     3. most convolutions are so large that they are computed node by node anyway;
     4. the model cannot be vmapped, or with deterministic=True not exactly. A warning says why (for the latter only the

@@ -469,7 +469,7 @@ def _kind(value: Any) -> str:
 
 
 def _attached_in(model: nn.Module) -> list[str]:
-    """Return the names of modules' attributes that hold tensors of an earlier call."""
+    """Return the names of modules' attributes that hold tensors attached to the graph of an earlier call."""
     return [
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()

@@ -21,7 +21,7 @@ STYLE: Any = {
 
 
 def literal(text: str) -> str:
-    """Return the text that a figure shows as `text`: "$" begins mathematics, and no legend has what begins with "_".
+    """Escape text for matplotlib: "$" would start mathematics, and a leading "_" would drop the text from legends.
 
     >>> literal("$5"), literal("_own")
     ('\\\\$5', ' _own')

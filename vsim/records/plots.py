@@ -491,7 +491,7 @@ def _add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str]) -> int:
 
 
 def _draw_mean_replica(ax: Axes, histories: Sequence[History], axis: XAxis, colour: str) -> None:
-    """Draw the loss of the mean replica where it is not that of the global model."""
+    """Draw the mean replica's loss as a thin line if it differs from the global model's."""
     xs, mean, _ = _points(histories, axis, "average_loss")
     whole = _points(histories, axis, "global_loss")[1]
     if len(mean) and not np.array_equal(mean, whole):

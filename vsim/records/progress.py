@@ -71,7 +71,7 @@ class Reporter(Protocol):
 
 @dataclass(eq=False)
 class Recorder:
-    """Keeps what is reported: history and progress. What was done stays on an interrupt.
+    """Keeps what is reported: history and progress. After an interrupt the recorded steps remain.
 
     Attributes:
         history: gets a row a step.

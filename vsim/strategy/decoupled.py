@@ -30,8 +30,9 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         fragment           φ ← outer optimizer(φ, merger of φ_k − θ_k, weighted by tokens²/steps);  send it to them
         learner k      τ of its steps after sending, or when the answer is there:  θ_k ← φ
 
-    The slack is the time until the first of those that have come wants its answer. A learner that comes too late is in
-    the next round; a fragment whose answer a learner still awaits is not sent again. With τ > 0 no learner waits.
+    The slack is the time from the quorum until the first learner that has come needs its answer; the syncer waits for a
+    share γ of it. A learner that comes too late is in the next round; a fragment whose answer a learner still awaits is
+    not sent again. With τ > 0 no learner waits.
 
     Args:
         H: steps of a learner between two syncs of one fragment, at least the number of fragments. The paper uses 24.

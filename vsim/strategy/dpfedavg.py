@@ -59,7 +59,7 @@ class PrivateAverage(AveragingCommunicator):
         self.rounds[kind] = self.rounds.get(kind, 0) + 1
 
     def _noise(self, cluster: Cluster) -> Tensor:
-        """Draw the server's noise, shared (P,): of the generator that all nodes share; on the meta device nothing."""
+        """Draw the server's noise, shared (P,), from the shared generator; zeros on the meta device."""
         phi = self.outer_weights
         if phi.is_meta:
             return torch.zeros_like(phi)

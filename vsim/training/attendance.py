@@ -208,7 +208,7 @@ def regroup(ensemble: Ensemble) -> None:
 
 
 def put_together(ensemble: Ensemble, runs: Sequence[Run], copies: Sequence[Run]) -> list[Stack]:
-    """Place copies of runs, which take the places of the runs; return their stacks."""
+    """Replace `runs` by `copies` in new matrices; return the stacks of these."""
     device = runs[0].cluster.weights.device
     with preserved(device):
         fresh = assemble(copies, ensemble.executor, device, ensemble.interrupt)

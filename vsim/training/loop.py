@@ -205,7 +205,7 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
 
 @torch.no_grad()
 def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
-    """Make every run communicate and step. Runs without a `step` of their own share calls of optimizers."""
+    """Make every run communicate and step. Runs whose strategy does not define `step` share calls of optimizers."""
     stepping = [run for run in stack.runs if run.trains and run.cluster.step > run.done]
     plain = [run for run in stepping if not run.strategy.is_per_node]
     for run in plain:

@@ -44,7 +44,7 @@ class Rows:
         """Write the mean gradient of runs that use only the mean, and the row of weights, if forward changed it.
 
         Raises:
-            ValueError: it changed the copies of the row in different ways.
+            ValueError: forward changed the copies of the row in different ways.
         """
         for own, rows in self.spread:
             copies = self.whole.weights[rows]

@@ -72,7 +72,7 @@ def train_row(row: Row, before: Row) -> dict[str, float]:
     """Return the row of a training step.
 
     Args:
-        row: the history's row of the step. before: that of the step that was logged before it.
+        row: the history's row of the step. before: the history's row of the step logged previously.
 
     Returns:
         step, examples_trained (by all nodes), train_loss (the mean over the nodes' batches of this step),
