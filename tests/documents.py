@@ -19,6 +19,7 @@ QUICK = {
     "sweep": QUICK_TRAINING,
     "verify": ["--steps", "2", "--quiet"],
     "time": ["--steps", "2"],
+    "report": [],
 }
 
 

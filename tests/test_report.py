@@ -171,3 +171,27 @@ def test_a_loss_that_is_no_number_is_no_number_of_json() -> None:
     (page,) = held(comparison.report(network=NETWORK, compute=COMPUTE).html)
     assert page["runs"][0]["diverged"]
     assert not any(isinstance(value, float) and math.isnan(value) for value in page["runs"][0]["row"].values())
+
+
+def test_the_command_line_writes_a_page_of_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from vsim.cli import main
+
+    for folder in ("monday", "tuesday"):
+        (tmp_path / folder).mkdir()
+        three_strategies().to_json(tmp_path / folder / "comparison.json")
+    places, out = [str(tmp_path / "monday"), str(tmp_path / "tuesday" / "comparison.json")], str(tmp_path / "page.html")
+    assert main(["report", *places, "--out", out, "--network", NETWORK, "--compute", "0.8"]) == 0
+    assert out in capsys.readouterr().out
+    pages = held(Path(out).read_text(encoding="utf-8"))
+    assert [page["name"] for page in pages] == ["monday", "tuesday"]
+    assert pages[0]["runs"] == pages[1]["runs"]
+    (tmp_path / "odd.json").write_text('{"runs": 3, "allreduce_bytes": "x"}')
+    for wrong in (
+        [],
+        [str(tmp_path)],
+        [str(tmp_path / "odd.json")],
+        [places[0], places[0]],
+        [str(tmp_path / "no.json")],
+    ):
+        assert main(["report", *wrong, "--out", out]) == 2
+        assert capsys.readouterr().err.startswith("vsim report: ")

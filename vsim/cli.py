@@ -1,4 +1,4 @@
-"""The command line: `vsim compare`, `sweep`, `time` and `verify`.
+"""The command line: `vsim compare`, `sweep`, `report`, `time` and `verify`.
 
 A command is a function: its signature and docstring are its options and its help. `@app.command` adds one. Options that
 commands share are the dataclasses of their groups.
@@ -39,6 +39,8 @@ from vsim.price import price
 from vsim.process import NodeFailure
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
+from vsim.records.report.page import report as page_of
+from vsim.records.saved import read_comparisons
 from vsim.records.sweep import Sweep
 from vsim.records.tables import text_table
 from vsim.strategy import (
@@ -425,6 +427,28 @@ def sweep(
 
 
 @app.command
+def report(
+    paths: Annotated[tuple[str, ...], tyro.conf.Positional, arg(metavar="PATH …")],
+    out: Annotated[str, arg(metavar="FILE")] = "report.html",
+    network: Annotated[str | None, _optional("'BANDWIDTH, LATENCY'", "that of the comparison")] = None,
+    compute: Annotated[str | None, _optional("SECONDS", "that of the comparison")] = None,
+    title: Annotated[str | None, _optional("TEXT", "the names of the files")] = None,
+) -> int:
+    """Write a page of comparisons that were saved: curves, table and maps, with sliders for network and compute.
+
+    Args:
+        paths: comparison.json or sweep.json of `vsim compare` and `vsim sweep`, or their folders
+        out: the page, one HTML file
+        network: where the sliders stand at first, "200 Mbit/s, 50 ms"
+        compute: time that a node computes in a step: 0.8, or '800 ms'
+        title: of the page
+    """
+    given = None if compute is None else _number_or_text(compute)
+    print(f"report: {page_of(read_comparisons(paths), network, given, title).save(_path('--out', out))}")
+    return 0
+
+
+@app.command
 def time(
     compute: Annotated[str, arg(metavar="SECONDS")],
     strategies: _Names = (),
@@ -747,5 +771,6 @@ examples:
   vsim compare --save-dir run1 --checkpoint-interval 50     saved; with --resume it continues where it stopped
   vsim sweep --strategy diloco --set H=5,10,50 outer_lr=0.4,0.7,1.0 --seeds 1 2 3   nine settings, three seeds each
   vsim time --parameters 10e9 --nodes 8 --network "1 Gbit/s, 20 ms" --compute 0.8   hours on a network, not trained
+  vsim report vsim-out --out report.html                    a page to send: sliders for the network, in any browser
   vsim verify --strategy diloco:H=5                         the simulator against 4 processes, bit by bit
 """

@@ -168,9 +168,7 @@ class _Page:
             ["network", repr(self.network)],
             ["compute", repr(self.compute)],
         ]
-        describe = getattr(comparison, "describe", None)
-        if describe is not None:
-            found.append(["provenance", str(describe())])
+        found.append(["provenance", str(comparison.describe())])
         settings = getattr(comparison, "settings", {})
         if len(settings) <= _MANY_RUNS:
             for name, own in settings.items():

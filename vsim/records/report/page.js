@@ -441,6 +441,7 @@
   };
   const EQUAL = 1 + 1e-9;
   /** As `vsim.records.winners.Winners`: who is first at a network, and who cannot be told from it. */
+  let raced = { key: "" }; // the map of the last time: the network's own sliders move nothing but the mark on it
   const racers = () => {
     const found = [], missing = [];
     P.runs.forEach((run, i) => {
@@ -457,10 +458,12 @@
     return { found, missing };
   };
   const race = (found, at) => {
-    const times = found.map((one) => one.seeds.map((own) => timeAt(own.ledger, own.spots[0], factors(own.ledger, at))));
+    const common = [at.sec, at.lat, at.size / at.bw];
+    const reach = (own, which) => timeAt(own.ledger, own.spots[which], own.ledger.decided ? factors(own.ledger, at) : common);
+    const times = found.map((one) => one.seeds.map((own) => reach(own, 0)));
     const means = times.map(mean), best = means.indexOf(Math.min(...means));
     if (best < 0) return { order: [], means };
-    const way = (one, which) => mean(one.seeds.map((own) => timeAt(own.ledger, own.spots[which], factors(own.ledger, at))));
+    const way = (one, which) => mean(one.seeds.map((own) => reach(own, which)));
     const latest = way(found[best], 2), tied = [];
     found.forEach((one, k) => {
       if (k === best) return tied.push(k);
@@ -481,7 +484,9 @@
     $("never").textContent = missing.length ? `Not reached by ${missing.slice(0, 6).join(", ")}${missing.length > 6 ? ` and ${missing.length - 6} others` : ""}.` : "";
     $("map-title").textContent = `First to ${P.columns[P.loss]} ${digits(state.target, 4)}`;
     if (!found.length) return empty(host, `No shown run reaches ${digits(state.target, 4)} with all seeds.`);
-    const cells = delays.map((lat) => bits.map((bw) => race(found, { ...place(), bw, lat })));
+    const inputs = [pages.indexOf(P), state.sec, state.size, state.target, ...state.hide].join();
+    if (raced.key !== inputs) raced = { key: inputs, cells: delays.map((lat) => bits.map((bw) => race(found, { ...place(), bw, lat }))) };
+    const { cells } = raced;
     const unit = P.network.equal;
     const half = [Math.sqrt(bits[1] / bits[0]), Math.sqrt(delays[1] / delays[0])];
     const key = (one) => one.tied.join(",");
@@ -649,7 +654,7 @@
     if (line) {
       const bars = line.bars, end = Math.max(...bars.map((bar) => bar[3])), start = Math.min(...bars.filter((bar) => bar[0] === "compute").map((bar) => bar[2]), end);
       const f = frame($("timeline"), { summary: `What ${line.nodes} nodes of ${run.name} do in these steps: ${["compute", "send", "wait"].map((what) => `${what} ${took(bars.filter((bar) => bar[0] === what).reduce((sum, bar) => sum + bar[3] - bar[2], 0))}`).join(", ")}`,
-        height: 90 + 50 * line.nodes, left: 62, xlabel: "seconds", ylabel: "", x: (a, b) => scale(start, end, a, b, false),
+        height: 62 + 46 * line.nodes, left: 62, xlabel: "seconds", ylabel: "", x: (a, b) => scale(start, end, a, b, false),
         y: (a, b) => Object.assign((row) => b + 24 + row * 46, { ticks: () => [] }) });
       const HEIGHTS = { compute: [-18, 16], wait: [-18, 16], send: [2, 12] };
       const paint = { compute: dark.matches ? "#70757d" : "#9a9ea5", wait: dark.matches ? "#6b4a2c" : "#f6d2b8", send: ink(run) };
@@ -980,7 +985,7 @@
     select.replaceChildren(...options.map(([value, text]) => el("option", { value }, text)));
     select.value = chosen;
   };
-  let waiting = false;
+  let waiting = false, drawn = "";
   const later = () => {
     if (waiting) return;
     waiting = true;
@@ -997,7 +1002,9 @@
     drawTable(rows);
     drawMap();
     drawFront(rows);
-    drawNodes();
+    const inside = [pages.indexOf(P), state.run, dark.matches, document.body.clientWidth].join();
+    if (drawn !== inside) drawNodes(); // which no slider moves
+    drawn = inside;
     drawSweep(rows);
     save();
     document.body.dataset.took = String(performance.now() - began);
