@@ -92,7 +92,7 @@ def test_what_pages_say_of_strategies_is_made_from_the_classes(monkeypatch: pyte
     cells = (
         "Do less: FasterLoCo | 4 bytes every H steps | [2701.00001](https://arxiv.org/abs/2701.00001) | it is no faster"
     )
-    assert cells in last and made.PAGES[0].read_text(encoding="utf-8") != made.written(made.PAGES[0])
+    assert cells in last and all(page.read_text(encoding="utf-8") != made.written(page) for page in [*made.PAGES][:2])
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:

@@ -36,16 +36,20 @@ def tables() -> str:
             *(f"| {' | '.join(row(cls))} |" for cls in strategies(family)),
         ]
         sections.append(f"## {family.capitalize()}\n\n{text}\n\n" + "\n".join(rows) + "\n")
-    modules = [n for n in vsim.strategy.__all__ if _is_module(getattr(vsim.strategy, n))]
-    listed = ", ".join(f"`{name}`" for name in modules)
+    listed = ", ".join(f"`{name}`" for name in modules())
     text = f"`CommunicateOptimizeStrategy([modules])` runs any communication modules in order: {listed}."
     return "\n".join([*sections, f"## Compositions\n\n{text}\n"])
 
 
-def reference() -> str:
-    """The entries of the reference."""
-    named = [cls.__name__ for family in FAMILIES for cls in strategies(family)]
-    entries = [f".. autoclass:: vsim.strategy.{n}\n   :no-members:" for n in [*named, "CommunicateOptimizeStrategy"]]
+def modules() -> list[str]:
+    """The names of the exported communication modules."""
+    exported = {name: getattr(vsim.strategy, name) for name in vsim.strategy.__all__}
+    return [n for n, c in exported.items() if isinstance(c, type) and CommunicationModule in c.__mro__[1:]]
+
+
+def reference(names: list[str]) -> str:
+    """Entries of the reference."""
+    entries = [f".. autoclass:: vsim.strategy.{name}\n   :no-members:" for name in names]
     return "\n".join(["```{eval-rst}", *entries, "```\n"])
 
 
@@ -72,7 +76,7 @@ def paragraphs(cls: type[Strategy]) -> list[str]:
 def written(page: Path) -> str:
     """The page's text with what is made from the classes as it is now."""
     text = page.read_text(encoding="utf-8")
-    made = tables() if page.name == "strategies.md" and page.parent == DOCS else reference()
+    made = PAGES[page]()
     return re.sub(r"(: begin -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}\n{made}\n{m[2]}", text, flags=re.DOTALL)
 
 
@@ -87,13 +91,15 @@ def _year(summary: str) -> str:
     return found[1] if found else ""
 
 
-def _is_module(thing: object) -> bool:
-    if not isinstance(thing, type) or not issubclass(thing, CommunicationModule):
-        return False
-    return thing is not CommunicationModule
+def _named() -> list[str]:
+    return [*(cls.__name__ for family in FAMILIES for cls in strategies(family)), "CommunicateOptimizeStrategy"]
 
 
-PAGES = [DOCS / "strategies.md", DOCS / "api" / "strategies.md"]
+PAGES = {
+    DOCS / "strategies.md": tables,
+    DOCS / "api" / "strategies.md": lambda: reference(_named()),
+    DOCS / "api" / "modules.md": lambda: reference(modules()),
+}
 
 if __name__ == "__main__":
     for path in PAGES:
