@@ -61,7 +61,7 @@ def test_a_peer_that_computes_something_else_is_no_comparison() -> None:
     model, batch = batch_of("mlp", 2)
     check_agreement({"separate": separate(model, batch), "again": separate(model, batch)})
     losses = separate(model, batch)()
-    with pytest.raises(RuntimeError, match="still is no comparison: at step 2 its losses are up to"):
+    with pytest.raises(RuntimeError, match="still cannot be compared: at step 2 its losses differ by up to"):
         check_agreement({"separate": separate(model, batch), "still": lambda: losses})
     with pytest.raises(RuntimeError, match="at step 1"):
         check_agreement({"separate": separate(model, batch), "broken": lambda: [losses[0], float("nan")]})

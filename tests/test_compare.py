@@ -164,7 +164,7 @@ def test_a_run_that_fails_later_is_kept_and_loses_no_other() -> None:
         ({"model": 3}, TypeError, r"model must be a torch.nn.Module, or a function f\(seed\)"),
         ({"model": MLP}, TypeError, r"or a function f\(seed\) that makes one, got <class"),
         ({"model": lambda seed: seed}, TypeError, r"model\(42\) must return a torch.nn.Module, got int"),
-        ({"progress": "bar"}, ValueError, "progress must be True, False or 'plot', got 'bar'"),
+        ({"progress": "bar"}, ValueError, "progress must be True, False, 'plot' or 'table', got 'bar'"),
         ({"progress": "plot"}, ValueError, "progress='plot' draws in a notebook, and this is none"),
     ],
 )

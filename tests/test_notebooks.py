@@ -41,10 +41,14 @@ EXPECTED: dict[str, list[str]] = {
         r"<td>DiLoCo, H = \d+ *</td><td>2 ",
     ],
     "federated": [PICTURE, r"SCAFFOLD, shards +\d", r"K = 3,400 with 2 to", r"client accuracy, worst"],
-    "live_and_interrupted": [
+    "report": [
+        PICTURE,
         r"interrupted after step \d+",
-        r"equal to a run without a break, bit for bit: True",
-        r"AllReduce, 2 nodes +from step \d+: validation loss \d\.",
+        r"DiLoCo +DiLoCoStrategy\(H=\d+, outer_lr=0\.4, lr=0\.002\)",
+        r"16 runs, of which 6 were not trained again",
+        r"num_nodes is 4 and 8",
+        r"loss \d\.\d+ within 0\.1 MB",
+        r"report\.html: \d+ kB",
     ],
     "state_of_the_art": [
         TABLE,

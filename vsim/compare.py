@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from vsim.records.sweep import Sweep
 from vsim.strategy.base import Strategy
 from vsim.strategy.configured import arguments_of, shown
 from vsim.trainer import Trainer
+from vsim.training.configuration import describe_problem
 from vsim.training.entries import Entries, Entry, saving_in
 from vsim.training.interrupt import Interrupted
 from vsim.training.spec import takes_options
@@ -272,7 +275,9 @@ def train_entries(
     folder = run_name or date_and_time()
     models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}
     running: list[Entry] = []
-    configs: dict[Entry, dict[str, Any]] = {}
+    configs: dict[Entry, Callable[[], dict[str, Any]]] = {}
+    problems: dict[Trainer, dict[str, Any]] = {}  # as far as they have been described
+    started = datetime.now()
     fitting = None if extend is None else _conditions_of(extend)
     for seed in seeds:
         trainer = Trainer(models[seed], train_dataset, val_dataset, loss_fn=loss_fn)
@@ -293,12 +298,14 @@ def train_entries(
             # What callbacks hold is copied, but not what all runs share.
             shared = {id(one): one for one in (models[seed], train_dataset, val_dataset, loss_fn)}
             spec = replace(spec, saving=saving, callbacks=copy.deepcopy(spec.callbacks, shared))
-            entry, config = Entry(name, trainer.logged(spec, own, spec.loggers)), trainer.config(own)
-            if fitting is not None:
-                fitting.check(name, seed, config)
-            if extend is None or _is_new(name, seed, config, extend):
-                running.append(entry)
-                configs[entry] = config
+            entry = Entry(name, trainer.logged(spec, own, spec.loggers))
+            config = partial(_config, trainer, own, started, problems)
+            if extend is not None and fitting is not None:
+                fitting.check(name, seed, config())
+                if not _is_new(name, seed, config(), extend):
+                    continue
+            running.append(entry)
+            configs[entry] = config
     if spec.backend != "stacked":
         raise ValueError("compare() runs in the simulator; backend='process' is for Trainer.fit and verify()")
     folders = [entry.folder for entry in running if entry.folder is not None]
@@ -331,9 +338,19 @@ def train_entries(
         comparison.network, comparison.compute = priced
     for entry in running:
         if entry.has_begun:
-            entry.history.config = configs[entry]
+            entry.history.config = configs[entry]()
             comparison._add(entry.name, _compared(entry))
     return comparison
+
+
+def _config(
+    trainer: Trainer, options: Mapping[str, Any], started: datetime, problems: dict[Trainer, dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the configuration of a run; model and data are described once for all runs of a seed."""
+    if trainer not in problems:
+        data = trainer.train_dataset, trainer.val_dataset
+        problems[trainer] = describe_problem(trainer.model, *data, trainer.loss_fn)
+    return trainer.config(options, started, problems[trainer])
 
 
 def _conditions_of(comparison: Comparison) -> Conditions:

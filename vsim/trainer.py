@@ -9,6 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from vsim.records.loggers import Logger, RunLog
 from vsim.records.progress import Recorder, StepReport
 from vsim.strategy.base import Strategy
 from vsim.training.callbacks import by_place, tell, tell_row, telling_exit, with_hooks
-from vsim.training.configuration import describe_run
+from vsim.training.configuration import describe_problem, describe_run
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import steps, train
 from vsim.training.resume import captured, savable
@@ -236,6 +237,7 @@ class Trainer:
                 NodeFailure that has its rank and traceback.
         """
         is_other_rank = options.get("backend") == "process" and under_torchrun() and int(os.environ["RANK"]) > 0
+        started = datetime.now()
         with held(None if is_other_rank else options.get("save_dir")):
             name = type(options.get("strategy")).__name__
             label = self.run_label or f"{name.removesuffix('Strategy')} × {options.get('num_nodes')}"
@@ -252,7 +254,8 @@ class Trainer:
                         return self._simulate(spec, device, recorder)
                     return self._train_in_processes(spec, recorder)
                 finally:
-                    self.history.config = self.config(options)
+                    if len(self.history):
+                        self.history.config = self.config(options, started)
 
     def logged(self, spec: RunSpec, options: Mapping[str, Any], loggers: Sequence[Logger]) -> RunSpec:
         """Return `spec`, made of `options`, with the callback that passes its rows to these loggers."""
@@ -261,11 +264,20 @@ class Trainer:
         about = self.config({**options, "logger": [type(one).__name__ for one in loggers]})
         return replace(spec, callbacks=[RunLog(loggers, about, spec.log_interval), *spec.callbacks])
 
-    def config(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration of `fit(**options)`, as JSON can hold it; see `describe_run`."""
+    def config(
+        self, options: Mapping[str, Any], started: datetime | None = None, problem: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the configuration of `fit(**options)`, as JSON can hold it; see `vsim.training.configuration`.
+
+        Args:
+            started: when it began; default: now.
+            problem: what `describe_problem` says of model and data, if that is known.
+        """
         given = {**option_defaults(), **options}
         device = pick_device(self.device if given["device"] is None else given["device"])
-        return describe_run(given, self.model, self.train_dataset, self.val_dataset, self.loss_fn, device, options)
+        if problem is None:
+            problem = describe_problem(self.model, self.train_dataset, self.val_dataset, self.loss_fn)
+        return describe_run(given, problem, device, options, started)
 
     def device_of(self, spec: RunSpec) -> torch.device:
         """Return where a run in the simulator computes."""

@@ -26,7 +26,7 @@ class MuLoCoCommunicator(OuterStep):
         self.spec_of_one_node = outer_spec(outer_optim, outer_lr, OF_ONE_NODE)
 
     def setup(self, cluster: Cluster) -> None:
-        if cluster.num_nodes == 1:
+        if cluster.population == 1:
             self.outer_optim_spec = self.spec_of_one_node
         super().setup(cluster)
 

@@ -22,21 +22,30 @@ from vsim.strategy.configured import arguments_of
 _SAMPLED = 2**16
 
 
+def describe_problem(model: nn.Module, train_dataset: Any, val_dataset: Any, loss_fn: Any) -> dict[str, Any]:
+    """Return what runs have in common: model and data, with digests of their contents, and loss function."""
+    return {
+        "model": _described_model(model),
+        "train_dataset": _described_data(train_dataset),
+        "val_dataset": _described_data(val_dataset),
+        "loss_fn": describe(loss_fn),
+    }
+
+
 def describe_run(
     arguments: Mapping[str, Any],
-    model: nn.Module,
-    train_dataset: Any,
-    val_dataset: Any,
-    loss_fn: Any,
+    problem: Mapping[str, Any],
     device: torch.device | None = None,
     given: Iterable[str] = (),
+    started: datetime | None = None,
 ) -> dict[str, Any]:
-    """Return a run's configuration: every argument by its name, and model, data, versions, machine and date.
+    """Return a run's configuration: every argument by its name, and problem, versions, machine and date.
 
     A strategy is described by the call that makes it, the arguments of that call, its class and its attributes.
 
     Args:
-        arguments: of `Trainer.fit`. device: where it computes. given: those that are not left at their defaults.
+        arguments: of `Trainer.fit`. problem: see `describe_problem`. device: where it computes.
+        given: the arguments that are not left at their defaults. started: when it began; default: now.
     """
     described = {name: describe(value) for name, value in arguments.items()}
     if not isinstance(arguments.get("resume"), bool | str | Path | None):
@@ -47,10 +56,7 @@ def describe_run(
         described["strategy"] = {**made, **described["strategy"]}
     return {
         **described,
-        "model": _described_model(model),
-        "train_dataset": _described_data(train_dataset),
-        "val_dataset": _described_data(val_dataset),
-        "loss_fn": describe(loss_fn),
+        **problem,
         "given": sorted(given),
         "versions": versions(),
         "machine": {
@@ -59,7 +65,7 @@ def describe_run(
             "threads": torch.get_num_threads(),
             "device": None if device is None else str(device),
         },
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "started": (started or datetime.now()).astimezone().isoformat(timespec="seconds"),
     }
 
 
