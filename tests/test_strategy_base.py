@@ -480,6 +480,22 @@ def test_the_error_of_mixing_names_the_operation_and_the_way_out() -> None:
         fit(Scales(inner_optim="sgd"))
 
 
+@pytest.mark.parametrize("method", ["before_optimizer", "after_optimizer"])
+def test_nor_may_a_part_of_a_step_mix_nodes(method: str) -> None:
+    def scaled(self: Strategy) -> None:
+        getattr(Strategy, method)(self)
+        for p in self.model.parameters():
+            p.div_(p.norm() if mixes else torch.vmap(torch.norm)(p).view(-1, *[1] * (p.dim() - 1)))
+
+    for mixes in (False, True):
+        strategy = type("Scales", (Strategy,), {method: scaled})(inner_optim="sgd")
+        if mixes:
+            with pytest.raises(ValueError, match=rf"^norm\(\) in {method}\(\) mixes the nodes"):
+                fit(strategy)
+        else:
+            assert torch.isfinite(trained(strategy)).all()
+
+
 @pytest.mark.parametrize(
     ("strategy", "first"),
     [

@@ -36,6 +36,7 @@ from vsim.cluster.stacked import StackedCollectives
 from vsim.private_torch import mark_stepped
 from vsim.strategy.communicate import communicating_through
 from vsim.strategy.configured import Configured
+from vsim.strategy.mixing import NoMixing
 from vsim.strategy.node import PerNodeStep, StackedModel, StateByParameter
 from vsim.strategy.when import When, schedule_of, syncs
 
@@ -342,28 +343,39 @@ class Strategy(Configured):
         for parameter, grad in self._stepped:
             if parameter.grad is None:  # after self.optim.zero_grad() in the last step
                 parameter.grad = grad
-        # The same code runs at every step, so that watching the first one is enough.
-        watched = self.is_per_node and self.cluster.completed == 0 and not self.cluster.compile
         optimizers = torch_optimizers(self.optim) if self.is_per_node else []
         if self.is_per_node and self._is_matrix and not isinstance(self.optim.state, StateByParameter):  # type: ignore[union-attr]
             self.optim.state = StateByParameter(self.optim.state, self.optim, self.model)  # type: ignore[union-attr, arg-type]
         with (
             communicating_through(self.cluster.collectives),
-            PerNodeStep(self.model, optimizers, self.clip, self._note_step, watched),
+            PerNodeStep(self.model, optimizers, self.clip, self._note_step),
+            self._watching("step"),
         ):
             self.step()
         self.model.write_back()
 
     def begin_step(self) -> None:
         """Take the part of a step before the optimizer; for the training loop, which steps many optimizers together."""
-        with communicating_through(self.cluster.collectives):
+        with communicating_through(self.cluster.collectives), self._watching("before_optimizer"):
             self.before_optimizer()
 
     def finish_step(self) -> None:
         """Take the part of a step after the optimizer."""
-        with communicating_through(self.cluster.collectives):
+        with communicating_through(self.cluster.collectives), self._watching("after_optimizer"):
             self.after_optimizer()
         self.model.write_back()
+
+    def _watching(self, name: str) -> AbstractContextManager[object]:
+        """Make a context in which a subclass's own method must not mix nodes.
+
+        The same code runs at every step, so that the first step is enough. Nodes that share weights have no stacked
+        parameters.
+        """
+        replicas, is_own = self.cluster.replicas, getattr(type(self), name) is not getattr(Strategy, name)
+        shared = len(replicas.weights) != len(replicas.grads)
+        if not is_own or shared or self.cluster.compile or self.cluster.completed > 0:
+            return nullcontext()
+        return NoMixing(list(self.model.parameters()), name)
 
     def step(self) -> None:
         """One step of all nodes: gradients → communicate → clip → optimizer → communicate → schedule."""

@@ -29,11 +29,12 @@ class NoMixing(TorchFunctionMode):
     Collectives and optimizers are not looked at.
 
     Args:
-        parameters: stacked (K, *shape).
+        parameters: stacked (K, *shape). method: whose code it is, for the error.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], method: str) -> None:
         super().__init__()
+        self._method = method
         self._num_rows = len(parameters[0]) if parameters else 1
         self._stacked: dict[int, weakref.ref[Tensor]] = {}
         for parameter in parameters:
@@ -51,7 +52,7 @@ class NoMixing(TorchFunctionMode):
             result = func(*args, **kwargs)
         except RuntimeError as error:
             if name == "view":  # a row of a stacked tensor is not next to the one before
-                raise ValueError(_message(name)) from error
+                raise ValueError(_message(name, self._method)) from error
             raise
         index = args[1] if name == "getitem" else None
         by_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 1
@@ -59,7 +60,7 @@ class NoMixing(TorchFunctionMode):
             if name.startswith("new_") or (name in _ARRANGES and not by_mask):
                 self._stacked.pop(id(tensor), None)
             elif tensor.dim() == 0 or len(tensor) != self._num_rows:
-                raise ValueError(_message(name))
+                raise ValueError(_message(name, self._method))
             else:
                 self._stacked[id(tensor)] = weakref.ref(tensor)
         return result
@@ -77,7 +78,7 @@ def _is_called_by_user() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(("vsim.", "torch.optim.")):
+        if module.startswith(("vsim.", "vsim_kernels.", "torch.optim.")):
             return False
         if not module.startswith("torch."):
             return True
@@ -85,14 +86,14 @@ def _is_called_by_user() -> bool:
     return True
 
 
-def _message(name: str) -> str:
+def _message(name: str, method: str) -> str:
     if name == "foreach_norm":
         return (
             "clip_grad_norm_ over self.model.parameters() takes one norm over all nodes, for their gradients are "
             "stacked; give the strategy max_norm=, which clips every node's gradient by its own"
         )
     return (
-        f"{name}() in step() mixes the nodes: parameters and gradients are stacked, (K, *shape), and its result is one "
-        "for all nodes. Write a function of one node's tensor and call torch.vmap(function)(p.grad); or begin with "
+        f"{name}() in {method}() mixes the nodes: parameters and gradients are stacked, (K, *shape), and its result is "
+        "one for all nodes. Write a function of one node's tensor and call torch.vmap(function)(p.grad); or begin with "
         "p.grad.flatten(1), (K, n), and give dim=1. What nodes are to have in common takes all_reduce()"
     )

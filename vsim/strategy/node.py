@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vsim.cluster.replicas import Columns, Replicas
-from vsim.strategy.mixing import NoMixing
 
 
 class StackedModel(nn.Module):
@@ -147,7 +146,6 @@ class PerNodeStep(ExitStack):
             step is the common one.
         clip: clips every node's gradient.
         stepped: called when the optimizer has stepped.
-        watched: raise a ValueError where the step's code takes the values of several nodes together.
     """
 
     def __init__(
@@ -156,7 +154,6 @@ class PerNodeStep(ExitStack):
         optimizers: Sequence[Optimizer],
         clip: Callable[[], None],
         stepped: Callable[[], None],
-        watched: bool,
     ) -> None:
         super().__init__()
 
@@ -167,5 +164,3 @@ class PerNodeStep(ExitStack):
         if optimizers:
             self.callback(optimizers[0].register_step_pre_hook(prepare).remove)
             self.callback(optimizers[-1].register_step_post_hook(lambda *_: stepped()).remove)
-        if watched:
-            self.enter_context(NoMixing(list(model.parameters())))
