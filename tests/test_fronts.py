@@ -23,7 +23,7 @@ NO_TIME = 1e-12  # of compute, in seconds
 
 
 def ledger_of(every: int, payload: int, steps: int) -> Ledger:
-    """The ledger of two nodes that average `payload` bytes every so many steps."""
+    """The ledger of two nodes that average `payload` bytes every `every` steps."""
     import torch
 
     ledger = Ledger(2)
@@ -36,7 +36,7 @@ def ledger_of(every: int, payload: int, steps: int) -> Ledger:
 
 
 def run(losses: list[float], every: int = 2, payload: int = 4000, seed: int = 0) -> vsim.ComparedRun:
-    """A run of two nodes with a loss at every other step, that averages `payload` bytes every so many steps."""
+    """A run of two nodes with a loss at every other step, that averages `payload` bytes every `every` steps."""
     history = vsim.History("made", 2)
     steps = 2 * (len(losses) - 1)
     sent = 0.0

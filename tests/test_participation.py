@@ -791,7 +791,7 @@ def test_a_server_is_sent_what_the_next_cohort_begins_with(strategy: Strategy, p
     trainer.fit(strategy=strategy, num_nodes=4, participation=participation, **{**OPTIONS, "max_steps": 6})
     found = by_label(trainer)
     if pushes:
-        assert found["round"] == [(2, LINEAR_BYTES), (4, LINEAR_BYTES)]  # what the last cohort has, nobody begins with
+        assert found["round"] == [(2, LINEAR_BYTES), (4, LINEAR_BYTES)]  # no cohort begins with the last one's result
         assert sum(event.wire_bytes > 0 for event in trainer.ledger if event.label == "round") == 2
     else:
         assert "round" not in found

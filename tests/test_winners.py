@@ -181,7 +181,7 @@ def test_a_map_does_not_depend_on_the_order_of_strategies() -> None:
 
 
 def test_the_interval_that_is_advised_settles_most_of_the_map() -> None:
-    with pytest.warns(UserWarning, match="validation every 20 steps cannot tell who is first to loss 1") as caught:
+    with pytest.warns(UserWarning, match="validation every 20 steps cannot tell which .* first to loss 1") as caught:
         coarse = of_curves(20).winners(1.0, compute=0.5)
     share, interval = coarse.settled_by or (0.0, 0)
     assert share > 0.1 and f"{share:.0%} of the map; val_interval={interval} would" in str(caught[0].message)

@@ -235,7 +235,7 @@ class Training:
     executor: Literal["auto", "vmap", "loop"] = "auto"
     """how gradients are computed"""
     deterministic: bool = False
-    """compute the bits of separate processes; slower"""
+    """bitwise equal to separate processes; slower"""
     autocast: bool = False
     """compute in bfloat16"""
     compile: bool = False
@@ -286,7 +286,7 @@ class Output:
     save_dir: Annotated[str | None, _optional("DIR")] = None
     """save all runs there at the end, and when interrupted (Ctrl-C)"""
     checkpoint_interval: Annotated[int | None, _optional("STEPS")] = None
-    """save every so many steps, too"""
+    """steps between checkpoints; default: only at the end"""
     resume: bool = False
     """continue with what is in --save-dir"""
 
@@ -684,7 +684,7 @@ def _fit_options(problem: Problem, training: Training, priced: Price, output: Ou
 
 
 def _print_table(result: Comparison, loss: float | None) -> None:
-    """Print the table; in a terminal its best line is green and bold, and what cannot be told from it (†) is green."""
+    """Print the table; in a terminal the best line is green and bold, and lines marked † are green."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)

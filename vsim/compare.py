@@ -239,7 +239,7 @@ def train_entries(
     if not isinstance(extend, Comparison | None):
         raise TypeError(f"extend must be a Comparison, got {type(extend).__name__}")
     if extend is not None and halving is not None:
-        raise ValueError("halving compares all settings from the start, and those of extend= have been trained")
+        raise ValueError("halving compares all settings from the start, and the settings of extend= have been trained")
     seeds = _checked_seeds(seeds, options)
     participation: Participation | None = options.get("participation")
     waits = isinstance(participation, Participation) and participation.needs_compute

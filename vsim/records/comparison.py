@@ -217,7 +217,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return other
 
     def __or__(self, other: Comparison) -> Comparison:
-        """Return the runs of both, those of one name and seed once: the one that ended, or else the first.
+        """Return the runs of both. Of two with one name and seed keep the one that ended, or else the first.
 
         Two sweeps over the same settings are a sweep again.
 
@@ -258,11 +258,11 @@ class Comparison(Mapping[str, ComparedRun]):
         both.calls = list(dict.fromkeys([*self.calls, *other.calls]))
         return both
 
-    # The options of `fit` that its runs differ in, those that a sweep varies.
+    # The options of `fit` that a sweep varies, and in which its runs may differ.
     varied_options: Sequence[str] = ()
 
     def _empty_with(self, other: Comparison) -> Comparison:
-        """Return a comparison without runs that takes those of both."""
+        """Return an empty comparison that can take the runs of both."""
         return Comparison(self.allreduce_bytes)
 
     def describe(self) -> Provenance:
@@ -560,7 +560,7 @@ class Comparison(Mapping[str, ComparedRun]):
     ) -> Winners:
         """Return which strategy reaches a loss first, over bandwidth and latency; it shows itself as a map.
 
-        Where strategies cannot be told apart it names all of them; see `Winners`. A warning says which `val_interval`
+        Where strategies are tied it names all of them; see `Winners`. A warning says which `val_interval`
         would settle it, if validation leaves more than a tenth of the map open.
 
         Args:
@@ -587,8 +587,8 @@ class Comparison(Mapping[str, ComparedRun]):
         settled = winners.settled_by
         if settled is not None and settled[0] > 0.1:
             warnings.warn(
-                f"validation every {interval} steps cannot tell who is first to loss {loss:g} on {settled[0]:.0%} of "
-                f"the map; val_interval={settled[1]} would settle most of it",
+                f"validation every {interval} steps cannot tell which strategy is first to loss {loss:g} on "
+                f"{settled[0]:.0%} of the map; val_interval={settled[1]} would settle most of it",
                 stacklevel=2,
             )
         return winners
@@ -613,7 +613,7 @@ class Comparison(Mapping[str, ComparedRun]):
 
         Raises:
             ValueError: a strategy cannot be priced without training; or nodes took part in some of the steps only.
-            TypeError: there is no strategy for a name.
+            TypeError: a name has no strategy.
         """
         bare = without_values(parameters, layers, model, bytes_per_parameter)
         clock = None if self.compute is None or self.num_nodes is None else self.compute.totals(self.num_nodes)
@@ -710,8 +710,8 @@ class Comparison(Mapping[str, ComparedRun]):
             loss: adds what it took to reach this loss; see `rows`. A strategy that never does is said so.
             network, compute: add hours; see `rows`.
 
-        A † marks losses that cannot be told from the best: its p in `differences` is above 0.05. LaTeX sets the best in
-        bold. With one seed a line below says that there is no interval.
+        A † marks losses that do not differ significantly from the best: their p in `differences` is above 0.05. LaTeX
+        sets the best in bold. With one seed a line below says that there is no interval.
 
         Raises:
             ValueError: there is no such column.
@@ -778,8 +778,8 @@ class Comparison(Mapping[str, ComparedRun]):
     ) -> Report | Path:
         """Write a page whose sliders set bandwidth, latency, seconds a step, size of the model and price of a node.
 
-        It is one HTML file, which a browser opens without a network: curves, the table, who is first to a loss, and the
-        loss for its cost, computed anew as a slider moves.
+        It is one HTML file, which a browser opens without a network: curves, the table, the map of winners, and the
+        loss for its cost, computed again as a slider moves.
 
         Args:
             path: of the file. Default: none is written, and a notebook shows the page.

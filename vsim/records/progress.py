@@ -324,7 +324,7 @@ class LiveRace:
         self._axes[0].set_ylabel("loss")
 
 
-# Rows of a table while it is updated in place; with more runs those in front are shown.
+# Rows of a table while it is updated in place; with more runs it shows the leading ones.
 _ROWS = 20
 
 

@@ -113,7 +113,7 @@ class Conditions:
     """What the runs of a comparison have in common: the same model, data, nodes, steps and options.
 
     Args:
-        varied: options that may differ, those that a sweep varies.
+        varied: options that may differ, as a sweep varies them.
     """
 
     def __init__(self, varied: Iterable[str] = ()) -> None:

@@ -54,7 +54,7 @@ class Sweep(Comparison):
 
     @property
     def _fixed(self) -> dict[str, str]:
-        """Setting → value, as text, for those that do not vary."""
+        """Setting → value, as text, for settings that do not vary."""
         values = next(iter(self._points.values())).values
         return {name: str(_plain(value, str(value))) for name, value in values.items() if name not in self.varied}
 

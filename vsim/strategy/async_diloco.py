@@ -47,8 +47,8 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
         outer_optim, outer_lr: see `DiLoCoStrategy`.
         staleness: w: "sqrt", 1 / √(1 + s); "none", 1; or a function of s, at least 0.
         buffer: arrivals of an outer step, at least 1.
-        patience: instead of `buffer`: so many arrivals of an outer step, for which the workers that come before wait;
-            K at most. With math.inf all wait for all, and it is DiLoCo, bit for bit if it is deterministic.
+        patience: instead of `buffer`: arrivals of an outer step for which earlier workers wait, at most K. With
+            math.inf all wait for all, which is DiLoCo, bit for bit if it is deterministic.
         average: how the w(s_k) (φ_k − θ_k) become one; see `vsim.strategy.average`. They arrive one by one, so that
             none is compressed.
         options: see `Strategy`.

@@ -3,7 +3,7 @@
     mean("examples") | clip("median") | compress(TopK(0.01), error_feedback=0.9)
 
 A rule (`mean`, `median`, `krum`, …) says how vectors become one. `clip` scales every node's vector before, `compress`
-sends it with fewer bytes. What is left out is the mean, no limit, and vectors as they are.
+sends it with fewer bytes. Without them: the mean, no limit, and vectors as they are.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def all_reduce(
         label: its name in the ledger.
         among: the nodes that take part, as a list or tensor of their numbers, or groups of nodes, each of which reduces
             on its own; default all. Other nodes neither send nor pay, and keep their rows. Where nodes come and go,
-            `self.cluster.active` are those that are there.
+            `self.cluster.active` has the participating ones.
         payload_bytes: what one node sends, if that is not its row as it is: fewer bits, for instance.
     """
     collectives = _collectives("all_reduce", tensor)

@@ -24,7 +24,7 @@ class DionStrategy(Strategy):
     """Send low-rank factors of the momentum, step by their orthonormal product: Dion [Ahn et al. 2025,
     arXiv:2504.05295].
 
-    Of every hidden matrix X (n, m):
+    For every hidden matrix X (n, m):
 
         M_k ← M_k + g_k
         P = orthogonalize(mean_k M_k Q);  R_k = M_kᵀ P;  Q ← the mean of the R_k, its columns normalized
@@ -122,7 +122,7 @@ class DionStrategy(Strategy):
             grads[name].copy_(step.view(grads[name].shape[1:]))
 
     def _means(self, factors: dict[str, Tensor], label: str) -> dict[str, Tensor]:
-        """Average stacked factors (R, …) over the nodes, but for those that are equal on all: name → shared (…)."""
+        """Average stacked factors (R, …) over the nodes, except factors that are equal on all: name → shared (…)."""
         sent = [name for name in factors if name not in self.averaged]
         means = average_message([factors[name] for name in sent], self.cluster, label)
         return {name: rows[0] for name, rows in factors.items()} | dict(zip(sent, means, strict=True))

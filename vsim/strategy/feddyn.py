@@ -1,4 +1,4 @@
-"""FedDyn: federated averaging, where every client's loss is regularized anew so that all agree at the minimum."""
+"""FedDyn: federated averaging, where every client's loss is regularized in each round, so that minima agree."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FedDynStrategy(Strategy):
     Args:
         H: local steps of a round, at least 1.
         alpha: α, above 0; 0.01 to 0.1 in the paper, whose rounds are longer.
-        options: those of every strategy; see `Strategy`. The paper's inner optimizer is SGD, and so is this default.
+        options: see `Strategy`. The paper's inner optimizer is SGD, and so is this default.
 
     Payload: all weights every H steps. Where nodes join, all add up their h_k once; the new ones get what is missing in
     N·h, as in `ScaffoldStrategy`.

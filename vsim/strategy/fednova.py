@@ -59,7 +59,7 @@ class FedNovaStrategy(Strategy):
     Args:
         H: steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         average: how moves of a step become one, and what p_k are; see `vsim.strategy.average`. Default: by examples.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: all weights and 4 bytes every H steps, or what `average` sends in place of the weights.
 

@@ -106,7 +106,7 @@ class EDiTStrategy(Strategy):
         average: edit(temperature), above 0; `vsim.strategy.average.edit`.
         threshold: above 0. gate_after: syncs of a node before any norm is judged, at least 1.
         clip_norm: the largest 2-norm of Δ, above 0; None for no limit.
-        options: those of every strategy; see `Strategy`.
+        options: see `Strategy`.
 
     Payload: all weights and 4 bytes for each parameter tensor every H steps.
 

@@ -95,5 +95,5 @@ def _message(name: str, method: str) -> str:
     return (
         f"{name}() in {method}() mixes the nodes: parameters and gradients are stacked, (K, *shape), and its result is "
         "one for all nodes. Write a function of one node's tensor and call torch.vmap(function)(p.grad); or begin with "
-        "p.grad.flatten(1), (K, n), and give dim=1. What nodes are to have in common takes all_reduce()"
+        "p.grad.flatten(1), (K, n), and give dim=1. A value that nodes have in common takes all_reduce()"
     )

@@ -72,8 +72,8 @@ class NoLoCoStrategy(Strategy):
         after every H-th step node k meets one other, j, in pairs drawn each time:
             Δ_k = θ_k − φ_k;  m_k ← α m_k + β (Δ_k + Δ_j) / 2 + γ ((φ_k + φ_j) / 2 − φ_k);  φ_k ← φ_k + m_k;  θ_k ← φ_k
 
-    φ_k is each node's own; γ pulls those of a pair together, and as pairs change, all of them. Of an odd number of
-    nodes one has no partner, and takes the step with j = k.
+    φ_k is each node's own; γ pulls the two of a pair together, and as pairs change, all of them. If the number
+    of nodes is odd, one has no partner, and takes the step with j = k.
 
     Args:
         H: inner steps between rounds, at least 1, or a schedule of `vsim.strategy.when`.

@@ -14,7 +14,8 @@ from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOpt
 def share_of_joining(own: Tensor, mean: Tensor, cluster: Cluster, label: str) -> None:
     """Give nodes that join equal parts of what is missing, so that shared `mean` (P,) stays the mean of all N rows.
 
-    They have copied a peer's row of stacked `own` (R, P). What they and absent nodes had is missing in N·mean.
+    They have copied a peer's row of stacked `own` (R, P). N·mean less the rows of staying nodes is what joining and
+    absent nodes had; each joining one gets an equal part of it.
     """
     if cluster.plan is None or not (joining := cluster.plan.joining(cluster.collectives.step)):
         return
@@ -95,8 +96,8 @@ class ScaffoldStrategy(Strategy):
         options: see `Strategy`. The inner optimizer is SGD, weight decay allowed; max_norm
             clips the corrected gradient.
 
-    Nodes that join a run get what is missing in N·c, that is what they and those who are away had, in equal parts: were
-    their c_k a peer's, c would no longer be the mean, and what it is off would stay in every step.
+    Joining and absent nodes share N·c less the others' c_k equally: with a peer's c_k, c would no longer be the mean,
+    and the error would stay in every step.
 
     Payload: twice all weights every H steps, for the weights and for the changes of the control variates. A cohort that
     is drawn again pulls c with the weights; where nodes join, all add up their c_k once.

@@ -67,7 +67,7 @@ class ShuffledSequentialIndexSelector(IndexSelector):
 
 
 class PartitionedIndexSelector(IndexSelector):
-    """Every tensor is cut at random in c = min(⌈1/p⌉, n) parts, one for each round, and cut anew when they are used up.
+    """Every tensor is cut at random in c = min(⌈1/p⌉, n) parts, one for each round, and cut again after the last one.
 
     Every entry of a tensor of n entries is shared once in every c rounds; the parts differ by at most one entry.
     """
@@ -77,7 +77,7 @@ class PartitionedIndexSelector(IndexSelector):
 
     def setup(self, cluster: Cluster) -> None:
         most = round_up(1 / self.p)
-        # Tensors of equal c are cut together: all long ones, and for each length below ⌈1/p⌉ those of that length.
+        # Tensors of equal c are cut together: all long ones, and all tensors of each length below ⌈1/p⌉.
         counts = [min(most, max(1, c.stop - c.start)) for c in cluster.replicas.layout]
         self.counts = sorted(set(counts))
         self.members = [
@@ -106,7 +106,7 @@ def _shuffled_chunks(cluster: Cluster, tensors: Sequence[Columns], count: int) -
     """Cut every tensor at random in `count` chunks, of which those beyond its number of entries are empty.
 
     Returns:
-        The columns of all tensors (n,), those of the first chunks in front, ascending in every chunk, on the weights'
+        The columns of all tensors (n,), the first chunks' in front, ascending in every chunk, on the weights'
         device; and where the chunks start and stop in it, on the CPU; empty ones at the end are left out.
     """
     cuts = [chunk_sizes(t.stop - t.start, min(count, max(1, t.stop - t.start))) for t in tensors]

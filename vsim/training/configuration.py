@@ -45,7 +45,7 @@ def describe_run(
 
     Args:
         arguments: of `Trainer.fit`. problem: see `describe_problem`. device: where it computes.
-        given: the arguments that are not left at their defaults. started: when it began; default: now.
+        given: the arguments that differ from their defaults. started: when it began; default: now.
     """
     described = {name: describe(value) for name, value in arguments.items()}
     if not isinstance(arguments.get("resume"), bool | str | Path | None):

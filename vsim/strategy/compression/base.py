@@ -115,7 +115,7 @@ def gather_entries(
     The places return in one tensor.
 
     Args:
-        index: several (R, n), each of places among so many as `sizes` has.
+        index: several (R, n), each of places among `sizes` entries.
         index_bytes: "int64"; or "packed", so that they travel as bits.
     """
     counts, widths = [places.shape[1] for places in index], [(size - 1).bit_length() for size in sizes]
@@ -129,7 +129,7 @@ def sparse_bytes(entries: Sequence[tuple[int, int]], index_bytes: str, value_byt
     """Return the bytes of (index, value) pairs.
 
     Args:
-        entries: (count, size): so many values, each one of `size` entries.
+        entries: (count, size): `count` values, each of which is one of `size` entries.
         index_bytes: "int64", or "packed": ceil(log2 size) bits an index, all together rounded up to bytes.
         value_bytes: of one value.
     """

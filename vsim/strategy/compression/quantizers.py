@@ -25,8 +25,8 @@ from vsim.strategy.compression.base import Compressor, bits_to_bytes, by_node, g
 class BlockQuantizer(Compressor):
     """A code of a few bits for every entry, a scale for every block of them; the average is the mean of code · scale.
 
-    Subclasses set `bits`, those of a code, and define `encode`; and `decode`, with `scales`, where a code is decoded
-    with more than one number.
+    Subclasses set `bits` of a code, and define `encode`; also `decode` and `scales`, where a code is decoded with more
+    than one number.
 
     Args:
         block_size: consecutive entries that share a scale; the last block may be shorter.
@@ -160,8 +160,8 @@ class FP4(BlockQuantizer):
     """Every entry is rounded to the nearest of 0 and ±2^−6, ±2^−5, … ±1 times max|x| of its block: E3M0, which has a
     sign, three bits of exponent, and no mantissa.
 
-    The smallest exponent stands for 0; of two values as near, the larger is taken. What arrives is averaged in the
-    precision of the weights.
+    The smallest exponent stands for 0; of two values as near, the larger is taken. Decoded values are averaged in
+    the precision of the weights.
 
     Args:
         block_size: consecutive entries that share max|x|.

@@ -18,7 +18,7 @@ from vsim.strategy.compression.quantizers import BlockQuantizer
 
 
 class Tiles:
-    """All tiles (h, w) of one shape: parameter by parameter, and those of a parameter row by row."""
+    """All tiles (h, w) of one shape: parameter by parameter, and row by row within a parameter."""
 
     def __init__(self, h: int, w: int, parameters: Sequence[Columns]) -> None:
         self.h, self.w, self.size, self.parameters = h, w, h * w, parameters
@@ -49,7 +49,7 @@ class TileTopK(Compressor):
         quantizer: sends the values with fewer bits, such as StatisticalQuantizer(2); its blocks are of the values of
             all tiles in a row. None: as they are.
 
-    Payload: min(k, h·w) · (8 + 4) bytes a tile (h, w); packed 4 bytes a value, and the bits of all indices together,
+    Payload: min(k, h·w) · (8 + 4) bytes a tile (h, w); packed 4 bytes a value, and the indices as bits, together
     rounded up to bytes. With a quantizer, its payload for all values in place of 4 bytes each. One all-gather. Small
     tiles, of vectors and of dimensions that have no fitting divisor, may cost more than 4 bytes an entry: a UserWarning
     then names the parameters.
