@@ -20,6 +20,7 @@ QUICK = {
     "verify": ["--steps", "2", "--quiet"],
     "time": ["--steps", "2"],
     "report": [],
+    "show": [],
 }
 
 

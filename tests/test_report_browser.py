@@ -7,6 +7,7 @@ import math
 import os
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from vsim import Compute, Network
 from vsim.records.report.page import report
 from vsim.strategy import AloneStrategy, DiLoCoStrategy, SimpleReduceStrategy, StreamingDiLoCoStrategy
 from vsim.sweep import sweep
+from vsim.watch import Watch
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -291,3 +293,26 @@ def test_several_comparisons_and_a_sweep_share_a_page(
         page.locator("#shade").select_option("hours")
         assert page.locator("#heat svg rect").count() == 6
         assert math.isfinite(page.evaluate("Number(document.body.dataset.took)"))
+
+
+@pytest.mark.slow
+def test_a_watched_page_follows_its_files(browser: Any, comparison: vsim.Comparison, tmp_path: Path) -> None:
+    comparison[["AllReduce", "DiLoCo"]].to_json(tmp_path / "comparison.json")
+    watch = Watch([tmp_path], every=0.2, network="200 Mbit/s, 50 ms", compute=0.8)
+    thread = threading.Thread(target=watch.serve)
+    thread.start()
+    try:
+        page = browser.new_page()
+        said: list[str] = []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(watch.url)
+        page.evaluate("vsim.set({bw: 5e6})")
+        comparison.to_json(tmp_path / "comparison.json")
+        page.locator("#table tbody tr").nth(3).wait_for(timeout=10_000)
+        assert page.evaluate("vsim.state.bw") == 5e6
+        check(page, comparison)
+        assert said == []
+    finally:
+        watch.close()
+        thread.join()

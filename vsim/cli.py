@@ -1,4 +1,4 @@
-"""The command line: `vsim compare`, `sweep`, `report`, `time` and `verify`.
+"""The command line: `vsim compare`, `sweep`, `show`, `watch`, `report`, `time` and `verify`.
 
 A command is a function: its signature and docstring are its options and its help. `@app.command` adds one. Options that
 commands share are the dataclasses of their groups.
@@ -40,9 +40,9 @@ from vsim.process import NodeFailure
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
 from vsim.records.report.page import report as page_of
-from vsim.records.saved import read_comparisons
 from vsim.records.sweep import Sweep
 from vsim.records.tables import text_table
+from vsim.saved import read_comparisons
 from vsim.strategy import (
     COMPARED,
     PRESETS,
@@ -58,6 +58,7 @@ from vsim.strategy import (
 from vsim.sweep import sweep as sweep_settings
 from vsim.verify import verify as verify_strategy
 from vsim.version import __version__
+from vsim.watch import Watch
 
 # For each built-in model what trains it well in some hundred steps: AdamW's learning rate, examples a node and step.
 LEARNING_RATES = {"gpt": 6e-4, "mlp": 2e-3, "cnn": 2e-3}
@@ -427,6 +428,29 @@ def sweep(
 
 
 @app.command
+def show(
+    paths: Annotated[tuple[str, ...], tyro.conf.Positional, arg(metavar="PATH …")],
+    target_loss: Annotated[float | None, _optional("LOSS")] = None,
+    network: Annotated[str | None, _optional("'BANDWIDTH, LATENCY'", "that of the comparison")] = None,
+    compute: Annotated[str | None, _optional("SECONDS", "that of the comparison")] = None,
+) -> int:
+    """Print the tables of runs that were saved, or that are still going on.
+
+    Args:
+        paths: comparison.json or sweep.json, or their folders; a --save-dir; or a folder of CSV logs, LOG_DIR/NAME
+        target_loss: show what each run took to this validation loss
+        network: show hours on it: "200 Mbit/s, 50 ms"
+        compute: time that a node computes in a step: 0.8, or '800 ms'
+    """
+    given = None if compute is None else _number_or_text(compute)
+    for name, comparison in read_comparisons(paths).items():
+        print(
+            f"{name}: {comparison._title()}\n\n{comparison.table(loss=target_loss, network=network, compute=given)}\n"
+        )
+    return 0
+
+
+@app.command
 def report(
     paths: Annotated[tuple[str, ...], tyro.conf.Positional, arg(metavar="PATH …")],
     out: Annotated[str, arg(metavar="FILE")] = "report.html",
@@ -437,7 +461,7 @@ def report(
     """Write a page of comparisons that were saved: curves, table and maps, with sliders for network and compute.
 
     Args:
-        paths: comparison.json or sweep.json of `vsim compare` and `vsim sweep`, or their folders
+        paths: comparison.json or sweep.json, or their folders; or a --save-dir, also of runs that go on
         out: the page, one HTML file
         network: where the sliders stand at first, "200 Mbit/s, 50 ms"
         compute: time that a node computes in a step: 0.8, or '800 ms'
@@ -445,6 +469,30 @@ def report(
     """
     given = None if compute is None else _number_or_text(compute)
     print(f"report: {page_of(read_comparisons(paths), network, given, title).save(_path('--out', out))}")
+    return 0
+
+
+@app.command
+def watch(
+    paths: Annotated[tuple[str, ...], tyro.conf.Positional, arg(metavar="PATH …")],
+    port: int = 0,
+    every: Annotated[float, arg(metavar="SECONDS")] = 5.0,
+    network: Annotated[str | None, _optional("'BANDWIDTH, LATENCY'", "that of the comparison")] = None,
+    compute: Annotated[str | None, _optional("SECONDS", "that of the comparison")] = None,
+) -> int:
+    """Show a page of runs in this machine's browser, which follows as they go on; Ctrl-C ends it.
+
+    Args:
+        paths: a --save-dir or a folder of CSV logs, LOG_DIR/NAME; or comparison.json, or its folder
+        port: where to listen; 0 is any that is free
+        every: how often to look at the files
+        network: where the sliders stand at first, "200 Mbit/s, 50 ms"
+        compute: time that a node computes in a step: 0.8, or '800 ms'
+    """
+    server = Watch(paths, port, every, network, None if compute is None else _number_or_text(compute))
+    with suppress(KeyboardInterrupt):
+        print(f"{server.url}\nwith this address the page can be seen on this machine; Ctrl-C ends it", flush=True)
+        server.serve()
     return 0
 
 
@@ -771,6 +819,8 @@ examples:
   vsim compare --save-dir run1 --checkpoint-interval 50     saved; with --resume it continues where it stopped
   vsim sweep --strategy diloco --set H=5,10,50 outer_lr=0.4,0.7,1.0 --seeds 1 2 3   nine settings, three seeds each
   vsim time --parameters 10e9 --nodes 8 --network "1 Gbit/s, 20 ms" --compute 0.8   hours on a network, not trained
+  vsim show run1                                            the table so far of runs that go on
+  vsim watch run1                                           a page that follows them, in this machine's browser
   vsim report vsim-out --out report.html                    a page to send: sliders for the network, in any browser
   vsim verify --strategy diloco:H=5                         the simulator against 4 processes, bit by bit
 """

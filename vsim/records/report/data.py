@@ -222,7 +222,9 @@ class _Page:
 
     def _clock(self, history: History, steps: list[int]) -> dict[str, Any]:
         """Time and bytes of a run at some of its steps; between them both are linear."""
-        fixed = ""
+        fixed, unknown = "", not len(history.ledger) and history.last("wire_bytes") > 0
+        if unknown:
+            fixed = "a log has no events, and so no hours"
         try:
             own = planes(history.ledger, self.network, self.compute, steps)
         except ValueError as error:
@@ -236,7 +238,7 @@ class _Page:
         kept = _bends(steps, own.planes, np.stack(sent, 1))
         return {
             "steps": [steps[i] for i in kept],
-            "planes": [_rounded(own.planes[i].ravel()) for i in kept],
+            "planes": [[None] if unknown else _rounded(own.planes[i].ravel()) for i in kept],
             "wire": _rounded(sent[0][kept]),
             "payload": _rounded(sent[1][kept]),
             "computed": own.computed,

@@ -64,7 +64,8 @@
     return [ledger.decided ? ledger.seconds : at.sec, at.lat, at.size / at.bw];
   };
   const highest = (planes, [a, b, d]) => {
-    let most = 0;
+    let most = planes[0] === null ? NaN : 0; // of a log, which has no events
+
     for (let i = 0; i < planes.length; i += 3) most = Math.max(most, planes[i] * a + planes[i + 1] * b + planes[i + 2] * d);
     return most;
   };
@@ -175,7 +176,7 @@
       if (own.bytes) return state.size * mixed(ledger[axis], curve.spots[s][i]);
       return own.of(seed, step);
     })));
-    const kept = x.map((v, i) => i).filter((i) => !own.bytes || i + 1 === x.length || x[i + 1] > x[i]);
+    const kept = x.map((v, i) => i).filter((i) => finite(x[i]) && (!own.bytes || i + 1 === x.length || x[i + 1] > x[i]));
     return { run, xs: kept.map((i) => x[i]), ys: kept.map((i) => curve.means[i]),
              sds: kept.map((i) => curve.deviations[i]), steps: kept.map((i) => curve.steps[i]) };
   };
@@ -434,7 +435,7 @@
   };
 
   const grid = () => {
-    const coarse = P.runs.length > 40, n = coarse ? [25, 17] : [61, 41];
+    const coarse = P.runs.length > 40, n = coarse ? [19, 13] : [61, 41];
     const [b, l] = P.network.equal ? [[6, 11], [-4, 0]] : [[-2, 3], [-2, 2]];
     const spaced = (low, high, count) => Array.from({ length: count }, (_, i) => 10 ** (low + ((high - low) * i) / (count - 1)));
     return { bits: spaced(...b, n[0]), delays: spaced(...l, n[1]) };
@@ -443,72 +444,81 @@
   /** As `vsim.records.winners.Winners`: who is first at a network, and who cannot be told from it. */
   let raced = { key: "" }; // the map of the last time: the network's own sliders move nothing but the mark on it
   const racers = () => {
-    const found = [], missing = [];
+    const found = [], missing = [], spots = [], known = new Map(); // where clocks are read: runs share them
+    const spot = (ledger, step) => {
+      const name = `${ledger},${step}`;
+      if (!known.has(name)) known.set(name, spots.push([P.ledgers[ledger], between(P.ledgers[ledger].steps, step)]) - 1);
+      return known.get(name);
+    };
     P.runs.forEach((run, i) => {
       const at = crossings(run), said = never(at);
-      if (said) missing.push(`${run.name} (${said})`);
+      const timed = run.seeds.every((seed) => P.ledgers[seed.ledger].planes[0][0] !== null);
+      if (said || !timed) missing.push(`${run.name} (${said || "no hours"})`);
       else if (!state.hide.has(i)) {
-        found.push({ run, i, seeds: run.seeds.map((seed, s) => {
-          const ledger = P.ledgers[seed.ledger];
-          return { seed: seed.seed, ledger, spots: at[s].map((step) => between(ledger.steps, step)) };
-        }) });
+        found.push({ run, i, seeds: run.seeds.map((seed, s) => ({ seed: seed.seed, spots: at[s].map((step) => spot(seed.ledger, step)) })) });
       }
     });
     found.sort((a, b) => (a.run.name < b.run.name ? -1 : 1));
-    return { found, missing };
+    return { found, missing, spots };
   };
-  const race = (found, at) => {
+  const race = (found, spots, at) => {
     const common = [at.sec, at.lat, at.size / at.bw];
-    const reach = (own, which) => timeAt(own.ledger, own.spots[which], own.ledger.decided ? factors(own.ledger, at) : common);
-    const times = found.map((one) => one.seeds.map((own) => reach(own, 0)));
-    const means = times.map(mean), best = means.indexOf(Math.min(...means));
-    if (best < 0) return { order: [], means };
-    const way = (one, which) => mean(one.seeds.map((own) => reach(own, which)));
-    const latest = way(found[best], 2), tied = [];
+    const clock = spots.map(([ledger, spot]) => timeAt(ledger, spot, ledger.decided ? factors(ledger, at) : common));
+    const way = (one, which) => {
+      let sum = 0;
+      for (const own of one.seeds) sum += clock[own.spots[which]];
+      return sum / one.seeds.length;
+    };
+    const means = found.map((one) => way(one, 0)), best = means.indexOf(Math.min(...means)), latest = way(found[best], 2), tied = [];
     found.forEach((one, k) => {
       if (k === best) return tied.push(k);
       if (way(one, 1) <= latest * EQUAL) return tied.push(k);
+      if (one.seeds.length < 2) return 0;
       const pairs = [];
       found[best].seeds.forEach((own, s) => {
         const j = one.seeds.findIndex((other) => other.seed === own.seed);
-        if (j >= 0) pairs.push(times[k][j] - times[best][s]);
+        if (j >= 0) pairs.push(clock[one.seeds[j].spots[0]] - clock[own.spots[0]]);
       });
       const quantile = P.quantiles[pairs.length];
       if (quantile && mean(pairs) <= (quantile * deviation(pairs)) / Math.sqrt(pairs.length)) tied.push(k);
     });
-    return { tied, means, best };
+    return { tied, means, best, key: tied.join() };
   };
 
   const drawMap = () => {
-    const host = $("map"), { found, missing } = racers(), { bits, delays } = grid();
+    const host = $("map"), { found, missing, spots } = racers(), { bits, delays } = grid();
     $("never").textContent = missing.length ? `Not reached by ${missing.slice(0, 6).join(", ")}${missing.length > 6 ? ` and ${missing.length - 6} others` : ""}.` : "";
     $("map-title").textContent = `First to ${P.columns[P.loss]} ${digits(state.target, 4)}`;
     if (!found.length) return empty(host, `No shown run reaches ${digits(state.target, 4)} with all seeds.`);
     const inputs = [pages.indexOf(P), state.sec, state.size, state.target, ...state.hide].join();
-    if (raced.key !== inputs) raced = { key: inputs, cells: delays.map((lat) => bits.map((bw) => race(found, { ...place(), bw, lat }))) };
+    if (raced.key !== inputs) raced = { key: inputs, cells: delays.map((lat) => bits.map((bw) => race(found, spots, { ...place(), bw, lat }))) };
     const { cells } = raced;
     const unit = P.network.equal;
     const half = [Math.sqrt(bits[1] / bits[0]), Math.sqrt(delays[1] / delays[0])];
-    const key = (one) => one.tied.join(",");
-    const names = (one) => one.tied.map((k) => found[k].run.name);
+    const key = (one) => one.key;
     const counts = new Map();
     cells.flat().forEach((one) => counts.set(key(one), (counts.get(key(one)) || 0) + 1));
     const order = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a));
-    const text = (own) => own.split(",").map((k) => brief(found[k].run.name)).join(" or ");
+    const text = (own) => {
+      const tied = own.split(",").map((k) => brief(found[k].run.name));
+      return tied.length <= 4 ? tied.join(" or ") : `${tied.length} runs, among them ${tied.slice(0, 2).join(" and ")}`;
+    };
     const summary = `Which run is first to the target, over bandwidth and latency: ${order.slice(0, 8).map((own) => `${text(own)} on ${Math.round((100 * counts.get(own)) / cells.flat().length)} % of the map`).join("; ")}`;
     const f = frame(host, { summary, height: clamp(host.clientWidth * 0.66, 240, 380), left: 62,
       xlabel: unit ? "bandwidth" : "bandwidth, times the given", ylabel: unit ? "latency" : "latency, times the given",
       xtext: unit ? (v) => scaled(v, RATES).replace("bit/s", "").replace(" ", "") : tick, ytext: unit ? (v) => delay(v) : tick, xticks: Math.max(3, Math.floor(host.clientWidth / 75)),
       x: (a, b) => scale(bits[0] / half[0], bits[bits.length - 1] * half[0], a, b, true), y: (a, b) => scale(delays[0] / half[1], delays[delays.length - 1] * half[1], a, b, true) });
+    const fills = new Map();
     const fill = (own) => {
-      const colours = own.split(",").map((k) => blend(ink(found[k].run), panel(), dark.matches ? 0.45 : 0.5));
+      if (!fills.has(own)) fills.set(own, paint(own));
+      return fills.get(own);
+    };
+    const paint = (own) => {
+      const colours = own.split(",").slice(0, 4).map((k) => blend(ink(found[k].run), panel(), dark.matches ? 0.45 : 0.5));
       if (colours.length === 1) return colours[0];
-      const id = `tie-${own.replace(/,/g, "-")}`;
-      if (!f.root.querySelector(`#${id}`)) {
-        const shown = colours.slice(0, 4), wide = 6 * shown.length;
-        f.root.querySelector("defs").append(svg("pattern", { id, width: wide, height: wide, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
-          ...shown.map((colour, i) => svg("rect", { x: 6 * i, y: 0, width: 6, height: wide, fill: colour }))));
-      }
+      const id = `tie-${fills.size}`, wide = 6 * colours.length;
+      f.root.querySelector("defs").append(svg("pattern", { id, width: wide, height: wide, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+        ...colours.map((colour, i) => svg("rect", { x: 6 * i, y: 0, width: 6, height: wide, fill: colour }))));
       return `url(#${id})`;
     };
     const tall = f.y(delays[0]) - f.y(delays[1]), broad = f.x(bits[1]) - f.x(bits[0]);
@@ -762,6 +772,7 @@
   };
   const heading = (key) => key.replace("to target", `to ${digits(state.target, 4)}`);
 
+  let table = { form: "", cells: [] }; // what was built, and its cells: of the same form they get new numbers
   const drawTable = (rows) => {
     const columns = columnsShown(), down = state.sort.startsWith("-"), by = state.sort.replace(/^-/, "");
     const order = P.runs.map((_, i) => i);
@@ -774,6 +785,21 @@
         return String(a ?? "").localeCompare(String(b ?? ""), undefined, { numeric: true }) * (down ? -1 : 1);
       });
     }
+    const said = (i, key) => {
+      const [value, sd] = valueOf(P.runs[i], rows[i], key);
+      return [cell(key, value, sd) + (key === P.lossTitle && P.runs[i].mark === "tied" ? " †" : ""), finite(value) ? value : null];
+    };
+    const form = [pages.indexOf(P), dark.matches, columns, order, [...state.hide], state.sort, state.target].join("|");
+    if (form === table.form) {
+      for (const { i, key, node } of table.cells) {
+        const [text, value] = said(i, key);
+        if (node.textContent !== text) (node.firstElementChild || node).textContent = text;
+        if (value === null) node.removeAttribute("data-value");
+        else node.setAttribute("data-value", value);
+      }
+      return;
+    }
+    table = { form, cells: [] };
     const notes = P.runs.some((run) => run.note) || P.ledgers.some((ledger) => ledger.fixed || ledger.decided);
     const head = (key, text) => el("th", { scope: "col", class: [text ? "text" : "", isLive(key) ? "live" : ""].join(" ").trim() || null, "aria-sort": by === key ? (down ? "descending" : "ascending") : null },
       el("button", { type: "button", "data-key": key, onclick: () => { set({ sort: by === key && !down ? `-${key}` : by === key ? "" : key }); render(); focusOn(key); } }, heading(key) + (by === key ? (down ? " ▼" : " ▲") : "")));
@@ -788,10 +814,10 @@
       const first = el("td", { class: "text" }, el("label", {}, box, sample(run), el("span", { class: "name" }, P.titles.length > 1 ? "" : run.labels[P.titles[0]])));
       const titles = P.titles.length > 1 ? P.titles.map((key) => el("td", { class: "text" }, run.labels[key])) : [];
       const cells = columns.map((key) => {
-        const [value, sd] = valueOf(run, rows[i], key);
-        const mark = key === P.lossTitle && run.mark === "tied" ? " †" : "";
-        const said = cell(key, value, sd) + mark;
-        return el("td", { class: isLive(key) ? "live" : null, "data-key": key, "data-value": finite(value) ? value : null }, key === P.lossTitle && run.mark === "best" ? el("strong", {}, said) : said);
+        const [text, value] = said(i, key), best = key === P.lossTitle && run.mark === "best";
+        const node = el("td", { class: isLive(key) ? "live" : null, "data-key": key, "data-value": value }, best ? el("strong", {}, text) : text);
+        table.cells.push({ i, key, node });
+        return node;
       });
       return el("tr", { class: off ? "off" : null, "data-run": i }, first, ...titles, ...cells, notes ? el("td", { class: "text" }, remark(run)) : null);
     });
@@ -1040,6 +1066,29 @@
     setTimeout(() => { $("copied").textContent = ""; }, 2500);
   };
   window.addEventListener("hashchange", () => { if (location.hash.slice(1) !== written()) begin(); });
+  // A page that is served asks again; `vsim watch` reads the files of runs that go on.
+  const every = Number(document.body.dataset.watch || 0);
+  let digest = "";
+  const look = async () => {
+    const said = $("watched");
+    try {
+      const answer = await (await fetch("data", { cache: "no-store" })).json();
+      said.textContent = answer.error ? `waiting for files: ${answer.error}` : `read at ${new Date().toLocaleTimeString()}`;
+      if (answer.error || answer.digest === digest || document.querySelector("#sliders :active")) return;
+      const kept = written(), focused = document.activeElement && document.activeElement.id;
+      digest = answer.digest;
+      pages.splice(0, pages.length, ...answer.pages);
+      drawn = "";
+      raced = { key: "" };
+      table.form = "";
+      history.replaceState(null, "", `#${kept}`);
+      begin();
+      if (focused && $(focused)) $(focused).focus();
+    } catch (error) {
+      said.textContent = "the server has ended: this is what it last sent";
+    }
+  };
+  if (every) setInterval(look, 1000 * every);
   let width = 0;
   new ResizeObserver(() => { if (Math.abs(document.body.clientWidth - width) > 2) { width = document.body.clientWidth; later(); } }).observe(document.body);
   dark.addEventListener("change", later);

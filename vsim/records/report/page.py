@@ -51,6 +51,8 @@ def report(
     network: AnyNetwork = None,
     compute: AnyCompute = None,
     title: str | None = None,
+    *,
+    every: float | None = None,
 ) -> Report:
     """Return the page of comparisons or sweeps; of several, a list on the page chooses one.
 
@@ -59,6 +61,7 @@ def report(
         network, compute: where the sliders of the page stand at first; default: those of each comparison, or else
             1 Gbit/s, 20 ms and 1 s a step, which the page says.
         title: of the page. Default: the names of the comparisons.
+        every: seconds after which the page asks its server for new data; default: it has none.
 
     Raises:
         TypeError: the title is no text.
@@ -66,16 +69,13 @@ def report(
     """
     if title is not None and not isinstance(title, str):
         raise TypeError(f"title must be a text, got {title!r}")
-    if not comparisons:
-        raise ValueError("there is no comparison to report")
-    pages = [{"name": name, **content(one, network, compute)} for name, one in comparisons.items()]
-    # "<" could end the script that holds the data; json escapes everything that is not ASCII.
-    data = json.dumps(pages, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = data_of(comparisons, network, compute)
     style, script = _part("page.css"), _part("page.js")
     parts = {
         "title": html.escape(title or ", ".join(comparisons)),
         "version": html.escape(__version__),
-        "policy": _policy(style, script),
+        "policy": _policy(style, script, "'none'" if every is None else "'self'"),
+        "watch": "" if every is None else f' data-watch="{every:g}"',
         "style": style,
         "script": script,
         "data": data,
@@ -83,11 +83,20 @@ def report(
     return Report(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part("page.html")))
 
 
-def _policy(style: str, script: str) -> str:
-    """Return the policy under which nothing runs but this script, nothing is loaded, and nothing is sent."""
+def data_of(comparisons: Mapping[str, Comparison], network: AnyNetwork = None, compute: AnyCompute = None) -> str:
+    """Return the data of the page of comparisons as JSON; see `report`."""
+    if not comparisons:
+        raise ValueError("there is no comparison to report")
+    pages = [{"name": name, **content(one, network, compute)} for name, one in comparisons.items()]
+    # "<" could end the script that holds the data; json escapes everything that is not ASCII.
+    return json.dumps(pages, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _policy(style: str, script: str, server: str) -> str:
+    """Return the policy under which nothing runs but this script, and nothing is loaded but data from the server."""
     hashes = [base64.b64encode(hashlib.sha256(own.encode()).digest()).decode() for own in (style, script)]
     rules = ("default-src 'none'", f"style-src 'sha256-{hashes[0]}'", f"script-src 'sha256-{hashes[1]}'")
-    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
+    return "; ".join([*rules, f"connect-src {server}", "base-uri 'none'", "form-action 'none'"])
 
 
 @cache

@@ -1,0 +1,232 @@
+"""What was saved is read again: whole, growing, torn and forged; and served to this machine alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from compared import compared, three_strategies
+
+import vsim
+from vsim.checkpoint.folder import held
+from vsim.cli import main
+from vsim.records.loggers import CSVLogger
+from vsim.records.report.page import report
+from vsim.saved import read_comparison, read_comparisons, read_log
+from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
+from vsim.watch import Watch
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[vsim.Comparison, Path]:
+    """A comparison, and the folder with its checkpoints in `saved` and its logs in `logs/run`."""
+    folder = tmp_path_factory.mktemp("trained")
+    comparison = compared(
+        {"AllReduce": SimpleReduceStrategy(lr=1e-3), "DiLoCo, H = 2": DiLoCoStrategy(H=2, lr=1e-3)},
+        max_steps=STEPS, val_interval=2, seeds=[1, 2], save_dir=folder / "saved", checkpoint_interval=2,
+        logger=[CSVLogger(folder / "logs")], run_name="run",
+    )  # fmt: skip
+    comparison.to_json(folder / "comparison.json")
+    return comparison, folder
+
+
+@pytest.mark.parametrize("where", ["comparison.json", "saved", "logs/run"])
+def test_runs_are_read_wherever_they_are(trained: tuple[vsim.Comparison, Path], where: str) -> None:
+    comparison, folder = trained
+    again = read_comparison(folder / where)
+    for name, other in zip(sorted(comparison), sorted(again), strict=True):
+        for run, its in zip(comparison.runs(name), sorted(again.runs(other), key=lambda run: run.seed), strict=True):
+            assert its.seed == run.seed
+            for column in ("step", "examples", "global_loss", "wire_bytes", "divergence"):
+                assert its.history[column].tolist() == pytest.approx(run.history[column].tolist(), nan_ok=True), column
+            if where != "logs/run":
+                assert list(its.ledger) == list(run.ledger)
+    assert again._validated
+
+
+def test_a_log_has_losses_and_no_hours(trained: tuple[vsim.Comparison, Path]) -> None:
+    _, folder = trained
+    logs = read_comparison(folder / "logs" / "run")
+    with pytest.raises(ValueError, match="no hours"):
+        logs.rows(network="1 Gbit/s", compute=1)
+    page = json.loads(report({"logs": logs}).html.split('id="data">')[1].split("</script>")[0])[0]
+    assert all(planes == [None] for ledger in page["ledgers"] for planes in ledger["planes"])
+    assert "no hours" in page["ledgers"][0]["fixed"]
+
+
+def test_runs_that_go_on_say_so(trained: tuple[vsim.Comparison, Path], tmp_path: Path) -> None:
+    shutil.copytree(trained[1] / "saved", tmp_path / "saved")
+    for end in (tmp_path / "saved").glob("*/end.json"):
+        end.unlink()
+    for newest in (tmp_path / "saved").glob(f"*/step-{STEPS:08d}.safetensors"):
+        newest.write_bytes(newest.read_bytes()[:1000])  # half written: the one before is whole
+    with held(tmp_path / "saved"):
+        running = read_comparison(tmp_path / "saved")
+        with pytest.raises(vsim.CheckpointError, match="in use"), held(tmp_path / "saved"):
+            pass
+    assert {run.note for name in running for run in running.runs(name)} == {f"running, step {STEPS - 2}"}
+    stopped = read_comparison(tmp_path / "saved")
+    assert {run.note for name in stopped for run in stopped.runs(name)} == {f"interrupted, step {STEPS - 2}"}
+    assert "interrupted" in stopped.table()
+
+
+def test_a_line_that_is_half_written_is_not_read(trained: tuple[vsim.Comparison, Path], tmp_path: Path) -> None:
+    shutil.copytree(next((trained[1] / "logs" / "run").iterdir()), tmp_path / "log")
+    whole = read_log(tmp_path / "log")
+    with open(tmp_path / "log" / "train.csv", "a") as file:
+        file.write("99,1")
+    assert read_log(tmp_path / "log")["step"].tolist() == whole["step"].tolist()
+
+
+def test_show_prints_tables(trained: tuple[vsim.Comparison, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    comparison, folder = trained
+    assert (
+        main(
+            ["show", str(folder / "comparison.json"), str(folder / "saved"), "--network", "1 Gbit/s", "--compute", "1"]
+        )
+        == 0
+    )
+    printed = capsys.readouterr().out
+    table = comparison.table(network="1 Gbit/s", compute=1)
+    assert table in printed
+    assert printed.count("hours") == 2
+    for wrong in ([], [str(folder / "no")], [str(folder / "saved"), str(folder / "saved")]):
+        assert main(["show", *wrong]) == 2
+        assert capsys.readouterr().err.startswith("vsim show: ")
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damaged_and_forged_files_are_errors_or_pages(tmp_path: Path, count: int) -> None:
+    rng = random.Random(3)
+    three_strategies().to_json(tmp_path / "whole.json")
+    text, path, read = (tmp_path / "whole.json").read_text(), tmp_path / "comparison.json", 0
+    for i in range(count):
+        content = json.loads(text)
+        if i % 3 == 0:  # bytes
+            cut = bytearray(text.encode())
+            for _ in range(rng.randint(1, 4)):
+                cut[rng.randrange(len(cut))] = rng.randrange(256)
+            path.write_bytes(bytes(cut[: rng.choice([len(cut), rng.randrange(len(cut))])]))
+        else:  # values of any kind, deep inside
+            for _ in range(rng.randint(1, 3)):
+                _replace(content, rng)
+            path.write_text(json.dumps(content))
+        try:
+            comparison = read_comparisons([path])
+            page = report(comparison, "1 Gbit/s", 1).html
+        except ValueError:
+            continue
+        read += 1
+        assert page.count("<script") == 2 == page.count("</script>")
+        assert "<img" not in page
+    assert read > count / 20
+
+
+def _replace(content: object, rng: random.Random) -> None:
+    """Put something else somewhere into a tree of lists and dicts."""
+    odd = [None, -1, 1e308, 10**30, "</script><img src=x onerror=alert(1)>", [], {}, [[1]], True, "NaN", "inf", 0.5]
+    while True:
+        keys = list(content) if isinstance(content, dict) else list(range(len(content)))  # type: ignore[arg-type, call-overload]
+        if not keys:
+            return
+        key = rng.choice(keys)
+        below = content[key]  # type: ignore[index]
+        if not isinstance(below, dict | list) or not below or rng.random() < 0.15:
+            content[key] = rng.choice(odd)  # type: ignore[index]
+            return
+        content = below
+
+
+# Watching -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(*paths: Path) -> Iterator[Watch]:
+    watch = Watch(paths, every=0.1)
+    thread = threading.Thread(target=watch.serve)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        watch.close()
+        thread.join()
+
+
+def asked(watch: Watch, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+    where = urlsplit(watch.url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=10)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, content
+
+
+def test_only_who_has_the_address_is_answered(trained: tuple[vsim.Comparison, Path]) -> None:
+    with served(trained[1] / "comparison.json") as watch:
+        path = urlsplit(watch.url).path
+        status, page = asked(watch, path)
+        assert status == 200
+        assert b"connect-src 'self'" in page
+        assert watch.url.startswith("http://127.0.0.1:")
+        assert len(path) > 30
+        for other in (
+            "/",
+            path[:-2] + "/",
+            path + "../",
+            path + "%2e%2e/etc/passwd",
+            path + "/data",
+            "/data",
+            path[:-1],
+        ):
+            status, said = asked(watch, other)
+            assert (status, said) == (404, b"not found\n"), other
+        for host in ("evil.example", "127.0.0.1", "localhost:1", "127.0.0.1.evil.example:80", ""):
+            assert asked(watch, path, Host=host) == (403, b"another host\n")
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            assert asked(watch, path, method)[0] == 501
+
+
+def test_data_follow_files_that_grow(trained: tuple[vsim.Comparison, Path], tmp_path: Path) -> None:
+    folder = trained[1]
+    shutil.copy(folder / "comparison.json", tmp_path / "comparison.json")
+    with served(tmp_path) as watch:
+        path = urlsplit(watch.url).path + "data"
+
+        def data(until: str) -> dict[str, object]:
+            for _ in range(100):
+                found: dict[str, object] = json.loads(asked(watch, path)[1])
+                if until in json.dumps(found):
+                    return found
+                threading.Event().wait(0.05)
+            raise AssertionError(f"no {until} in 5 s")
+
+        first = data("AllReduce")
+        assert data("AllReduce") == first
+        (tmp_path / "comparison.json").write_text("{")
+        assert "comparison.json" in str(data("error")["error"])
+        three_strategies().to_json(tmp_path / "comparison.json")
+        assert data("alone")["digest"] != first["digest"]
+
+
+def test_ctrl_c_ends_it(trained: tuple[vsim.Comparison, Path]) -> None:
+    command = [sys.executable, "-m", "vsim", "watch", str(trained[1] / "saved")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")

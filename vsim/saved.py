@@ -1,0 +1,214 @@
+"""What was saved is read again, while runs go on, too: comparisons, checkpoints and logs.
+
+Nothing is written, and nothing locked: reading never disturbs a run.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vsim.checkpoint.files import load_checkpoint
+from vsim.checkpoint.folder import checkpoints_in
+from vsim.cluster.state import CheckpointError
+from vsim.network import Timeline
+from vsim.records.comparison import ComparedRun, Comparison
+from vsim.records.history import COLUMNS, History, file_path, holding_a_record, read_json
+from vsim.records.sweep import Sweep
+
+# What `vsim compare` and `vsim sweep` call them.
+NAMES = ("comparison.json", "sweep.json")
+_SEED = re.compile(r"(.+), seed (-?\d+)")
+
+
+class Log(History):
+    """The record of a run as a `CSVLogger` wrote it: it says how many bytes were sent, and not in which events."""
+
+    def time(self, network: Any = None, compute: Any = None) -> Timeline:
+        """Raise a ValueError: without events there are no hours."""
+        raise ValueError(f"{self.strategy}: a log has no events, and so no hours; a run with save_dir= has them")
+
+
+@dataclass
+class SavedRun(ComparedRun):
+    """A run as its files tell it.
+
+    Attributes:
+        state: "ended", "running", "interrupted" or "failed".
+    """
+
+    state: str = "ended"
+
+    @property
+    def note(self) -> str:
+        """What the run is doing, if it did not get to its end."""
+        return f"{self.state}, step {self.stopped_at}" if self.stopped_at is not None else self.failure
+
+
+def read_comparison(path: str | Path) -> Comparison:
+    """Read a comparison: what `to_json` wrote, or runs that save checkpoints or log to CSV files, and may still go on.
+
+    Args:
+        path: a file of `to_json`; or a folder: of `vsim compare` or `vsim sweep`, a `save_dir`, or the folder of a
+            `CSVLogger`. A log has no events: its runs have losses and bytes, and no hours.
+
+    Raises:
+        FileNotFoundError: there is nothing of that kind.
+        ValueError: it holds something else.
+    """
+    path = file_path(path)
+    if not path.is_dir():
+        return _read_file(path)
+    found = [path / name for name in NAMES if (path / name).is_file()]
+    if len(found) == 1:
+        return _read_file(found[0])
+    if found:
+        raise FileNotFoundError(f"{path} holds {' and '.join(NAMES)}: name one of them")
+    readers: dict[str, Callable[[Path], SavedRun | None]] = {"checkpoints": _of_checkpoints, "logs": _of_log}
+    for read in readers.values():
+        runs = [(folder, run) for folder in [path, *_folders(path)] if (run := read(folder)) is not None]
+        if runs:
+            return _gathered(path, runs)
+    raise FileNotFoundError(f"{path} holds no {', no '.join(NAMES)}, and no run with checkpoints or a CSV log")
+
+
+def read_comparisons(paths: Sequence[str | Path]) -> dict[str, Comparison]:
+    """Read several comparisons; return name → comparison, the names as short as they can be while they differ.
+
+    Raises:
+        ValueError: none is named, or one twice, or it holds something else. FileNotFoundError: it is not there.
+    """
+    if not paths:
+        raise ValueError("name a comparison that was saved, such as vsim-out/comparison.json")
+    places = [file_path(path).resolve() for path in paths]
+    if len(set(places)) < len(places):
+        raise ValueError(f"a file is named more than once: {', '.join(map(str, paths))}")
+    told = [place.parent if place.name in NAMES else place.parent / place.stem for place in places]
+    if len(set(told)) < len(told):  # a comparison and a sweep of one folder
+        told = places
+    names = next(
+        names
+        for depth in range(1, 1 + max(len(one.parts) for one in told))
+        if len(set(names := ["/".join(one.parts[-depth:]) for one in told])) == len(told)
+    )
+    return {name: read_comparison(path) for name, path in zip(names, paths, strict=True)}
+
+
+def read_log(folder: str | Path) -> History:
+    """Read what a `CSVLogger` wrote of a run, as far as it has got; its ledger has no events.
+
+    Raises:
+        FileNotFoundError: there is no train.csv. ValueError: it holds something else.
+    """
+    folder = file_path(folder)
+    with holding_a_record(folder, "CSVLogger"):
+        rows: dict[int, dict[str, float]] = {}
+        for name in ("validation.csv", "train.csv"):
+            for line in _lines(folder / name, must=name == "train.csv"):
+                rows.setdefault(int(line["step"]), {}).update(line)
+        config = {}
+        with suppress(OSError, ValueError):
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        nodes = config.get("num_nodes") if isinstance(config, dict) else None
+        history = Log(folder.name, nodes if type(nodes) is int and nodes > 0 else 1)
+        for step in sorted(rows):
+            row = {"examples" if key == "examples_trained" else key: value for key, value in rows[step].items()}
+            history.append({key: value for key, value in row.items() if key in COLUMNS})
+        return history
+
+
+def _lines(path: Path, must: bool) -> Iterator[dict[str, float]]:
+    """Yield the whole lines of a CSV file as numbers; the last may be half written."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if must:
+            raise
+        return
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path.name} is not text: {error}") from error
+    for line in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
+        if None in line or None in line.values():
+            raise ValueError(f"a line of {path.name} has another number of fields than its header")
+        yield {key: float(value) if value else math.nan for key, value in line.items()}
+
+
+def _read_file(path: Path) -> Comparison:
+    content = read_json(path, "Comparison", Comparison._keys)
+    kind = Sweep if all(key in content for key in Sweep._keys) else Comparison
+    with holding_a_record(path, kind.__name__):
+        comparison = kind._from_plain(content)
+        comparison.table()  # what cannot be told is no record
+        str(comparison.describe())
+        for name in comparison:
+            for run in comparison.runs(name):
+                if type(name) is not str or type(run.seed) is not int or not len(run.history):
+                    raise ValueError(f"run {name!r} has no name, no seed or no steps")
+        return comparison
+
+
+def _folders(path: Path) -> list[Path]:
+    return sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
+
+
+def _of_checkpoints(folder: Path) -> SavedRun | None:
+    """Return the run that saves in a folder: from its end, or its newest checkpoint that is whole; None without one."""
+    end = folder / "end.json"
+    if end.is_file():
+        content = read_json(end, "a comparison's run", ("step", "history"))
+        with holding_a_record(end, "a comparison"):
+            history = History.from_plain(content["history"])
+            stopped = int(content["step"]) if content.get("stopped") else None
+            diverged = history.ledger.steps if content.get("diverged") else None
+            failure = str(content.get("error") or "")
+            state = "failed" if failure else "stopped" if stopped is not None else "ended"
+            return SavedRun(history, failure=failure, diverged_at=diverged, stopped_at=stopped, state=state)
+    for path in reversed(checkpoints_in(folder)):
+        with suppress(CheckpointError):  # half of it is gone: the run goes on, and removes old ones
+            found = load_checkpoint(path)
+            state = "running" if _is_held(folder) or _is_held(folder.parent) else "interrupted"
+            return SavedRun(found.history, stopped_at=found.step, state=state)
+    return None
+
+
+def _of_log(folder: Path) -> SavedRun | None:
+    return SavedRun(read_log(folder)) if (folder / "train.csv").is_file() else None
+
+
+def _is_held(folder: Path) -> bool:
+    """Return whether a process that is alive saves there, by what its lock file says: the lock itself is left alone."""
+    try:
+        said = (folder / ".lock").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    match = re.fullmatch(r"process (\d+) on (.+)", said)
+    if match is None or match[2] != socket.gethostname():
+        return True
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        pass  # another user's
+    return True
+
+
+def _gathered(path: Path, runs: Sequence[tuple[Path, SavedRun]]) -> Comparison:
+    """Make a comparison of runs that are called "name, seed 1", or as they like."""
+    sent = [float(run.history["payload_bytes"][1]) for _, run in runs if len(run.history) > 1]
+    comparison = Comparison(int(max(sent, default=0)))  # what AllReduce would send, if it is among them
+    for folder, run in runs:
+        told = run.history.strategy or folder.name
+        match = _SEED.fullmatch(told) or _SEED.fullmatch(told.replace("_", " "))
+        name, run.seed = (match[1], int(match[2])) if match else (told, run.seed)
+        comparison._add(name, run)
+    return comparison

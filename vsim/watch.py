@@ -1,0 +1,164 @@
+"""Serves the page of runs that go on to this machine's browser, and reads their files again as they grow."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from vsim.arguments import real_number, whole_number
+from vsim.records.history import file_path
+from vsim.records.report.data import AnyCompute, AnyNetwork
+from vsim.records.report.page import data_of, report
+from vsim.saved import read_comparisons
+
+HOST = "127.0.0.1"
+# What runs write, and how deep below a path that is watched.
+_SUFFIXES, _DEPTH = (".json", ".csv", ".safetensors"), 2
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class Watch:
+    """A server of one page, at an address that nobody can guess.
+
+    It answers requests of this machine alone, for its own host name and with its token, and reads files, nothing else.
+
+    Args:
+        paths: comparisons that were saved, or go on; see `vsim.saved.read_comparison`.
+        port: to listen at; 0: any that is free.
+        every: seconds between two looks at the files.
+        network, compute: where the sliders stand at first.
+
+    Attributes:
+        url: the address of the page.
+
+    Raises:
+        FileNotFoundError, ValueError: there is nothing to show yet, or something else. OSError: the port is taken.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        port: int = 0,
+        every: float = 5.0,
+        network: AnyNetwork = None,
+        compute: AnyCompute = None,
+    ) -> None:
+        self.paths, self.network, self.compute = [file_path(path) for path in paths], network, compute
+        self.every = real_number("every", every, at_least=0.1, at_most=3600)
+        self._lock = threading.Lock()
+        self._token = secrets.token_urlsafe(24)
+        self._looked, self._files = time.monotonic(), self._stamps()
+        comparisons = read_comparisons(self.paths)
+        self._data = self._encoded(data_of(comparisons, network, compute))
+        self._page = report(comparisons, network, compute, "vsim watch", every=self.every).html.encode()
+        port = whole_number("port", port, at_least=0, at_most=65535)
+        self._server = ThreadingHTTPServer((HOST, port), _handler(self))
+        self._server.daemon_threads = True
+        self.url = f"http://{HOST}:{self._server.server_port}/{self._token}/"
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names under which the page may be asked for; another is that of a page elsewhere that points here."""
+        return tuple(f"{name}:{self._server.server_port}" for name in (HOST, "localhost"))
+
+    def answer(self, path: str) -> tuple[str, bytes] | None:
+        """Return the kind of content and the content at a path; None: there is nothing."""
+        if secrets.compare_digest(path.encode(), f"/{self._token}/".encode()):
+            return "text/html; charset=utf-8", self._page
+        if secrets.compare_digest(path.encode(), f"/{self._token}/data".encode()):
+            return "application/json", self._current()
+        return None
+
+    def serve(self) -> None:
+        """Answer until `close`, or Ctrl-C."""
+        try:
+            self._server.serve_forever(poll_interval=0.2)
+        finally:
+            self._server.server_close()
+
+    def close(self) -> None:
+        """End `serve`, which runs in another thread."""
+        self._server.shutdown()
+
+    def _current(self) -> bytes:
+        """Return the data of the page, from files that were looked at not long ago."""
+        with self._lock:
+            if time.monotonic() - self._looked >= 0.9 * self.every:
+                self._looked, stamps = time.monotonic(), self._stamps()
+                if stamps != self._files:
+                    try:
+                        self._data = self._encoded(data_of(read_comparisons(self.paths), self.network, self.compute))
+                        self._files = stamps
+                    except (OSError, ValueError, TypeError) as error:  # a file is being replaced: the next look tells
+                        return json.dumps({"error": str(error)}).encode()
+            return self._data
+
+    @staticmethod
+    def _encoded(data: str) -> bytes:
+        digest = hashlib.sha256(data.encode()).hexdigest()
+        return f'{{"digest":"{digest}","pages":{data}}}'.encode()
+
+    def _stamps(self) -> dict[str, tuple[int, int]]:
+        """Return file → time and size of everything that may be read."""
+        found = {}
+        for path in self.paths:
+            for file in _below(path, _DEPTH):
+                try:
+                    stat = file.stat()
+                except OSError:  # removed meanwhile
+                    continue
+                found[str(file)] = (stat.st_mtime_ns, stat.st_size)
+        return found
+
+
+def _below(path: Path, depth: int) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
+        return
+    try:
+        entries = sorted(path.iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir():
+            if depth and not entry.name.startswith("."):
+                yield from _below(entry, depth - 1)
+        elif entry.suffix in _SUFFIXES or entry.name == ".lock":
+            yield entry
+
+
+def _handler(watch: Watch) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        server_version, sys_version = "vsim", ""
+        timeout = 30
+
+        def do_GET(self) -> None:
+            if self.headers.get("Host") not in watch.hosts or self.headers.get_all("Host", [])[1:]:
+                return self._send(403, "text/plain", b"another host\n")
+            found = watch.answer(self.path)
+            return self._send(404, "text/plain", b"not found\n") if found is None else self._send(200, *found)
+
+        def _send(self, status: int, kind: str, content: bytes) -> None:
+            self.send_response(status)
+            for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    return Handler
