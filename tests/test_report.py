@@ -45,7 +45,7 @@ def test_hours_are_those_of_the_table() -> None:
         for run, row in zip(page["runs"], rows, strict=True):
             (seed,) = run["seeds"]
             assert hours(page, seed, 20, network, compute) == pytest.approx(row["hours"], rel=1e-3)
-            # At every step, those that are not in the page included.
+            # At every step, including steps that the page leaves out.
             exact = comparison[run["name"]].history.time(network, compute).seconds / 3600
             assert [hours(page, seed, t, network, compute) for t in range(21)] == pytest.approx(exact, rel=1e-3)
 

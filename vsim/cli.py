@@ -461,7 +461,7 @@ def report(
     """Write a page of comparisons that were saved: curves, table and maps, with sliders for network and compute.
 
     Args:
-        paths: comparison.json or sweep.json, or their folders; or a --save-dir, also of runs that go on
+        paths: comparison.json or sweep.json, or their folders; or a --save-dir, also of runs that still train
         out: the page, one HTML file
         network: where the sliders stand at first, "200 Mbit/s, 50 ms"
         compute: time that a node computes in a step: 0.8, or '800 ms'
@@ -480,7 +480,7 @@ def watch(
     network: Annotated[str | None, _optional("'BANDWIDTH, LATENCY'", "that of the comparison")] = None,
     compute: Annotated[str | None, _optional("SECONDS", "that of the comparison")] = None,
 ) -> int:
-    """Show a page of runs in this machine's browser, which follows as they go on; Ctrl-C ends it.
+    """Show a page of runs in this machine's browser, which follows as they train; Ctrl-C ends it.
 
     Args:
         paths: a --save-dir or a folder of CSV logs, LOG_DIR/NAME; or comparison.json, or its folder
@@ -819,7 +819,7 @@ examples:
   vsim compare --save-dir run1 --checkpoint-interval 50     saved; with --resume it continues where it stopped
   vsim sweep --strategy diloco --set H=5,10,50 outer_lr=0.4,0.7,1.0 --seeds 1 2 3   nine settings, three seeds each
   vsim time --parameters 10e9 --nodes 8 --network "1 Gbit/s, 20 ms" --compute 0.8   hours on a network, not trained
-  vsim show run1                                            the table so far of runs that go on
+  vsim show run1                                            the table so far of runs that still train
   vsim watch run1                                           a page that follows them, in this machine's browser
   vsim report vsim-out --out report.html                    a page to send: sliders for the network, in any browser
   vsim verify --strategy diloco:H=5                         the simulator against 4 processes, bit by bit

@@ -1,4 +1,4 @@
-"""What was saved is read again, while runs go on, too: comparisons, checkpoints and logs.
+"""Read saved comparisons, checkpoints and logs, also while their runs train.
 
 Nothing is written, and nothing locked: reading never disturbs a run.
 """
@@ -55,7 +55,7 @@ class SavedRun(ComparedRun):
 
 
 def read_comparison(path: str | Path) -> Comparison:
-    """Read a comparison: what `to_json` wrote, or runs that save checkpoints or log to CSV files, and may still go on.
+    """Read a comparison: what `to_json` wrote, or runs that save checkpoints or log to CSV files, and may still train.
 
     Args:
         path: a file of `to_json`; or a folder: of `vsim compare` or `vsim sweep`, a `save_dir`, or the folder of a
@@ -173,7 +173,7 @@ def _of_checkpoints(folder: Path) -> SavedRun | None:
             state = "failed" if failure else "stopped" if stopped is not None else "ended"
             return SavedRun(history, failure=failure, diverged_at=diverged, stopped_at=stopped, state=state)
     for path in reversed(checkpoints_in(folder)):
-        with suppress(CheckpointError):  # half of it is gone: the run goes on, and removes old ones
+        with suppress(CheckpointError):  # half of it is gone: the run continues, and removes old ones
             found = load_checkpoint(path)
             state = "running" if _is_held(folder) or _is_held(folder.parent) else "interrupted"
             return SavedRun(found.history, stopped_at=found.step, state=state)

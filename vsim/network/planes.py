@@ -35,23 +35,23 @@ _NUMBERS = 1 << 22
 # is a plane at points, it is that plane between them.
 _COARSE = np.linspace(-5, 5, 6)
 _FINE = np.concatenate([np.linspace(-5, -2.5, 4), np.linspace(-2, 2, 25), np.linspace(2.5, 5, 4)])
-# Rounds of looking where planes meet, along so many steps, at such powers of ten of the other term.
+# Rounds of looking where planes meet, steps to look along, and the powers of ten of the other term.
 _ROUNDS, _WATCHED, _MOST_MEETINGS, _ALONG = 4, 6, 500, np.linspace(-3, 3, 9)
 
 
 @dataclass(frozen=True, repr=False)
 class Planes:
-    """When a run is done with some of its steps, whatever the speed of nodes and network.
+    """The times at which a run is done with some of its steps, as a function of the speed of nodes and network.
 
     Attributes:
         steps: (S,) ascending.
-        planes: of every step (P, 3): what compute, latency and 1/bandwidth are multiplied by. Compute is in seconds a
-            step, in the mean of the nodes; latency in seconds and bandwidth in bit/s where all links are equal, and
-            otherwise in those of the network.
+        planes: of every step (P, 3): the factors of compute, latency and 1/bandwidth. Compute is in seconds a step, in
+            the mean of the nodes; latency in seconds and bandwidth in bit/s where all links are equal, and otherwise
+            relative to the network's.
         computed: what a node computed until the last of the steps, in the mean of the nodes, over that of one step.
         compute: the mean seconds of a step of the compute that was given.
         decided: what the run's course depended on, so that another is another run: "", "compute", or "both" compute and
-            network. What is decided has no slope of its own: compute must stay what it is.
+            network. A run that was decided has no slope: compute must stay the same.
     """
 
     steps: NDArray[np.int64]
@@ -72,11 +72,11 @@ def planes(ledger: Record, network: Network, compute: Compute, steps: Sequence[i
     Args:
         ledger: of the run. network: its links may differ: then all bandwidths, and all latencies, change by one factor.
             A server's bandwidth changes with the others. compute: nodes keep their ratios, and messages their parts.
-        steps: those whose time is asked for.
+        steps: the steps whose times are asked for.
 
     Raises:
-        ValueError: the clock is no maximum of a few planes: the way around the best ring changes with the network, or
-            what is sent in parts depends on who waits.
+        ValueError: the clock is not a maximum of few planes: the best ring changes with the network, or the parts in
+            which a message is sent depend on which node waits.
     """
     chosen = sorted({int(step) for step in steps})
     mean = float(compute.node_seconds.mean())

@@ -18,8 +18,8 @@ class AloneStrategy(Strategy):
     Args:
         options: see `Strategy`.
 
-    Payload: none; with cohorts, every client's weights at the end of a round: the next cohort begins with those of the
-    first client.
+    Payload: none; with cohorts, every client's weights at the end of a round: the next cohort begins with the first
+    client's.
     """
 
     family = "local steps"

@@ -27,10 +27,10 @@ ComparedRun: TypeAlias = Any
 AnyNetwork = Network | str | float | None
 AnyCompute = Compute | float | str | None
 
-# Where neither the caller nor the comparison says any.
+# Where neither the caller nor the comparison gives any.
 NETWORK, COMPUTE = "1 Gbit/s, 20 ms", 1.0
-# A page holds so many measurements of a loss and of other columns, steps of a clock and rows of `node_losses`: of a few
-# runs, and of many, as of a sweep. Of nodes and of bars of a timeline it holds no more than these.
+# The most measurements of a loss and of other columns, steps of a clock and rows of `node_losses` on a page of few
+# runs, and on a page of many, such as a sweep's; and the most nodes, and bars of a timeline.
 _FEW = {"losses": 1000, "others": 150, "steps": 300, "rows": 80}
 _MANY = {"losses": 100, "others": 0, "steps": 40, "rows": 0}
 _MANY_RUNS, _MOST_NODES, _MOST_BARS = 60, 12, 400
@@ -54,8 +54,7 @@ def content(comparison: Comparison, network: AnyNetwork = None, compute: AnyComp
     """Return what the page says of a comparison or sweep: dicts, lists, numbers and text, which JSON can hold.
 
     Args:
-        network, compute: where the sliders stand at first; default: those of the comparison, or else `NETWORK` and
-            `COMPUTE`.
+        network, compute: where the sliders stand at first; default: the comparison's, or else `NETWORK` and `COMPUTE`.
 
     Raises:
         ValueError: there is no run; the network or compute has another number of nodes.
@@ -199,7 +198,7 @@ class _Page:
         }
 
     def _ledger(self, history: History, measured: NDArray[np.float64]) -> int:
-        """Return the place of a run's ledger among those of the page."""
+        """Return the place of a run's ledger among the ledgers of the page."""
         ledger = history.ledger
         last = int(history.last("step")) if len(history) else 0
         steps = self._steps(ledger, last, measured)
@@ -211,7 +210,7 @@ class _Page:
         return self.places[digest]
 
     def _steps(self, ledger: Any, last: int, measured: NDArray[np.float64]) -> list[int]:
-        """Steps between which time and bytes are about linear: all, or those of measurements and of syncs."""
+        """Return steps between which time and bytes are about linear: all, or steps with measurements and syncs."""
         if last < self.most["steps"]:
             return list(range(last + 1))
         syncs = {step for event in ledger for at in (event.step, event.due) for step in (at - 1, at) if 0 <= at <= last}
@@ -232,7 +231,7 @@ class _Page:
             mean = float(self.compute.node_seconds.mean())
             flat = tuple(np.array([[line.seconds[step] / mean, 0.0, 0.0]]) for step in steps)
             own = Planes(np.array(steps), flat, float(line.compute_seconds.sum()) / mean, mean, "both")
-            fixed = f"its hours are those of {line.network!r} and {line.compute!r}: {error}"
+            fixed = f"its hours are for {line.network!r} and {line.compute!r}: {error}"
         rows = np.searchsorted(history["step"], steps) if len(history) else np.zeros(len(steps), dtype=int)
         sent = [history.bytes_per_node(way)[rows] if len(history) else np.zeros(1) for way in ("wire", "payload")]
         kept = _bends(steps, own.planes, np.stack(sent, 1))
@@ -330,7 +329,7 @@ def _measured(history: History, column: str) -> tuple[NDArray[np.float64], NDArr
 
 
 def _thinned(steps: Any, values: Any, most: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return at most about so many of the measurements, evenly spaced, the first and the last among them."""
+    """Return at most about `most` of the measurements, evenly spaced, the first and the last among them."""
     if len(steps) <= most:
         return steps, values
     kept = np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))
@@ -355,7 +354,7 @@ def _look(look: Look) -> dict[str, Any]:
 
 
 def _network(network: Network) -> dict[str, Any]:
-    """Where the sliders stand: bandwidth and latency of equal links, or factors of those that differ."""
+    """Where the sliders stand: bandwidth and latency of equal links, or factors of links that differ."""
     plain = network.as_plain()
     equal = plain["place"] is None
     bandwidth = float(plain["bits_per_second"][0][0]) if equal else 1.0

@@ -58,7 +58,7 @@ def report(
 
     Args:
         comparisons: what they are called on the page → comparison.
-        network, compute: where the sliders of the page stand at first; default: those of each comparison, or else
+        network, compute: where the sliders of the page stand at first; default: each comparison's, or else
             1 Gbit/s, 20 ms and 1 s a step, which the page says.
         title: of the page. Default: the names of the comparisons.
         every: seconds after which the page asks its server for new data; default: it has none.
