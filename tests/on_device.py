@@ -12,7 +12,8 @@ from pretend import DEVICE, OnDevice, Reads, accelerator
 from test_strategies_common import STEPS, Row, every_row, examples, model, uneven
 
 from vsim import Callback, Compute, Network, Sample, Schedule, Trainer, load_checkpoint
-from vsim.engine.machine import devices_of_nodes
+from vsim.engine import batched
+from vsim.engine.machine import devices_of_nodes, moved
 from vsim.process.node import backend_for
 from vsim.records.history import OF_THE_MACHINE
 from vsim.strategy import (
@@ -140,8 +141,30 @@ def test_processes_take_a_gpu_each_where_there_are_enough(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
     assert devices_of_nodes(None, None, 2) == gpus and backend_for(gpus, 2) == "nccl"
-    assert devices_of_nodes(None, None, 3) == [torch.device("cpu")]
+    with pytest.warns(UserWarning, match=r"3 nodes train on the CPU, as there are 2 GPUs.*cuda:1"):
+        assert devices_of_nodes(None, None, 3) == [torch.device("cpu")]
     assert backend_for(gpus, 3) == backend_for([torch.device("cpu")], 1) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("device", "pinned", "waits"), [("cuda", True, False), ("cuda", False, True), ("mps", True, True)]
+)
+def test_the_host_waits_for_copies_of_memory_that_others_may_get(
+    device: str, pinned: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *to, non_blocking: copies.append((*to, non_blocking)) or self)
+    moved({"x": torch.ones(2), "y": [torch.zeros(1)]}, torch.device(device))
+    assert copies == 2 * [(torch.device(device), not waits)]
+
+
+def test_an_index_out_of_range_is_an_error_and_not_the_end_of_a_device() -> None:
+    with accelerator() as device:
+        table, indices = torch.ones(2, 3, 4, device=device), torch.tensor([[0, 2], [1, 3]], device=device)
+        with pytest.raises(IndexError, match="out of range for a table of 3 rows"):
+            batched.embedding(indices, table, None, False)
+        assert batched.embedding(indices.clamp(max=2), table, None, False).shape == (2, 2, 4)
 
 
 def test_what_is_mixed_is_refused() -> None:

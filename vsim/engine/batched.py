@@ -219,16 +219,29 @@ class _Gelu(torch.autograd.Function):
         return out, None
 
 
+def _check_indices(indices: Tensor, rows: int) -> None:
+    """Raise an IndexError for an index that is not in 0 … rows − 1.
+
+    On the CPU, and where a compiler traces, an operation checks it, so that no number has to come to Python. That
+    operation would end a process's use of CUDA, and MPS does not have it.
+    """
+    within = ((indices >= 0) & (indices < rows)).all()
+    try:
+        if indices.device.type == "cpu" or torch.compiler.is_compiling():
+            aten._assert_async(within)
+        elif not bool(within):
+            raise RuntimeError
+    except RuntimeError:
+        raise IndexError(f"embedding: an index is out of range for a table of {rows} rows") from None
+
+
 class _Embedding(torch.autograd.Function):
     """indices (K, …) into table (K, V, d) → (K, …, d); the row `padding_idx` of every table gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, table: Tensor, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
         nodes, rows = table.shape[:2]
-        try:  # by an operation, so that no number has to come to Python
-            aten._assert_async(((indices >= 0) & (indices < rows)).all())
-        except RuntimeError:
-            raise IndexError(f"embedding: an index is out of range for a table of {rows} rows") from None
+        _check_indices(indices, rows)
         first_row = torch.arange(0, nodes * rows, rows, device=indices.device)
         below = indices + first_row.view(-1, *[1] * (indices.dim() - 1))  # the tables one below the other
         ctx.save_for_backward(below)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -58,7 +59,23 @@ def devices_of_nodes(
     if device is not None:
         return [pick_device(device)]
     gpus = torch.cuda.device_count()
+    if 0 < gpus < nodes_here:
+        warnings.warn(
+            f"{nodes_here} nodes train on the CPU, as there are {gpus} GPUs and each process takes one of its own; "
+            f"devices={[f'cuda:{i}' for i in range(gpus)]} shares them",
+            UserWarning,
+            stacklevel=4,
+        )
     return [torch.device("cuda", i) for i in range(nodes_here)] if gpus >= nodes_here else [torch.device("cpu")]
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device.
+
+    The host goes on while pinned memory is copied to CUDA, which holds on to it until the copy is done. Memory that is
+    not pinned, and memory copied to MPS, may be given to others before that.
+    """
+    return tree_map(lambda t: t.to(device, non_blocking=device.type == "cuda" and t.is_pinned()), batch)
 
 
 @contextmanager

@@ -25,8 +25,10 @@ from vsim.engine.rules import InexactError, Lowering
 from vsim.private_torch import has_backward_hooks, version, without_performance_warnings
 
 # A vmapped call takes as many nodes at once as have this many weights together. Larger pieces gain nothing (their
-# arithmetic is already in large kernels) and their temporaries fall out of the caches.
+# arithmetic is already in large kernels) and their temporaries fall out of the caches. An accelerator has kernels that
+# gain from more, and no such caches: there, it is memory that bounds them.
 WEIGHTS_AT_ONCE = 2**22
+WEIGHTS_AT_ONCE_ON_ACCELERATORS = 2**27
 
 
 _HERE = Path(__file__).parent
@@ -125,7 +127,9 @@ class VmapExecutor(Executor):
     @staticmethod
     def nodes_at_once(replicas: Replicas, settings: Settings) -> int:
         """Return how many nodes a vmapped call takes at most."""
-        return min(replicas.num_held, settings.chunk_size or max(1, WEIGHTS_AT_ONCE // replicas.num_parameters))
+        on_cpu = replicas.weights.device.type in ("cpu", "meta")
+        most = WEIGHTS_AT_ONCE if on_cpu else WEIGHTS_AT_ONCE_ON_ACCELERATORS
+        return min(replicas.num_held, settings.chunk_size or max(1, most // replicas.num_parameters))
 
     @property
     def name(self) -> str:  # type: ignore[override]

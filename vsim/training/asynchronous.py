@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.arguments import retold
 from vsim.data.batches import Batches, one_in_memory, sizes_of
 from vsim.engine import Executor
+from vsim.engine.machine import moved
 from vsim.engine.objective import explained
 from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.training.rows import FewRows
@@ -67,7 +68,7 @@ class Workers:
     def _step(self, nodes: list[int], batch: Any) -> None:
         """Let some workers take a local step on their stacked batch (n, B, …)."""
         replicas, run = self.engine.replicas, self.run
-        batch = tree_map(lambda t: t.to(replicas.weights.device, non_blocking=True), batch)
+        batch = moved(batch, replicas.weights.device)
         try:
             with torch.enable_grad():  # which a strategy does without
                 if len(nodes) == replicas.num_held:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from vsim.arguments import naming, retold
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import global_states, same_states
 from vsim.data.batches import Uneven, sizes_of
-from vsim.engine.machine import keeping_freed_memory
+from vsim.engine.machine import keeping_freed_memory, moved
 from vsim.engine.objective import explained
 from vsim.records.progress import StepReport
 from vsim.training import resume
@@ -130,7 +130,7 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     try:
         batch = next(stack.batches)
         if any(t.device != device for t in tree_leaves(batch)):
-            batch = tree_map(lambda t: t.to(device, non_blocking=True), batch)
+            batch = moved(batch, device)
     except Exception as error:
         _all_leave(ensemble, runs, retold(error, f"the batches of step {step}: {error}"))
         return False
