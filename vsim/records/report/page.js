@@ -263,19 +263,21 @@
   /** A frame with axes: {root, plot, x, y, box}; `root` is an image to those who cannot see it. */
   const frame = (host, options) => {
     const width = Math.max(260, host.clientWidth || 600), height = options.height || clamp(width * 0.52, 250, 430);
-    const box = { left: options.left || 54, right: width - (options.right || 14), top: options.top || 12, bottom: height - 42 };
+    const box = { right: width - (options.right || 14), top: options.top || 12, bottom: height - 42 };
+    const y = options.y(box.bottom, box.top), heights = y.ticks(Math.max(3, Math.floor(height / 55))).map((v) => [v, (options.ytext || tick)(v)]);
+    box.left = Math.max(options.left || 54, 30 + 7 * Math.max(0, ...heights.map(([, text]) => text.length)));
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": options.summary });
-    const x = options.x(box.left, box.right), y = options.y(box.bottom, box.top);
+    const x = options.x(box.left, box.right);
     const grid = svg("g"), plot = svg("g");
     for (const v of x.ticks(options.xticks || Math.max(3, Math.floor(width / 95)))) {
       const at = x(v);
       grid.append(svg("line", { class: "grid", x1: at, x2: at, y1: box.top, y2: box.bottom }));
       grid.append(svg("text", { class: "soft", x: at, y: box.bottom + 16, "text-anchor": "middle" }, (options.xtext || tick)(v)));
     }
-    for (const v of y.ticks(Math.max(3, Math.floor(height / 55)))) {
+    for (const [v, text] of heights) {
       const at = y(v);
       grid.append(svg("line", { class: "grid", x1: box.left, x2: box.right, y1: at, y2: at }));
-      grid.append(svg("text", { class: "soft", x: box.left - 7, y: at + 4, "text-anchor": "end" }, (options.ytext || tick)(v)));
+      grid.append(svg("text", { class: "soft", x: box.left - 7, y: at + 4, "text-anchor": "end" }, text));
     }
     grid.append(svg("line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }));
     grid.append(svg("text", { class: "title", x: (box.left + box.right) / 2, y: height - 6, "text-anchor": "middle" }, options.xlabel));
@@ -531,7 +533,7 @@
         let room = 0; // rows above and below that have the middle, too
         const middle = (i + k - 1) >> 1;
         while (cells[j - room - 1] && cells[j + room + 1] && key(cells[j - room - 1][middle]) === own && key(cells[j + room + 1][middle]) === own) room += 1;
-        const width = (k - i) * broad, worth = Math.min(width, 8 * tall * (room + 0.5));
+        const width = (k - i) * broad, worth = Math.min(width, 8 * tall * (room + 0.5)) + 0.1 * room;
         if (!widest.has(own) || worth > widest.get(own).worth) widest.set(own, { worth, width, x: f.x(bits[i]) - broad / 2 + width / 2, y: f.y(delays[j]), room });
       }
     });
@@ -1048,7 +1050,7 @@
     fill($("shade"), Object.entries(SHADES), state.shade);
     fill($("run"), P.runs.map((run, i) => [String(i), run.name]).filter(([i]) => P.runs[i].nodes || P.runs[i].timeline), String(state.run));
     $("assumed").textContent = P.assumed.length ? `No ${P.assumed.join(" and no ")} was given: where the sliders stand is only a beginning.` : "";
-    $("about").replaceChildren(...P.about.flatMap(([title, text]) => [el("dt", {}, title), el("dd", {}, text)]));
+    $("about").replaceChildren(...P.about.flatMap(([title, text]) => [el("dt", {}, title), el("dd", {}, text.includes("\n") ? el("details", {}, el("summary", {}, "all settings, data, versions and calls"), text) : text)]));
     makeSliders();
     render();
   };
