@@ -188,6 +188,26 @@ def test_sorts_hides_and_shows(opened: Any, comparison: vsim.Comparison) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:validation every")
+def test_map_and_front_name_those_of_python(opened: Any, comparison: vsim.Comparison) -> None:
+    rng, bandwidths, latencies = random.Random(7), [1e5, 3e6, 7e7, 2e9, 1e11], [1e-4, 0.003, 0.05, 1.0]
+    for target in (1.2, 1.7, 2.1, rng.uniform(0.8, 2.2)):
+        compute = 10 ** rng.uniform(-3, 0.5)
+        opened.evaluate("(at) => vsim.set(at)", {"target": target, "sec": compute})
+        exact = comparison.winners(target, bandwidths, latencies, compute).first
+        for i, latency in enumerate(latencies):
+            for j, bandwidth in enumerate(bandwidths):
+                said = opened.evaluate("([bw, lat]) => vsim.first(bw, lat)", [bandwidth, latency])
+                assert sorted(said) == sorted(exact[i][j]), (target, compute, bandwidth, latency)
+    for cost, own in (("wire", "wire"), ("hours", "time")):
+        opened.evaluate("(at) => vsim.set(at)", {"cost": cost, "bw": 2e8, "lat": 0.05, "sec": 0.8})
+        priced = {} if cost == "wire" else {"network": "200 Mbit/s, 50 ms", "compute": 0.8}
+        front = set(comparison.pareto(own, **priced).names)  # type: ignore[arg-type]
+        label = opened.locator("#front svg").get_attribute("aria-label").partition("On the front: ")[2]
+        assert {name for name in comparison if name in label} == front
+
+
+@pytest.mark.slow
 def test_plots_are_read_by_pointer_and_by_keyboard(opened: Any) -> None:
     tip = opened.locator("#tip")
     opened.locator("#curves").hover(position={"x": 300, "y": 150})

@@ -1094,6 +1094,11 @@
   let width = 0;
   new ResizeObserver(() => { if (Math.abs(document.body.clientWidth - width) > 2) { width = document.body.clientWidth; later(); } }).observe(document.body);
   dark.addEventListener("change", later);
-  window.vsim = { get state() { return state; }, get page() { return P; }, set: (changes) => { set(changes); render(); }, priced };
+  window.vsim = { get state() { return state; }, get page() { return P; }, set: (changes) => { set(changes); render(); }, priced,
+    /** The names of the first to the target on a network, and of all that cannot be told from it. */
+    first: (bw, lat) => {
+      const { found, spots } = racers();
+      return found.length ? race(found, spots, { ...place(), bw, lat }).tied.map((k) => found[k].run.name) : [];
+    } };
   begin();
 })();
