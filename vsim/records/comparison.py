@@ -881,10 +881,11 @@ class Comparison(Mapping[str, ComparedRun]):
 
     def _on_clients(self, run: ComparedRun) -> dict[str, float]:
         """The columns of what the global model does on the data of each client, none if that was not measured."""
-        histories, history = self._all_histories(), run.history
-        if any(len(one.client_val_accuracies) for one in histories):
+        history = run.history
+        measured = frozenset().union(*(one.measured_on_clients for one in self._all_histories()))
+        if "accuracies" in measured:
             name, percentile, values, worst = "accuracy", 10, history.client_val_accuracies, np.min
-        elif any(len(one.client_val_losses) for one in histories):
+        elif "losses" in measured:
             name, percentile, values, worst = "loss", 90, history.client_val_losses, np.max
         else:
             return {}

@@ -180,6 +180,11 @@ class History:
         return found
 
     @property
+    def measured_on_clients(self) -> frozenset[str]:
+        """What was measured on each client's own data: "losses", "accuracies", both or nothing."""
+        return frozenset(name for name, values in self._client_val.items() if values)
+
+    @property
     def client_val_losses(self) -> NDArray[np.float64]:
         """(N,): the loss of the global model after the last step on each client's own data; empty if not measured."""
         return np.asarray(self._client_val.get("losses", ()), dtype=np.float64)
