@@ -147,7 +147,7 @@ def _read_file(path: Path) -> Comparison:
     kind = Sweep if all(key in content for key in Sweep._keys) else Comparison
     with holding_a_record(path, kind.__name__):
         comparison = kind._from_plain(content)
-        comparison.table()  # what cannot be told is no record
+        comparison.table()  # a file whose table cannot be made is not a record
         str(comparison.describe())
         for name in comparison:
             for run in comparison.runs(name):

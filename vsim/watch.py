@@ -31,12 +31,12 @@ _HEADERS = {
 
 
 class Watch:
-    """A server of one page, at an address that nobody can guess.
+    """A server of one page, at an address that cannot be guessed.
 
     It answers requests of this machine alone, for its own host name and with its token, and reads files, nothing else.
 
     Args:
-        paths: comparisons that were saved, or go on; see `vsim.saved.read_comparison`.
+        paths: comparisons, saved or still training; see `vsim.saved.read_comparison`.
         port: to listen at; 0: any that is free.
         every: seconds between two looks at the files.
         network, compute: where the sliders stand at first.

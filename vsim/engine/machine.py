@@ -72,8 +72,8 @@ def devices_of_nodes(
 def moved(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device.
 
-    The host goes on while pinned memory is copied to CUDA, which holds on to it until the copy is done. Memory that is
-    not pinned, and memory copied to MPS, may be given to others before that.
+    The host continues while pinned memory is copied to CUDA, which holds on to it until the copy is done. Memory that
+    is not pinned, and memory copied to MPS, may be given to others before that.
     """
     return tree_map(lambda t: t.to(device, non_blocking=device.type == "cuda" and t.is_pinned()), batch)
 
