@@ -1013,7 +1013,7 @@
     select.replaceChildren(...options.map(([value, text]) => el("option", { value }, text)));
     select.value = chosen;
   };
-  let waiting = false, drawn = "";
+  let waiting = false, drawn = "", mapping = null;
   const later = () => {
     if (waiting) return;
     waiting = true;
@@ -1028,7 +1028,9 @@
     drawLegend();
     drawCurves();
     drawTable(rows);
-    drawMap();
+    clearTimeout(mapping);
+    if (P.runs.length > 40) mapping = setTimeout(drawMap, 120); // of many runs, once the slider rests
+    else drawMap();
     drawFront(rows);
     const inside = [pages.indexOf(P), state.run, dark.matches, document.body.clientWidth].join();
     if (drawn !== inside) drawNodes(); // which no slider moves
