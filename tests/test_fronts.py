@@ -146,6 +146,8 @@ def test_a_front_shows_itself() -> None:
     [
         (({"bytes": 3},), ValueError, "budget.*bytes"),
         (({"wire": "2 Gbit/s"},), ValueError, "2 Gbit/s"),
+        (({"wire": "1.2.3 MB"},), ValueError, r"within\['wire'\] must be .* kB, MB.*'1\.2\.3 MB'"),
+        (({"cost": "$.40."},), ValueError, r"within\['cost'\] must be .*'\$40'.*'\$\.40\.'"),
         (({"wire": -1},), ValueError, "wire.*-1"),
         (({"step": "many"},), ValueError, "step.*many"),
         (("wire",), TypeError, "within.*wire"),

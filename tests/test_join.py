@@ -84,7 +84,11 @@ def test_joined_comparisons_are_the_one_that_trained_all(two: vsim.Comparison, t
     for run, own in found.items():
         np.testing.assert_allclose(own, expected[run], rtol=1e-5)
     assert both.runs("AllReduce")[1] is two.runs("AllReduce")[1]  # equal runs once, the first
-    assert both.calls == [*two.calls, *later.calls] and both.describe()["seeds"] == [1, 2, 3]
+    assert (
+        "2 or 3 seeds" in repr(both)
+        and both.calls == [*two.calls, *later.calls]
+        and both.describe()["seeds"] == {"AllReduce": [1, 2, 3], "DiLoCo": [1, 2], "alone": [2, 3]}
+    )
 
 
 def test_extending_trains_only_what_is_new(two: vsim.Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +155,7 @@ def test_extending_another_problem_is_an_error_before_training(two: vsim.Compari
     strategies = {"DiLoCo": DiLoCoStrategy(H=3, lr=1e-3)}
     with pytest.raises(ValueError, match=r"'DiLoCo'.*H=2.*H=3"):
         vsim.compare(small, TRAIN, VAL, strategies=strategies, seeds=[5], extend=two, **OPTIONS)
-    with pytest.raises(TypeError, match=r"extend.*dict"):
+    with pytest.raises(TypeError, match=r"extend must be a Comparison, got \{\}"):
         compared("alone", extend={})
     with pytest.raises(ValueError, match="tune"):
         compared("alone", extend=two, tune={"lr": [1e-3, 1e-2]})
@@ -159,8 +163,9 @@ def test_extending_another_problem_is_an_error_before_training(two: vsim.Compari
     old._add("without", vsim.ComparedRun(vsim.History("without", 2)))
     with pytest.raises(ValueError, match="configuration"):
         two | old
-    with pytest.raises(TypeError):
-        two | {}  # type: ignore[operator]
+    for given, hint in (({}, ""), ("saved.json", r"; read it with Comparison\.from_json")):
+        with pytest.raises(TypeError, match=rf"must be a Comparison, got .*{hint}$"):
+            two | given  # type: ignore[operator]
 
 
 def test_hours_of_a_join_are_those_of_either(two: vsim.Comparison) -> None:
@@ -226,3 +231,17 @@ def test_a_strategy_of_its_own_is_told_apart(two: vsim.Comparison) -> None:
     assert len((two | mine(0.5, 1) | mine(0.5, 2)).runs("mine")) == 2
     with pytest.raises(ValueError, match=r"'mine'.*0\.5.*0\.25"):
         mine(0.5, 1) | mine(0.25, 2)
+
+
+def test_data_that_a_function_deals_are_told_apart() -> None:
+    def comparison(alpha: float, seed: int) -> vsim.Comparison:
+        dealt = partition(TRAIN, 2, "dirichlet", alpha=alpha, min_size=16)
+
+        def of_client(rank: int, num_nodes: int, train_dataset: bool) -> Any:
+            return dealt(rank, num_nodes, train_dataset)
+
+        return vsim.compare(small, of_client, VAL, strategies={"alone": ALL["alone"]}, seeds=[seed], **OPTIONS)
+
+    assert [run.seed for run in (comparison(0.3, 1) | comparison(0.3, 2)).runs("alone")] == [1, 2]
+    with pytest.raises(ValueError, match=r"train_dataset\.examples\.client 0 is \d+ and \d+"):
+        comparison(0.3, 1) | comparison(100.0, 2)

@@ -21,14 +21,13 @@ from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
 from vsim.grid import made, merged, points, settings_of
 from vsim.network import Compute, Network
-from vsim.records.comparison import ComparedRun, Comparison
+from vsim.records.comparison import ComparedRun, Comparison, no_comparison
 from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
 from vsim.records.provenance import Conditions, check_same_strategy
 from vsim.records.sweep import Sweep
 from vsim.strategy.base import Strategy
 from vsim.strategy.configured import arguments_of, shown
 from vsim.trainer import Trainer
-from vsim.training.configuration import describe_problem
 from vsim.training.entries import Entries, Entry, saving_in
 from vsim.training.interrupt import Interrupted
 from vsim.training.spec import takes_options
@@ -237,7 +236,7 @@ def train_entries(
         extend: runs that are not trained again. They are not in the result.
     """
     if not isinstance(extend, Comparison | None):
-        raise TypeError(f"extend must be a Comparison, got {type(extend).__name__}")
+        raise no_comparison("extend", extend)
     if extend is not None and halving is not None:
         raise ValueError("halving compares all settings from the start, and the settings of extend= have been trained")
     seeds = _checked_seeds(seeds, options)
@@ -276,7 +275,7 @@ def train_entries(
     models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}
     running: list[Entry] = []
     configs: dict[Entry, Callable[[], dict[str, Any]]] = {}
-    problems: dict[Trainer, dict[str, Any]] = {}  # as far as they have been described
+    problems: dict[tuple[Trainer, int], dict[str, Any]] = {}  # as far as they have been described
     started = datetime.now()
     fitting = None if extend is None else _conditions_of(extend)
     for seed in seeds:
@@ -344,13 +343,13 @@ def train_entries(
 
 
 def _config(
-    trainer: Trainer, options: Mapping[str, Any], started: datetime, problems: dict[Trainer, dict[str, Any]]
+    trainer: Trainer, options: Mapping[str, Any], started: datetime, problems: dict[tuple[Trainer, int], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the configuration of a run; model and data are described once for all runs of a seed."""
-    if trainer not in problems:
-        data = trainer.train_dataset, trainer.val_dataset
-        problems[trainer] = describe_problem(trainer.model, *data, trainer.loss_fn)
-    return trainer.config(options, started, problems[trainer])
+    key = trainer, options["num_nodes"]
+    if key not in problems:
+        problems[key] = trainer.problem(options)
+    return trainer.config(options, started, problems[key])
 
 
 def _conditions_of(comparison: Comparison) -> Conditions:

@@ -10,6 +10,7 @@ from torch import nn
 from vsim.compare import call_text, compare, train_entries
 from vsim.data.batches import Data
 from vsim.grid import known_settings, made, points
+from vsim.records.comparison import no_comparison
 from vsim.records.sweep import Sweep
 from vsim.strategy.base import Strategy
 from vsim.training.spec import takes_options
@@ -80,7 +81,7 @@ def sweep(
             entries[name]["batch_size"] = point.values["batch_size"]
     extend = options.pop("extend", None)
     if not isinstance(extend, Sweep | None):
-        raise TypeError(f"extend must be a Sweep, got {type(extend).__name__}")
+        raise no_comparison("extend", extend, Sweep)
     runs = train_entries(
         entries, model, train_dataset, val_dataset, seeds=seeds, halving=halving, extend=extend, **options
     )

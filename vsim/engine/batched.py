@@ -61,7 +61,7 @@ def node_by_node(
         streams: K generators that `function` draws from in place of the default generator, or None.
 
     Raises:
-        NodesDifferError: `function` returns something else than tensors, which differs between nodes.
+        NodesDifferError: `function` returns a value that is no tensor and differs between nodes.
     """
     leaves, spec = tree_flatten((args, kwargs))
     stacked = {id(leaf): leaf.tensor for leaf in leaves if isinstance(leaf, Stacked)}

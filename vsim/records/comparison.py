@@ -226,7 +226,7 @@ class Comparison(Mapping[str, ComparedRun]):
                 strategies. What differs is named. Or the hours of the two are derived from different networks.
         """
         if not isinstance(other, Comparison):
-            return NotImplemented
+            raise no_comparison("what a comparison is joined with", other)
         pairs = [(c, name, run) for c in (self, other) for name in c for run in c.runs(name)]
         common = Conditions([*self.varied_options, *other.varied_options])
         for _, name, run in pairs:
@@ -272,7 +272,9 @@ class Comparison(Mapping[str, ComparedRun]):
         configurations is described by its strategies and seeds alone.
         """
         runs = {name: own[0].history.config.get("strategy", {}) for name, own in self._runs.items()}
-        seeds = list(dict.fromkeys(run.seed for own in self._runs.values() for run in own))
+        by_name = {name: [run.seed for run in own] for name, own in self._runs.items()}
+        alike = len({tuple(own) for own in by_name.values()}) == 1
+        seeds: Any = next(iter(by_name.values())) if alike else by_name
         calls = {name: own.get("call", "") for name, own in runs.items()}
         configs = [run.history.config for own in self._runs.values() for run in own if run.history.config]
         return described(calls, seeds, self.calls, configs)
@@ -399,7 +401,9 @@ class Comparison(Mapping[str, ComparedRun]):
             costs = [(self._cost(history, of, priced), most) for of, most in budgets.items()]
             return loss_within(history["step"], history.column(self._loss_column), costs)
 
-        return best_of(self._by_seed(loss), " and ".join(f"{value} ({of})" for of, value in within.items()))
+        said = " and ".join(f"{value} ({of})" for of, value in within.items())
+        ends = [self._cost(h, of, priced)[-1] < most for of, most in budgets.items() for h in self._all_histories()]
+        return best_of(self._by_seed(loss), f"{said}, which no run uses up" if all(ends) else said)
 
     def _cost(self, history: History, of: str, priced: _Priced) -> NDArray[np.float64]:
         """What a run has cost at every row, in bytes, seconds, dollars, or a column of the history."""
@@ -453,7 +457,8 @@ class Comparison(Mapping[str, ComparedRun]):
             row |= {"front": False, "dominated_by": ""}
         for row, place in zip(sound, by, strict=True):
             row |= {"front": place is None, "dominated_by": "" if place is None else sound[place]["strategy"]}
-        return Front(cost, pandas.DataFrame(rows), self._looks(), self._loss_title)
+        per = "client" if self._of_clients else "node"
+        return Front(cost, pandas.DataFrame(rows), self._looks(), self._loss_title, per)
 
     def steps_to(self, loss: float, of: str = "step") -> dict[str, list[float]]:
         """Return name → for each seed the first step with a validation loss of at most `loss`, NaN if there is none.
@@ -733,7 +738,9 @@ class Comparison(Mapping[str, ComparedRun]):
             found = ranking({name: losses[name] for name in self if name not in diverged})
             places = {name: i for i, name in enumerate(self._ordered())}
             best, others = ({places[name] for name in names} for names in (found.best, found.undecided))
-            marks = Marks(self._loss_title, best, others, found.tested)
+            one = all(len(own) == 1 for own in self._runs.values())
+            untested = "one seed" if one else "fewer than two common seeds"
+            marks = Marks(self._loss_title, best, others, found.tested, untested)
         return text_table(rows, format, titles, columns, digits, marks)
 
     def plot(
@@ -954,15 +961,20 @@ class Comparison(Mapping[str, ComparedRun]):
         return Y_LABELS[self._loss_column]
 
     def _title(self) -> str:
-        seeds = max((len(runs) for runs in self._runs.values()), default=1)
+        numbers = sorted({len(runs) for runs in self._runs.values()})
+        seeds = " or ".join(map(str, numbers))
         spread = f"{seeds} seeds: mean ± standard deviation" if len(self) <= MANY else f"mean of {seeds} seeds"
-        repeated = f", {spread}" if seeds > 1 else ""
+        repeated = f", {spread}" if max(numbers, default=1) > 1 else ""
         size = _size(self.allreduce_bytes)
         if self._measured_bytes is not None:
             size += f" (losses of {_size(self._measured_bytes)})"
         nodes = sorted({history.num_nodes for history in self._all_histories()})
         sampled = "".join(f", validated on {part} examples" for part in self._sampled())
-        return f"{' or '.join(map(str, nodes))} nodes, {size} of weights each{repeated}{sampled}"
+        who = f"{' or '.join(map(str, nodes))} nodes"
+        if self._of_clients:
+            clients = sorted({history.ledger.num_nodes for history in self._all_histories()})
+            who = f"cohorts of {' or '.join(map(str, nodes))} of {' or '.join(f'{n:,}' for n in clients)} clients"
+        return f"{who}, {size} of weights each{repeated}{sampled}"
 
     def _sampled(self) -> list[str]:
         """Return the numbers of validation examples, such as "2,048 of 50,000", where they are a part of all."""
@@ -990,6 +1002,12 @@ class Comparison(Mapping[str, ComparedRun]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._title()})\n{self.table()}"
+
+
+def no_comparison(name: str, given: Any, kind: type[Comparison] = Comparison) -> TypeError:
+    """Make the error for an argument that must be a comparison, or one of its kinds, and is something else."""
+    hint = f"; read it with {kind.__name__}.from_json" if isinstance(given, str | Path) else ""
+    return TypeError(f"{name} must be a {kind.__name__}, got {given!r}{hint}")
 
 
 def _wire_bytes_at(history: History, step: float) -> float:

@@ -42,7 +42,6 @@ COSTS = {
 }
 # What a budget may be of: costs, and columns of a history.
 BUDGETS = (*COSTS, "step", "examples", "tokens")
-_BYTES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def amount(of: str, value: Any) -> float:
@@ -59,17 +58,24 @@ def amount(of: str, value: Any) -> float:
     if of == "time":
         return seconds(where, value, at_least=0)
     if isinstance(value, str):
-        bytes_or_dollars = (
-            r"\s*([\d.]+(?:e[+-]?\d+)?)\s*([kKMGT]?)B\s*" if of in ("wire", "payload") else r"\s*\$?([\d.]+)()\s*"
-        )
-        match = re.fullmatch(bytes_or_dollars, value, flags=re.ASCII)
-        example = "'2 GB'" if of in ("wire", "payload") else "'$40'"
-        if match is None or of in ("step", "examples", "tokens"):
-            raise ValueError(
-                f"{where} must be a number{f', or text such as {example}' if match is None else ''}, got {value!r}"
-            )
-        value = float(match[1]) * _BYTES[match[2]]
+        pattern, allowed = _TEXTS.get(of, ("", "a number"))
+        match = re.fullmatch(pattern, value, flags=re.ASCII)
+        if not pattern or match is None:
+            raise ValueError(f"{where} must be {allowed}, got {value!r}")
+        value = float(match["number"]) * _UNITS[match.groupdict().get("unit", "")]
     return real_number(where, value, at_least=0)
+
+
+_NUMBER = r"(?P<number>(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
+_UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_OF_BYTES = (
+    rf"\s*{_NUMBER}\s*(?P<unit>[kMGT]?)B\s*",
+    "a number of bytes, or text in B, kB, MB, GB or TB, such as '2 GB'",
+)
+_TEXTS = {
+    **dict.fromkeys(("wire", "payload"), _OF_BYTES),
+    "cost": (rf"\s*\$?\s*{_NUMBER}\s*", "a number of dollars, or text such as '$40'"),
+}
 
 
 class Best(str):
@@ -78,7 +84,8 @@ class Best(str):
     Attributes:
         loss: its loss, the mean over the seeds. within: what the budget was, as text; "": there was none.
         runner_up: the next best strategy, "" without any; runner_up_loss: its loss.
-        p: of the paired t-test between the two, adjusted by Holm over all strategies; NaN with one seed.
+        p: of the paired t-test between the two, adjusted by Holm over all strategies; NaN with fewer than two common
+            seeds.
     """
 
     loss: float
@@ -89,7 +96,7 @@ class Best(str):
 
     @property
     def certain(self) -> bool | None:
-        """Whether seeds tell it from the runner-up (p ≤ 0.05); None: one seed cannot tell."""
+        """Whether seeds tell it from the runner-up (p ≤ 0.05); None: fewer than two common seeds cannot tell."""
         return None if math.isnan(self.p) else self.p <= 0.05
 
     def __repr__(self) -> str:
@@ -97,7 +104,7 @@ class Best(str):
         if not self.runner_up:
             return text
         sure = {
-            None: "one seed does not tell whether they differ",
+            None: "fewer than two common seeds, which cannot tell whether they differ",
             True: f"the difference is certain, p = {self.p:.2g}",
             False: f"seeds do not tell them apart, p = {self.p:.2g}",
         }
@@ -155,13 +162,14 @@ class Front:
         cost: "wire", "payload", "time" or "cost".
         frame: strategy, the cost, loss (means over the seeds), low and high (the 95 % interval of the loss by Student's
             t; with one seed, by its standard error over the validation examples), seeds, front, dominated_by.
-        looks: of the strategies, by name. loss: which loss it is.
+        looks: of the strategies, by name. loss: which loss it is. per: whose bytes they are, a node's or a client's.
     """
 
     cost: str
     frame: pd.DataFrame
     looks: Looks
     loss: str = "loss"
+    per: str = "node"
 
     @property
     def names(self) -> list[str]:
@@ -202,7 +210,7 @@ class Front:
                 linestyle="none",
                 label=literal(row["strategy"]),
             )
-        ax.set(xlabel=kind.label, ylabel=self.loss)
+        ax.set(xlabel=kind.label.replace("per node", f"per {self.per}"), ylabel=self.loss)
         styled(ax)
         if len(known) <= _NAMED:
             ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, **LEGEND)

@@ -183,12 +183,12 @@ def _lines(content: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
 
 
 def described(
-    strategies: Mapping[str, str], seeds: Sequence[int], calls: Sequence[str], configs: Sequence[Mapping[str, Any]]
+    strategies: Mapping[str, str], seeds: Any, calls: Sequence[str], configs: Sequence[Mapping[str, Any]]
 ) -> Provenance:
     """Return a description of runs that were compared.
 
     Args:
-        strategies: name → the call that makes it. seeds: of the runs. calls: what trained them.
+        strategies: name → the call that makes it. seeds: of the runs, or name → seeds. calls: what trained them.
         configs: the configurations of the runs, as far as they are known.
     """
     shared: dict[str, Any] = {}
@@ -208,4 +208,4 @@ def described(
     given = {name for config in configs for name in (*config.get("given", ()), "num_nodes", "started", "loss_fn")}
     known = {name: own[name] for name in own if name in given} | about
     known = {name: value for name, value in known.items() if value not in (None, "", [])}
-    return Provenance({"strategies": dict(strategies), "seeds": list(seeds), **known, "calls": list(calls)})
+    return Provenance({"strategies": dict(strategies), "seeds": seeds, **known, "calls": list(calls)})

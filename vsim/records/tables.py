@@ -33,13 +33,14 @@ class Marks(NamedTuple):
     """The marks of a column: the best rows, and the rows that do not differ significantly from the best.
 
     Attributes:
-        tested: whether there were seeds enough for a test.
+        tested: whether there were seeds enough for a test. untested: what there was if not.
     """
 
     column: str
     best: AbstractSet[int]
     undecided: AbstractSet[int]
     tested: bool
+    untested: str = "one seed"
 
 
 def text_table(
@@ -97,7 +98,7 @@ def text_table(
     if marks.undecided:
         below.append("† not told from the best by these seeds (p > 0.05, paired t-test, Holm)")
     elif not marks.tested:
-        below.append("one seed: no interval says whether losses differ")
+        below.append(f"{marks.untested}: no interval says whether losses differ")
     return _with_notes(table, below, format)
 
 

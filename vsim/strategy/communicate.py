@@ -42,7 +42,7 @@ def all_reduce(
         among: the nodes that take part, as a list or tensor of their numbers, or groups of nodes, each of which reduces
             on its own; default all. Other nodes neither send nor pay, and keep their rows. Where nodes come and go,
             `self.cluster.active` has the participating ones.
-        payload_bytes: what one node sends, if that is not its row as it is: fewer bits, for instance.
+        payload_bytes: bytes that one node sends, if they are not those of its row: fewer bits, for instance.
     """
     collectives = _collectives("all_reduce", tensor)
     name = op if isinstance(op, str) else _REDUCTIONS.get(op.name, op.name)

@@ -24,6 +24,7 @@ from vsim.training.spec import Metric
 
 # Columns of the node matrix that are compared at once: bounds the memory that measuring needs.
 _COLUMNS_AT_ONCE = 2**18
+_OF_ONE_MODEL = 8  # batches of one model that are taken at once
 _ONE_BY_ONE = 256  # examples for a standard error, where the model cannot be vectorized over them
 
 
@@ -131,7 +132,8 @@ class Evaluator:
         for function, most in ((at_once, self.num_examples), (one_by_one, _ONE_BY_ONE)):
             try:
                 check_examples(self.batch, 0)
-                pieces = self._pieces(min(most, self.num_examples))
+                # One model at a time: as much memory as several models take in the validation itself.
+                pieces = _cut(self.batch, min(most, self.num_examples), _OF_ONE_MODEL * self.batch_size)
                 losses = torch.cat([own.double().cpu() for own in self._applied(function, rows, pieces)])
             except Exception:  # not vectorizable, or undefined for a single example
                 continue

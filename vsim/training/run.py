@@ -382,7 +382,7 @@ class Stack:
     has_stepped: bool = False
 
     def losses_and_grads(self, batch: Any) -> Tensor:
-        """Return the losses (R,) of a stacked batch (R, B, …) or an Uneven, and leave every run its gradients."""
+        """Return losses (R,) of a stacked batch (R, B, …) or an Uneven, and write gradients to the rows of each run."""
         self.matrix.copy_out()
         if isinstance(batch, Uneven):
             losses = self.few.of_uneven(batch, self.minibatch_size)

@@ -23,8 +23,7 @@ class Compressor(Configured):
     """How nodes average vectors with fewer bytes. A subclass defines `exchange`.
 
     Attributes:
-        contractive: whether a message is nearer to the vector than 0 is. Only then do errors die away when they are
-            sent later (error feedback).
+        contractive: whether sending a message loses less than sending nothing. Error feedback converges only then.
     """
 
     contractive = True
