@@ -880,11 +880,12 @@
     ];
     return all;
   };
-  /** Lowest loss of any run, highest at a start, and one that all sound runs reach well before their end. */
+  /** Lowest loss of any run, highest at a start, and one that all sound runs (of many, a quarter) reach before their end. */
   const targets = () => {
     const all = P.runs.flatMap((run) => run.diverged ? [] : sound(run)).map((seed) => ((seed.curves[P.loss] || [[], []])[1]).filter(finite)).filter((own) => own.length);
     if (!all.length) return [0, 1, 0.5];
-    const low = Math.min(...all.map((own) => Math.min(...own))), high = Math.max(...all.map((own) => own[0])), worst = Math.max(...all.map((own) => Math.min(...own)));
+    const low = Math.min(...all.map((own) => Math.min(...own))), high = Math.max(...all.map((own) => own[0])), lowest = all.map((own) => Math.min(...own)).sort((a, b) => a - b);
+    const worst = lowest[P.runs.length > 12 ? lowest.length >> 2 : lowest.length - 1];
     return [low, Math.max(high, low + 1e-9), Number((worst + 0.1 * Math.max(0, high - worst)).toPrecision(3))];
   };
   const STEPS = 1000;
