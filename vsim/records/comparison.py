@@ -629,7 +629,10 @@ class Comparison(Mapping[str, ComparedRun]):
         for name, runs in self._runs.items():
             first = runs[0]
             if any(run.ledger.attendance for run in runs):
-                raise ValueError(f"{name}: at() prices runs in which all nodes take part in all steps")
+                raise ValueError(
+                    f"{name}: at() prices runs in which all nodes take part in all steps, and this one had "
+                    "participation=; the report's slider of the model's size multiplies its bytes"
+                )
             strategy = (strategies or {}).get(name, first.strategy)
             if strategy is None:
                 raise TypeError(

@@ -30,8 +30,14 @@ class Report:
         self.html = html
 
     def save(self, path: str | Path) -> Path:
-        """Write the page to a file; return its path."""
+        """Write the page to a file; return its path.
+
+        Raises:
+            ValueError: the path is a folder, or in no folder that exists.
+        """
         path = file_path(path)
+        if path.is_dir() or not path.parent.is_dir():
+            raise ValueError(f"path must name a file in a folder that exists, got {str(path)!r}")
         path.write_text(self.html, encoding="utf-8")
         return path
 
