@@ -156,16 +156,26 @@ class Order:
                 yield examples[:, batch * size : (batch + 1) * size]
 
     def _apart(self, start_step: int) -> Iterator[Tensor | Uneven]:
-        batches = [
-            self.of_node(node, start_step - missed) for node, missed in zip(self.nodes, self.missed, strict=True)
+        alike: dict[tuple[int, int], list[int]] = {}  # rows of nodes with equally many examples and steps of their own
+        sizes = self.shard_sizes.tolist()
+        for row, (node, missed) in enumerate(zip(self.nodes, self.missed, strict=True)):
+            alike.setdefault((sizes[node], missed), []).append(row)
+        streams = [
+            (rows, self.attended([self.nodes[row] for row in rows], [missed] * len(rows))._together(start_step))
+            for (_, missed), rows in alike.items()
         ]
         while True:
-            by_size: dict[int, list[tuple[int, Tensor]]] = {}
-            for row, own in enumerate(map(next, batches)):
-                by_size.setdefault(len(own), []).append((row, own))
-            step = [by_size[size] for size in sorted(by_size, reverse=True)]
-            parts = [torch.stack([positions for _, positions in part]) for part in step]
-            yield Uneven([[row for row, _ in part] for part in step], parts) if len(parts) > 1 else parts[0]
+            by_size: dict[int, list[tuple[list[int], Tensor]]] = {}
+            for rows, stream in streams:
+                own = next(stream)  # (n, b)
+                by_size.setdefault(own.shape[1], []).append((rows, own))
+            parts = []
+            for size in sorted(by_size, reverse=True):
+                rows = [row for some, _ in by_size[size] for row in some]
+                order = sorted(range(len(rows)), key=rows.__getitem__)
+                positions = torch.cat([own for _, own in by_size[size]])[order]
+                parts.append(([rows[place] for place in order], positions))
+            yield Uneven([rows for rows, _ in parts], [own for _, own in parts]) if len(parts) > 1 else parts[0][1]
 
     def _epoch(self, nodes: Sequence[int], epoch: int) -> Tensor:
         """Return the positions (n, L) of nodes with equally many examples."""
