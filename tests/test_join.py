@@ -243,5 +243,8 @@ def test_data_that_a_function_deals_are_told_apart() -> None:
         return vsim.compare(small, of_client, VAL, strategies={"alone": ALL["alone"]}, seeds=[seed], **OPTIONS)
 
     assert [run.seed for run in (comparison(0.3, 1) | comparison(0.3, 2)).runs("alone")] == [1, 2]
-    with pytest.raises(ValueError, match=r"train_dataset\.examples\.client 0 is \d+ and \d+"):
+    with pytest.raises(
+        ValueError,
+        match=r"train_dataset\.dealt is Partition\(dirichlet, alpha=0\.3.* and Partition\(dirichlet, alpha=100",
+    ):
         comparison(0.3, 1) | comparison(100.0, 2)

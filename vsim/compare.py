@@ -28,6 +28,7 @@ from vsim.records.sweep import Sweep
 from vsim.strategy.base import Strategy
 from vsim.strategy.configured import arguments_of, shown
 from vsim.trainer import Trainer
+from vsim.training.configuration import describe_problem
 from vsim.training.entries import Entries, Entry, saving_in
 from vsim.training.interrupt import Interrupted
 from vsim.training.spec import takes_options
@@ -275,7 +276,7 @@ def train_entries(
     models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}
     running: list[Entry] = []
     configs: dict[Entry, Callable[[], dict[str, Any]]] = {}
-    problems: dict[tuple[Trainer, int], dict[str, Any]] = {}  # as far as they have been described
+    problems: dict[Trainer, dict[str, Any]] = {}  # as far as they have been described
     started = datetime.now()
     fitting = None if extend is None else _conditions_of(extend)
     for seed in seeds:
@@ -343,13 +344,13 @@ def train_entries(
 
 
 def _config(
-    trainer: Trainer, options: Mapping[str, Any], started: datetime, problems: dict[tuple[Trainer, int], dict[str, Any]]
+    trainer: Trainer, options: Mapping[str, Any], started: datetime, problems: dict[Trainer, dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the configuration of a run; model and data are described once for all runs of a seed."""
-    key = trainer, options["num_nodes"]
-    if key not in problems:
-        problems[key] = trainer.problem(options)
-    return trainer.config(options, started, problems[key])
+    if trainer not in problems:
+        data = trainer.train_dataset, trainer.val_dataset
+        problems[trainer] = describe_problem(trainer.model, *data, trainer.loss_fn)
+    return trainer.config(options, started, problems[trainer])
 
 
 def _conditions_of(comparison: Comparison) -> Conditions:

@@ -20,7 +20,6 @@ from vsim.arguments import known_keywords
 from vsim.checkpoint.files import Checkpoint, load_checkpoint, saving_of, start_of
 from vsim.checkpoint.folder import Saving, checkpoints_in, held
 from vsim.cluster.ledger import Ledger
-from vsim.cluster.participation import Participation
 from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Data
@@ -277,14 +276,8 @@ class Trainer:
         given = {**option_defaults(), **options}
         device = pick_device(self.device if given["device"] is None else given["device"])
         if problem is None:
-            problem = self.problem(given)
+            problem = describe_problem(self.model, self.train_dataset, self.val_dataset, self.loss_fn)
         return describe_run(given, problem, device, options, started)
-
-    def problem(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `vsim.training.configuration.describe_problem` says of a run with these options."""
-        nodes, attending = options["num_nodes"], options.get("participation")
-        population = attending.population(nodes) if isinstance(attending, Participation) else nodes
-        return describe_problem(self.model, self.train_dataset, self.val_dataset, self.loss_fn, population)
 
     def device_of(self, spec: RunSpec) -> torch.device:
         """Return where a run in the simulator computes."""

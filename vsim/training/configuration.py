@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import platform
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from vsim.arguments import is_factory
-from vsim.cluster.randomness import preserved
 from vsim.data.batches import digest_of
 from vsim.records.provenance import describe, versions
 from vsim.strategy.configured import arguments_of
@@ -23,18 +23,12 @@ from vsim.strategy.configured import arguments_of
 _SAMPLED = 2**16
 
 
-def describe_problem(
-    model: nn.Module, train_dataset: Any, val_dataset: Any, loss_fn: Any, population: int
-) -> dict[str, Any]:
-    """Return what runs have in common: model and data, with digests of their contents, and loss function.
-
-    Args:
-        population: number of nodes or clients, for whom a function makes datasets.
-    """
+def describe_problem(model: nn.Module, train_dataset: Any, val_dataset: Any, loss_fn: Any) -> dict[str, Any]:
+    """Return what runs have in common: model and data, with digests of their contents, and loss function."""
     return {
         "model": _described_model(model),
-        "train_dataset": _described_data(train_dataset, population, True),
-        "val_dataset": _described_data(val_dataset, population, False),
+        "train_dataset": _described_data(train_dataset),
+        "val_dataset": _described_data(val_dataset),
         "loss_fn": describe(loss_fn),
     }
 
@@ -100,26 +94,32 @@ def _sample(tensor: Tensor) -> bytes:
     return few.view(torch.uint8).numpy().tobytes()
 
 
-def _described_data(dataset: Any, population: int, train: bool) -> Any:
+def _described_data(dataset: Any) -> Any:
     """Describe a dataset by its size and a digest of some examples (None: not the same when read twice).
 
-    A function that makes datasets is described by those of its first, middle and last client.
+    A function that makes datasets is not called again: it is described by its name, and by the numbers, texts and
+    partitions that it uses.
     """
     if dataset is None:
         return None
     dealt = getattr(dataset, "dataset", None)
     if is_factory(dataset) and dealt is not None:  # a Partition
-        return {"partition": repr(dataset), **_described_data(dealt, population, train)}
-    if not is_factory(dataset):
-        digest = digest_of(dataset)
-        known = {"class": type(dataset).__qualname__, "examples": len(dataset)}
-        return {**known, "digest": f"{digest:x}" if digest else None}
-    ranks = sorted({0, population // 2, population - 1}) if train else [0]
-    with preserved():
-        own = [_described_data(dataset(rank, population, train), population, train) for rank in ranks]
-    digests = [one["digest"] for one in own]
+        return {"partition": repr(dataset), **_described_data(dealt)}
+    if is_factory(dataset):
+        return {"function": describe(dataset), **_used_by(dataset)}
+    digest = digest_of(dataset)
+    known = {"class": type(dataset).__qualname__, "examples": len(dataset)}
+    return {**known, "digest": f"{digest:x}" if digest else None}
+
+
+def _used_by(function: Any) -> dict[str, Any]:
+    """Return name → number, text or partition among the variables that a function takes from where it was defined."""
+    try:
+        used = inspect.getclosurevars(function)
+    except (TypeError, ValueError):  # no function of Python, or one whose variables are not bound yet
+        return {}
     return {
-        "function": describe(dataset),
-        "examples": {f"client {rank}": one["examples"] for rank, one in zip(ranks, own, strict=True)},
-        "digest": None if None in digests else " ".join(digests),
+        name: repr(value) if is_factory(value) else value
+        for name, value in sorted({**used.globals, **used.nonlocals}.items())
+        if isinstance(value, bool | int | float | str) or (is_factory(value) and hasattr(value, "dataset"))
     }
