@@ -13,14 +13,14 @@ from vsim.training.spec import RunSpec
 
 
 def batch_shapes(batches: BatchSource, spec: RunSpec, num_steps: int) -> tuple[Any, ...]:
-    """Return a key for the shapes of a run's batches, of which all rows of a stack have mostly the same."""
+    """Return a key of the shapes of a run's batches; the runs of a stack have equal keys."""
     drop_last = bool((spec.dataloader_kwargs or {}).get("drop_last", False))
-    # Nodes come to their smaller last batches at different steps, and are then computed by themselves.
+    # Nodes reach their smaller last batches at different steps; these batches are then computed separately.
     uneven = len(set(batches.lengths)) > 1 or spec.participation is not None
     last = int(batches.shard_sizes.max()) % spec.batch_size
     own_collation = (spec.dataloader_kwargs or {}).get("collate_fn") is not None
-    single = spec.batch_size == spec.num_nodes == 1 and one_in_memory(batches) is None  # of any length
-    if own_collation or single:  # such as padding to the longest of a node's examples: equal only for equal examples
+    single = spec.batch_size == spec.num_nodes == 1 and one_in_memory(batches) is None  # examples of any length
+    if own_collation or single:  # a collate_fn may pad to a node's longest example: only equal data agree in shape
         return spec.batch_size, spec.num_nodes, spec.seed, spec.shuffle, id(spec.participation)
     if drop_last or uneven or not last or num_steps < batches.steps_per_epoch:
         return (spec.batch_size,)
@@ -28,7 +28,7 @@ def batch_shapes(batches: BatchSource, spec: RunSpec, num_steps: int) -> tuple[A
 
 
 def same_model(first: nn.Module, other: nn.Module) -> bool:
-    """Return whether two models have the same code and constants, and differ in weights and buffers only."""
+    """Return whether two models have the same code and constants, and differ only in weights and buffers."""
     if first is other:
         return True
     modules, others = dict(first.named_modules()), dict(other.named_modules())
@@ -45,7 +45,7 @@ def _same_module(first: nn.Module, other: nn.Module) -> bool:
 
 
 def _same_tensors(first: nn.Module, other: nn.Module) -> bool:
-    """Return whether shapes, dtypes and trainability of all tensors agree, and the values of frozen parameters."""
+    """Return whether all tensors agree in shape, dtype and trainability, and frozen parameters also in value."""
     for of in (nn.Module.named_parameters, nn.Module.named_buffers):
         own, theirs = (dict(of(model)) for model in (first, other))
         if list(own) != list(theirs):
@@ -80,12 +80,12 @@ def _equal(first: Any, other: Any) -> bool:
 
 
 def is_vsims_own(strategy: Strategy) -> bool:
-    """Return whether all code of a strategy is vsim's own, which draws only from the run's generators."""
+    """Return whether a strategy runs only vsim's code, which draws only from the run's generators."""
     return _is_vsims(strategy, set())
 
 
 def _is_vsims(value: Any, seen: set[int]) -> bool:
-    if isinstance(value, type):  # such as an optimizer's
+    if isinstance(value, type):  # for instance, the class of an optimizer
         return is_vsims(value) or _is_torchs(value)
     if id(value) in seen or not hasattr(value, "__dict__") or isinstance(value, torch.dtype):
         return True

@@ -1,9 +1,9 @@
-"""The local steps of asynchronous workers, deferred and computed together.
+"""Defer the local steps of asynchronous workers, and compute them together.
 
-Virtual time says which steps are done, but not when they are computed: nothing that a worker does in a phase depends on
-the others. Steps are therefore deferred until a worker's weights are read, and then all deferred steps are computed,
-one of every worker with deferred steps in each call. Other workers neither step nor count, draw from no stream and
-fetch no data, so that the result does not depend on the grouping.
+Virtual time decides which steps are done, but not when they are computed, because workers do not depend on each other
+within a phase. Local steps are deferred until a worker's weights are read. Then all deferred steps are computed; each
+call takes one step of every worker that still has deferred steps. The other workers draw no random numbers and fetch no
+data in that call, so the result does not depend on the grouping.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from vsim.training.run import Run
 
 
 class Workers:
-    """The workers of a run, whose steps are computed in calls of as many rows as there are to be stepped.
+    """The workers of a run; each call computes only the rows of the workers that step.
 
     Args:
-        run: set up, and resumed if it resumes. engine: computes all its rows. few: computes some of them.
+        run: a run that is set up, and restored if it resumes. engine: computes all rows of the run. few: computes some
+            of these rows.
         minibatch_size: examples per node at once; None: the whole batch.
     """
 
@@ -39,7 +40,7 @@ class Workers:
         self.run, self.strategy, self.engine, self.minibatch_size = run, strategy, engine, minibatch_size
         self._few = few
         self._here = nullcontext if one_in_memory(batches) is not None else run.here
-        skipped = run.done - strategy.clock.taken // run.cluster.num_nodes  # of a run that another forked from
+        skipped = run.done - strategy.clock.taken // run.cluster.num_nodes  # steps of the run that this one forked from
         self._feeds = [batches.of_node(node, skipped + own) for node, own in enumerate(strategy.clock.steps)]
         strategy.step_workers = self.step
 
@@ -70,7 +71,7 @@ class Workers:
         replicas, run = self.engine.replicas, self.run
         batch = moved(batch, replicas.weights.device)
         try:
-            with torch.enable_grad():  # which a strategy does without
+            with torch.enable_grad():  # strategies run without gradients
                 if len(nodes) == replicas.num_held:
                     losses = self.engine.losses_and_grads(batch, self.minibatch_size)
                 else:

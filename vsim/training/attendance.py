@@ -1,4 +1,4 @@
-"""Between steps: nodes leave and join, rows get the clients of a new round, and the runs that remain move together."""
+"""Between steps, let nodes leave and join, assign rows to the clients of a new round, and compact remaining runs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from vsim.training.resume import begin, captured
 from vsim.training.run import Ensemble, Run, Stack
 from vsim.training.setup import assemble, source
 
-# Runs are moved when this share of the rows has left; until then those rows are computed for nothing.
+# Move the remaining runs once this share of the rows has left; until then the abandoned rows are still computed.
 _SHARE = 0.2
 
 
 def attend(ensemble: Ensemble, step: int) -> None:
-    """Make the nodes of the runs' plans take part from step `step` on.
+    """Switch every run to the nodes that its plan names from step `step` on.
 
-    Staying nodes keep their state. A joining node copies the first of them, and draws from its own random stream. In a
-    round of clients every row starts from the global weights.
+    Staying nodes keep their state. A joining node copies the first staying node, and draws from its own random stream.
+    In a round of clients, every row starts from the global weights.
 
     Raises:
         CheckpointError: a strategy has state whose placement is unknown.
@@ -82,19 +82,19 @@ def _changes(run: Run, step: int) -> bool:
 
 
 def _changed(ensemble: Ensemble, stack: Stack, step: int) -> list[Stack]:
-    """Form a group again from the nodes that take part in `step`; return the groups in its place."""
+    """Rebuild a stack from the nodes that take part in `step`; return the stacks that replace it."""
     runs = [run for run in stack.runs if run.is_running]
     copies = [snapshot(run).moved(step) if run.begins_segment(step) else snapshot(run) for run in runs]
     return put_together(ensemble, runs, copies)
 
 
 def _join(run: Run, step: int) -> None:
-    """Bill what nodes that join have copied, and give them random streams of their own."""
+    """Bill the state that joining nodes copy, and give each of these nodes its own random stream."""
     plan = _plan(run)
     joining = plan.joining(step)
     if not joining:
         return
-    stack = StackedCollectives(run.ledger, [plan.peer(step), *joining])  # only bills: they have it already
+    stack = StackedCollectives(run.ledger, [plan.peer(step), *joining])  # only bills: they hold the copy already
     stack.step, stack.moment = step, "start"
     stack.broadcast(torch.zeros(len(joining) + 1, 0), label="join", payload_bytes=_bytes_of_a_node(run))
     _seed(run, joining, step)
@@ -106,10 +106,10 @@ def _bytes_of_a_node(run: Run) -> int:
     width = replicas.weights.stride(0)
     gap = (width - replicas.num_parameters) * replicas.weights.element_size()
 
-    def size(t: Tensor) -> int:  # what is as wide as the matrix has its gaps, too, which no node sends
+    def size(t: Tensor) -> int:  # a tensor as wide as the matrix includes its gap, which no node sends
         return t.nbytes - gap * (t.numel() // width if t.shape[-1] == width else 0)
 
-    # There may be one optimizer for all rows, or one for each.
+    # All rows may share one optimizer, or each row may have its own.
     states = [own for one in torch_optimizers(strategy.optim) for state in one.state.values() for own in state.values()]
     of_rows = sum(size(t) for t in states if isinstance(t, Tensor) and t.dim()) // len(replicas.weights)
     rows = [replicas.weights, *replicas.buffers.values(), *lasting(strategy, "stacked")]
@@ -117,7 +117,7 @@ def _bytes_of_a_node(run: Run) -> int:
 
 
 def _seed(run: Run, nodes: Iterable[int], step: int) -> None:
-    """Let nodes draw from a stream that is new each time that they begin to take part."""
+    """Reseed the streams of nodes that begin to take part; a node gets a new seed each time that it returns."""
     times, begin, active = _plan(run).times(step), set(nodes), run.cluster.active
     rows = {row: active[i] for row, i in enumerate(run.cluster.replicas.nodes) if active[i] in begin}
     keys = [(NODE, node, *([int(times[node])] if times[node] else [])) for node in rows.values()]
@@ -127,10 +127,10 @@ def _seed(run: Run, nodes: Iterable[int], step: int) -> None:
 
 @torch.no_grad()
 def _end_round(run: Run) -> None:
-    """Keep what belongs to the clients that have been here, and give all rows the global weights and buffers.
+    """Store the state of the round's clients, and reset all rows to the global weights and buffers.
 
-    Clients push to the server what it does not have already: running statistics; and their weights, if the strategy
-    has left them different and keeps no global model.
+    Clients push their running statistics to the server. They also push their weights, unless the server has the global
+    model already.
     """
     assert run.clients is not None
     replicas, strategy, collectives = run.cluster.replicas, run.strategy, run.cluster.collectives
@@ -150,13 +150,13 @@ def _end_round(run: Run) -> None:
 
 
 def _shared_bytes(run: Run) -> int:
-    """Return the bytes of the weights that a client has in common with the others."""
+    """Return the bytes of the weights that all clients share."""
     modules = run.strategy.communication_modules
     return run.cluster.replicas.weights[0].nbytes - sum(module.personal_bytes for module in modules)
 
 
 def _statistics_bytes(run: Run) -> int:
-    """Return the bytes of a client's running statistics, of which the server keeps the mean."""
+    """Return the bytes of a client's running statistics; the server keeps their mean."""
     personal = {name for module in run.strategy.communication_modules for name in module.personal_buffers}
     own = {name: b for name, b in run.cluster.replicas.buffers.items() if name not in personal}
     return sum(b[0].nbytes for b in own.values() if b.is_floating_point() or b.is_complex())
@@ -164,14 +164,14 @@ def _statistics_bytes(run: Run) -> int:
 
 @torch.no_grad()
 def _begin_round(run: Run, step: int) -> None:
-    """Give the rows to the clients of the round that begins with `step`."""
+    """Assign the rows to the clients of the round that begins at `step`."""
     cluster, strategy, plan = run.cluster, run.strategy, _plan(run)
     collectives, replicas, segment = cluster.collectives, cluster.replicas, plan.segment(step)
     nodes = segment.nodes
     collectives.attend(nodes)
     collectives.step, collectives.moment = step, "start"
     pulled = _shared_bytes(run) + _statistics_bytes(run)
-    # Only bills, clients that will be late included: the rows have the weights already.
+    # Only bills, late clients included: the rows already hold the weights.
     billing = StackedCollectives(run.ledger, sorted((*nodes, *segment.late))) if segment.late else collectives
     billing.step, billing.moment = step, "start"
     billing.pull(replicas.weights[0], label="pull", payload_bytes=pulled)
@@ -187,10 +187,10 @@ def _begin_round(run: Run, step: int) -> None:
 
 
 def regroup(ensemble: Ensemble) -> None:
-    """Put the runs of a run that still train into matrices of their own, if enough rows would be saved.
+    """Move the unfinished runs of an ensemble to smaller matrices, if that saves enough rows.
 
-    They resume from a snapshot in memory, bitwise unchanged. All stay where they are if one cannot: a strategy whose
-    state cannot be saved, or restored in a newly set up strategy, or worker processes that fetch its data.
+    Moved runs resume from a snapshot in memory, bitwise unchanged. No run moves if one of them cannot: if the state of
+    its strategy cannot be saved, or cannot be restored in a new strategy, or if worker processes fetch its data.
     """
     remaining = ensemble.unfinished
     if len(remaining) == sum(len(stack.runs) for stack in ensemble.stacks):
@@ -208,7 +208,7 @@ def regroup(ensemble: Ensemble) -> None:
 
 
 def put_together(ensemble: Ensemble, runs: Sequence[Run], copies: Sequence[Run]) -> list[Stack]:
-    """Replace `runs` by `copies` in new matrices; return the stacks of these."""
+    """Replace `runs` by `copies` in new matrices; return the new stacks."""
     device = runs[0].cluster.weights.device
     with preserved(device):
         fresh = assemble(copies, ensemble.executor, device, ensemble.interrupt)
@@ -224,10 +224,10 @@ def put_together(ensemble: Ensemble, runs: Sequence[Run], copies: Sequence[Run])
 
 
 def snapshot(run: Run) -> Run:
-    """Return a copy of a run that continues from its present state once it is placed.
+    """Return a copy of a run that continues from the run's present state once the copy is placed.
 
     Raises:
-        CheckpointError: it has a state that cannot be saved.
+        CheckpointError: the run has state that cannot be saved.
     """
     return replace(
         run,

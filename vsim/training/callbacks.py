@@ -18,45 +18,46 @@ from vsim.training.spec import RunSpec
 
 
 class Callback:
-    """Code of your own in a run: inherit from it, and define the methods that you need.
+    """Base class for your own code in a run: inherit from it, and define the methods that you need.
 
-    Each gets the run, a `vsim.training.run.Run`: `run.done` completed steps, `run.row`, the history's row of the
-    last one; `run.model` and `run.loss_fn`, the live ones, whose attributes may be changed; `run.strategy`,
-    `run.cluster`; and `run.stop()`, which ends it. An error ends the run.
+    Every method except `on_exit` gets the run, a `vsim.training.run.Run`. `run.done` is the number of completed steps,
+    and `run.row` is the history's row of the last step. `run.model` and `run.loss_fn` are the live objects; a callback
+    may change their attributes. `run.strategy` and `run.cluster` are the run's strategy and nodes. `run.stop()` ends
+    the run. An error in a callback ends the run as well.
 
-    A callback need not inherit from this class: any object with `on_step` is one, and a function f(run) is the short
-    form of `on_step`. The loss hooks of `fit` and its loggers are callbacks, too.
+    A callback need not inherit from this class: any object with `on_step` is a callback, and a function f(run) is the
+    short form of `on_step`. The loss hooks and the loggers of `fit` are callbacks, too.
 
     A callback with `state_dict()` and `load_state_dict(state)` is saved with the run, under the name of its class, and
-    continues when the run resumes. In a comparison every run has copies of its own, see `vsim.ComparedRun`.
+    restored when the run resumes. In a comparison every run has its own copies, see `vsim.ComparedRun`.
 
     Attributes:
-        here: with backend="process", whether the callback works in the process of `fit`, where it gets reports with
-            `row`, `max_steps` and `minibatch_size` only, and `on_end` gets None. If not, it works in every node's
-            process, and the state of node 0's comes back at the end.
+        here: with backend="process", whether the callback works in the process of `fit`. There it gets reports that
+            have only `row`, `max_steps` and `minibatch_size`, and `on_end` gets None. Otherwise the callback works in
+            every node's process, and the state of node 0's copy comes back at the end.
     """
 
     here = False
 
     def on_start(self, run: Run) -> None:
-        """Before the first step of a new run (`run.starts`), or of one that resumes, with its state."""
+        """Called before the first step of a new run (`run.starts`), or of a resumed run, whose state is restored."""
 
     def on_step(self, run: Run) -> None:
-        """After every step, when it is in the history, and before it is saved."""
+        """Called after every step, when the step is in the history, and before it is saved."""
 
     def on_evaluation(self, run: Run) -> None:
-        """After every validation, that before the first step included; after `on_step`."""
+        """Called after every validation, including the one before the first step; after `on_step`."""
 
     def on_end(self, run: Run) -> None:
-        """After the last step; not for a run that was interrupted, or has failed."""
+        """Called after the last step; not called if the run was interrupted or has failed."""
 
     def on_exit(self, failure: str) -> None:
-        """However the run ended, in the process of `fit`; `failure` says why it did not reach its last step, or ""."""
+        """Called in the process of `fit` however the run ended; `failure` is why it missed its last step, or ""."""
 
 
 @contextmanager
 def telling_exit(callbacks: Sequence[Any]) -> Iterator[None]:
-    """Tell callbacks how what runs in this context ends."""
+    """Call `on_exit` of all callbacks when this context ends, with the error that ended it, if any."""
     failure = ""
     try:
         yield
@@ -101,13 +102,13 @@ class LossHooks(Callback):
             self.evaluation(int(run.row["step"]), run.row["global_loss"])
 
     def __deepcopy__(self, memo: Any) -> LossHooks:
-        return self  # of a comparison they hear all runs
+        return self  # the runs of a comparison share the hooks
 
 
 class Originals(Callback):
-    """Warns once if the model or the loss that the user has given is changed: a run trains copies.
+    """Warns once if the user's own model or loss changes during a run, which trains copies of them.
 
-    They are looked at after 1, 2, 4, 8, … steps and at the end, so that a step costs nothing.
+    Checks after 1, 2, 4, 8, … steps and at the end, so that most steps cost nothing.
     """
 
     here = True
@@ -146,10 +147,10 @@ class Monitor(Callback):
     Args:
         monitor: the column, a metric of `fit(metrics=…)` included.
         mode: "min" or "max", which is better.
-        min_delta: a change that is no larger is no improvement; at least 0.
+        min_delta: a change counts as an improvement only if it is larger than this; at least 0.
 
     Attributes:
-        best: the best value so far, NaN before there is one. best_step: where it was.
+        best: the best value so far, NaN before the first. best_step: the step of the best value.
     """
 
     def __init__(self, monitor: str = "global_loss", mode: str = "min", min_delta: float = 0.0) -> None:
@@ -180,27 +181,28 @@ class Monitor(Callback):
         self.measured(run, better)
 
     def measured(self, run: Run, better: bool) -> None:
-        """Take a step at which the column was measured; `better`: it has improved."""
+        """Called at every step at which the column is measured; `better`: whether it has improved."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is saved with a run."""
+        """Return the state that is saved with a run."""
         return {"best": self.best, "best_step": self.best_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         vars(self).update(state)
 
 
 class EarlyStopping(Monitor):
-    """Ends a run when a column of the history has not improved for a while. It ends as if that were its last step.
+    """Ends a run when a column of the history has not improved for a while, as if that step were the run's last.
 
     Args:
-        monitor: the column. min_delta: a change that is no larger is no improvement. mode: "min" or "max".
-        patience: measurements in a row without an improvement after which the run ends.
+        monitor: the column. mode: "min" or "max".
+        min_delta: a change counts as an improvement only if it is larger than this.
+        patience: the run ends after this many consecutive measurements without an improvement.
 
     Attributes:
-        best, best_step: the best value, and where it was. waited: measurements since.
+        best, best_step: the best value, and its step. waited: measurements since the best value.
     """
 
     def __init__(
@@ -236,8 +238,9 @@ class KeepBest(Monitor):
         monitor: the column. mode: "min" or "max".
 
     Attributes:
-        weights: its `state_dict`, for `model.load_state_dict(best.weights)`; empty before the first measurement.
-        best, best_step: the value, and where it was.
+        weights: the model's `state_dict`, for `model.load_state_dict(best.weights)`; empty before the first
+            measurement.
+        best, best_step: the best value, and its step.
     """
 
     def __init__(self, monitor: str = "global_loss", mode: str = "min") -> None:
@@ -256,7 +259,7 @@ class KeepBest(Monitor):
 
 
 def with_hooks(spec: RunSpec) -> list[Any]:
-    """Return a run's callbacks: the given ones, its hooks, and a guard of the user's objects."""
+    """Return a run's callbacks: the given ones, the loss hooks, and a guard of the user's model and loss."""
     callbacks = list(spec.callbacks or ())
     if spec.train_loss_hook or spec.eval_loss_hook:
         callbacks.append(LossHooks(spec.train_loss_hook, spec.eval_loss_hook))
@@ -264,7 +267,7 @@ def with_hooks(spec: RunSpec) -> list[Any]:
 
 
 def by_place(callbacks: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """With backend="process", return the callbacks that work in the process of `fit`, and in the nodes' processes."""
+    """Split callbacks for backend="process": some work in the process of `fit`, some in the nodes' processes."""
     here = [one for one in callbacks if getattr(one, "here", False)]
-    # Of a node's copies of model and loss, a callback there may change the wrong ones, too.
+    # A callback in a node's process may change the wrong copies of the model and loss, so the guard is there, too.
     return here, [one for one in callbacks if one not in here or isinstance(one, Originals)]

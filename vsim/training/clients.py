@@ -1,4 +1,4 @@
-"""Rows that serve a population: what belongs to its clients, while they do not take part."""
+"""Keep the state of a population's clients while they do not take part."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from vsim.strategy.base import Strategy
 
 
 class Clients(Stateful):
-    """The lasting state of N clients, of which n have their rows in the strategy's tensors.
+    """The lasting state of N clients; the n clients of a round have rows in the strategy's tensors.
 
     A client that has not been drawn yet takes no memory.
 
     Args:
-        strategy: set up for a run; its `keep_client` says what belongs to clients.
-        store: a folder for it; None: the host's memory.
-        claims: whether this process locks the folder: one does.
+        strategy: a strategy that is set up for a run; it declares the state of clients by `keep_client`.
+        store: a folder for the state; None: the host's memory.
+        claims: whether this process locks the folder; only one process of a run does.
 
     Raises:
-        TypeError: the strategy keeps something for each node, which clients that follow each other would share.
-        ValueError: another run uses the folder. OSError: it has no room.
+        TypeError: the strategy keeps state for each node, which a client would pass on to the next one in its row.
+        ValueError: another run uses the folder. OSError: the disk is full.
     """
 
     derived = ("_owners", "_first", "_files", "_store")
@@ -67,7 +67,7 @@ class Clients(Stateful):
                 yield owner, name, getattr(owner, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clients that have been drawn, their rows stacked in that order, and a row for the others.
+        """Return the clients drawn so far, their rows stacked in the same order, and the row of all other clients.
 
         Raises:
             ValueError: another run has used the folder since.
@@ -77,10 +77,10 @@ class Clients(Stateful):
         return {"drawn": [*self.kept], "kept": kept, "first": self._first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         rows = zip(*(kept.cpu().clone() for kept in state["kept"]), strict=True)
         self.kept = {client: self._stored(client, own) for client, own in zip(state["drawn"], rows, strict=False)}
-        self._first = state["first"]  # of a fork that resumes, other ones than the model's
+        self._first = state["first"]  # in a fork that resumes, this differs from the model's
 
     def _check(self) -> None:
         if self._store is not None:
@@ -92,7 +92,7 @@ class Clients(Stateful):
             self._store.release()
 
     def leave(self, cluster: Cluster) -> None:
-        """Keep the rows of the clients that are here."""
+        """Store the rows of the clients that take part now."""
         with cluster.collectives.unbilled():
             all_rows = [cluster.collectives.all_gather(v, label="state of clients").cpu() for *_, v in self._values()]
         for row, client in enumerate(cluster.active):
@@ -104,7 +104,7 @@ class Clients(Stateful):
         return [file[client].copy_(row) for file, row in zip(self._files, rows, strict=True)]
 
     def arrive(self, cluster: Cluster) -> None:
-        """Give the rows what belongs to the clients that are here now."""
+        """Load the state of the clients that take part now into their rows."""
         values = [value for *_, value in self._values()]
         for row, node in enumerate(cluster.replicas.nodes if values else ()):
             for own, value in zip(self.kept.get(cluster.active[node], self._first), values, strict=True):
@@ -121,7 +121,7 @@ def lasting(strategy: Strategy, placement: str) -> list[Tensor]:
 
 
 def owners(value: Any, seen: set[int] | None = None) -> Iterator[Stateful]:
-    """Yield a strategy and all parts of it that declare state; not optimizers, which those declare that have them."""
+    """Yield a strategy and all its parts that declare state. Optimizers are declared by the parts that hold them."""
     seen = set() if seen is None else seen
     if isinstance(value, Stateful) and id(value) not in seen:
         seen.add(id(value))

@@ -1,4 +1,4 @@
-"""The configuration of a run, as JSON can hold it: every argument of `fit`, model, data, versions, machine and date."""
+"""The configuration of a run as JSON: every argument of `fit`, and model, data, versions, machine and date."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vsim.data.batches import digest_of
 from vsim.records.provenance import describe, versions
 from vsim.strategy.configured import arguments_of
 
-# Elements of a tensor that a model's digest is made of, at most.
+# Most elements of a tensor that enter a model's digest.
 _SAMPLED = 2**16
 
 
 def describe_problem(model: nn.Module, train_dataset: Any, val_dataset: Any, loss_fn: Any) -> dict[str, Any]:
-    """Return what runs have in common: model and data, with digests of their contents, and loss function."""
+    """Describe the problem that runs share: model and data, with digests of their contents, and loss function."""
     return {
         "model": _described_model(model),
         "train_dataset": _described_data(train_dataset),
@@ -45,12 +45,12 @@ def describe_run(
     A strategy is described by the call that makes it, the arguments of that call, its class and its attributes.
 
     Args:
-        arguments: of `Trainer.fit`. problem: see `describe_problem`. device: where it computes.
-        given: the arguments that differ from their defaults. started: when it began; default: now.
+        arguments: the arguments of `Trainer.fit`. problem: see `describe_problem`. device: the run's device.
+        given: the arguments that differ from their defaults. started: when the run began; default: now.
     """
     described = {name: describe(value) for name, value in arguments.items()}
     if not isinstance(arguments.get("resume"), bool | str | Path | None):
-        described["resume"] = type(arguments["resume"]).__qualname__  # a checkpoint, with all of its state
+        described["resume"] = type(arguments["resume"]).__qualname__  # a Checkpoint: leave out its state
     if "strategy" in arguments:
         strategy = arguments["strategy"]
         made = {"call": repr(strategy), "arguments": describe(arguments_of(strategy))}
@@ -86,7 +86,7 @@ def _described_model(model: nn.Module) -> dict[str, Any]:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Return the bytes of elements spread evenly over a tensor; none where it has no values, or not in one block."""
+    """Return the bytes of evenly spaced elements of a tensor; b"" if it has no values, or is sparse or quantized."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         return b""
     flat = tensor.detach().reshape(-1).resolve_conj().resolve_neg()
@@ -95,7 +95,7 @@ def _sample(tensor: Tensor) -> bytes:
 
 
 def _described_data(dataset: Any) -> Any:
-    """Describe a dataset by its size and a digest of some examples (None: not the same when read twice).
+    """Describe a dataset by its size and a digest of some examples (None if they differ when read twice).
 
     A function that makes datasets is not called again: it is described by its name, and by the numbers, texts and
     partitions that it uses.

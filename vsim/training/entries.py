@@ -1,4 +1,4 @@
-"""Runs of a comparison: in ensembles that fit into memory, saved and resumed as one, the best of them to the end."""
+"""Train the runs of a comparison in ensembles that fit into memory; save and resume them together."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ from vsim.training.run import Ensemble, Run
 from vsim.training.setup import prepare
 from vsim.training.spec import RunSpec
 
-# The share of a device's free memory for the matrices of runs that train together; the rest is for activations.
+# Share of a device's free memory for the matrices of runs that train together; the rest is for activations.
 _SHARE_OF_MATRICES = 0.5
-_SECONDS_BETWEEN = 0.1  # two updates of a progress bar
+_SECONDS_BETWEEN = 0.1  # updates of a progress bar
 
 
 @dataclass(eq=False)
 class Entry:
-    """One run of a comparison: what was asked, and what became of it.
+    """One run of a comparison: its options and its outcome.
 
     Attributes:
-        name: of its strategy or setting, the same for all seeds.
-        spec: what was asked.
+        name: the name of its strategy or setting, the same for all seeds.
+        spec: its options.
         history, model: its record, and the mean of its nodes' final models if it reached its end.
-        error: why it left. stopped_at: the step after which a rung took it out. interrupted_at: the last step before an
-            interrupt. finished_at: the step after which a callback stopped it, before the others.
+        error: the error that ended the run. stopped_at: the step after which a rung stopped the run.
+        interrupted_at: the last step before an interrupt. finished_at: the step after which a callback stopped the run
+            before the others.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Entry:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a record."""
+        """Whether its history has a row."""
         return len(self.history) > 0
 
     @property
@@ -77,7 +78,7 @@ class Entry:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of its checkpoints; None: it is not saved."""
+        """The folder of its checkpoints; None if the run is not saved."""
         return None if self.spec.saving is None else self.spec.saving.folder
 
 
@@ -90,8 +91,8 @@ class Entries:
         device: where they are computed.
         together: whether they train at the same time, as rows of one matrix; if not, one after the other.
         memory_share: the share of the device's memory that this process may hold; None: half of the free memory.
-        rungs: (step, number of names that continue): after these steps the other names are taken out; see `vsim.sweep`.
-        progress: a bar, "plot" for a figure, "table" for a table in a terminal, or False. title: what stands above.
+        rungs: pairs (step, number of names that continue); all other names stop after that step, see `vsim.sweep`.
+        progress: True for a bar, "plot" for a figure, "table" for a table in a terminal, or False. title: its title.
         folder: where all entries are saved together, each in a folder of its own.
         resume: whether to resume from that folder.
     """
@@ -110,8 +111,8 @@ class Entries:
         """Train all entries to their ends.
 
         Raises:
-            Interrupted: by Ctrl-C; the entries hold their steps so far.
-            Exception: an error of an entry in its first step, when nothing is lost yet; but not a non-finite loss.
+            Interrupted: on Ctrl-C; the entries hold their steps so far.
+            Exception: an entry fails in its first step, when no progress is lost; a non-finite loss raises nothing.
         """
         with held(self.folder, self._folders()):
             self._check_folder()
@@ -127,18 +128,18 @@ class Entries:
         if len(ensembles) > 1 and self.together:
             sizes = ", ".join(str(len(entries)) for entries in ensembles)
             warnings.warn(f"trained in groups that fit into memory: {sizes} runs", UserWarning, stacklevel=3)
-        for entries in ensembles[1:]:  # errors come before the first one trains
+        for entries in ensembles[1:]:  # find errors before the first ensemble trains
             self._prepared([replace(entry.spec, start=None, saving=None) for entry in entries])
         with _Watch(self.entries, self.progress, self.title) as watch:
             for entries in ensembles:
                 self._train(entries, watch)
 
     def _prepared(self, configs: Sequence[RunSpec], entries: Sequence[tuple[Recorder, Entry]] = ()) -> Ensemble:
-        """Return the run of these configurations, which reports to `entries`."""
+        """Set up an ensemble of these configurations, which reports to `entries`."""
         if entries:
             recorders, own = [recorder for recorder, _ in entries], [entry for _, entry in entries]
             return prepare(configs, recorders, [r.history for r in own], self.device)
-        alone = configs[0].label if len(configs) == 1 else ""  # which no other object refers to
+        alone = configs[0].label if len(configs) == 1 else ""  # named here: with several runs, `prepare` names them
         with isolated(configs[0].seed, self.device), naming(alone):
             histories = [History(spec.label, spec.num_nodes, spec.population) for spec in configs]
             return prepare(configs, [Recorder(history) for history in histories], histories, self.device)
@@ -149,7 +150,7 @@ class Entries:
             return
         with ExitStack() as ending:
             recorders = {r: Recorder(r.history, False, r.spec.label) for r in running}
-            # Every callback hears of the end of its own run.
+            # Tell every callback how its own run ended.
             for entry, recorder in recorders.items():
                 ending.push(lambda kind, error, trace, own=entry, recorder=recorder: _finish(recorder, own, error))
             seed = running[0].spec.seed
@@ -157,13 +158,13 @@ class Entries:
                 configs = [entry.spec for entry in running]
                 ensemble = self._prepared(configs, [(recorders[entry], entry) for entry in running])
                 for entry in running:
-                    entry.spec = replace(entry.spec, start=None)  # which holds memory
+                    entry.spec = replace(entry.spec, start=None)  # a checkpoint holds memory
                 del configs
                 ensemble.tolerant = True
                 ensemble.ends_early = not any(r.has_begun for r in self.entries if r not in running)
                 ensemble.stopping = lambda ensemble: self._stopped(ensemble, running)
                 ensemble.watch = lambda ensemble: self._collect(ensemble, running, watch)
-                for run in self._stopped(ensemble, running):  # at a rung, where it was saved
+                for run in self._stopped(ensemble, running):  # the checkpoint may be of a rung's step
                     run.stopped = True
                 for run, entry in zip(ensemble.runs, running, strict=True):
                     run.rungs = [step for step, _ in self.rungs]
@@ -194,12 +195,12 @@ class Entries:
             if not run.is_running and entry.folder is not None and not (entry.folder / "end.json").exists():
                 try:
                     write_end(entry)
-                except OSError as error:  # such as a full disk: the record is in memory
+                except OSError as error:  # for instance, the disk is full; the record is still in memory
                     warnings.warn(f"how {entry.spec.label} ended is not saved: {error}", UserWarning, stacklevel=2)
         watch.show(ensemble)
 
     def _stopped(self, ensemble: Ensemble, running: Sequence[Entry]) -> Collection[Run]:
-        """Return the runs whose names are not among the best at a rung."""
+        """Return the runs that a rung stops: their names are not among the best."""
         step = max((run.done for run in ensemble.training), default=0)
         keep = dict(self.rungs).get(step)
         if keep is None:
@@ -233,9 +234,9 @@ class Entries:
     # Saved together --------------------------------------------------------------------------------------------------
 
     def _check_folder(self) -> None:
-        """Raise a CheckpointError unless the folder is empty, or holds this comparison, which resumes.
+        """Raise a CheckpointError unless the folder is empty, or holds this comparison and it resumes.
 
-        race.json describes the comparison; it is written before anything is saved.
+        race.json describes the comparison, and is written before any checkpoint.
         """
         if self.folder is None:
             return
@@ -261,7 +262,7 @@ class Entries:
                 )
 
     def _make_folders(self) -> None:
-        """Make the folders of all runs, so that a name which cannot be one is an error before training."""
+        """Make the folders of all runs, so that a name that cannot be a folder fails before training."""
         for entry in self.entries:
             folder = entry.folder
             if folder is None:
@@ -277,7 +278,7 @@ class Entries:
         return (entry.folder for entry in self.entries if entry.folder is not None)
 
     def _resumed(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Bring entries back to the last step at which all of them were saved; return the entries left to train."""
+        """Restore entries to the last step at which all of them were saved; return the entries left to train."""
         if self.folder is None or not self.resume:
             return list(entries)
         ends = {entry: read_end(entry) for entry in entries}
@@ -307,10 +308,10 @@ class Entries:
     def _starts(
         self, steps: Sequence[int], ends: Mapping[Entry, dict[str, Any] | None]
     ) -> tuple[int, dict[Entry, Checkpoint]]:
-        """Return the first of `steps` at which the checkpoints of all runs can be read, and these; without any, step 0.
+        """Return the first of `steps` whose checkpoints can all be read, and these checkpoints; step 0 without `steps`.
 
         Raises:
-            CheckpointError: all of them are damaged.
+            CheckpointError: at every step a checkpoint is damaged.
         """
         problem: CheckpointError | None = None
         for step in steps:
@@ -334,12 +335,12 @@ class Entries:
 
 
 def saving_in(save_dir: str | Path, name: str, interval: int | None) -> Saving:
-    """Return where a entry is saved: a folder of its own in that of the comparison."""
+    """Return where an entry is saved: its own folder within the comparison's folder."""
     return Saving(folder_at(save_dir) / name, interval)
 
 
 def matrix_bytes(spec: RunSpec) -> float:
-    """Return an estimate of the bytes that weights, gradients, optimizer and strategy of a run take."""
+    """Estimate the bytes of a run's weights, gradients, optimizer state and strategy state."""
     trainable = [p for p in spec.model.parameters() if p.requires_grad]
     row = sum(p.nbytes for p in trainable)
     buffers = sum(b.nbytes for b in spec.model.buffers())
@@ -347,12 +348,12 @@ def matrix_bytes(spec: RunSpec) -> float:
     weights = 1 if in_one and spec.strategy.shares_weights else spec.num_nodes
     grads = 1 if in_one and spec.strategy.shares_grads else spec.num_nodes
     moments = len(spec.strategy.optim_spec.state_names() - {"step"})
-    # The state of strategies: outer weights and momentum, a residual per node.
+    # Assume for strategies: outer weights, momentum, and one residual per node.
     return float(row * (weights * (1 + moments) + grads + spec.num_nodes + 3) + buffers * spec.num_nodes)
 
 
 def _score(entry: Entry) -> float:
-    """Return the last validation loss, or without one the mean training loss of the last tenth."""
+    """Return the last validation loss or, without validation, the mean training loss of the last tenth of steps."""
     loss = entry.history.last("global_loss")
     if loss == loss:
         return loss
@@ -375,7 +376,7 @@ def _finish(recorder: Recorder, entry: Entry, error: BaseException | None) -> bo
 
 
 def write_end(entry: Entry) -> None:
-    """Write how a run ended to its folder, which must be there."""
+    """Write how a run ended to its folder, which must exist."""
     assert entry.folder is not None
     content = {
         "step": int(entry.history["step"][-1]),
@@ -390,21 +391,21 @@ def write_end(entry: Entry) -> None:
 
 
 def _length(entry: Entry) -> list[int | None]:
-    """Return what decides how many steps a run has; a longer run continues where this one ended."""
+    """Return the options that decide the number of steps; if they change, a finished run continues."""
     return [entry.spec.max_steps, entry.spec.num_epochs]
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that is whole or not there at all, whenever the process is killed, and that has a checksum."""
+    """Write a file with a checksum, atomically: a killed process leaves no partial file."""
     with replacing(path) as part:
         write_json(part, {**content, "sha256": _checksum(content)})
 
 
 def read_whole(path: Path) -> dict[str, Any]:
-    """Read what `write_whole` wrote.
+    """Read a file that `write_whole` wrote.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the file is damaged.
     """
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -422,7 +423,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def read_end(entry: Entry) -> dict[str, Any] | None:
-    """Return how a run of this length ended, None if it did not."""
+    """Return how a run of this length ended; None if it has not ended."""
     assert entry.folder is not None
     path = entry.folder / "end.json"
     end = read_whole(path) if path.exists() else None
@@ -435,7 +436,7 @@ def ended_by(end: dict[str, Any] | None, step: int) -> bool:
 
 
 def take_end(entry: Entry, end: dict[str, Any]) -> None:
-    """Give a entry the record of a run that left before the others."""
+    """Give an entry the record of a run that ended before the others."""
     entry.history = History.from_plain(end["history"])
     if end["stopped"]:
         entry.stopped_at = int(end["step"])
@@ -461,7 +462,7 @@ class _Watch:
             self.live = LiveTable(title)
 
     def show(self, ensemble: Ensemble) -> None:
-        """Bring the picture or the bar up to date, if the last one is old enough."""
+        """Update the figure, table or bar, unless it was updated a moment ago."""
         if self.live is not None:
             for entry in self.entries:
                 own = self.histories.setdefault(entry.name, [])
