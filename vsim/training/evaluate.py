@@ -1,4 +1,4 @@
-"""Validation: every node's own model, the global model, and how far apart the replicas are."""
+"""Validate every node's own model and the global model, and measure how far apart the replicas are."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ from vsim.private_torch import without_performance_warnings
 from vsim.training.run import Run, Stack
 from vsim.training.spec import Metric
 
-# Columns of the node matrix that are compared at once: bounds the memory that measuring needs.
+# Columns of the node matrix that are compared at once, to bound the memory of the comparison.
 _COLUMNS_AT_ONCE = 2**18
-_OF_ONE_MODEL = 8  # batches of one model that are taken at once
-_ONE_BY_ONE = 256  # examples for a standard error, where the model cannot be vectorized over them
+_OF_ONE_MODEL = 8  # batches that are joined when one model is evaluated alone
+_ONE_BY_ONE = 256  # examples for a standard error if the model cannot be vectorized over examples
 
 
 class _Rows(NamedTuple):
-    """Models to be measured: stacked weights (R, P), stacked buffers, the seed of what they draw, and of each the row
-    of the node whose Python computes it, 0 where that is the same for all.
+    """R models to measure.
+
+    Attributes:
+        weights: stacked (R, P). buffers: stacked (R, …). seed: of the models' random numbers.
+        python: for each model, the row of the node whose Python computes it; 0 if all nodes share their Python.
     """
 
     weights: Tensor
@@ -40,7 +43,7 @@ class _Rows(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """Stacked losses (R,) and accuracies (R,), which are None where the objective knows none."""
+    """Stacked losses (R,) and accuracies (R,); accuracies are None if the objective has no accuracy."""
 
     losses: Tensor
     accuracies: Tensor | None
@@ -53,8 +56,8 @@ class Evaluator:
         executor: computes the losses.
         batch: the validation examples, one batch (N, …) on the run's device.
         batch_size: examples at a time.
-        rows_at_once: models that are put together for one call.
-        curve: the first examples of the batch, which are enough before the last step; default all.
+        rows_at_once: models that share one call.
+        curve: number of examples, from the first, that are evaluated before the last step; default all.
         total: number of examples in the dataset; default N.
     """
 
@@ -76,7 +79,7 @@ class Evaluator:
         self._draws = False  # whether the model draws random numbers in evaluation mode
 
     def __call__(self, runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
-        """Return run → its validation columns of `History`: on all examples after a run's last step."""
+        """Return run → its validation columns of `History`; after a run's last step, on all examples."""
         found: dict[Run, dict[str, float]] = {}
         for count in {self.curve, self.num_examples}:
             own = [m for m in runs if count == (self.num_examples if m.is_over else self.curve)]
@@ -100,7 +103,7 @@ class Evaluator:
             columns = found[run]
             columns |= {"val_examples": count, "val_total": self.total}
             if count == self.num_examples:
-                columns["global_loss_se"] = math.nan  # known in one process, which is enough
+                columns["global_loss_se"] = math.nan  # only the first node's process computes it
                 if 0 in run.nodes:
                     columns["global_loss_se"] = self._standard_error(own, columns["global_loss"])
             columns |= {name: self._mean(f, name, own, pieces) for name, f in (run.spec.metrics or {}).items()}
@@ -110,7 +113,7 @@ class Evaluator:
         return _cut(self.batch, count, self.batch_size)
 
     def _standard_error(self, rows: _Rows, loss: float) -> float:
-        """Return the standard error over examples of the loss of the first of these models.
+        """Return the standard error, over examples, of the first model's loss.
 
         NaN if the loss of a batch is not the mean of its examples' losses, as in contrastive learning.
         """
@@ -132,7 +135,7 @@ class Evaluator:
         for function, most in ((at_once, self.num_examples), (one_by_one, _ONE_BY_ONE)):
             try:
                 check_examples(self.batch, 0)
-                # One model at a time: as much memory as several models take in the validation itself.
+                # One model with several batches takes as much memory as several models with one batch.
                 pieces = _cut(self.batch, min(most, self.num_examples), _OF_ONE_MODEL * self.batch_size)
                 losses = torch.cat([own.double().cpu() for own in self._applied(function, rows, pieces)])
             except Exception:  # not vectorizable, or undefined for a single example
@@ -143,7 +146,7 @@ class Evaluator:
         return math.nan
 
     def _applied(self, function: Callable[[Any, Any], Any], rows: _Rows, pieces: Sequence[Any]) -> Iterator[Any]:
-        """Yield function(model, batch) for the first of these models and every batch."""
+        """Yield function(model, batch) for the first model and every batch."""
         objective = self.executor.for_evaluation(rows.python[0])
         buffers = {name: b[0] for name, b in rows.buffers.items()}
         for piece in pieces:
@@ -151,7 +154,7 @@ class Evaluator:
             yield self.executor.apply(function, rows.weights[0], buffers, piece, stream, objective)
 
     def _mean(self, metric: Metric, name: str, rows: _Rows, pieces: Sequence[Any]) -> float:
-        """Return the mean over the examples of a user's metric of the first of these models."""
+        """Return a user's metric of the first model, averaged over the examples."""
         total = examples = 0.0
         for piece, outcome in zip(pieces, self._applied(metric, rows, pieces), strict=True):
             size = len(tree_leaves(piece)[0])
@@ -164,7 +167,7 @@ class Evaluator:
         return total / examples
 
     def _measure(self, rows: Sequence[_Rows], pieces: Sequence[Any]) -> list[_Measured]:
-        """Measure all rows, equal ones once; those with equal draws share a call, up to `rows_at_once` rows."""
+        """Measure all rows, equal rows once. Rows with equal random draws share calls of up to `rows_at_once` rows."""
         distinct, places = _distinct(rows)
         calls: list[list[_Rows]] = []
         for own in distinct:
@@ -177,7 +180,7 @@ class Evaluator:
         for together in calls:
             measured, drew = _measured_together(self.executor, together, pieces)
             if drew and not self._draws and len({own.seed for own in together}) > 1:
-                self._draws = True  # every seed has numbers of its own
+                self._draws = True  # from now on, one call per seed
                 return self._measure(rows, pieces)
             found.append(measured)
         losses = torch.cat([own.losses for own in found])
@@ -189,18 +192,18 @@ class Evaluator:
 def _cut(batch: Any, count: int, size: int) -> list[Any]:
     """Cut the first `count` examples of a batch into batches of up to `size`."""
     if count == len(tree_leaves(batch)[0]) <= size:
-        return [batch]  # whose tensors may have something else in front
+        return [batch]  # not cut, so its tensors need not begin with an example dimension
     return [tree_map(lambda t, a=a: t[a : min(a + size, count)], batch) for a in range(0, count, size)]
 
 
 def _measured_together(
     executor: Executor, rows: Sequence[_Rows], pieces: Sequence[Any], objective: Objective | None = None
 ) -> tuple[_Measured, bool]:
-    """Measure rows in one call per piece of the data; return also whether the model drew random numbers."""
+    """Measure rows in one call per piece of the data; also return whether the model drew random numbers."""
     weights = torch.cat([own.weights for own in rows])  # a copy, which the model may change
     buffers = {name: torch.cat([own.buffers[name] for own in rows]) for name in rows[0].buffers}
     doubles = _where_doubles_are(weights.device)
-    totals: list[Tensor] = []  # of losses and, where they are known, of accuracies
+    totals: list[Tensor] = []  # losses and, if known, accuracies
     stream = generator(rows[0].seed, EVALUATION, device=weights.device)
     before, objective = stream.get_state(), objective or executor.for_evaluation(rows[0].python[0])
     examples = sum(len(tree_leaves(piece)[0]) for piece in pieces)
@@ -217,10 +220,10 @@ def _measured_together(
 def validate_clients(stack: Stack, runs: Sequence[Run], first: int | None = None) -> dict[Run, dict[str, list[float]]]:
     """Return run → the "losses" (N,) of its global model on the data of each of N clients, and "accuracies" if known.
 
-    Runs with the same clients are measured together; of several processes, that of the first node measures.
+    Runs with the same clients are measured together. With several processes, only the first node's process measures.
 
     Args:
-        first: clients to measure; default all.
+        first: measure only this many clients, from the first; default all.
     """
     at_once = VmapExecutor.nodes_at_once(stack.matrix.whole, stack.executor.settings)
     own_python, groups = bool(stack.executor.objective.changes), dict[Any, list[Run]]()
@@ -269,7 +272,7 @@ def _on_clients(stack: Stack, runs: Sequence[Run], first: int | None) -> list[di
 
 
 def validate(runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
-    """Return run → its validation columns, for runs with validation data; a group is measured together."""
+    """Return run → its validation columns, for runs with validation data. Runs with one evaluator share calls."""
     by_evaluator: dict[Any, list[Run]] = {}
     for run in runs:
         if run.evaluator is not None:
@@ -281,7 +284,7 @@ def validate(runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
 
 
 def _of_nodes(run: Run, own_python: bool) -> _Rows:
-    """The nodes' own models; one where they are one by construction."""
+    """Return the nodes' own models; a single model if all nodes are equal by construction."""
     replicas = run.cluster.replicas
     if replicas.shares_weights and not replicas.buffers and not own_python:
         return _Rows(replicas.weights, {}, run.spec.seed, [0])
@@ -290,7 +293,7 @@ def _of_nodes(run: Run, own_python: bool) -> _Rows:
 
 
 def _of_cluster(run: Run, own_python: bool) -> _Rows:
-    """The global model and the mean replica, whose Python is that of the first node."""
+    """Return the global model and the mean replica, both computed with the first node's Python."""
     assert run.global_weights is not None
     candidates = torch.stack([run.global_weights, run.cluster.mean_weights()])  # (2, P)
     buffers = {n: b.expand(2, *b.shape) for n, b in run.cluster.mean_buffers().items()}
@@ -298,7 +301,7 @@ def _of_cluster(run: Run, own_python: bool) -> _Rows:
 
 
 def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
-    """Return the rows that differ, each by itself, and for all rows of each of `rows` which of them they equal."""
+    """Return the distinct rows, one by one, and for each of `rows` the indices of the distinct rows that it holds."""
     distinct: list[_Rows] = []
     places: list[list[int]] = []
     known: dict[tuple[int, float], list[int]] = {}  # equal rows have equal sums
@@ -351,7 +354,7 @@ def replica_spread(weights: Tensor) -> dict[str, float]:
     {'divergence': 0.0, 'correlation': 1.0}
     """
     num_nodes = len(weights)
-    # Distances are taken from row 0, so that equal rows are exactly 0 apart, whatever the rounding of their mean.
+    # Subtract row 0 first, so that equal rows are exactly 0 apart, however their mean is rounded.
     distance = length = 0.0
     means = weights.mean(1, keepdim=True)
     squares = torch.zeros(num_nodes, dtype=torch.float64, device=_where_doubles_are(weights.device))
@@ -361,8 +364,8 @@ def replica_spread(weights: Tensor) -> dict[str, float]:
         distance += float((apart - mean).square().sum())
         length += float((block[0] + mean).square().sum())
         squares += (block - means).square().sum(1).to(squares)
-    # Of rows z_k with mean 0 and length 1 the correlation of a pair is 1 − |z_j − z_k|² / 2; its mean over all pairs is
-    # 1 − sum_k |z_k − z̄|² / (K − 1).
+    # For rows z_k with mean 0 and length 1, the correlation of a pair is 1 − |z_j − z_k|² / 2. Its mean over all pairs
+    # is 1 − sum_k |z_k − z̄|² / (K − 1).
     deviations, standardized_distance = squares.sqrt().to(weights)[:, None], 0.0
     for block in weights.split(_COLUMNS_AT_ONCE, dim=1):
         standardized = (block - means) / deviations

@@ -1,4 +1,4 @@
-"""Ctrl-C during a run: the current step is completed first, so that the state is whole."""
+"""Handle Ctrl-C during a run: complete the current step first, so that the state is consistent."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from vsim.checkpoint.folder import Saving
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was interrupted between two steps. Its state is whole, and `fit(resume=True)` resumes it.
+    """Raised when a run is interrupted between two steps. Its state is consistent; `fit(resume=True)` resumes it.
 
     Args:
-        step: the last one. saving: where the run is saved, if it is.
+        step: the last completed step. saving: where the run is saved, if it is.
     """
 
     def __init__(self, step: int, saving: Saving | None) -> None:
@@ -30,9 +30,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupt:
-    """A request to stop after the current step. Within the context the first Ctrl-C requests; a second raises at once.
+    """A request to stop after the current step. In its context, the first Ctrl-C makes the request; a second raises.
 
-    A handler is installed in the main thread only, and only in place of Python's own: another handler of SIGINT stays.
+    The handler is installed only in the main thread, and only in place of Python's default handler of SIGINT.
 
     Attributes:
         requested: whether the run should stop. insisted: whether Ctrl-C was pressed again.
@@ -43,7 +43,7 @@ class Interrupt:
         self._installed = False
 
     def request(self) -> None:
-        """Ask the run to stop; from any thread."""
+        """Ask the run to stop. May be called from any thread."""
         self.requested = True
 
     @contextmanager

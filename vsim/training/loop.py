@@ -1,4 +1,4 @@
-"""The training loop, once, for every backend and for any number of runs."""
+"""The one training loop, for every backend and any number of runs."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from vsim.training.run import Ensemble, Run, Stack
 
 
 def train(ensemble: Ensemble) -> None:
-    """Train to the last step, reporting every step as it is done.
+    """Train to the last step, and report every step when it is done.
 
     Raises:
-        Interrupted: after a step, when any process of the run was asked to stop.
+        Interrupted: a process of the run was asked to stop; raised after the step.
     """
     try:
         with ensemble.interrupt:
@@ -49,7 +49,7 @@ def train(ensemble: Ensemble) -> None:
 
 
 def end(ensemble: Ensemble) -> None:
-    """Release what only training needs, and note the states in which training left the process's random generators."""
+    """Release resources that only training needs, and keep the final states of the process's random generators."""
     for run in ensemble.runs:
         device = run.cluster.weights.device
         if run.globals is None:
@@ -63,7 +63,7 @@ def end(ensemble: Ensemble) -> None:
 def steps(ensemble: Ensemble) -> Iterator[int]:
     """Train, and yield the number of every step when it is done and reported.
 
-    Beside `train`, no interrupt is awaited, and `end` is left to the caller.
+    Unlike `train`, this does not handle Ctrl-C, and leaves calling `end` to the caller.
     """
     with keeping_freed_memory():
         yield from _steps(ensemble)
@@ -111,7 +111,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
 
 
 def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
-    """Take step number `step` with the runs of a group; return whether another process wants the run to stop."""
+    """Take step number `step` with the runs of a stack; return whether any process wants the run to stop."""
     runs = [run for run in stack.runs if run.is_running]
     if not runs:
         return False
@@ -138,7 +138,7 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     with stack.threads.of(largest):
         try:
             losses = _computed(ensemble, stack, batch, device)
-        except Exception as error:  # of the model or the data, which all runs of the group share
+        except Exception as error:  # in the model or the data, which all runs of the stack share
             given = stack.few.batch if isinstance(batch, Uneven) else batch
             _all_leave(ensemble, runs, explained(error, stack.executor.objective, given, 1, f"at step {step}"))
             return False
@@ -153,7 +153,7 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
 
 
 def _computed(ensemble: Ensemble, stack: Stack, batch: Any, device: torch.device) -> Tensor:
-    """Return the losses of a group; the gradients are where they belong then."""
+    """Return the losses of a stack, and write the gradients to the rows of its runs."""
     first = len(ensemble.runs) > 1 and not stack.has_stepped
     before = global_states(device) if first else {}
     losses = stack.losses_and_grads(batch)
@@ -174,7 +174,7 @@ def _warn_of_global_draws() -> None:
 
 
 def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, batch: Any) -> bool:
-    """Give every run the losses of its nodes (K,), and count their examples; a run with a non-finite loss leaves.
+    """Give every run the losses of its nodes (K,), and count their examples; remove runs with a non-finite loss.
 
     Returns:
         Whether a process of the run has been asked to stop after this step.
@@ -205,7 +205,7 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
 
 @torch.no_grad()
 def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
-    """Make every run communicate and step. Runs whose strategy does not define `step` share calls of optimizers."""
+    """Let every run communicate and step. Runs whose strategies do not define `step` may share optimizer calls."""
     stepping = [run for run in stack.runs if run.trains and run.cluster.step > run.done]
     plain = [run for run in stepping if not run.strategy.is_per_node]
     for run in plain:
@@ -224,7 +224,7 @@ def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
 
 
 class _own(AbstractContextManager[None]):
-    """The context for code of one run: with its own random state; an error is that run's alone."""
+    """Context for code of one run: uses the run's own random state, and an error ends only this run."""
 
     def __init__(self, ensemble: Ensemble, run: Run) -> None:
         self.ensemble, self.run = ensemble, run
@@ -247,7 +247,7 @@ def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
     if not ensemble.tolerant or (nothing_lost and not isinstance(error, FloatingPointError)):
         raise error
     run.error = error
-    # Its rows are still computed until the others are regrouped: with harmless numbers.
+    # Until the others are regrouped, the run's rows are still computed: fill them with zeros, which are harmless.
     replicas = run.cluster.replicas
     for tensor in (replicas.weights, replicas.grads):
         tensor.zero_()
@@ -275,7 +275,7 @@ def _report_start(ensemble: Ensemble) -> None:
                 report = StepReport(row, None, [], executor.name, run.max_steps, run.minibatch_size)
                 report.preparing = executor.preparing
                 _tell(ensemble, run, report)
-                _of_clients(stack, [run], 1)  # raises before training if clients cannot be measured
+                _of_clients(stack, [run], 1)  # raises before training if a client cannot be measured
             run.starts = False
 
 
@@ -320,11 +320,11 @@ def _report(ensemble: Ensemble, step: int) -> None:
 
 
 def _report_clients(ensemble: Ensemble, stack: Stack, ended: Mapping[Run, StepReport]) -> None:
-    """Measure the global models of runs that have ended on their clients' data; amend what was last reported."""
+    """Measure the global models of ended runs on their clients' data, and amend their last reports."""
     runs = [run for run in ended if run.trains and run.client_data]
     try:
         found = _of_clients(stack, runs)
-    except Exception as error:  # of the model or the data: not of one run
+    except Exception as error:  # in the model or the data, which all these runs share
         _all_leave(ensemble, runs, error)
         return
     for run, own in found.items():
@@ -335,7 +335,7 @@ def _report_clients(ensemble: Ensemble, stack: Stack, ended: Mapping[Run, StepRe
 
 
 def _mean_of_known(losses: Sequence[float]) -> float:
-    """Return the mean over nodes that have taken a step, whose losses are not NaN; NaN if there is none."""
+    """Return the mean of the losses that are not NaN: of the nodes that took a step. NaN if no node did."""
     total = sum(losses)
     if math.isnan(total):
         known = [loss for loss in losses if loss == loss]
@@ -344,7 +344,7 @@ def _mean_of_known(losses: Sequence[float]) -> float:
 
 
 def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
-    """Report a step, and call the callbacks. With several processes, the first node's report is complete."""
+    """Report a step, and call the callbacks. With several processes, only the first node's report is complete."""
     collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
     attendance = run.ledger.attendance
     run.row, report.segment = report.row, attendance[-1] if attendance else None
@@ -357,7 +357,7 @@ def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
         return
     with ensemble.interrupt.requested_inside():
         tell_row(run.spec.callbacks, run)
-    if not ensemble.is_alone:  # a callback may stop the run in one process alone
+    if not ensemble.is_alone:  # a callback may have stopped the run in one process only
         with collectives.unbilled():
             last = collectives.all_gather(torch.full((held, 1), run.max_steps), label="last step")
         run.max_steps = int(last.min())
@@ -387,7 +387,7 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
                 for run in own:
                     evaluating.enter_context(run.strategy.evaluating())
                 found.update(validate(own))
-        except Exception as error:  # of the model or the data: not of one run
+        except Exception as error:  # in the model or the data, which all these runs share
             _all_leave(ensemble, own, error)
         seconds, num_nodes = time.perf_counter() - started, sum(run.cluster.num_nodes for run in own)
         for run in own:
@@ -402,7 +402,7 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
 
 
 def _of_clients(stack: Stack, runs: Sequence[Run], first: int | None = None) -> dict[Run, dict[str, list[float]]]:
-    """Return run → what `validate_clients` has of its clients, of runs that have any; or of the first of them."""
+    """Return the results of `validate_clients` for the runs with client data, on all or the `first` clients."""
     runs, started = [run for run in runs if run.client_data], time.perf_counter()
     with ExitStack() as evaluating, torch.no_grad():
         for run in runs:
@@ -418,9 +418,9 @@ def _of_clients(stack: Stack, runs: Sequence[Run], first: int | None = None) -> 
 def _of_all_nodes(
     losses: Tensor, batch: Any, ensemble: Ensemble, run: Run
 ) -> tuple[list[float], bool, tuple[list[float], list[float]]]:
-    """Return the losses of all nodes (K,), whether one was asked to stop after this step, and their batches' sizes.
+    """Return the losses of all nodes (K,), whether any was asked to stop after this step, and their batch sizes.
 
-    The sizes are the examples and the tokens of every node.
+    The batch sizes are the numbers of examples and of tokens of every node.
     """
     of_node = torch.tensor([ensemble.interrupt.requested, *sizes_of(batch)], dtype=torch.float64)
     own = torch.cat([losses.cpu().double()[:, None], of_node.expand(len(losses), -1)], 1)  # (R, 4): one message

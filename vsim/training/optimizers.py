@@ -1,4 +1,4 @@
-"""The runs' inner optimizers: each has its own, and those with equal settings are stepped in one call."""
+"""Step the inner optimizers of several runs; optimizers with equal settings share a call."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vsim.training.alike import is_vsims
 
 
 class Optimizers:
-    """Steps the optimizers of runs whose rows lie below each other in one matrix.
+    """Steps the optimizers of runs whose rows are adjacent in one matrix.
 
-    Where rows are few, a call of an optimizer takes longer than its arithmetic. Neighbours whose optimizers are of one
-    class with equal options are therefore stepped as one optimizer, whose parameter is all their rows. Each run
-    keeps an optimizer of its own all the same, whose state is its rows of the common state: schedules, checkpoints and
-    a run that continues alone see nothing else.
+    With few rows, the call of an optimizer takes longer than its arithmetic. Adjacent runs whose optimizers have one
+    class and equal options are therefore stepped by one optimizer over all their rows. Each run keeps its own optimizer
+    nevertheless; its state is a view of the run's rows in the joint state. Schedules, checkpoints and runs that
+    continue alone use only the run's own optimizer.
 
     Args:
         strategies: in the order of their rows.
@@ -36,7 +36,7 @@ class Optimizers:
                 self._together.append((neighbours, _Together(neighbours)))
 
     def step(self, taking: set[Strategy]) -> set[Strategy]:
-        """Step those optimizers of the strategies in `taking` that go together; return the others, who step alone."""
+        """Step the joint optimizers of strategies in `taking`; return the strategies that must step by themselves."""
         remaining = []
         for strategies, optimizer in self._together:
             if not (optimizer.agree() and taking.issuperset(strategies)):
@@ -49,7 +49,7 @@ class Optimizers:
 
 
 class _Together:
-    """Elementwise optimizers of one class over neighbouring rows of a matrix, stepped as one over all of these."""
+    """Elementwise optimizers of one class over adjacent rows of a matrix, stepped by one optimizer over all rows."""
 
     def __init__(self, strategies: Sequence[Strategy]) -> None:
         self.parts: list[Optimizer] = [s.optim for s in strategies]  # type: ignore[misc]
@@ -63,14 +63,14 @@ class _Together:
             upper.cluster.deterministic,
         )
         self.parameter = _parameter(self.whole)
-        self.whole.state.clear()  # Adagrad has state from the start, which the state of the parts replaces
+        self.whole.state.clear()  # Adagrad begins with state; the parts' state replaces it
         for part in self.parts:
             mark_stepped(part)
 
     def agree(self) -> bool:
-        """Return whether all parts have equal options, and states of equally many steps.
+        """Return whether all parts have equal options, and have taken equally many steps.
 
-        A schedule or hook may have changed the options of one, or reset its state.
+        A schedule or hook may have changed the options of one part, or reset its state.
         """
         parts = zip(self.parts, self.parameters, strict=True)
         first, *others = ({**one.param_groups[0], "params": None, "state": _of_all_rows(one, p)} for one, p in parts)
@@ -88,7 +88,7 @@ class _Together:
         self._share()
 
     def _gather(self) -> None:
-        """Begin with the state of the parts, which may come from a checkpoint."""
+        """Build the joint state from the states of the parts, which may come from a checkpoint."""
         states = [part.state[p] for part, p in zip(self.parts, self.parameters, strict=True) if part.state.get(p)]
         if len(states) == len(self.parts):
             rows = [len(p) for p in self.parameters]
@@ -98,7 +98,7 @@ class _Together:
             }
 
     def _share(self) -> None:
-        """Make the state of every part a view of its rows of the whole."""
+        """Make the state of every part a view of its rows in the joint state."""
         state, start = self.whole.state[self.parameter], 0
         size = len(self.parameter)
         for part, parameter in zip(self.parts, self.parameters, strict=True):
@@ -111,16 +111,16 @@ class _Together:
             start = stop
 
     def part(self) -> None:
-        """Split the whole, so that every part continues alone with its state."""
+        """Dissolve the joint optimizer, so that every part continues alone with its own state."""
         for part, parameter in zip(self.parts, self.parameters, strict=True):
             own = part.state[parameter]
             for key, value in own.items():
                 if isinstance(value, Tensor) and not _is_stacked(value, len(parameter)):
-                    own[key] = value.clone()  # the number of steps, which the others count on
+                    own[key] = value.clone()  # the number of steps, a tensor that all parts shared
 
 
 def _runs(strategies: Sequence[Strategy]) -> list[tuple[int, Strategy]]:
-    """Number the strategies so that neighbours which can be stepped together have the same number."""
+    """Number the strategies so that adjacent strategies that can be stepped together get the same number."""
     numbered, number = [(0, strategies[0])], 0
     for before, strategy in pairwise(strategies):
         number += not _can_join(before, strategy)
@@ -143,9 +143,9 @@ def _can_join(upper: Strategy, lower: Strategy) -> bool:
 
 
 def _is_plain(strategy: Strategy) -> bool:
-    """Return whether the strategy's optimizer is the one that its `OptimSpec` builds, and steps once a step.
+    """Return whether the strategy's optimizer is as its `OptimSpec` builds it, and steps once per training step.
 
-    A class of a user's own may do anything with it: reset its state, give it hooks.
+    A user's own strategy class may do anything with its optimizer, such as reset the state or add hooks.
     """
     optimizer = strategy.optim
     if not is_vsims(type(strategy)) or strategy.is_per_node:
@@ -164,7 +164,7 @@ def _parameter(optimizer: Optimizer) -> Tensor:
 
 
 def _of_all_rows(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Return the state of an optimizer; None for what has a row for each of its nodes."""
+    """Return the state of an optimizer, with None in place of tensors that have a row per node."""
     state = optimizer.state.get(parameter) or {}
     return {key: None if _is_stacked(value, len(parameter)) else value for key, value in state.items()}
 

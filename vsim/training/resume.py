@@ -30,7 +30,7 @@ from vsim.training.run import Run
 
 
 def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return name → callback, of those with a state: by their class, and a number from the second of a class on."""
+    """Return name → callback, for callbacks with a state. Names are class names, numbered from a class's second on."""
     found: dict[str, Any] = {}
     for one in callbacks:
         if all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
@@ -41,7 +41,7 @@ def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _roots(run: Run) -> dict[str, tuple[Any, str | None]]:
-    """Return name → (object, placement), in the order of saving and restoring."""
+    """Return name → (object, placement), in the order in which they are saved and restored."""
     replicas, strategy = run.cluster.replicas, run.strategy
     return {
         "weights": (replicas.weights, "stacked"),
@@ -50,7 +50,7 @@ def _roots(run: Run) -> dict[str, tuple[Any, str | None]]:
         "streams": (list(run.streams), "rows"),
         "loss": (run.objective.loss_fn, "shared"),
         "optimizer": (strategy.optim, "stacked"),
-        # Nodes whose optimizers are apart have equal schedules.
+        # If nodes have separate optimizers, their schedules are equal: save the first node's.
         "schedules": ([own[0] for own in strategy.schedulers if own], "shared"),
         "strategy": (strategy, None),
         **({} if run.clients is None else {"clients": (run.clients, "shared")}),
@@ -83,17 +83,17 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def begin(run: Run) -> None:
-    """Take a snapshot once, so that state which cannot be saved is reported before training."""
+    """Take a snapshot before training, to report state that cannot be saved."""
     if run.spec.saving is not None:
         _settings(run)  # in all processes
         run.fixed = _snapshot(run).fixed if run.spec.saving.wanted else {}
 
 
 def save_if_due(run: Run, stops: bool) -> bool:
-    """Save a run after a step if it is time to, or if it stops here. Every process calls this.
+    """Save a run after a step if a checkpoint is due, or if the run stops here. Every process calls this.
 
     Returns:
-        Whether the folder that the user gave holds all that is to be saved by now; a warning says why not.
+        Whether the user's folder is up to date; if saving failed, a warning says why.
     """
     saving = run.spec.saving
     if saving is None:
@@ -105,7 +105,7 @@ def save_if_due(run: Run, stops: bool) -> bool:
         if saving.wanted:
             raise
         warnings.warn(f"the interrupted run cannot be resumed: {error}", UserWarning, stacklevel=2)
-    except OSError as error:  # such as a full disk: the run itself is whole
+    except OSError as error:  # for instance, the disk is full; the run's state is intact
         warnings.warn(f"step {run.done} could not be saved, and training continues: {error}", UserWarning, stacklevel=2)
         return False
     return saving.wanted
@@ -116,22 +116,26 @@ def _save(run: Run, folder: Path) -> None:
     checkpoint = captured(run)
     try:
         if 0 in run.nodes:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # only a temporary folder is not there yet
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # only a temporary folder may not exist yet
             checkpoint.save(checkpoint_path(folder, run.done))
             prune(folder, run.done)
     finally:
-        if not run.is_alone:  # no process continues before the file is there: it might look into the folder
+        if not run.is_alone:  # wait until the file is written, as other processes may read the folder
             with run.cluster.collectives.unbilled():
                 run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
 
 
 def captured(run: Run, apart: bool = False) -> Checkpoint:
-    """Return the checkpoint of a run between two steps: of all processes at the first node, or of this one, `apart`.
+    """Return the checkpoint of a run between two steps.
 
-    In the simulator, and apart, its tensors share the memory of the run.
+    With several processes, the first node's process gathers the state of all nodes. In one process, or with `apart`,
+    the checkpoint's tensors share the run's memory.
+
+    Args:
+        apart: take only this process's nodes.
 
     Raises:
-        CheckpointError: the run stopped in the middle of a step, or has a state that cannot be saved.
+        CheckpointError: the run stopped in the middle of a step, or has state that cannot be saved.
     """
     if apart:
         run.objective.check_portable()
@@ -157,7 +161,7 @@ def _snapshot(run: Run) -> Snapshot:
 
 
 def _gathered(run: Run, tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree of all processes, at the first node; the others only send what it needs."""
+    """Return the tree of all processes, in the first node's process. The other processes send their parts."""
     collectives = run.cluster.collectives
     text, contents = packed(tree)
     own = f"[{text}, {json.dumps({digest: len(flat) for digest, flat in contents.items()})}]".encode()
@@ -165,7 +169,7 @@ def _gathered(run: Run, tree: dict[str, Any]) -> dict[str, Any]:
         longest = int(collectives.all_gather(torch.tensor([len(own)]), label="checkpoint").max())
         row = torch.frombuffer(bytearray(own.ljust(longest)), dtype=torch.uint8)
         told = [json.loads(row.numpy().tobytes()) for row in collectives.all_gather(row[None], label="checkpoint")]
-        # Every content comes from the first process that has it.
+        # Each content is sent once, by the first process that has it.
         first = {d: (node, n) for node, (_, sizes) in reversed([*enumerate(told)]) for d, n in sizes.items()}
         for digest, (node, size) in first.items():
             flat = contents.get(digest, torch.empty(size, dtype=torch.uint8))
@@ -181,10 +185,11 @@ def _gathered(run: Run, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def resume(run: Run, checkpoint: Checkpoint) -> None:
-    """Bring a newly set up run to the state of the checkpoint, the global random generators included.
+    """Restore the checkpoint's state in a newly set up run, including the global random generators.
 
     Raises:
-        CheckpointError: the checkpoint is of another run, or beyond this run's last step; the differences are named.
+        CheckpointError: the checkpoint is of another run (the message names the differences), or is beyond this run's
+            last step.
     """
     same = run.continues is not None  # the same run, with other nodes
     if not checkpoint.forks and not same:
@@ -221,7 +226,7 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
     restored = {
         name: restorer.root(cut(state[name], rows), live, name, placement)
         for name, (live, placement) in _roots(run).items()
-        if name in state or not name.startswith("callback ")  # which may be given only now
+        if name in state or not name.startswith("callback ")  # a callback may be new
     }
     pairs = [(replicas.weights, restored["weights"])]
     pairs += [(buffer, restored["buffers"].get(name)) for name, buffer in replicas.buffers.items()]
@@ -237,7 +242,7 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _restorer(run: Run, checkpoint: Checkpoint) -> tuple[Restorer, list[int], bool]:
-    """Return what restores, the checkpoint's rows that the nodes here continue, and whether other rows were saved."""
+    """Return a Restorer, the checkpoint's rows for the nodes of this process, and whether the rows have moved."""
     continues, saved = run.continues, len(checkpoint.state["streams"]["items"])
     rows = list(run.cluster.replicas.nodes if continues is None else continues)
     moved = (continues is None and checkpoint.together != run.is_alone) or (
@@ -269,7 +274,7 @@ def _check_same(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def begin_fork(checkpoint: Checkpoint, replicas: Replicas) -> None:
-    """Start all nodes from the mean of the checkpoint's nodes, with which a strategy is set up."""
+    """Set all nodes to the mean of the checkpoint's nodes, before the strategy is set up."""
     checkpoint.check_layout(replicas)
     replicas.weights.copy_(checkpoint.mean_weights())
     for name, mean in checkpoint.mean_buffers().items():
@@ -303,7 +308,7 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _carry(run: Run, checkpoint: Checkpoint, restorer: Restorer) -> None:
-    """Keep what a strategy's parts declare as `carried`, where the checkpoint has a part of the same class."""
+    """Restore attributes that a strategy's parts declare as `carried`, if the checkpoint has a part of that class."""
     for owner in owners(run.strategy):
         alike = [o for o in objects_in(checkpoint.state["strategy"]) if o["class"] == name_of(type(owner))]
         for name in owner.carried if alike else ():
@@ -312,7 +317,7 @@ def _carry(run: Run, checkpoint: Checkpoint, restorer: Restorer) -> None:
 
 
 def _keep_state(run: Run, state: Any, restorer: Restorer) -> None:
-    """Keep the inner optimizers' state, or start with none if it does not fit, such as one row for all nodes."""
+    """Restore the inner optimizers' state, or clear it if it does not fit, such as one row for all nodes."""
     optim = run.strategy.optim
     optimizers = torch_optimizers(optim)
     settings = copy.deepcopy([[{**group, "params": []} for group in o.param_groups] for o in optimizers])
@@ -330,7 +335,7 @@ def _keep_state(run: Run, state: Any, restorer: Restorer) -> None:
 
 
 def _fits(part: StackedOptimizer, spec: OptimSpec) -> bool:
-    """Return whether an optimizer has all state that its options imply, for all nodes if it is one for all."""
+    """Return whether an optimizer has all state that its options imply, and for all nodes if the nodes share it."""
     names, for_all = spec.state_names(), isinstance(part, Optimizer)
     for p, own in (pair for optimizer in torch_optimizers(part) for pair in optimizer.state.items()):
         tensors = [value for value in own.values() if isinstance(value, Tensor) and value.dim()]

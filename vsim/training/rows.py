@@ -1,4 +1,4 @@
-"""The rows of a group: the nodes of all its runs below each other in one matrix."""
+"""The rows of a stack: one matrix that holds the nodes of all its runs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class Rows:
     """The rows that are computed, and the rows that the runs hold.
 
     Attributes:
-        whole: all nodes. parts: the nodes of each run, views of `whole`; but runs whose nodes are equal by
-            construction hold one row of weights, and of gradients if only their mean is wanted.
-        spread: such runs among others, with their rows of `whole`.
+        whole: all nodes.
+        parts: the nodes of each run, views of `whole`. Exception: if all nodes of a run share one row of weights or
+            gradients, the run holds that row apart.
+        spread: the runs that hold a row apart, each with its rows of `whole`.
     """
 
     whole: Replicas
@@ -36,15 +37,15 @@ class Rows:
     spread: list[tuple[Replicas, slice]] = field(default_factory=list)
 
     def copy_out(self) -> None:
-        """Copy the one row of runs with equal nodes to all their rows."""
+        """Copy the shared row of weights of each `spread` run to all rows of the run."""
         for own, rows in self.spread:
             self.whole.weights[rows].copy_(own.weights)
 
     def gather_gradients(self) -> None:
-        """Write the mean gradient of runs that use only the mean, and the row of weights, if forward changed it.
+        """Write the mean gradient to runs that share one row of gradients, and copy the shared row of weights back.
 
         Raises:
-            ValueError: forward changed the copies of the row in different ways.
+            ValueError: forward changed the copies of a shared row in different ways.
         """
         for own, rows in self.spread:
             copies = self.whole.weights[rows]
@@ -56,7 +57,7 @@ class Rows:
 
 
 class FewRows:
-    """Computes some of the rows of an executor at a time, on copies: those whose batches have one size, for instance.
+    """Computes a part of an executor's rows, on copies; for instance, the rows whose batches have equal sizes.
 
     Args:
         engine: computes all rows.
@@ -79,7 +80,7 @@ class FewRows:
         return replace(whole, weights=matrix(*size), grads=matrix(*size), buffers=buffers)
 
     def of_uneven(self, batch: Uneven, minibatch_size: int | None) -> Tensor:
-        """Return the losses (R,) of all rows, and leave their gradients, part by part."""
+        """Return the losses (R,) of all rows, and write their gradients, part by part."""
         losses, replicas = torch.empty(0), self.engine.replicas
         if replicas.shares_grads:
             replicas.grads.zero_()
@@ -91,9 +92,9 @@ class FewRows:
         return losses
 
     def losses_and_grads(self, rows: list[int], batch: Any, minibatch_size: int | None) -> Tensor:
-        """Return the losses (n,) of some rows on their stacked batch (n, B, …), and leave their gradients.
+        """Return the losses (n,) of some rows on their stacked batch (n, B, …), and write their gradients.
 
-        Where all nodes share one row of gradients, their part of the mean is added to it.
+        If all nodes share one row of gradients, add these rows' part of the mean to it.
 
         Raises:
             ValueError: the model changes weights that nodes share.

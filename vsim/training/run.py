@@ -1,4 +1,4 @@
-"""Runs, stacks of runs whose gradients are computed in one call, and the ensemble of all that train together."""
+"""Runs, stacks of runs whose gradients are computed in one call, and the ensemble of all runs that train together."""
 
 from __future__ import annotations
 
@@ -39,38 +39,38 @@ _IGNORED = -100  # the label of an example that torch's cross_entropy leaves out
 
 @dataclass(eq=False)
 class Run:
-    """One strategy with one seed on K nodes: its own state and record, independent of the runs that train with it.
+    """One strategy with one seed on K nodes. Its state and record are independent of the runs that train with it.
 
-    `vsim.training.setup` places a run in a matrix; until then it has no rows, cluster and strategy. Where nodes come
-    and go, a copy that continues from its state is placed again.
+    `vsim.training.setup` places a run in a matrix; until then the run has no rows, cluster or strategy. When nodes come
+    or go, a copy that continues from the run's state is placed instead.
 
     Attributes:
-        spec: what was asked. report: gets the outcome of every step.
-        history: the record of these outcomes, where this process keeps one.
-        nodes: those held in this process. collectives: how they communicate. batches: stacked batches (R, B, …).
+        spec: the run's options. report: called with the outcome of every step.
+        history: the record of these outcomes, if this process keeps one.
+        nodes: the nodes held in this process. collectives: how nodes communicate. batches: stacked batches (R, B, …).
         plan: which nodes take part in which steps; None: all nodes in all steps.
         globals: the global random generators as this run alone would find them; None: the process's are its own.
         minibatch_size: examples per node whose gradients are computed at once; None: the whole batch.
-        continues: the rows of its start that its nodes continue from; None: each its own.
-        rows: its rows of the stack's matrix. cluster: its nodes. strategy: the run's own copy.
+        continues: the rows of the start checkpoint that the nodes continue from; None: every node its own row.
+        rows: the run's rows of the stack's matrix. cluster: its nodes. strategy: its own copy.
         streams: a random generator per node, for randomness in the model.
         objective: model and loss, shared with its stack.
-        max_steps: steps to train; fewer than it was asked for once it was stopped.
-        evaluator: measures it on the validation data; None: there are no such data.
+        max_steps: steps to train; after `stop`, fewer than `steps`.
+        evaluator: measures the run on the validation data; None without validation data.
         examples, tokens, seconds, validation_seconds: totals, including those before a resume. Runs that train
             together share the seconds of a step in proportion to their nodes.
         row: the history's row of the last step.
-        starts: whether its first row is still to be reported; False if it resumes.
-        draws: whether code of its strategy may draw from global random generators of its own.
-        left_states: of the process's generators, as training left them.
-        settings: what must be equal in a run that resumes, once they are known; see `vsim.checkpoint.settings`.
-        fixed: path → objects in its state that a run which resumes cannot make.
-        error: why it left the run before the others.
-        stopped: whether it was asked to stop before the others.
-        rungs: steps after which it is validated, besides the requested ones.
-        node_losses: the losses of its nodes (K,) in the step that is being taken, or was taken last.
-        clients: what belongs to the clients of a population, where its rows serve one.
-        client_data: of each node or client, on which the global model is measured at the end; none: it is not.
+        starts: whether the run's first row is still to be reported; False in a resumed run.
+        draws: whether the strategy or a callback may draw from the run's own global random generators.
+        left_states: the states in which training left the process's random generators.
+        settings: the settings that must be equal in a resumed run, once known; see `vsim.checkpoint.settings`.
+        fixed: path → kind of an object in the run's state that a resumed run cannot make.
+        error: the error that ended this run; the others continue.
+        stopped: whether this run was stopped before the others.
+        rungs: steps after which the run is validated, besides the requested ones.
+        node_losses: the losses of the nodes (K,) in the current or last step.
+        clients: the state of a population's clients, if the run has a population.
+        client_data: validation data of each node or client, for measuring the global model at the end; empty: none.
     """
 
     spec: RunSpec
@@ -105,56 +105,56 @@ class Run:
     error: Exception | None = None
     stopped: bool = False
     rungs: Collection[int] = ()
-    # Of the step that is being taken: its losses per node, learning rate, and the events of the ledger before it.
+    # The current step: losses per node, learning rate, and the number of the ledger's events before the step.
     node_losses: list[float] = field(default_factory=list)
     lr: float = 0.0
     known_events: int = 0
     clients: Clients | None = None
-    # Of nodes that rest in this step: rows, weights, buffers.
+    # Rows, weights and buffers of the nodes that rest in this step.
     _kept: tuple[list[int], Tensor, list[Tensor]] | None = None
-    # Weights to be measured next, shared (P,).
+    # The global model's weights (P,), to be measured next.
     global_weights: Tensor | None = None
 
     # The clock ------------------------------------------------------------------------------------------------------
-    # It counts completed steps: what is due after step t is asked for when `done` is t.
+    # The clock counts completed steps: actions due after step t happen when `done` is t.
 
     @property
     def steps(self) -> int:
-        """The steps that were asked for."""
+        """The number of steps that the options ask for."""
         spec = self.spec
         return spec.num_epochs * self.batches.steps_per_epoch if spec.max_steps is None else spec.max_steps
 
     @property
     def start(self) -> int:
-        """The completed steps that it starts with."""
+        """The number of completed steps that the run starts from."""
         return 0 if self.spec.start is None else self.spec.start.step
 
     @property
     def done(self) -> int:
-        """Completed steps."""
+        """The number of completed steps."""
         return self.cluster.completed
 
     @property
     def is_over(self) -> bool:
-        """Whether it has completed its last step."""
+        """Whether the run has completed its last step."""
         return self.done >= self.max_steps
 
     @property
     def trains(self) -> bool:
-        """Whether it has neither failed nor been stopped."""
+        """Whether the run has neither failed nor been stopped."""
         return self.error is None and not self.stopped
 
     @property
     def is_running(self) -> bool:
-        """Whether it will take another step."""
+        """Whether the run will take another step."""
         return self.trains and not self.is_over
 
     def stop(self) -> None:
-        """End the run after the completed step, as if `max_steps` had been that number."""
+        """End the run here, as if `max_steps` had been the number of completed steps."""
         self.max_steps = self.done
 
     def begins_segment(self, step: int) -> bool:
-        """Return whether the next step, `step`, begins a segment of its plan, or a fork within a segment."""
+        """Return whether `step` is the run's next step and begins a segment of its plan, or a fork within a segment."""
         if self.plan is None or not self.is_running or self.done != step - 1:
             return False
         return self.starts or self.plan.segment(step).first == step
@@ -168,7 +168,7 @@ class Run:
 
     @property
     def is_spread_measured(self) -> bool:
-        """Whether the divergence of its replicas is due to be measured."""
+        """Whether a measurement of the replicas' divergence is due."""
         return _every(self.spec.correlation_interval, self.done)
 
     @property
@@ -179,18 +179,18 @@ class Run:
 
     @property
     def random_states(self) -> dict[str, Any]:
-        """The states of its global random generators."""
+        """The states of the run's global random generators."""
         if self.globals is not None:
             return self.globals.states
         return global_states(self.cluster.weights.device) if self.left_states is None else self.left_states
 
     @property
     def ledger(self) -> Ledger:
-        """The record of its communication."""
+        """The record of the run's communication."""
         return self.cluster.collectives.ledger
 
     def keep_resting(self) -> None:
-        """Keep the rows of nodes that rest in the step that begins."""
+        """Save the rows of nodes that rest in the next step."""
         rows, buffers = self.cluster.resting, self.cluster.replicas.buffers
         self._kept = (rows, self.cluster.weights[rows], [b[rows] for b in buffers.values()]) if rows else None
 
@@ -206,7 +206,7 @@ class Run:
 
     @property
     def losses_of_all(self) -> list[float]:
-        """The losses of its nodes (K,) in the last step, NaN where one did not take part; a cohort's in its order."""
+        """The losses of the nodes (K,) in the last step, NaN for absent nodes; of a cohort, in the cohort's order."""
         spec, losses = self.spec, self.node_losses
         if self.plan is None or spec.num_nodes < spec.population:
             return [*losses, *[math.nan] * (spec.num_nodes - len(losses))]
@@ -215,15 +215,15 @@ class Run:
 
     @property
     def is_alone(self) -> bool:
-        """Whether all its nodes are held in this process."""
+        """Whether this process holds all nodes of the run."""
         return self.cluster.replicas.num_held == self.cluster.num_nodes
 
     @property
     def model(self) -> nn.Module:
-        """The live model, whose Python computes the losses of all nodes; its tensors are not a node's.
+        """The live model, whose Python computes the losses of all nodes; its tensors belong to no node.
 
-        An attribute that is assigned takes effect at the next step, for all runs of its group. If a model
-        changes its attributes in `forward`, this is the first node's model, and assignments apply to all nodes' models.
+        Assigning an attribute takes effect at the next step, for all runs of the stack. If the model changes its
+        attributes in `forward`, this is the first node's model, and assignments apply to the models of all nodes.
         """
         return self.objective.model
 
@@ -234,7 +234,7 @@ class Run:
 
     @property
     def columns(self) -> list[str]:
-        """The columns of the history that are measured, at some steps or all."""
+        """The columns of the history that are measured at some or all steps."""
         validated = self.evaluator is not None
         apart = self.spec.correlation_interval is not None
         own = [c for c in COLUMNS if (validated or c not in VALIDATED) and (apart or c not in SPREAD)]
@@ -242,23 +242,23 @@ class Run:
 
     @property
     def shares(self) -> tuple[bool, bool]:
-        """Whether its nodes share one row of weights, and one of gradients."""
-        # Separate processes have a row each; so has an exact run, whose sums have the order of theirs.
+        """Whether the nodes share one row of weights, and whether they share one row of gradients."""
+        # Separate processes hold a row each. An exact run does too, so that it sums in the same order as processes.
         in_one = not self.spec.deterministic and len(self.nodes) == self.collectives.num_nodes > 1
         strategy = self.spec.strategy
         return in_one and strategy.shares_weights, in_one and strategy.shares_grads
 
     def attended(self, step: int) -> Run:
-        """Return a run that is not set up yet, with the nodes that take part in step number `step`."""
+        """Return a copy of the run, not set up yet, with the nodes that take part in step number `step`."""
         assert self.plan is not None
         nodes = self.plan.segment(step).nodes
         collectives, batches = self.collectives.anew(nodes), self.batches.attended(nodes, self.plan.missed(step))
         return replace(self, nodes=collectives.nodes, collectives=collectives, batches=batches)
 
     def moved(self, step: int) -> Run:
-        """Return it with the nodes that take part in `step`, and the rows of its start that they continue from.
+        """Return a copy of the run with the nodes that take part in `step`, and the rows that they continue from.
 
-        A joining node copies the first node that stays, or else the first that leaves.
+        A joining node copies the first node that stays or, if none stays, the first node that leaves.
         """
         assert self.plan is not None
         run, before, peer = self.attended(step), list(self.collectives.active), self.plan.peer(step)
@@ -266,20 +266,20 @@ class Run:
         return replace(run, continues=rows)
 
     def here(self) -> AbstractContextManager[None]:
-        """Return the context in which it draws from the global generators as if it were alone."""
+        """Return a context in which the run draws from the global generators as if it were alone."""
         return nullcontext() if self.globals is None else self.globals.here()
 
     def global_model(self) -> nn.Module:
-        """Return the global model that is validated, as an ordinary module: a copy."""
+        """Return a copy of the validated global model as an ordinary module."""
         replicas, buffers = self.cluster.replicas, self.cluster.mean_buffers()
         with torch.no_grad(), self.strategy.evaluating():
             return replicas.as_module(self.evaluated_weights(), buffers, like=self.spec.model)
 
     def evaluated_weights(self) -> Tensor:
-        """Return the weights (P,) of the global model, once they are seen to be that.
+        """Return the weights (P,) of the global model.
 
         Raises:
-            TypeError: the strategy returns something else.
+            TypeError: the strategy returns something else than weights of this shape and dtype.
         """
         weights, own = self.strategy.global_weights(), self.cluster.weights[0]
         if not isinstance(weights, Tensor) or (weights.shape, weights.dtype) != (own.shape, own.dtype):
@@ -291,20 +291,20 @@ class Run:
         return weights
 
     def mean_model(self) -> nn.Module:
-        """Return the mean of its nodes' models as an ordinary module."""
+        """Return the mean of the nodes' models as an ordinary module."""
         cluster = self.cluster
         return cluster.replicas.as_module(self.mean_weights(), cluster.mean_buffers(), like=self.spec.model)
 
     def mean_weights(self) -> Tensor:
-        """Return the mean of its nodes' weights (P,), as they are evaluated."""
+        """Return the mean of the nodes' weights (P,), as the strategy evaluates them."""
         with torch.no_grad(), self.strategy.evaluating():
             return self.cluster.mean_weights()
 
     def check_losses(self, losses: Mapping[int, float], batch: Any, rows: slice = slice(None)) -> None:
-        """Raise a FloatingPointError if losses, node → loss of the step that is taken, are not finite.
+        """Raise a FloatingPointError if a loss of the current step is not finite.
 
         Args:
-            batch: the step's stacked batch. rows: this run's rows of it.
+            losses: node → loss. batch: the step's stacked batch. rows: this run's rows of the batch.
         """
         if math.isfinite(sum(losses.values())):
             return
@@ -324,7 +324,7 @@ class Run:
             )
 
     def check_weights(self) -> None:
-        """Raise a FloatingPointError if weights are not finite; after the last step no loss would show it."""
+        """Raise a FloatingPointError if weights are not finite, which no loss shows after the last step."""
         cluster = self.cluster
         if bool(cluster.mean_weights().isfinite().all()):
             return
@@ -345,7 +345,7 @@ def _every(interval: int | None, step: int) -> bool:
 
 
 def _has_row_of(batch: Tensor, value: int) -> bool:
-    """Return whether all numbers of a row of a stacked tensor of whole numbers are this one."""
+    """Return whether a stacked tensor of integers has a row in which every number is `value`."""
     whole = not (batch.is_floating_point() or batch.is_complex()) and batch.numel() > 0
     return whole and bool((batch == value).flatten(1).all(1).any())
 
@@ -358,17 +358,17 @@ class AsynchronousWorkers(Protocol):
 
 @dataclass(eq=False)
 class Stack:
-    """Runs of equal model and shapes: their nodes are rows of one matrix, whose gradients are one call.
+    """Runs of equal model and shapes. Their nodes are rows of one matrix, whose gradients are computed in one call.
 
     Attributes:
-        matrix: their rows; see `vsim.training.rows`.
+        matrix: the rows of the runs; see `vsim.training.rows`.
         executor: computes the losses and gradients of all rows.
         batches: stacked batches (R, B, …) for all rows, on any device.
         minibatch_size: examples per node at once; None: the whole batch.
-        optimizers: its runs' optimizers, stepped in few calls.
-        few: computes some of the rows, where batches differ in size between nodes.
-        workers: of its only run, if that is asynchronous: they take the steps then.
-        has_stepped: whether a step has been taken since it was assembled.
+        optimizers: the runs' optimizers, stepped in few calls.
+        few: computes some of the rows, if nodes have batches of different sizes.
+        workers: the workers of the stack's only run, if the run is asynchronous; they take the steps.
+        has_stepped: whether the stack has taken a step.
     """
 
     runs: list[Run]
@@ -382,7 +382,7 @@ class Stack:
     has_stepped: bool = False
 
     def losses_and_grads(self, batch: Any) -> Tensor:
-        """Return losses (R,) of a stacked batch (R, B, …) or an Uneven, and write gradients to the rows of each run."""
+        """Return the losses (R,) of a stacked batch (R, B, …) or an Uneven; write the gradients to the runs' rows."""
         self.matrix.copy_out()
         if isinstance(batch, Uneven):
             losses = self.few.of_uneven(batch, self.minibatch_size)
@@ -393,12 +393,12 @@ class Stack:
 
     @cached_property
     def threads(self) -> Threads:
-        """Chooses the threads of its steps."""
+        """Chooses the number of threads of the stack's steps."""
         return Threads(self.executor)
 
     @property
     def rows(self) -> list[tuple[Run, slice]]:
-        """Every run with its rows."""
+        """All runs, each with its rows."""
         found, start = [], 0
         for run in self.runs:
             stop = start + run.cluster.replicas.num_held
@@ -409,18 +409,18 @@ class Stack:
 
 @dataclass(eq=False)
 class Ensemble:
-    """Runs that are set up to train together: all that the training loop needs.
+    """Runs that are set up to train together, with everything that the training loop needs.
 
     Attributes:
-        runs: in the order in which they were given. stacks: the same runs, as they are computed.
-        executor: makes what computes losses and gradients, see `vsim.training.setup`.
-        interrupt: asks the run to stop after a step.
-        tolerant: whether the others continue when a run fails; if not, its error ends the run.
-        ends_early: whether an error in the first step, when nothing is lost yet, ends the run all the same.
+        runs: in the order in which they were given. stacks: the same runs, grouped as they are computed.
+        executor: makes an executor for a stack, see `vsim.training.setup`.
+        interrupt: the request to stop after a step.
+        tolerant: whether the other runs continue when a run fails; if False, the error is raised.
+        ends_early: whether an error in the first step is raised nevertheless, because no progress is lost.
         regroups: whether the remaining runs move to smaller matrices; see `vsim.training.attendance`.
-        watch: called as f(run) when a step is reported for all runs.
-        stopping: called as f(run) after a step; the runs that it returns stop there.
-        memory: the bytes that this process holds of a device.
+        watch: called as f(ensemble) when a step is reported for all runs.
+        stopping: called as f(ensemble) after a step; returns the runs to stop there.
+        memory: returns the bytes of a device that this process holds.
     """
 
     runs: list[Run]
@@ -437,21 +437,21 @@ class Ensemble:
 
     @property
     def training(self) -> list[Run]:
-        """The runs that have not left."""
+        """The runs that have neither failed nor been stopped."""
         return [run for run in self.runs if run.trains]
 
     @property
     def unfinished(self) -> list[Run]:
-        """The runs whose last step is still to come."""
+        """The runs that will take another step."""
         return [run for run in self.runs if run.is_running]
 
     @property
     def is_alone(self) -> bool:
-        """Whether all nodes are held in this process; of all runs or none."""
+        """Whether this process holds all nodes; either all runs are so, or none is."""
         return self.runs[0].is_alone
 
     @property
     def only(self) -> tuple[Run, Stack]:
-        """The run and its group, of a run with one run."""
+        """The run and stack of an ensemble with a single run."""
         ((run,), (stack,)) = self.runs, self.stacks
         return run, stack

@@ -1,4 +1,4 @@
-"""From configurations to a run, for every backend: runs that are alike in shape become rows of one matrix."""
+"""Set up runs from their configurations, for every backend. Runs of equal shapes become rows of one matrix."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ from vsim.training.rows import FewRows, Rows
 from vsim.training.run import Ensemble, Run, Stack
 from vsim.training.spec import RunSpec
 
-# Models of at most this many weights are computed with a row per node even where the nodes are equal: a separate call
-# would take longer than copying the row.
+# Models of at most this many weights get a row per node even if the nodes are equal, because copying the row is faster
+# than a separate call.
 _SMALL = 2**16
 
 
@@ -72,7 +72,7 @@ def prepare(
     """Set up runs that train together, all their nodes in this process.
 
     Args:
-        specs, reports, histories: one per run; the latter two receive the outcomes.
+        specs, reports, histories: one per run; reports and histories receive the outcomes.
 
     Raises:
         CheckpointError: a run does not fit the checkpoint that it starts from.
@@ -96,7 +96,7 @@ def prepare(
         with naming(spec.label if len(specs) > 1 else ""):
             plan = plan_of(spec, batches)
         if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
-            history.ledger.clock = {"compute": spec.compute.as_plain()}  # which decides which nodes are late
+            history.ledger.clock = {"compute": spec.compute.as_plain()}  # decides which nodes are late
         collectives = StackedCollectives(history.ledger, range(everyone))  # the ledger may be of another run
         run = Run(spec, report, history, range(everyone), collectives, batches, plan, own, client_data=client_data)
         runs.append(run if plan is None else run.attended(spec.first_step))
@@ -104,9 +104,9 @@ def prepare(
 
 
 def client_datasets(spec: RunSpec) -> list[Dataset[Any]]:
-    """Return the data of every node or client on which the global model is measured, none if it is not.
+    """Return the validation data of every node or client; empty without a `client_val_dataset`.
 
-    A Partition deals one dataset, the training data or other.
+    A Partition deals out one dataset: the training data, or another.
     """
     if spec.client_val_dataset is None:
         return []
@@ -117,7 +117,7 @@ def client_datasets(spec: RunSpec) -> list[Dataset[Any]]:
 def plan_of(spec: RunSpec, batches: BatchSource | None) -> Plan | None:
     """Return which nodes take part in which steps of a run; None: all nodes in all steps.
 
-    Without batches it is not known how long a client takes to go through its own.
+    Without batches, the plan does not know how many steps an epoch of each client takes.
     """
     if spec.participation is None:
         return None
@@ -135,7 +135,7 @@ def assemble(
 
     Args:
         executor: called with (replicas, objective, generators, settings).
-        interrupt: asks the run to stop.
+        interrupt: the request to stop that all runs share.
     """
     settle_vector_functions()
     interrupt = interrupt or Interrupt()
@@ -151,7 +151,7 @@ def assemble(
 
 
 def can_join(run: Run) -> bool:
-    """Return whether a run can be computed with others: in lockstep, with a row per node or a cheap copy of one."""
+    """Return whether a run can share a stack: it trains in lockstep, and a row per node costs little."""
     if run.spec.strategy.is_asynchronous:
         return False
     trainable = sum(p.numel() for p in run.spec.model.parameters() if p.requires_grad)
@@ -159,7 +159,7 @@ def can_join(run: Run) -> bool:
 
 
 def rows_of(runs: Sequence[Run], device: torch.device) -> Rows:
-    """Lay out the rows of runs that are computed together, in their order."""
+    """Lay out the rows of the runs of a stack, in their order."""
     models, counts = [run.spec.model for run in runs], [len(run.nodes) for run in runs]
     if len(runs) == 1:
         share_weights, share_grads = runs[0].shares
@@ -167,7 +167,7 @@ def rows_of(runs: Sequence[Run], device: torch.device) -> Rows:
         whole.first_node = runs[0].nodes.start
         return Rows(whole, [whole])
     whole = Replicas.of_several(models, counts, device)
-    # Below each other, so that their optimizers can be stepped in one call, too.
+    # Shared rows are adjacent, so that one optimizer call can step them, too.
     num_shared = sum(run.shares[0] for run in runs), sum(run.shares[1] for run in runs)
     weights, grads = (matrix(n, whole.num_parameters, whole.weights.dtype, device) for n in num_shared)
     found, start, next_weights, next_grads = Rows(whole, []), 0, 0, 0
@@ -188,7 +188,7 @@ def rows_of(runs: Sequence[Run], device: torch.device) -> Rows:
 
 
 def _grouped(runs: Sequence[Run]) -> list[list[int]]:
-    """Return the numbers of the runs that are computed together, those with equal optimizers next to each other."""
+    """Group the indices of runs that are computed together, and sort each group by optimizer settings."""
     if len(runs) == 1:
         return [[0]]
     stacks: list[list[int]] = []
@@ -205,7 +205,7 @@ def _grouped(runs: Sequence[Run]) -> list[list[int]]:
 def _are_alike(first: Run, other: Run) -> bool:
     """Return whether losses and gradients of two runs can be computed in one call."""
     one, two = first.spec, other.spec
-    if (first.plan is None) != (other.plan is None):  # whose batches get smaller at other steps
+    if (first.plan is None) != (other.plan is None):  # with a plan, batches get smaller at other steps
         return False
     return (
         (first.steps, first.start) == (other.steps, other.start)
@@ -240,7 +240,7 @@ def _stacked(
         if run.spec.start is not None:
             with run.here(), naming(run.spec.label if len(runs) > 1 else ""):
                 resume(run, run.spec.start)
-            run.spec = replace(run.spec, start=None)  # which holds memory
+            run.spec = replace(run.spec, start=None)  # a checkpoint holds memory
     if len({run.done for run in runs}) > 1:
         raise ValueError(f"runs that train together are at different steps: {[run.done for run in runs]}")
     engine.step = runs[0].done
@@ -253,7 +253,7 @@ def _stacked(
         minibatch_size = _fitting_minibatch(spec, runs, engine, first)
     for run in runs:
         run.minibatch_size = minibatch_size
-    # Without gradients no activations are kept, so that more examples fit at once than in training.
+    # Evaluation keeps no activations, so more examples fit at once than in training.
     batch_size = 4 * (minibatch_size or spec.batch_size)
     at_once = VmapExecutor.nodes_at_once(whole, settings)
     for run, own in zip(runs, examples, strict=True):
@@ -267,7 +267,7 @@ def _stacked(
 
 
 def _place(run: Run, replicas: Replicas) -> None:
-    """Set up the cluster and strategy of a run, whose nodes have these rows."""
+    """Set up the cluster and strategy of a run whose nodes have these rows."""
     spec = run.spec
     if spec.start is not None and spec.start.forks:
         begin_fork(spec.start, replicas)
@@ -324,19 +324,19 @@ def _warn_of_what_comes_late(strategy: Strategy, run: Run) -> None:
 
 
 def source(run: Run, done: int, fetching: dict[Hashable, Run]) -> Source:
-    """Return the batches of a run from a step on.
+    """Return the batches of a run after `done` steps.
 
     Args:
-        fetching: the first run of every order, which fetches for the others.
+        fetching: key → the first run with that key, which fetches for all runs with equal batches.
     """
     spec = run.spec
-    if run.globals is None:  # it trains by itself
+    if run.globals is None:  # the only run
         return Source(run.batches, id(run), nullcontext)
     runs_code, shared = one_in_memory(run.batches) is None, is_vsims_own(spec.strategy)
     when = () if run.plan is None else (run.plan.segment(done + 1), *run.plan.missed(done + 1))
     same = (spec.seed, spec.num_nodes, spec.batch_size, id(spec.train_dataset), when)
     key: Hashable = same if shared or not runs_code else id(run)
-    if runs_code:  # what is drawn where one fetches is drawn for all, who draw nothing else
+    if runs_code:  # runs that share a fetch share its random draws; they make no other draws
         run.globals = fetching.setdefault(key, run).globals
     return Source(run.batches, key, run.here if runs_code else nullcontext)
 
@@ -344,7 +344,7 @@ def source(run: Run, done: int, fetching: dict[Hashable, Run]) -> Source:
 def _validation_examples(runs: Sequence[Run], device: torch.device) -> list[ValidationExamples | None]:
     """Return each run's validation examples on `device`, None without validation data.
 
-    Parts with equal examples get the same object, and are measured together.
+    Runs with equal examples get the same object, and are measured together.
     """
     found: list[ValidationExamples | None] = []
     for run in runs:
@@ -369,7 +369,7 @@ def _equal_examples(one: Any, other: Any) -> bool:
 
 
 def _fitting_minibatch(spec: RunSpec, runs: Sequence[Run], engine: Executor, batch: Any) -> int | None:
-    """Return the largest minibatch that fits on all nodes into their share of memory, None for the whole batch."""
+    """Return the largest minibatch that fits into the memory of every process, None for the whole batch."""
     assert spec.max_memory_usage is not None
     cluster = runs[0].cluster
     device = cluster.weights.device

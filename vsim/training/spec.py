@@ -1,4 +1,4 @@
-"""The options of a run, in one list, each checked once, before anything is set up."""
+"""The options of a run in one list, each checked once before anything is set up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vsim.records.loggers import Logger, run_loggers
 from vsim.records.progress import Hook
 from vsim.strategy.base import Strategy
 
-Metric = Callable[[nn.Module, Any], Any]  # of the model in evaluation mode and a batch of validation examples: a number
+Metric = Callable[[nn.Module, Any], Any]  # (model in evaluation mode, batch of validation examples) → number
 
 _COUNTS = ("num_nodes", "batch_size", "num_epochs", "log_interval")
 _COUNTS_OR_NONE = (
@@ -40,13 +40,13 @@ _FLAGS = ("shuffle", "autocast", "deterministic")
 class RunSpec:
     """The options of a run. `Trainer.fit` documents the keyword arguments.
 
-    To add an option, add a field here and a line to the docstring of `fit`: the signatures of `fit`, `compare` and
-    `sweep` are made from this class.
+    To add an option, add a field here and a line to the docstring of `fit`. The signatures of `fit`, `compare` and
+    `sweep` come from this class.
 
     Args:
         model, train_dataset, val_dataset, loss_fn: see `Trainer`.
         label: the run's name in messages and progress.
-        start: the checkpoint that the run resumes or forks from. saving: where it is saved.
+        start: the checkpoint that the run resumes or forks from. saving: where the run is saved.
 
     Raises:
         TypeError, ValueError: an option is out of range, contradicts another, or would have no effect.
@@ -97,13 +97,13 @@ class RunSpec:
     wandb_project: str | None = None
     log_x_axis: str = "step"
     progress: bool | str = True
-    callbacks: Sequence[Any] = ()  # of `vsim.Callback`, or functions f(run)
+    callbacks: Sequence[Any] = ()  # `vsim.Callback` objects, or functions f(run)
     metrics: Mapping[str, Metric] | None = None
     train_loss_hook: Hook | None = None
     eval_loss_hook: Hook | None = None
 
     def __post_init__(self) -> None:
-        """Check the options, and replace them by their checked values, which pass a second check unchanged."""
+        """Check the options, and replace them by their checked values. Checking these again changes nothing."""
         if not isinstance(self.strategy, Strategy):
             raise TypeError(f"strategy must be a vsim Strategy object, got {self.strategy!r}")
         if not hasattr(self.strategy, "communication_modules"):
@@ -209,7 +209,7 @@ class RunSpec:
             self._set("timeout_seconds", real_number("timeout_seconds", self.timeout_seconds, above=0))
 
     def _check_clock(self) -> None:
-        """Check what a virtual clock needs, and that the run has one: an asynchronous strategy, or stragglers."""
+        """Check the options of a virtual clock; only asynchronous strategies and stragglers use one."""
         name, given = type(self.strategy).__name__, [n for n in ("compute", "network") if getattr(self, n) is not None]
         if self.participation is not None and self.strategy.is_asynchronous:
             raise TypeError(f"{name} is asynchronous: participation= is for strategies that train in lockstep")
@@ -250,7 +250,7 @@ class RunSpec:
 
     @property
     def loggers(self) -> list[Logger]:
-        """The loggers that it asks for."""
+        """The loggers that the options ask for."""
         return run_loggers(self.logger, self.run_name, self.wandb_project, self.log_x_axis)
 
     @property
@@ -260,9 +260,9 @@ class RunSpec:
 
     @property
     def first_step(self) -> int:
-        """The step with whose nodes the run is set up.
+        """The step whose nodes the run is set up with.
 
-        A run that resumes starts with the nodes that it was saved with, also where others take part next.
+        A resumed run starts with the nodes that it was saved with, even if other nodes take part in the next step.
         """
         done = 0 if self.start is None else self.start.step
         resumes = done > 0 and self.start is not None and not self.start.forks
@@ -270,7 +270,7 @@ class RunSpec:
 
 
 def _minibatch_size(batch_size: int, minibatch_size: int | None, pieces: int | None) -> int | None:
-    """Return the size of the pieces that gradients are accumulated over, None for one piece."""
+    """Return the size of the pieces over which gradients are accumulated, None for one piece."""
     if minibatch_size is not None and pieces is not None:
         raise TypeError("minibatch_size and gradient_accumulation say the same thing; give one of them")
     name, value = ("gradient_accumulation", pieces) if minibatch_size is None else ("minibatch_size", minibatch_size)
@@ -294,7 +294,7 @@ Result = TypeVar("Result")
 
 
 def takes_options(*but: str, of: Callable[..., Any] = RunSpec) -> Callable[[Function], Function]:
-    """Decorate a function with `**options` so that its signature has the keyword arguments of `of` in their place.
+    """Replace `**options` in a function's signature by the keyword arguments of `of`.
 
     An unknown keyword raises a TypeError that names the nearest valid one.
 
