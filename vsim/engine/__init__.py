@@ -11,7 +11,7 @@ EXECUTORS: dict[str, type[Executor]] = {"auto": AutoExecutor, "vmap": VmapExecut
 
 
 def executor_class(executor: str, compile: bool) -> type[Executor]:
-    """Return what computes for `fit(executor=…, compile=…)`."""
+    """Return the class of executor for `fit(executor=…, compile=…)`."""
     return CompiledExecutor if compile and executor == "vmap" else EXECUTORS[executor]
 
 

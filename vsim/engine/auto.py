@@ -1,4 +1,4 @@
-"""`executor="auto"`: all nodes together, or one by one where that is as fast, or the only way."""
+"""`executor="auto"`: compute all nodes together, or one by one if that is as fast, or the only way."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from vsim.private_torch import unwatched
 
 
 class AutoExecutor(Executor):
-    """`VmapExecutor` (with compile=True `CompiledExecutor`), but the loop in four cases, known at the first step:
+    """`VmapExecutor`, or `CompiledExecutor` with compile=True. Four cases, known at the first step, take the loop:
 
     1. the model changes plain attributes in `forward`, so that each node needs a copy of the module;
     2. nodes would be computed one at a time anyway, as with chunk_size=1;
     3. most convolutions are so large that they are computed node by node anyway;
-    4. the model cannot be vmapped, or with deterministic=True not exactly. A warning says why (for the latter only the
-       history's `executor_reason`). A model that cannot be compiled is vmapped, with a warning.
+    4. the model cannot be vmapped (a warning says why), or with deterministic=True not exactly (the history's
+       `executor_reason` says why).
 
-    The choice depends on the model, shapes and settings alone, so that a run that resumes makes it again.
+    A model that cannot be compiled is vmapped, with a warning. The choice depends only on the model, shapes and
+    settings, so that a resumed run chooses the same executor.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +62,7 @@ class AutoExecutor(Executor):
             before = None if self._has_begun else Before(self)
         given = (
             batch if self._has_begun else cloned(batch)
-        )  # it may be needed again, and a model may change it in place
+        )  # the batch may be needed again, and a model may change its batch in place
         try:
             losses = self.chosen.losses_and_grads(given, minibatch_size)
         except (VmapError, InexactError, CompileError) as error:
@@ -77,13 +78,13 @@ class AutoExecutor(Executor):
         return self.losses_and_grads(batch, minibatch_size)
 
     def prepare(self, batch: Any) -> None:
-        """Take the loop where that is as fast, or right: the cases 1 to 3."""
+        """Choose the loop in cases 1 to 3."""
         if isinstance(self.chosen, LoopExecutor):
             return
         if self.objective.changes is None:
             self.objective.changes = self._changes(batch)
         if self.objective.changes:
-            why = ""  # the loop says it
+            why = ""  # the loop's own `reason` says why
             if self.settings.compile:
                 warnings.warn(
                     f"compile=True has no effect: the model changes {listed(self.objective.changes)} in forward, and "
@@ -102,7 +103,7 @@ class AutoExecutor(Executor):
         self.chosen, self._why = self._made(LoopExecutor), why
 
     def _convolves_alone(self, batch: Any) -> bool:
-        """Return whether vmap would compute most convolutions node by node, where it costs more than the loop."""
+        """Return whether vmap would compute most convolutions node by node, which takes longer than the loop."""
         vmap = self.chosen
         has_kernels = any(len(c.shape) > 2 for c in self.replicas.layout)
         if not (has_kernels and isinstance(vmap, VmapExecutor)) or self.settings.exact or self.replicas.shares_grads:
@@ -110,7 +111,7 @@ class AutoExecutor(Executor):
         before = Before(self)
         try:
             forms = vmap.forms(batch)
-        except VmapError:  # which the first step will raise, too
+        except VmapError:  # the first step will raise it again
             return False
         finally:
             before.restore()
@@ -121,11 +122,11 @@ class AutoExecutor(Executor):
         return alone > together
 
     def _continue_simpler(self, error: Exception) -> None:
-        """Continue with the next simpler executor, after one that cannot run this model."""
+        """Replace an executor that cannot run this model by the next simpler one."""
         compiled = isinstance(error, CompileError)
         self.chosen = self._made(VmapExecutor if compiled else LoopExecutor)
         self._why = str(error)
-        if not isinstance(error, InexactError):  # that the loop is taken changes no bit of an exact run
+        if not isinstance(error, InexactError):  # an exact run is bitwise the same with the loop
             warnings.warn(f"executor='auto' continues with {self.chosen.name!r}: {error}", UserWarning, stacklevel=4)
 
     def _made(self, kind: type[Executor]) -> Executor:
@@ -135,7 +136,7 @@ class AutoExecutor(Executor):
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         try:
             return self.chosen._backward(batch, share, first)
-        except (VmapError, CompileError) as error:  # where memory is probed
+        except (VmapError, CompileError) as error:  # in a probe of memory
             self._continue_simpler(error)
             return self.chosen._backward(batch, share, first)
 

@@ -1,9 +1,9 @@
 """The operations of K models at once, on stacked tensors (K, …), with a slice for every node.
 
-Products, attention and dropout masks are batched over the nodes. Operations that are cheap besides them (norms, losses,
-activations) or have a fast kernel for one node (convolution) run node by node: one node's activations fit in the
-caches, and every operation here is then bitwise equal to the eager operation on that node alone, forward and backward.
-Each is an ordinary function of plain tensors; `vsim.engine.rules` puts them in the place of functorch's rules.
+Products, attention and dropout masks are batched over the nodes. Cheaper operations (norms, losses, activations) and
+operations with a fast kernel for one node (convolution) run node by node, because one node's activations fit in the
+caches. Every operation here is then bitwise equal to the eager operation on one node alone, forward and backward. Each
+is an ordinary function of plain tensors; `vsim.engine.rules` uses them in place of functorch's rules.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class VmapError(RuntimeError):
 
 
 class NodesDifferError(VmapError):
-    """A value that the model's Python asks for differs between nodes, which may take different branches."""
+    """A value that the model's Python reads differs between nodes, so that they may take different branches."""
 
 
 class Stacked:
-    """Marks a tensor (K, …) as one that holds a slice for every node."""
+    """Marks a tensor (K, …) that holds a slice for every node."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -56,12 +56,12 @@ def node_by_node(
     Differentiable, and exact: it *is* the eager operation on one node. In-place writes into a slice are kept.
 
     Args:
-        args, kwargs: the arguments; a tensor that differs between the nodes is wrapped in `Stacked`. The same object
-            given twice is the same slice twice.
+        args, kwargs: the arguments; a tensor that differs between the nodes is wrapped in `Stacked`. If one object is
+            given twice, the function gets the same slice twice.
         streams: K generators that `function` draws from in place of the default generator, or None.
 
     Raises:
-        NodesDifferError: `function` returns a value that is no tensor and differs between nodes.
+        NodesDifferError: `function` returns a value that is not a tensor and differs between nodes.
     """
     leaves, spec = tree_flatten((args, kwargs))
     stacked = {id(leaf): leaf.tensor for leaf in leaves if isinstance(leaf, Stacked)}
@@ -89,7 +89,7 @@ def node_by_node(
 
 
 class _Slices(torch.autograd.Function):
-    """x (K, …) → its K slices; the gradient is laid out in memory as theirs are."""
+    """x (K, …) → its K slices; the gradient has the memory layout of the slices' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -101,7 +101,7 @@ class _Slices(torch.autograd.Function):
 
 
 class _GradientApart(torch.autograd.Function):
-    """The identity, whose gradient comes with its rows apart, see `vsim_kernels.alignment`."""
+    """The identity; the rows of its gradient lie apart in memory, see `vsim_kernels.alignment`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -114,9 +114,9 @@ class _GradientApart(torch.autograd.Function):
 
 @torch.no_grad()
 def _keep_written(stacked: Tensor, slices: Sequence[Tensor]) -> None:
-    """Copy back what a function has written into slices that are copies, and let others know of what it has in others.
+    """Copy values that a function wrote into its slices, such as running statistics, back to the stacked tensor.
 
-    Running statistics, say.
+    If the slices are views, the values are there already; only the tensor's version is incremented.
     """
     if slices[0].data_ptr() != stacked.data_ptr():
         stacked.copy_(torch.stack(list(slices)))
@@ -125,7 +125,7 @@ def _keep_written(stacked: Tensor, slices: Sequence[Tensor]) -> None:
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
-    """Stack tensors of one layout and keep it: kernels that reduce them later go through memory in its order."""
+    """Stack tensors of one memory layout, and keep the layout: later reductions then read memory in order."""
     first = parts[0]
     if first.is_contiguous():
         return torch.stack(list(parts))
@@ -140,7 +140,7 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def collected(outcomes: Iterable[Sequence[Tensor | None]], num_nodes: int) -> list[Any]:
-    """Stack what a function returns for each node, part by part, each while it is in the caches; None stays None."""
+    """Stack the results of each node, part by part, while each result is in the caches; None stays None."""
     stacked: list[Tensor | None] = []
     for node, parts in enumerate(outcomes):
         if not node:
@@ -152,13 +152,13 @@ def collected(outcomes: Iterable[Sequence[Tensor | None]], num_nodes: int) -> li
 
 
 def each_node(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Return an iterator over the nodes, of each one's slices of stacked tensors (K, …); None stays None."""
+    """Return an iterator over the nodes that yields each node's slices of stacked tensors (K, …); None stays None."""
     columns = (itertools.repeat(None, first.shape[0]) if t is None else t.unbind(0) for t in others)
     return zip(first.unbind(0), *columns, strict=True)
 
 
 def may_fold(*operands: Tensor | Sequence[int]) -> bool:
-    """Return whether nodes may join a batch of matrices: all operands, or dense rows of these shapes, are aligned."""
+    """Return whether nodes may join a batch of matrices: all operands (or dense rows of given shapes) are aligned."""
     dtype = next(t.dtype for t in operands if isinstance(t, Tensor))
     sizes = [math.prod(t.shape[1:] if isinstance(t, Tensor) else t) for t in operands]
     return all(size * dtype.itemsize % ALIGNMENT == 0 for size in sizes) and all(
@@ -170,7 +170,7 @@ def may_fold(*operands: Tensor | Sequence[int]) -> bool:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-    """Scaled dot-product attention of (K, B, …, T, d): the nodes are more of the batch.
+    """Scaled dot-product attention of (K, B, …, T, d), with the nodes as a part of the batch.
 
     mask: (K, …) broadcast against (K, B, …, T, T), or None.
     """
@@ -187,7 +187,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **
 
 
 def dropout(x: Tensor, p: float, whole_features: bool, streams: Sequence[torch.Generator]) -> Tensor:
-    """x (K, …) · mask / (1 − p), every node's mask drawn as one eager call would, from that node's generator."""
+    """x (K, …) · mask / (1 − p); every node's generator draws its mask as an eager call would."""
     features = (*x.shape[:3], *[1] * (x.dim() - 3))  # one draw for each example and channel
     mask = x.new_empty(features) if whole_features else torch.empty_like(x)
     if p == 1.0:
@@ -222,8 +222,8 @@ class _Gelu(torch.autograd.Function):
 def _check_indices(indices: Tensor, rows: int) -> None:
     """Raise an IndexError for an index that is not in 0 … rows − 1.
 
-    On the CPU, and where a compiler traces, an operation checks it, so that no number has to come to Python. That
-    operation would end a process's use of CUDA, and MPS does not have it.
+    On the CPU, and while a compiler traces, an operation checks the indices, so that no number has to come to Python.
+    On CUDA that operation would leave the process without CUDA, and MPS does not have the operation.
     """
     within = ((indices >= 0) & (indices < rows)).all()
     try:
@@ -243,7 +243,7 @@ class _Embedding(torch.autograd.Function):
         nodes, rows = table.shape[:2]
         _check_indices(indices, rows)
         first_row = torch.arange(0, nodes * rows, rows, device=indices.device)
-        below = indices + first_row.view(-1, *[1] * (indices.dim() - 1))  # the tables one below the other
+        below = indices + first_row.view(-1, *[1] * (indices.dim() - 1))  # stack all tables into one
         ctx.save_for_backward(below)
         ctx.table_shape, ctx.padding_idx, ctx.scale_grad_by_freq = table.shape, padding_idx, scale_grad_by_freq
         return aten.embedding(table.flatten(0, 1), below)
@@ -295,7 +295,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """logits (K, N, C), targets (K, N) of class numbers → (K,): every node's mean over its N."""
+    """logits (K, N, C), targets (K, N) of class numbers → (K,), every node's mean over its N examples."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
@@ -313,7 +313,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         log_probabilities, targets, counts = ctx.saved_tensors
-        # −grad / count at every target: what nll_loss_backward writes, for all nodes in one call.
+        # Write −grad / count at every target, as nll_loss_backward does, for all nodes in one call.
         scale = torch.where(targets == ctx.ignore_index, 0.0, -(grad / counts)[:, None])
         index = targets.clamp(min=0)[..., None]
         sparse = torch.zeros_like(log_probabilities).scatter_(2, index, scale.to(log_probabilities)[..., None])
@@ -323,9 +323,9 @@ class _CrossEntropy(torch.autograd.Function):
 def grouped_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any, weight_grad: Tensor | None = None
 ) -> Tensor:
-    """The same as `convolution` in one call: the nodes are groups of channels, (B, K · C, *size).
+    """Compute `convolution` in one call, with the nodes as groups of channels, (B, K · C, *size).
 
-    weight_grad: where the gradient of the weights is written, if it is wanted in a place of its own.
+    weight_grad: an optional tensor for the gradient of the weights.
     """
     out: Tensor = _GroupedConvolution.apply(x, weight, bias, weight_grad, *geometry)
     return out
@@ -336,7 +336,7 @@ class _GroupedConvolution(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weight_grad: Tensor | None, *geometry: Any
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)  # not the dense copy of the weights, which would be in memory for long
+        ctx.save_for_backward(x, weight)  # not the dense copy of the weights, to free it early
         ctx.bias_sizes = None if bias is None else [bias.numel()]
         ctx.weight_grad, ctx.geometry = weight_grad, (*geometry[:-1], len(x) * geometry[-1])
         flat_bias = None if bias is None else bias.flatten()
@@ -350,8 +350,8 @@ class _GroupedConvolution(torch.autograd.Function):
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         given = (_channels(grad), _channels(x), weight.flatten(0, 1), ctx.bias_sizes, *ctx.geometry)
         x_grad = weight_grad = bias_grad = None
-        # In two calls, which is what the library makes of one: the gradient of the weights is in its place before the
-        # other is computed.
+        # Use two calls, as the library itself would: the gradient of the weights is then written to its place before
+        # the gradient of the input is computed.
         if for_weight or for_bias:
             _, weights, biases = aten.convolution_backward(*given, [False, for_weight, for_bias])
             if for_weight:
@@ -405,10 +405,10 @@ class _Convolution(torch.autograd.Function):
 
 
 def of_examples(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a function that treats each example of (N, …) by itself to all nodes' examples (K, B, …) in one call.
+    """Apply a function that treats each example of (N, …) separately to all nodes' examples (K, B, …) in one call.
 
-    They are taken in the order in which they lie in memory (`grouped_convolution` leaves the nodes inside the batch),
-    so that nothing is copied, and what follows finds the same order.
+    The examples are taken in the order in which they lie in memory (`grouped_convolution` leaves the nodes inside the
+    batch). Nothing is copied, and the result has the same order.
     """
     inside = x.stride(0) < x.stride(1)
     nodes_and_examples = x.transpose(0, 1) if inside else x
@@ -417,7 +417,7 @@ def of_examples(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class _BatchNorm(torch.autograd.Function):
-    """x (K, B, C, …), everything else (K, C) → the shape of x; the running statistics are updated in place."""
+    """x (K, B, C, …), all other tensors (K, C) → the shape of x; the running statistics are updated in place."""
 
     @staticmethod
     def forward(
@@ -464,9 +464,9 @@ batch_norm: Callable[..., Tensor] = _BatchNorm.apply
 
 # Matrix products, each bitwise equal to the product alone -----------------------------------------------------------
 #
-# A library's batched product computes every matrix as its single product does, mostly. Where it does not (very small
-# ones, sums so long that threads divide them, operands at odd places in memory, some processors with several threads)
-# the products of an exact run are computed one by one, without leaving the one call if there is a way.
+# In most cases a library's batched product computes every matrix as its single product does. The exceptions are very
+# small matrices, sums so long that threads divide them, operands at odd places in memory, and some processors with
+# several threads. In these cases the products of an exact run are computed one by one, within one call if possible.
 
 
 def linear(
@@ -479,9 +479,9 @@ def linear(
 ) -> Tensor:
     """x (K, …, in), weight (K, out, in), bias (K, out) → (K, …, out): one product for all nodes.
 
-    weight_grad, bias_grad: where the gradients are written, if they are wanted in a place of their own: rows of the
-    nodes' gradient matrix, for instance. The gradients of autograd are then these tensors. exact: bitwise equal
-    to one node alone, even where that takes a call for each, see `agree`.
+    weight_grad, bias_grad: optional tensors for the gradients, for instance, rows of the nodes' gradient matrix;
+    autograd's gradients are then these tensors. exact: bitwise equal to one node alone, even if that takes a call for
+    each node, see `agree`.
     """
     if x.dim() == 2:  # one example a node, without a batch dimension
         return linear(x[:, None], weight, bias, weight_grad, bias_grad, exact)[:, 0]
@@ -501,10 +501,10 @@ def matmul(a: Tensor, b: Tensor, exact: bool = True) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """a (K, n, m) · b (K, m, p) + bias (K, p), forward and backward as torch.mm on one node computes it.
+    """a (K, n, m) · b (K, m, p) + bias (K, p), computed forward and backward as torch.mm does on one node.
 
-    The gradient of a matrix that lies in memory by columns is computed as the transpose of that of its transpose; the
-    other way round the last bits differ.
+    If a matrix lies in memory by columns, its gradient is the transpose of the gradient of its transpose; computed
+    directly, the last bits would differ.
     """
 
     @staticmethod
@@ -538,9 +538,9 @@ def _by_columns(matrices: Tensor) -> bool:
 def agree(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
     """Return whether one call of a (K, n, m) · b (K, m, p) + bias (K, p) is bitwise equal to a call for each node.
 
-    Several threads may divide a batch in another way than one matrix, and on some CPUs that shows in the last bits. The
-    library decides by shapes, places in memory and the number of threads. On a CPU where a sample of products shows a
-    difference, each kind of product is tried, on random numbers; on other CPUs none is.
+    Several threads may divide a batch otherwise than a single matrix, and on some CPUs the last bits then differ. The
+    library decides by shapes, places in memory and the number of threads. If a sample of products shows a difference on
+    this CPU, each kind of product is tried on random numbers; otherwise none is tried.
     """
     if a.device.type != "cpu" or batches_agree():
         return True
@@ -548,13 +548,14 @@ def agree(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
 
 
 def batches_agree() -> bool:
-    """Return whether all products of a sample are bitwise equal in a batch and alone, on this CPU with its threads."""
+    """Return whether a sample of products is bitwise equal in a batch and alone, on this CPU and number of threads."""
     return _sample_agrees(torch.get_num_threads())
 
 
-# Where a single column is computed in another way, the sums of one trial may be rounded alike by chance: in one of ten.
+# If a single column is computed in another way, one trial in ten shows no difference, because the sums happen to round
+# to the same bits.
 _TRIALS = 8
-_Lie = tuple[torch.Size, tuple[int, ...], int]  # shape, strides, and the bytes from a multiple of 64 to the beginning
+_Lie = tuple[torch.Size, tuple[int, ...], int]  # shape, strides, bytes from a multiple of 64 to the first element
 
 
 def _lie(t: Tensor) -> _Lie:
@@ -589,7 +590,7 @@ def _agrees_once(a: _Lie, b: _Lie, with_bias: bool, dtype: torch.dtype, stream: 
 
 
 def _filled(lie: _Lie, dtype: torch.dtype, stream: torch.Generator) -> Tensor:
-    """Return the same random matrix for all nodes, lying in memory as told."""
+    """Return the same random matrix for all nodes, with the memory layout `lie`."""
     shape, strides, begin = lie
     start = begin // dtype.itemsize
     size = start + 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
@@ -618,9 +619,9 @@ def _products(a: Tensor, b: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
 
 
 def _products_over_examples(a: Tensor, b: Tensor, out: Tensor | None, exact: bool) -> Tensor:
-    """a (K, n, m) · b (K, m, p) as `_products`, where m may be so large that the sum is divided among threads.
+    """a (K, n, m) · b (K, m, p) as in `_products`, but m may be so large that threads divide the sum.
 
-    It is divided otherwise in a batch, so that these are computed one by one.
+    In a batch the threads would divide the sum otherwise, so such products are computed one by one.
     """
     (nodes, rows, inner), columns = a.shape, b.shape[2]
     if 1 in (nodes, rows, inner, columns) or rows * inner * columns <= _SMALL_PRODUCT:
@@ -634,13 +635,13 @@ def _products_over_examples(a: Tensor, b: Tensor, out: Tensor | None, exact: boo
 
 
 def _with_gaps(like: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return room for (K, *shape) with gaps between the matrices: torch.bmm then computes them one by one."""
+    """Return an empty tensor (K, *shape) with gaps between the matrices, which torch.bmm then computes one by one."""
     unit = ALIGNMENT // like.element_size()
     pitch = math.prod(shape) // unit * unit + unit
     return like.new_empty_strided((len(like), *shape), (pitch, shape[1], 1))  # no view: it may be written to in place
 
 
-# Multiplications in a matrix product below which torch.bmm has a kernel of its own that adds up in another order
-# (at::native, bmm_out_or_baddbmm_), and up to which it is not shared among threads. A vector times a matrix has another
-# kernel than a product, too.
+# Numbers of multiplications in a matrix product. Below the first, torch.bmm has its own kernel, which sums in another
+# order (at::native, bmm_out_or_baddbmm_). Up to the second, threads do not share a product. The product of a vector and
+# a matrix has another kernel, too.
 _TINY_PRODUCT, _SMALL_PRODUCT = 400, 2**16

@@ -37,26 +37,26 @@ from vsim.private_torch import (
     without_performance_warnings,
 )
 
-# A compiled call takes as many nodes at once as keep at most this many bytes between forward and backward. Compiled
-# code loses little by being called more often, and activations are then read again from the caches: a step of 16 GPTs
-# takes 0.94 of the time that it takes in two pieces, a step of 4 ResNets 0.95.
+# A compiled call takes as many nodes as keep at most this many bytes between forward and backward. More calls cost
+# compiled code little, and its activations then stay in the caches: a step of 16 GPTs takes 0.94 of the time that it
+# takes in two pieces, a step of 4 ResNets 0.95.
 ACTIVATIONS_AT_ONCE = 40_000_000
 _COMPILING = "compiling: some 10 to 60 s the first time, seconds where torch's cache on disk has it"
-_MOST_GRAPHS = 256  # torch's own limit of what one process compiles
-_MOST_CHANGES = 8  # after which a model is taken to be another at every step
+_MOST_GRAPHS = 256  # torch's own limit for one process
+_MOST_CHANGES = 8  # a model that changes more often is taken to change at every step
 
 
-# Of an error that an operation raised: its first line tells neither.
+# Name and reason in the error of an operation; its first line has neither.
 _OF_OPERATION = re.compile(
     r"FX node .*?: call_\w+ (?P<name>[\w.]+)\(.*?: got \w+\((?P<q>['\"])(?P<reason>.*?)(?P=q)\)", re.S
 )
 
 
 class _Operands(NamedTuple):
-    """The weights and gradients of a piece, by name, as a graph takes them.
+    """The weights and gradients of a piece, by name, as arguments of a graph.
 
-    Each has a storage of its own: views of one that is written to would become one operand, whose size the compiler
-    takes from the views, without the gap that ends the matrix.
+    Each tensor has its own storage. The compiler would merge views of one storage into one argument if the graph
+    writes to them, and would compute its size from the views, without the gap at the end of the matrix.
     """
 
     weights: Views
@@ -75,18 +75,17 @@ class CompileError(RuntimeError):
 class CompiledExecutor(VmapExecutor):
     """`VmapExecutor` with losses and gradients compiled by torch.compile into one graph, by functorch's own rules.
 
-    On a CPU a call takes as many nodes as keep ACTIVATIONS_AT_ONCE bytes, unless `settings.chunk_size` says how many.
-    Random operations of the model draw from one stream for all nodes, different numbers for each: reproducible, but not
-    the draws of the other executors.
+    On a CPU, a call takes as many nodes as keep ACTIVATIONS_AT_ONCE bytes, unless `settings.chunk_size` gives their
+    number. Random operations of the model draw from one stream, different numbers for each node. The draws are
+    reproducible, but differ from those of the other executors. The first step must agree with the loop's up to
+    rounding, unless the model draws.
 
     Attributes:
         compile_seconds: the duration of the first step; None before it.
 
-    The first step must agree with the loop's up to rounding, unless the model draws.
-
     Raises:
-        CompileError: at the first step: the model breaks the graph (the operation and its line are named), the graph is
-            wrong, or there is no compiler; later: the model's Python is another at every step.
+        CompileError: in the first step, the model breaks the graph (the message names the operation and its line), the
+            graph is wrong, or there is no compiler; in a later step, the model's Python keeps changing.
     """
 
     name = "compiled"
@@ -95,8 +94,8 @@ class CompiledExecutor(VmapExecutor):
         super().__init__(*args, **kwargs)
         self.compile_seconds: float | None = None
         self.known: set[Any] = set()  # shapes for which there is a graph
-        self._casts = self.settings.autocast  # or in a region of the model's own
-        self.changes = 0  # of the model's Python, for which it was compiled again
+        self._casts = self.settings.autocast  # or the model itself turns autocast on
+        self.changes = 0  # times that the model's Python changed and was compiled again
         self._pieces_of: dict[Any, list[slice]] = {}  # by the shapes of a batch
         of_weights = None if self.replicas.shares_grads else 0
         for module in self.objective.model.modules():
@@ -118,7 +117,7 @@ class CompiledExecutor(VmapExecutor):
             batch: Any,
             added: tuple[Tensor, Tensor] | None,
         ) -> Tensor:
-            """Return losses; write the gradients to `grads`, or share · gradients, or add these, as `added` says."""
+            """Return losses; write the gradients to `grads`, or with added=(share, adds) write or add share · them."""
             own, (_, losses) = grad_and_value(total, has_aux=True)(weights, buffers, batch)
             for name, place in grads.items():
                 if added is None:
@@ -128,9 +127,9 @@ class CompiledExecutor(VmapExecutor):
                     place.copy_(torch.where(adds, place, 0) + own[name] * share)
             return losses
 
-        # One graph of both: between a forward and a backward graph autograd would keep its books, which in a small
-        # model takes longer than the arithmetic. It writes the gradients to where they belong, too: so they are still
-        # in the caches. Within a vmap a break of the graph would leave all of it uncompiled, and silently.
+        # Compile one graph: between separate forward and backward graphs, autograd's overhead exceeds the arithmetic of
+        # a small model. The graph also writes the gradients to their places while they are in the caches. fullgraph,
+        # because a graph break within vmap would silently leave everything uncompiled.
         options: Any = {"guard_filter_fn": without_guards_on_torch}
         self.compiled = torch.compile(losses_and_grads, dynamic=False, fullgraph=True, options=options)
 
@@ -157,13 +156,13 @@ class CompiledExecutor(VmapExecutor):
         return losses
 
     def _draws(self, batch: Any) -> bool:
-        """Return whether the model draws random numbers, which differ in the graph; also note whether it casts."""
+        """Return whether the model draws random numbers, which the graph draws differently; note whether it casts."""
         generator = default_generator(self.replicas.weights.device)
         with self.first_node(batch) as (objective, _, own), Casts() as casts:
             state = generator.get_state()
             try:
                 objective(own, False)
-            except Exception:  # which the step itself is going to raise
+            except Exception:  # the step itself will raise it again
                 return True
             self._casts = self._casts or casts.seen
             return not torch.equal(generator.get_state(), state)
@@ -173,19 +172,19 @@ class CompiledExecutor(VmapExecutor):
         return tree_map(torch.Tensor.contiguous, batch)
 
     def _leaf(self, rows: Tensor) -> Tensor:
-        return rows.data  # wherever it begins: the last bits are the compiler's own anyway
+        return rows.data  # at any place in memory, as the compiler's last bits differ anyway
 
     def _cut(self, pieces: list[slice]) -> None:
         super()._cut(pieces)
         self._operands = [_Operands.of(piece) for piece in self.pieces]
 
     def _cut_for(self, batch: Any, shapes: Any) -> None:
-        """Choose the pieces for batches of these shapes: the same pieces for the same shapes, also in a resumed run."""
+        """Choose the pieces for batches of these shapes. Equal shapes get equal pieces, also in a resumed run."""
         if shapes not in self._pieces_of:
             with unwatched():  # a mode that counts the operations of this step must not see this
                 of_node = activation_bytes(self, tree_map(lambda t: t[0], batch))
             at_once = min(self.at_once, max(1, ACTIVATIONS_AT_ONCE // max(1, of_node)))
-            # Pieces of one size are one graph.
+            # Pieces of equal size share a graph.
             equal = max(n for n in range(1, at_once + 1) if self.replicas.num_held % n == 0)
             self._pieces_of[shapes] = even_pieces(self.replicas.num_held, equal if 2 * equal >= at_once else at_once)
         if self._pieces_of[shapes] != [piece.rows for piece in self.pieces]:
@@ -234,26 +233,26 @@ class CompiledExecutor(VmapExecutor):
                         f"the model cannot be compiled: it has been another {self.changes} times since the first step, "
                         f"and every time it takes seconds; what no longer held: {change}"
                     ) from error
-        # Other shapes and models need other graphs; torch's own limit counts the graphs of all runs in the process.
+        # Every combination of shapes and model needs its own graph, and torch's limit counts all runs of the process.
         with recompile_limit(_MOST_GRAPHS), guarding_hooks(), without_messages(), without_performance_warnings():
             losses: Tensor = call()
         self.known.add(graph)
         return losses
 
     def _try_uncompiled(self, batch: Any) -> None:
-        """Raise an error that is the model's own, which the compiler's errors say badly, or not at all."""
+        """Run the step uncompiled, to raise the model's own error, which the compiler's error may hide."""
         before = Before(self)
         super()._backward(tree_map(rows_apart, batch), 1.0, True)
         before.restore()
 
 
 def _without_gradient_of_padding(module: Any, inputs: tuple[Tensor], outputs: Tensor) -> Tensor:
-    """Cut the gradient of padding off, which functorch's rule does in the table of the first node only."""
+    """Stop the gradient of padding, because functorch's rule stops it only in the first node's table."""
     return torch.where((inputs[0] == module.padding_idx)[..., None], outputs.detach(), outputs)
 
 
 def _summary(error: Exception) -> str:
-    """The first line of a compiler's error, and the line of the model that it is about."""
+    """Return the first line of a compiler's error, and the model's line that caused it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if any("storage of BatchedTensorImpl" in line for line in lines[:2]):
         return "it keeps a tensor that it has computed, as in self.part = …, which has no place outside of the graph"
@@ -264,10 +263,10 @@ def _summary(error: Exception) -> str:
     return summary + (f" ({where[-1]})" if where else "")
 
 
-# What autocast does to operations that functorch takes apart before autocast sees them, done to their operands.
-# functorch turns a convolution into an operation that autocast does not know, and a loss in float32 into parts in
-# bfloat16. (Vmapped in eager PyTorch these are called node by node.) The lists follow PyTorch's documentation
-# ("Automatic Mixed Precision package", operations by policy), as far as functorch takes these operations apart.
+# functorch decomposes some operations before autocast sees them: it turns a convolution into an operation that autocast
+# does not know, and a loss in float32 into parts in bfloat16. `Casting` therefore casts their operands as autocast
+# would. (In eager PyTorch, vmap calls these operations node by node.) The lists follow PyTorch's documentation
+# ("Automatic Mixed Precision package", operations by policy), for the operations that functorch decomposes.
 _Function = Callable[..., Any]
 
 
@@ -291,12 +290,12 @@ _FLOAT32 = _functions(
     soft_margin_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss cdist trace prod
     """,
 )
-# A CPU's kernels take an input in bfloat16 and weights in float32, compute in float32, and return the input's dtype.
+# On a CPU, these take an input in bfloat16 and weights in float32, compute in float32, and return the input's dtype.
 _MIXED = _functions((F,), "layer_norm group_norm batch_norm instance_norm rms_norm")
 
 
 class Casting(TorchFunctionMode):
-    """Within this context functions of the lists above get their operands as autocast would have cast them."""
+    """Within this context, functions of the lists above get operands as autocast would cast them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -308,13 +307,13 @@ class Casting(TorchFunctionMode):
             kwargs = {name: cast(a, torch.float32) for name, a in kwargs.items()}
         elif func in _MIXED and args and is_cast(args[0]) and args[0].device.type == "cpu":
             return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
-        if func is Tensor.unflatten:  # a method of Python's own, through which the compiler does not see
+        if func is Tensor.unflatten:  # a method written in Python, which the compiler cannot trace
             return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 class Casts(TorchFunctionMode):
-    """Notes whether autocast is on for any function that is called within this context, as in a region of the model."""
+    """Notes whether autocast is on for any function called within this context, for instance by the model itself."""
 
     seen = False
 

@@ -30,12 +30,12 @@ from vsim.private_torch import is_wrapped, storage_key, unwatched, version
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of how a run is computed.
+    """How a run is computed.
 
     Attributes:
         autocast: compute in bfloat16 where torch.autocast does.
         exact: every node is bitwise equal to eager PyTorch on that node alone.
-        chunk_size: nodes computed at once, where that is a choice; None: the best number.
+        chunk_size: nodes computed at once, for executors that can choose; None: the best number.
         compile: compile the loss and its gradient.
     """
 
@@ -49,18 +49,18 @@ class Executor(ABC):
     """Computes the loss and gradient of every node on its own batch.
 
     Args:
-        replicas: the nodes. Gradients are written to `replicas.grads`, buffers are updated in place. Where the nodes
-            share one row of weights, it is everyone's; where they share one row of gradients, that gets their mean.
-        objective: the user's model (that of `replicas.module`) and loss.
+        replicas: the nodes. Gradients are written to `replicas.grads`, and buffers are updated in place. If the nodes
+            share one row of weights, every node uses it; if they share one row of gradients, it gets their mean.
+        objective: the user's model (`replicas.module`) and loss.
         generators: one for each node, for randomness inside its model.
         settings: how to compute.
 
     Attributes:
         name: its name in the history.
-        reason: why it was chosen, if there was a choice.
-        preparing: other work of the next step, if that takes long, for a progress bar.
-        has_given_threads: whether the user has said how many threads compute it.
-        step: the number of the run's step that is computed, from 1; a run that resumes sets the completed steps.
+        reason: why this executor was chosen, if there was a choice.
+        preparing: text for a progress bar, if the next step does other long work first.
+        has_given_threads: whether the user chose the number of threads.
+        step: the number of the run's current step, from 1; a resumed run sets it to the completed steps.
     """
 
     name: str
@@ -81,15 +81,15 @@ class Executor(ABC):
         self.generators = generators
         self.settings = settings or Settings()
         self._moved: list[tuple[Tensor, Tensor]] = []
-        self._steps = 0  # that this executor has taken
+        self._steps = 0  # steps that this executor has taken
         self._shared = SharedState(replicas, objective)
-        self._writes_in_evaluation: bool | None = None  # whether the model writes to its weights then
+        self._writes_in_evaluation: bool | None = None  # whether the model writes to its weights in evaluation
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
-        """Return stacked losses (K,) of a stacked batch (K, B, …) and leave the gradients in `replicas.grads`.
+        """Return stacked losses (K,) of a stacked batch (K, B, …), and write the gradients to `replicas.grads`.
 
-        With a `minibatch_size` the batch is cut into pieces of that many examples a node, whose gradients are summed,
-        each weighted by its part of the batch.
+        With a `minibatch_size`, the batch is cut into pieces of that many examples per node. The gradients of the
+        pieces are summed, each weighted by its share of the batch.
         """
         self.step += 1
         self._steps += 1
@@ -111,7 +111,7 @@ class Executor(ABC):
         return total
 
     def prepare(self, batch: Any) -> None:
-        """Find out, before the first step, what the model changes besides parameters and buffers."""
+        """Before the first step, find out what the model changes besides parameters and buffers."""
         if self.objective.changes is None:
             self.objective.changes = self._changes(batch)
         self._use_python(self.objective.changes)
@@ -120,17 +120,17 @@ class Executor(ABC):
         own = {id(t) for t in (*self.objective.parameters(), *self.objective.buffers())}
         return kept_in_python(self.objective.model, self.objective.loss_fn, own)
 
-    def _use_python(self, changes: list[str]) -> None:  # noqa: B027  # by default nothing follows
-        """Prepare for a model that changes these attributes in `forward`, if it does."""
+    def _use_python(self, changes: list[str]) -> None:  # noqa: B027  # by default a no-op
+        """Prepare for a model that changes these attributes in `forward`; `changes` may be empty."""
 
     @contextmanager
     def first_node(self, batch: Any) -> Iterator[tuple[Objective, Views, Any]]:
-        """Place copies of all that the first node has in a copy of the model; yield it, the copies, and its batch.
+        """Place copies of the first node's tensors in a copy of the model; yield the model, the tensors, and a batch.
 
-        What is computed within the block leaves no trace: not in weights, buffers, attributes or random streams.
+        Computations within the block change no weights, buffers, attributes or random streams of the run.
 
         Args:
-            batch: one node's (B, …).
+            batch: one node's batch (B, …); a copy is yielded.
         """
         node, device = self.replicas.rows(0, 1), self.replicas.weights.device
         weights = {name: w[0].clone().requires_grad_() for name, w in node.views(node.weights).items()}
@@ -142,10 +142,10 @@ class Executor(ABC):
             yield objective, {**weights, **buffers}, cloned(batch)
 
     def _changes(self, batch: Any) -> list[str]:
-        """Return what the model changes in `forward` besides parameters and buffers, as a trial with one node tells.
+        """Try one node, and return what the model changes in `forward` besides parameters and buffers.
 
         Raises:
-            ValueError: it changes the user's own model, by a function that names it.
+            ValueError: a function that names the user's own model changes it.
         """
         originals = self.objective.originals
 
@@ -161,7 +161,7 @@ class Executor(ABC):
                 self._shared.check_reached(loss)
             except ValueError:
                 raise
-            except Exception:  # which the step itself is going to raise, and say more of
+            except Exception:  # the step itself will raise it again, with more details
                 return []
             found = changed(before, kept_in_python(objective.model, objective.loss_fn, own))
             if global_generators() != drawn:
@@ -176,21 +176,21 @@ class Executor(ABC):
 
     @staticmethod
     def _laid_out(batch: Any) -> Any:
-        """Return a stacked batch with its rows where a node's own tensors could begin."""
+        """Return a stacked batch whose rows begin where tensors of a single node could begin in memory."""
         return tree_map(rows_apart, batch)
 
     def _leaf(self, rows: Tensor) -> Tensor:
-        """Return a parameter or buffer (R, *shape) for the model: itself, or a copy if it begins at an odd place.
+        """Return a parameter or buffer (R, *shape) for the model: `rows`, or a copy if `rows` is not aligned.
 
-        The copy is brought up to date within `_moved_up_to_date`, and whatever the model writes to it is copied back.
-        `vsim_kernels.alignment` says why odd places matter.
+        `_moved_up_to_date` updates the copies before a step, and copies back what the model writes to them.
+        `vsim_kernels.alignment` says why alignment matters.
 
         Args:
             rows: a part of the replicas' tensors.
         """
         if is_aligned(rows):
-            # Not detach(), after which all parameters would share one version counter: a model that changes one of them
-            # in place would appear to have changed another, which a backward pass needs.
+            # detach() would give all parameters one version counter: if a model changed one parameter in place, a
+            # backward pass would take the others for changed, too.
             return rows.data
         copy = empty_rows(len(rows), rows.shape[1:], rows.dtype, rows.device)
         self._moved.append((copy, rows))
@@ -204,7 +204,7 @@ class Executor(ABC):
         copies, places = zip(*self._moved, strict=True)
         torch._foreach_copy_(copies, places)
         yield
-        # Always: writes through `.data`, or by BatchNorm, leave no trace in a tensor's version.
+        # Copy back always, because writes through `.data` or by BatchNorm do not change a tensor's version.
         torch._foreach_copy_(places, copies)
 
     @torch.no_grad()
@@ -212,7 +212,7 @@ class Executor(ABC):
         """Return a checksum of the row of weights that nodes share, bit by bit; None if they share none.
 
         Args:
-            weights: what the model gets: views of the row, or copies.
+            weights: the tensors that the model gets: views of the row, or copies.
         """
         if not self.replicas.shares_weights or self.replicas.weights.is_meta:
             return None
@@ -220,10 +220,10 @@ class Executor(ABC):
         return torch.stack([bits_of(w).sum() for w in (self.replicas.weights, *moved)])
 
     def _check_row(self, weights: Iterable[Tensor], after_first: Tensor | None) -> None:
-        """Check that no node has changed the row of weights that nodes share after the first one has.
+        """Check that no node after the first has changed the row of weights that nodes share.
 
         Raises:
-            ValueError: one has. What all nodes do alike, such as clamping, does no harm.
+            ValueError: a node has. An idempotent change by all nodes, such as clamping, is allowed.
         """
         after_last = self._bits_of_row(weights)
         if after_first is not None and after_last is not None and not torch.equal(after_first, after_last):
@@ -247,7 +247,7 @@ class Executor(ABC):
         is None if the objective has none.
 
         Args:
-            objective: what `for_evaluation` returned, for several batches; default: a new one.
+            objective: the result of `for_evaluation`, to reuse it for several batches; default: a new one.
         """
         objective = objective or self.for_evaluation()
         with self._restored(weights):
@@ -263,7 +263,7 @@ class Executor(ABC):
         stream: torch.Generator,
         objective: Objective | None = None,
     ) -> Any:
-        """Return function(model, batch) of the model as in `evaluate`, with shared weights (P,) and buffers."""
+        """Return function(model, batch), with the model as in `evaluate` and shared weights (P,) and buffers."""
         objective = objective or self.for_evaluation()
         with self._placed(objective, weights.clone(), buffers, stream, requires_grad=False):
             return function(objective.model, as_given(cloned(batch)))
@@ -280,9 +280,9 @@ class Executor(ABC):
 
     @contextmanager
     def _restored(self, weights: Tensor) -> Iterator[None]:
-        """Restore weights at the end of a block, where the model writes to them in evaluation, too.
+        """Restore the weights at the end of a block if the model writes to them in evaluation.
 
-        As nn.Embedding(max_norm=…) does. The first evaluation tells.
+        nn.Embedding(max_norm=…) does, for instance. The first evaluation finds out.
         """
         if self._writes_in_evaluation is False:
             at_first = version(weights)
@@ -304,7 +304,7 @@ class Executor(ABC):
     def _evaluate(
         self, objective: Objective, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the results of `evaluate`; here row by row, in ordinary eager PyTorch."""
+        """Compute the results of `evaluate`. Default: row by row, in ordinary eager PyTorch."""
         outcomes = []
         state = stream.get_state()
         for row, own_weights in enumerate(weights):
@@ -326,7 +326,7 @@ class Executor(ABC):
         """Place weights (P,) and copies of buffers in a model, which draws from `stream` within the block.
 
         Args:
-            requires_grad: of the parameters; some operations, such as recurrent ones, read it.
+            requires_grad: whether the parameters require gradients; some operations, such as recurrent ones, read it.
         """
         views = self.replicas.views(weights)
         parameters = {name: aligned(w).detach().requires_grad_(requires_grad) for name, w in views.items()}
@@ -337,25 +337,25 @@ class Executor(ABC):
     def _precision(self) -> AbstractContextManager[Any]:
         if not self.settings.autocast:
             return nullcontext()
-        # No cache: casts of one node's weights must not be kept for the next node.
+        # Disable the cache, so that the next node does not get casts of this node's weights.
         return torch.autocast(self.replicas.weights.device.type, torch.bfloat16, cache_enabled=False)
 
 
 def bits_of(t: Tensor) -> Tensor:
-    """Return a floating-point tensor reinterpreted as integers, so that == compares bits, also of NaNs."""
+    """Return a floating-point tensor reinterpreted as integers, so that == compares bits, including NaNs."""
     return t.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def cloned(batch: Any) -> Any:
-    """Return a copy of a batch that is needed again after a call: a model may change its batch in place."""
+    """Return a copy of a batch that is needed again after a call, as a model may change its batch in place."""
     return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, batch)
 
 
 def minibatches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
-    """Yield (piece, its share of the batch) of a stacked batch (K, B, …), each of at most `size` examples a node.
+    """Cut a stacked batch (K, B, …) into pieces of at most `size` examples per node; yield (piece, share of batch).
 
     Raises:
-        ValueError: it is to be cut, and does not hold the same number of examples everywhere.
+        ValueError: the batch must be cut, but its tensors have different numbers of examples.
     """
     num_examples = None if size is None else next((t.shape[1] for t in tree_leaves(batch) if t.dim() > 1), None)
     if size is None or num_examples is None or size >= num_examples:
@@ -369,9 +369,10 @@ def minibatches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
 
 
 def check_examples(batch: Any, dim: int) -> None:
-    """Raise a ValueError for a batch that cannot be cut, as its tensors differ in the length of their dimension `dim`.
+    """Raise a ValueError if a batch cannot be cut because its tensors differ in the length of dimension `dim`.
 
-    Class weights are such a tensor, and so are sequences with time in front: cutting them does not select examples.
+    Examples of such tensors are class weights, and sequences with time as the first dimension: cutting these does not
+    select examples.
     """
     lengths = {keystr(path): t.shape[dim] for path, t in tree_flatten_with_path(batch)[0] if t.dim() > dim}
     if len(set(lengths.values())) > 1:
@@ -386,8 +387,8 @@ class Before:
 
     Args:
         executor: the executor that takes the step.
-        streams: other generators that are drawn from.
-        weights: keep the weights as well, which takes a matrix of memory.
+        streams: further generators that the step draws from.
+        weights: keep the weights, too, at the cost of a matrix of memory.
     """
 
     def __init__(self, executor: Executor, streams: Sequence[torch.Generator] = (), weights: bool = True) -> None:
@@ -410,7 +411,7 @@ class Before:
 
 @contextmanager
 def undone(executor: Executor) -> Iterator[None]:
-    """Restore buffers and random streams, which computing losses changes, at the end of a block."""
+    """Undo the changes that computing losses makes to buffers and random streams, at the end of a block."""
     before = Before(executor, [torch.default_generator])
     try:
         yield
@@ -421,8 +422,8 @@ def undone(executor: Executor) -> Iterator[None]:
 def write_gradients(losses: Tensor, leaves: list[Tensor], grads: list[Tensor], share: float, first: bool) -> None:
     """Write or add the gradients of share · sum(losses) to `grads`."""
     check_depends(losses)
-    # The gradient of a sum over nodes is every node's own gradient: no node's loss reads another's weights. Where nodes
-    # share their weights, it is the sum over the nodes.
+    # The gradient of the summed losses holds every node's own gradient, because no node's loss reads another node's
+    # weights. If nodes share their weights, the gradient is the sum over the nodes.
     shares = torch.full_like(losses, share)
     pieces = torch.autograd.grad(losses, leaves, shares, allow_unused=True, materialize_grads=True)
     write_or_add(grads, pieces, first)
@@ -436,7 +437,7 @@ def check_depends(losses: Tensor) -> None:
 
 def write_or_add(grads: list[Tensor], pieces: Sequence[Tensor], first: bool) -> None:
     """Write `pieces` to `grads` (if first) or add them. A piece may already lie in the memory of its gradient."""
-    pieces = [p.to_dense() if p.is_sparse else p for p in pieces]  # sparse ones are of Embedding(sparse=True)
+    pieces = [p.to_dense() if p.is_sparse else p for p in pieces]  # Embedding(sparse=True) has sparse gradients
     if not first:
         torch._foreach_add_(grads, pieces)
         return
@@ -446,10 +447,10 @@ def write_or_add(grads: list[Tensor], pieces: Sequence[Tensor], first: bool) -> 
 
 
 class SharedState:
-    """Refuses state that nodes would share silently: frozen parameters, buffers of a loss, parameters in closures.
+    """Rejects changing state that nodes would share silently: frozen parameters, loss buffers, parameters in closures.
 
     Args:
-        replicas: the nodes. objective: whose tensors these are.
+        replicas: the nodes. objective: the model and loss that hold the state.
     """
 
     def __init__(self, replicas: Replicas, objective: Objective) -> None:
@@ -457,19 +458,19 @@ class SharedState:
         self._strangers = {
             id(p): name for model in (objective.model, *objective.originals) for name, p in model.named_parameters()
         }
-        self._made: dict[str, tuple[int, int]] | None = None  # buffers that forward has made, after the first step
+        self._made: dict[str, tuple[int, int]] | None = None  # buffers made in forward; None before the first step
         self._may_make = True
 
     def begin(self) -> None:
-        """Look at the state before a step."""
+        """Record the state before a step."""
         self._frozen = {name: (t, version(t)) for name, t in self.replicas.frozen.items()}
         self._of_loss = {n: (b, version(b)) for n, b in self._loss_buffers() if self.replicas.num_held > 1}
 
     def check_reached(self, losses: Tensor) -> None:
-        """Raise a ValueError if losses depend on parameters of the model that are no node's.
+        """Raise a ValueError if losses depend on parameters of the model that belong to no node.
 
-        During a step a node's own tensors replace the module's parameters. A parameter held elsewhere, in a list or in
-        a loss function that names the trainer's model, is still the original one.
+        During a step, a node's own tensors replace the module's parameters. But a parameter held elsewhere, in a list
+        or in a loss function that names the trainer's model, is still the original.
         """
         nodes = [losses.grad_fn]
         seen = set(nodes)
@@ -490,9 +491,9 @@ class SharedState:
         """Check the state after a step.
 
         Raises:
-            ValueError: a frozen parameter or a buffer of the loss has changed, or forward has created a buffer that is
-                not the same for all nodes and steps. The first two steps tell; a constant buffer, such as a mask, does
-                no harm.
+            ValueError: a frozen parameter or a buffer of the loss has changed, or forward has created a buffer that
+                differs between nodes or steps. Created buffers are checked in the first two steps; a constant buffer,
+                such as a mask, is allowed.
         """
         for name, (tensor, at_first) in self._frozen.items():
             if version(tensor) != at_first:
