@@ -38,16 +38,17 @@ class Operation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The explanation of a run's step. Prints itself, and shows itself in a notebook.
+    """The explanation of a run's step. It prints as text, and as HTML in a notebook.
 
     Attributes:
-        executor: the executor that computes the gradients. reason: why that one.
-        operations: of the forward pass, the most frequent first; empty where the executor does not distinguish them
-            (loop, compiled).
-        memory: bytes per node: weights, gradients, optimizer, activations. A shared row counts by a K-th per node.
+        executor: the executor that computes the gradients. reason: why this executor was chosen.
+        operations: the operations of the forward pass, the most frequent first; empty if the executor does not
+            distinguish them (loop, compiled).
+        memory: bytes per node of weights, gradients, optimizer and activations. Of a shared row, each of K nodes
+            counts 1 / K.
         num_nodes: K.
-        step_seconds: median of the steps that were run. gradient_flops: multiplications and additions of the losses and
-            gradients of one step. peak_flops: of a large matrix product, a second.
+        step_seconds: median over the steps taken. gradient_flops: multiplications and additions in the losses and
+            gradients of one step. peak_flops: multiplications and additions per second in a large matrix product.
     """
 
     executor: str
@@ -61,7 +62,7 @@ class Explanation:
 
     @property
     def share_of_peak(self) -> float:
-        """The part of the machine's peak that a whole step achieves."""
+        """The share of the machine's peak that a whole step achieves."""
         return self.gradient_flops / self.step_seconds / self.peak_flops
 
     def __str__(self) -> str:
@@ -94,8 +95,8 @@ def explain(
     """Take the steps of a run, and explain them.
 
     Args:
-        executor: computes them. steps: takes the next step each time that it is asked.
-        batch: a stacked batch (K, B, …) of the run. optimizer: the nodes'. minibatch_size: as in the run.
+        executor: computes the steps. steps: an iterator that takes one step per item.
+        batch: a stacked batch (K, B, …) of the run. optimizer: the nodes' optimizer. minibatch_size: as in the run.
     """
     replicas, seconds = executor.replicas, []
     started = time.perf_counter()
@@ -131,7 +132,7 @@ def explain(
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """Return the multiplications and additions a second of a large matrix product."""
+    """Measure the multiplications and additions per second of a large matrix product."""
     a = torch.ones(_PEAK_SIDE, _PEAK_SIDE, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(5):

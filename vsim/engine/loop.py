@@ -1,4 +1,4 @@
-"""Node after node."""
+"""Compute the nodes one after another."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from vsim.private_torch import unwatched
 
 
 class LoopExecutor(Executor):
-    """Node after node, in ordinary eager PyTorch: bitwise equal to K separate processes, for any model.
+    """Computes node after node in ordinary eager PyTorch: bitwise equal to K separate processes, for any model.
 
-    If the model changes attributes in `forward`, every node has a copy.
+    If the model changes attributes in `forward`, every node has its own copy of the model.
     """
 
     name = "loop"
@@ -29,7 +29,7 @@ class LoopExecutor(Executor):
         super().__init__(*args, **kwargs)
         r = self.replicas
         self.names = [c.name for c in r.layout]
-        # The weights of a node, and the parameters that the model gets, which are views of them.
+        # Weights of each node, and views of these weights as parameters for the model.
         homes = [[self._leaf(w)[0] for w in r.views(rows).values()] for rows in r.weights.split(1)]
         leaves = [[home.detach().requires_grad_() for home in own] for own in homes]
         grads = [list(r.views(row).values()) for row in r.grads]
@@ -73,14 +73,14 @@ class LoopExecutor(Executor):
         return self.compute(range(len(self.nodes)), batch, share, first)
 
     def compute(self, numbers: Iterable[int], batch: Any, share: float, first: bool) -> Tensor:
-        """Do the same for the nodes of these numbers alone, with their parts of a stacked batch (K, B, …) of all."""
+        """Compute only the nodes with these numbers, as `_backward` does; `batch` is the stacked batch of all nodes."""
         losses, row = [], None
         with self._moved_up_to_date():
             for number in numbers:
                 node, objective = self.nodes[number], self.objective.of_row(number)
                 own_batch = tree_map(lambda t, number=number: t[number], batch)
                 parameters = dict(zip(self.names, node.leaves, strict=True))
-                # Until the gradients are computed: a checkpointed part of the model runs again for them.
+                # Keep the context until the gradients are computed, as checkpointed parts of the model run again.
                 with drawing_from(self.generators[number]), objective.placed(parameters, node.buffers):
                     with self._precision():
                         loss, _ = objective(own_batch, False)
@@ -97,7 +97,7 @@ class LoopExecutor(Executor):
 
 
 class _Node(NamedTuple):
-    """The weights of a node, its parameters that are views of them, its gradients, and its buffers by name."""
+    """A node's weights, parameters (views of the weights), gradients, and buffers by name."""
 
     homes: list[Tensor]
     leaves: list[Tensor]
@@ -106,7 +106,7 @@ class _Node(NamedTuple):
 
 
 def _gradients(loss: Tensor, leaves: list[Tensor], share: float) -> list[Tensor]:
-    """Return the gradients of share · loss. By `backward`, as in any script: a reentrant checkpoint requires that."""
+    """Return the gradients of share · loss. Calls `backward`, because reentrant checkpointing requires it."""
     check_depends(loss)
     loss.backward(torch.full_like(loss, share))
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
@@ -116,20 +116,21 @@ def _gradients(loss: Tensor, leaves: list[Tensor], share: float) -> list[Tensor]
 
 
 def _keep_assigned(node: _Node) -> None:
-    """Copy weights back that the model has assigned by `weight.data = …`."""
+    """Copy back weights that the model has assigned by `weight.data = …`."""
     for leaf, home in zip(node.leaves, node.homes, strict=True):
         if leaf.data_ptr() != home.data_ptr():
             home.copy_(leaf.detach())
             leaf.data = home
 
 
-# Of the norm of a parameter's gradients, or of that share of all gradients' norm. Where a rule of functorch is wrong
-# they are off by about as much as they are. Gradients that cancel out to nothing are all rounding.
+# Tolerances relative to the norm of a parameter's gradient, or to _LEAST_SHARE of the norm of all gradients if that is
+# larger, as a gradient that cancels out is nothing but rounding. If a rule of functorch is wrong, the relative error is
+# about 1.
 ROUNDING, ROUNDING_OF_BFLOAT16, _LEAST_SHARE = 0.1, 0.5, 0.05
 
 
 def rounding(executor: Executor) -> float:
-    """Return the relative difference from the loop that rounding may make."""
+    """Return the largest relative difference from the loop that counts as rounding."""
     precise = executor.replicas.weights.dtype in (torch.float32, torch.float64) and not executor.settings.autocast
     return ROUNDING if precise else ROUNDING_OF_BFLOAT16
 
@@ -137,14 +138,15 @@ def rounding(executor: Executor) -> float:
 def agrees_with_loop(
     executor: Executor, losses: Tensor, before: Before, batch: Any, rtol: float, minibatch_size: int | None = None
 ) -> str:
-    """Return what differs between a step that an executor has computed and the loop's; nothing if they agree.
+    """Return what differs between an executor's step and the loop's; empty if they agree.
 
-    Losses and gradients are compared, and with rtol 0 also buffers, bitwise. The executor's results stay.
+    Losses and gradients are compared. With rtol=0 they must be bitwise equal, and so must buffers. The executor's
+    results are kept.
 
     Args:
-        losses: the executor's, whose gradients are in the replicas.
-        before: the state from which the step was taken. batch: its stacked batch.
-        rtol: 0: bitwise equal; else the norm of a difference, relative to that of a parameter's gradient.
+        losses: the executor's losses; its gradients are in the replicas.
+        before: the state before the step. batch: the stacked batch of the step.
+        rtol: largest norm of a difference, relative to the norm of the parameter's gradient; 0: bitwise equal.
     """
     replicas = executor.replicas
     left = Before(executor)
@@ -180,5 +182,5 @@ def agrees_with_loop(
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal, NaN to NaN: a node that has diverged says nothing against its form."""
+    """Return whether two tensors are equal. NaN equals NaN, as diverged nodes do not show that results differ."""
     return torch.equal(one, other) or bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())

@@ -1,8 +1,8 @@
 """The parts of the machine that a run uses: device, threads, and the allocator and vector functions of libraries.
 
-Small steps are computed by one thread. An operation that two threads share ends with the slower one. If another program
-keeps a core busy, that thread waits for a slice of time: a step of four small MLPs then takes seven times as long with
-two threads as with one, and on a quiet machine two threads gain nothing for it.
+Small steps are computed by one thread, because an operation that two threads share is as slow as the slower thread. If
+another program keeps a core busy, one thread waits for a time slice: a step of four small MLPs then takes seven times
+as long with two threads as with one. On an idle machine, two threads are no faster for such a step.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vsim.engine.executor import Executor
 
-# Multiplications and additions of a step below which one thread computes it: 4 MLPs of 26,000 weights with 16 examples
-# have 10 million, 16 of them 40.
+# One thread computes a step with fewer multiplications and additions than this: 4 MLPs of 26,000 weights with 16
+# examples have 10 million, 16 such MLPs have 40 million.
 SMALL = 20_000_000
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """Return the device asked for, or the best there is: cuda, else mps, else cpu.
+    """Return the given device or, by default, the best one available: cuda, else mps, else cpu.
 
     Raises:
         ValueError: the name is unknown, or this machine has no such device.
@@ -37,7 +37,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         "cpu": 1,
     }
     here = [name for name, count in available.items() if count]
-    if device is None or device == "":  # "" is what command lines of scripts for EXO Gym have as their default
+    if device is None or device == "":  # scripts for EXO Gym default to "" on the command line
         return torch.device(here[0])
     try:
         chosen = torch.device(device)
@@ -51,7 +51,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 def devices_of_nodes(
     devices: Sequence[str | torch.device] | None, device: str | torch.device | None, nodes_here: int
 ) -> list[torch.device]:
-    """Return the devices that the nodes' processes take in turn."""
+    """Return the devices that are assigned to the nodes' processes in turn."""
     if devices is not None:
         if isinstance(devices, str) or not len(devices):
             raise TypeError(f"devices must be a list of devices with at least one, got {devices!r}")
@@ -72,8 +72,8 @@ def devices_of_nodes(
 def moved(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device.
 
-    The host continues while pinned memory is copied to CUDA, which holds on to it until the copy is done. Memory that
-    is not pinned, and memory copied to MPS, may be given to others before that.
+    Only copies of pinned memory to CUDA are asynchronous, because CUDA keeps that memory until the copy is done. Other
+    memory might be reused too early.
     """
     return tree_map(lambda t: t.to(device, non_blocking=device.type == "cuda" and t.is_pinned()), batch)
 
@@ -90,11 +90,11 @@ def using_threads(number: int) -> Iterator[None]:
 
 
 class Threads:
-    """Chooses the threads of an executor's steps, by their shapes alone.
+    """Chooses the number of threads for an executor's steps, by shapes alone.
 
     Args:
-        executor: whose choice it is. With `settings.exact` there is none, as the last bits may depend on it, and where
-            the threads are given, as to the processes of a run.
+        executor: takes the steps. With `settings.exact` the number is not changed, because the last bits may depend on
+            it; nor is a number that was given, as to the processes of a run.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -102,7 +102,7 @@ class Threads:
         self._small: dict[Any, bool] = {}  # by the shapes of a batch
 
     def of(self, batch: Any) -> AbstractContextManager[None]:
-        """Make a context to take a step with this stacked batch (R, B, …) in: with one thread if the step is small."""
+        """Return the context for a step with this stacked batch (R, B, …); it uses one thread if the step is small."""
         alone = torch.get_num_threads() > 1 and self._is_small(batch)
         return using_threads(1) if alone else nullcontext()
 
@@ -113,36 +113,36 @@ class Threads:
             return False
         shapes = tuple(t.shape for t in tree_leaves(batch))
         if shapes not in self._small:
-            # Optimizers and communication go over all weights, even where a batch reaches few of them.
+            # Optimizers and communication read all weights, even if a batch uses few of them.
             self._small[shapes] = replicas.num_held * replicas.num_parameters < SMALL / 50 and (
                 replicas.num_held * self._flops_of_node(tree_map(lambda t: t[0], batch)) < SMALL
             )
         return self._small[shapes]
 
     def _flops_of_node(self, batch: Any) -> int:
-        """Return the multiplications and additions of one node's step: its forward pass, and twice that backward."""
+        """Return the multiplications and additions of one node's step; the backward pass has twice the forward's."""
         with self.executor.first_node(batch) as (objective, _, own), FlopCounterMode(display=False) as counter:
             try:
                 objective(own, False)
-            except Exception:  # which the step itself is going to raise, and say more of
+            except Exception:  # the step itself will raise it again, with more details
                 return SMALL
         return 3 * counter.get_total_flops()
 
 
-# A step allocates and frees the same tensors over and over. glibc gives large blocks back to the system as soon as they
-# are free, and each then costs page faults again at its next use: 20,000 of them in a step of four small GPTs, a
-# seventh of its time. While a run trains, blocks of up to 256 MB stay with the process; afterwards they are given back.
-# malloc.h: names of mallopt's settings, what runs set them to, and what they are afterwards (glibc's own limits).
+# Every step allocates and frees the same tensors. glibc returns large blocks to the system as soon as they are free,
+# and each block then causes page faults at its next use: 20,000 in a step of four small GPTs, a seventh of its time.
+# While a run trains, blocks of up to 256 MB stay with the process; afterwards they are returned.
+# Below: the names of mallopt's settings (malloc.h), their values during a run, and afterwards (glibc's own limits).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _WHILE_TRAINING = {_MMAP_THRESHOLD: 2**28, _TRIM_THRESHOLD: 2**30}
 _AFTERWARDS = {_MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26}
 
-_runs = 0  # that train now, in this process
+_runs = 0  # runs that train now in this process
 
 
 @contextmanager
 def keeping_freed_memory() -> Iterator[None]:
-    """Keep freed memory within a block. Does nothing where the C library is not glibc."""
+    """Keep freed memory in the process within a block. A no-op if the C library is not glibc."""
     global _runs
     library = _glibc()
     if library is not None and _runs == 0:
@@ -172,10 +172,10 @@ def _glibc() -> Any:
         return None
 
 
-# A workaround: MKL chooses a vector function's kernel when it is first called in a process. Where the threads of a
-# parallel operation make that call together, one of them may get a kernel of low accuracy, for that call: AdamW's first
-# √v is then off by up to 1e-3 in half of its entries, in about one of ten processes that start on a busy machine
-# [github.com/pytorch/pytorch/issues/188792].
+# A workaround: MKL chooses the kernel of a vector function at the function's first call in a process. If several
+# threads of a parallel operation make that call together, one thread may get a kernel of low accuracy for that call.
+# AdamW's first √v is then off by up to 1e-3 in half of its entries, in about one of ten processes that start on a busy
+# machine [github.com/pytorch/pytorch/issues/188792].
 _FUNCTIONS = (
     *("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "log", "log10", "log1p"),
     *("sin", "sinh", "sqrt", "tan", "tanh"),
@@ -184,7 +184,7 @@ _FUNCTIONS = (
 
 @functools.cache
 def settle_vector_functions() -> None:
-    """Call every vector function that torch takes from MKL once, in this thread, so that no run does it first."""
+    """Call every vector function that torch takes from MKL once, in this thread, before any run makes a first call."""
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1,), 0.5, dtype=dtype)
         for name in _FUNCTIONS:

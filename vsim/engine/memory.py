@@ -1,4 +1,4 @@
-"""Memory: what a device has, what this process holds of it, and what a step of training takes."""
+"""Measure memory: of a device, of this process on the device, and of a training step."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from vsim.cluster.optimizers import StackedOptimizer, torch_optimizers
 from vsim.engine.executor import Executor, cloned, undone
 from vsim.private_torch import TorchDispatchMode, storage_key
 
-# Bytes besides tensors: workspaces inside of kernels, and an allocator's loss to fragmentation. On the
-# CPU that is the C library's, whose heap was measured to take 1.25 to 1.6 times as much.
+# Factors for bytes besides tensors: workspaces of kernels, and fragmentation in the allocator. On the CPU, the heap of
+# the C library was measured to take 1.25 to 1.6 times the tensors.
 _ALLOWANCE, _ALLOWANCE_CPU = 1.1, 1.5
-_KERNELS = ("fused", "foreach", "capturable", "differentiable")  # of an optimizer: how it computes, not what it keeps
-# Where a container's limit stands, in cgroups of version 2 and 1.
+_KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options of optimizers that do not change their state
+# Files with a container's memory limit, in cgroups of version 2 and 1.
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the memory of a device: a GPU's, or the machine's (within a container, the container's limit)."""
+    """Return the memory of a GPU or, for the CPU, of the machine; within a container, the container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type == "mps":
@@ -45,7 +45,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def check_room(num_nodes: int, bytes_each: int, device: torch.device) -> None:
-    """Raise a ValueError for more nodes than a device has room for, given the least number of bytes that each takes."""
+    """Raise a ValueError if a device has no room for this many nodes of at least `bytes_each` bytes."""
     if num_nodes * bytes_each > total_bytes(device):
         raise ValueError(
             f"num_nodes={num_nodes} nodes take {num_nodes * bytes_each / 1e9:.3g} GB at the least, and {device.type} "
@@ -54,7 +54,7 @@ def check_room(num_nodes: int, bytes_each: int, device: torch.device) -> None:
 
 
 def available_bytes(device: torch.device, share: float | None = None) -> int:
-    """Return the bytes of a device that this process may still take: the free ones, or up to a share of all."""
+    """Return the bytes of a device that this process may still take: the free bytes, or up to a share of the total."""
     if share is not None:
         return int(share * total_bytes(device) - occupied_bytes(device))
     if device.type == "cuda":
@@ -74,8 +74,9 @@ def held_bytes(device: torch.device) -> int:
 
 
 class Held:
-    """`held_bytes`, read again when the number is a twentieth of a second old: reading it takes as long as all else
-    that a step of a small model does besides its arithmetic.
+    """`held_bytes`, cached for a twentieth of a second.
+
+    Reading it takes as long as everything else that a step of a small model does besides its arithmetic.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class Held:
 
 
 def occupied_bytes(device: torch.device) -> int:
-    """Return the bytes in use by tensors; on the CPU, where that is unknown, the resident set."""
+    """Return the bytes in use by tensors; on the CPU, where these are unknown, the resident set."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else held_bytes(device)
 
 
@@ -99,7 +100,7 @@ def _this_process(pid: int) -> psutil.Process:
 
 
 def optimizer_bytes(optimizer: StackedOptimizer) -> int:
-    """Return the size of the state that an optimizer has, or, before its first step, will have after it."""
+    """Return the bytes of an optimizer's state or, before its first step, the bytes that it will have."""
     return sum(map(_state_bytes, torch_optimizers(optimizer)))
 
 
@@ -107,8 +108,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     known = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     if known:
         return sum(t.nbytes for t in known)
-    # Most make their state at the first step. Another of the same kind, on one small matrix, shows how many numbers it
-    # keeps for every weight.
+    # Most optimizers create their state in the first step. Step another one of the same class on a small matrix, to
+    # count the numbers that it keeps per weight.
     sample = torch.zeros(16, 16).requires_grad_()
     sample.grad = torch.zeros_like(sample)
     accepted = inspect.signature(type(optimizer)).parameters
@@ -116,8 +117,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     try:
         other = type(optimizer)([sample], **options)
         other.step()
-    except Exception:  # a user's own class, which wants to be built in another way
-        kept = 2 * sample.numel()  # as Adam
+    except Exception:  # a user's own class may have another constructor
+        kept = 2 * sample.numel()  # as Adam keeps
     else:
         kept = sum(t.numel() for t in tree_leaves(other.state[sample]) if isinstance(t, Tensor) and t.dim())
     weights = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
@@ -125,13 +126,13 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def activation_bytes(executor: Executor, batch: Any) -> int:
-    """Return the bytes that autograd keeps of one node's batch between the forward and the backward pass.
+    """Return the bytes that autograd keeps for one node's batch between the forward and the backward pass.
 
-    Every storage counts once. Parameters, buffers and the batch itself do not count: they are there anyway.
+    Every storage counts once. Parameters, buffers and the batch itself do not count, as they exist anyway.
 
     Args:
-        executor: whose first node computes, on its own: an executor that takes n nodes at once keeps about n times as
-            much. Nothing in it changes.
+        executor: its first node computes alone, and nothing in it changes. An executor that takes n nodes at once keeps
+            about n times as much.
         batch: one node's batch (B, …), on the device of the replicas.
     """
     addresses: set[int] = set()
@@ -149,12 +150,12 @@ def activation_bytes(executor: Executor, batch: Any) -> int:
         addresses.update(t.untyped_storage().data_ptr() for t in there)
         with keeping:
             outcome = objective(own, False)
-        del outcome  # not before: a storage that is freed leaves its address to another
+        del outcome  # not earlier, as the address of a freed storage is reused
     return sum(kept.values())
 
 
 class _Moments(TorchDispatchMode):
-    """Notes the bytes of all tensors that were made within the block and are alive, after every operation."""
+    """Notes, after every operation, the bytes of all live tensors that were made within the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +165,7 @@ class _Moments(TorchDispatchMode):
         self._watched: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._note((args, kwargs), new=False)  # was there before the block: not seen as an output
+        self._note((args, kwargs), new=False)  # an argument never seen as an output existed before the block
         out = func(*args, **(kwargs or {}))
         self._note(out, new=True)
         self.moments.append(self.bytes_alive)
@@ -187,35 +188,35 @@ class _Moments(TorchDispatchMode):
 
 
 def step_moments(executor: Executor, batch: Any) -> list[int]:
-    """Return the bytes after every operation that gradients of a stacked batch (K, B, …) take besides the replicas.
+    """Compute the gradients of a stacked batch (K, B, …); return the bytes besides the replicas after every operation.
 
-    The gradients are computed as in training, in the executor's own way, and left in `replicas.grads`; buffers and
-    random streams are restored afterwards.
+    The executor computes the gradients as in training, and writes them to `replicas.grads`. Buffers and random streams
+    are restored afterwards.
     """
     executor.prepare(batch)
-    batch = tree_map(rows_apart, cloned(batch))  # as a step's are
+    batch = tree_map(rows_apart, cloned(batch))  # as in a step
     with undone(executor), _Moments() as watch:
         executor._backward(batch, 1.0, True)
     return watch.moments
 
 
 def step_bytes(executor: Executor, batch: Any) -> Callable[[int], int]:
-    """Return f(examples a node) → the most bytes that computing their gradients takes besides the replicas.
+    """Return f(examples per node) → the peak bytes that computing the gradients takes besides the replicas.
 
-    Run small probes on the first examples of a stacked batch (K, B, …). Bytes alive after an operation grow linearly
-    with the examples, at a rate of its own for each operation. The peak is the maximum of these lines; up to the
-    largest probe it is never below the line between the probes' own peaks.
+    Runs small probes on the first examples of a stacked batch (K, B, …). The bytes alive after an operation grow
+    linearly with the examples, each operation at its own rate, and the peak is the maximum of these lines. Up to the
+    largest probe, f is at least the line between the probes' measured peaks.
     """
     num_examples = next((t.shape[1] for t in tree_leaves(batch) if t.dim() > 1), 1)
-    few = min(2, num_examples)  # not one: BatchNorm would refuse it
-    step_moments(executor, _first(batch, few))  # what happens the first time only, such as a choice
+    few = min(2, num_examples)  # BatchNorm rejects a single example
+    step_moments(executor, _first(batch, few))  # a first call does more, such as choosing an executor
     low = step_moments(executor, _first(batch, few))
     if few == num_examples:
         return lambda examples: math.ceil(max(low) * max(1.0, examples / few))
     more = min(2 * few, num_examples)
     high = step_moments(executor, _first(batch, more))
     peaks = {few: max(low), more: max(high)}
-    while len(low) != len(high) and more < num_examples:  # other operations for other sizes: a moment has no partner
+    while len(low) != len(high) and more < num_examples:  # other sizes may run other operations
         few, more, low = more, min(2 * more, num_examples), high
         high = step_moments(executor, _first(batch, more))
         peaks[more] = max(high)
@@ -238,16 +239,16 @@ def _first(batch: Any, count: int) -> Any:
 def fitting_minibatch(
     executor: Executor, optimizers: Sequence[StackedOptimizer], batch: Any, batch_size: int, budget_bytes: float
 ) -> int:
-    """Return the largest divisor of `batch_size` whose gradients fit in what this process may hold, 0 if none does.
+    """Return the largest divisor of `batch_size` whose gradients fit into the memory budget, 0 if none does.
 
     Args:
-        executor: computes them. optimizers: whose state is still to come. batch: a stacked batch (K, B, …).
-        budget_bytes: of the device's memory, that the process may hold in total.
+        executor: computes the gradients. optimizers: their state also needs room. batch: a stacked batch (K, B, …).
+        budget_bytes: bytes of the device's memory that the process may hold in total.
     """
     grads = executor.replicas.grads
     needed = step_bytes(executor, batch)
     grads.zero_()
-    occupied = occupied_bytes(grads.device)  # now, with all that a first computation loads
+    occupied = occupied_bytes(grads.device)  # after the probes, which load libraries and kernels
     allowance = _ALLOWANCE_CPU if grads.device.type == "cpu" else _ALLOWANCE
     stepped = any(o.state for optimizer in optimizers for o in torch_optimizers(optimizer))
     room = budget_bytes - occupied - (0 if stepped else sum(map(optimizer_bytes, optimizers)))

@@ -1,8 +1,8 @@
-"""The function that is minimised: the user's model and loss as one module from a batch to a scalar.
+"""The objective: the user's model and loss as one module that maps a batch to a scalar.
 
-A node's own state is its parameters and buffers, which are stacked. A model that changes anything else in `forward`
-(a counter, a running mean in a plain attribute) is computed node by node, each with a copy of its Python: see
-`Objective.changes` and `kept_in_python`.
+A node's own state is its parameters and buffers, which are stacked. If a model changes anything else in `forward`, such
+as a counter or a running mean in a plain attribute, it is computed node by node, and each node has its own copy of the
+model's Python: see `Objective.changes` and `kept_in_python`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ LossFunction = Callable[[Any, Any], Tensor]
 class Objective(nn.Module):
     """The mean loss of a batch: `model(batch)`, or `loss_fn(model(x), y)` of a batch (x, y) if there is a `loss_fn`.
 
-    A model whose `forward` names the batch's parts gets them apart: `model(x, y)` where the second argument is called
-    `target` or `targets`, `model(**batch)` where the keys of a dict are arguments. A pair is a tuple, also where a
-    DataLoader makes a list of it. Of outputs with a field or key `loss`, that is the loss; of a tuple, the one scalar.
+    A model whose `forward` names the batch's parts gets them as separate arguments: `model(x, y)` if the second
+    argument is called `target` or `targets`, `model(**batch)` if the keys of a dict are arguments. A pair is passed as
+    a tuple, even if a DataLoader makes a list of it. If the outputs have a field or key `loss`, that is the loss; in a
+    tuple of outputs, the loss is the only scalar.
 
-    Accuracy is known where the model has a method `loss_and_accuracy(batch)` that returns two scalars, or where a
-    `loss_fn` compares outputs (B, C, …) with whole-number targets (B, …): then it is that of argmax over C.
+    Accuracy is known in two cases: if the model has a method `loss_and_accuracy(batch)` that returns two scalars, or if
+    a `loss_fn` compares outputs (B, C, …) with integer targets (B, …); the prediction is then the argmax over C.
 
     Attributes:
-        originals: the user's own models, of which this one is a copy.
-        changes: what `forward` changes besides parameters and buffers; None before the first step.
+        originals: the user's own models, of which this model is a copy.
+        changes: attributes that `forward` changes besides parameters and buffers; None before the first step.
         callers: the nodes whose rows are computed; None: row k is node k.
     """
 
@@ -60,17 +61,17 @@ class Objective(nn.Module):
         self.originals: tuple[nn.Module, ...] = ()
         self.changes: list[str] | None = None
         self.callers: Sequence[int] | None = None
-        self.is_resumed = False  # and its nodes have only what a checkpoint holds
+        self.is_resumed = False  # whether the nodes' Python was restored from a checkpoint
         self.places = Places(model)
-        self._arguments = _arguments_of(model)  # here: the compiler cannot see through a cached property
-        self._of_nodes: dict[int, Objective] = {}  # of the nodes but the first
-        self._at_first: Objective | None = None  # what the copy of a node that is yet to come is made of
+        self._arguments = _arguments_of(model)  # not a cached property, which the compiler cannot trace
+        self._of_nodes: dict[int, Objective] = {}  # copies of all nodes but the first
+        self._at_first: Objective | None = None  # the original of copies for nodes that come later
         self._left: dict[tuple[str, str], Any] = {}
 
-    # Nodes with Python of their own
+    # Nodes with their own Python
 
     def copied(self) -> Objective:
-        """Return a copy that shares the tensors of parameters, buffers and graphs, and has its own of all else."""
+        """Return a deep copy that shares only the tensors of parameters, buffers and graphs."""
         tensors = [t for m in self.modules() for table in tensor_tables(m) for t in table.values() if t is not None]
         attached = [t for m in self.modules() for t in tree_leaves(list(vars(m).values())) if _is_attached(t)]
         memo: dict[int, Any] = {id(t): t for t in (*tensors, *attached)}
@@ -80,31 +81,31 @@ class Objective(nn.Module):
         return other
 
     def of_row(self, row: int) -> Objective:
-        """Return the objective that computes a row: this one, or for a model that `changes` the node's own copy."""
+        """Return the objective that computes a row: this one, or the node's own copy if the model `changes`."""
         node = row if self.callers is None else self.callers[row]
         return self._of_nodes.get(node, self)
 
     def part(self, nodes: Iterable[int]) -> None:
-        """Give each of these nodes Python of its own, if it has none yet; the first node's is this objective's."""
+        """Give each of these nodes its own copy of the model's Python, if missing; node 0 uses this objective's."""
         self._at_first = self._at_first or self.copied()
         for node in nodes:
             if node and node not in self._of_nodes:
                 self._of_nodes[node] = self._at_first.copied()
 
     def snapshot(self) -> tuple[Objective, dict[int, Objective]] | None:
-        """Return the nodes' Python as it is, for `restore`; None where they have none of their own."""
+        """Return copies of the nodes' Python, for `restore`; None if the nodes have no copies of their own."""
         if not self._of_nodes:
             return None
         return self.copied(), {node: own.copied() for node, own in self._of_nodes.items()}
 
     def restore(self, before: tuple[Objective, dict[int, Objective]] | None) -> None:
-        """Restore what `snapshot` returned."""
+        """Restore the Python that `snapshot` returned."""
         if before is not None:
             own, self._of_nodes = before
             self.model, self.loss_fn, self.places = own.model, own.loss_fn, own.places
 
     def follow(self) -> None:
-        """Hand on to all nodes the attributes that were assigned since the last step, as by a callback."""
+        """Copy attributes that were assigned since the last step, for instance by a callback, to all nodes."""
         now = _assigned(self.model)
         for place, value in now.items() if self._left else ():
             if place not in self._left or self._left[place] is not value:
@@ -116,7 +117,7 @@ class Objective(nn.Module):
         self._left = _assigned(self.model)
 
     def unsaved(self) -> list[str]:
-        """Return what it changes that no `get_extra_state` holds."""
+        """Return the `changes` that no `get_extra_state` saves."""
         holding = {f"model.{path}".rstrip(".") for path, _ in with_extra_state(self.model)}
         return [name for name in self.changes or () if name.rpartition(".")[0] not in holding]
 
@@ -124,7 +125,7 @@ class Objective(nn.Module):
         """Check that rows may be given to other nodes.
 
         Raises:
-            CheckpointError: the model changes attributes, which would stay with the row.
+            CheckpointError: the model changes attributes that would stay behind when a row moves.
         """
         if unsaved := self.unsaved():
             raise CheckpointError(
@@ -133,11 +134,11 @@ class Objective(nn.Module):
             )
 
     def extra_states(self, rows: Iterable[int]) -> list[dict[str, Any]]:
-        """Return for each row: path of a module → its `get_extra_state()`, where it defines one."""
+        """Return for each row: path of a module → its `get_extra_state()`, for modules that define it."""
         return [{p: m.get_extra_state() for p, m in with_extra_state(self.of_row(row).model)} for row in rows]
 
     def set_extra_states(self, rows: Sequence[int], states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what `extra_states` returned, in a run that resumes."""
+        """Restore the states that `extra_states` returned, in a resumed run."""
         self.is_resumed = True
         if any(states):
             self.part(rows)
@@ -149,7 +150,7 @@ class Objective(nn.Module):
 
     @contextmanager
     def placed(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
-        """Compute with the tensors of one node; what the model assigns in place of a buffer is copied there."""
+        """Compute with the tensors of one node; copy tensors that the model assigns to a buffer into the buffer."""
         before = self.places.put({**parameters, **buffers})
         try:
             yield
@@ -160,7 +161,7 @@ class Objective(nn.Module):
                 keep_assigned(name, buffer, after[name])
 
     def forward(self, batch: Any, with_accuracy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return (loss, accuracy): scalars; accuracy is None unless asked for and known."""
+        """Return the scalars (loss, accuracy); accuracy is None unless it is requested and known."""
         batch = as_given(batch)
         if self.loss_fn is None:
             both = getattr(self.model, "loss_and_accuracy", None) if with_accuracy else None
@@ -173,7 +174,7 @@ class Objective(nn.Module):
         return _scalar(_loss_of(loss), "the loss"), None if accuracy is None else _scalar(accuracy, "the accuracy")
 
     def _outputs(self, batch: Any) -> Any:
-        """Call the model with a batch, or with its parts where `forward` names them."""
+        """Call the model with a batch, or with the batch's parts if `forward` names them."""
         names = self._arguments
         if isinstance(batch, Mapping) and len(names) > 1 and names[0] in batch and set(batch) <= set(names):
             return self.model(**batch)
@@ -185,13 +186,13 @@ class Objective(nn.Module):
 def _arguments_of(model: nn.Module) -> list[str]:
     try:
         parameters = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):  # of C code
+    except (TypeError, ValueError):  # a function of C code
         return []
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def as_given(batch: Any) -> Any:
-    """Return a batch as models and metrics get it: a tuple for a dataset of tuples, of which DataLoaders make lists."""
+    """Return a batch as models and metrics get it: as a tuple if a DataLoader made a list of the dataset's tuples."""
     return tuple(batch) if type(batch) is list else batch
 
 
@@ -203,7 +204,7 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def _loss_of(outputs: Any) -> Any:
-    """Return the loss among a model's outputs: the field or key `loss`, or the one scalar of a tuple."""
+    """Return the loss among a model's outputs: the field or key `loss`, or the only scalar of a tuple."""
     if isinstance(outputs, Tensor):
         return outputs
     if type(outputs) in (tuple, list):
@@ -243,9 +244,9 @@ def _accuracy(outputs: Any, targets: Any) -> Tensor | None:
 
 
 class Places:
-    """The places of a module's tensors in its tree, where other tensors can take their place.
+    """The places of a module's tensors in its tree of modules, where other tensors can be put.
 
-    As torch.func.functional_call, which searches the tree at every call, while here it is searched once.
+    Works as torch.func.functional_call, but searches the tree only once, and not at every call.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -255,7 +256,7 @@ class Places:
             for key, tensor in table.items():
                 where.setdefault(id(tensor), []).append((table, key))
         named = itertools.chain(module.named_parameters(), module.named_buffers())
-        self._of = {name: where[id(tensor)] for name, tensor in named}  # of tied tensors, several
+        self._of = {name: where[id(tensor)] for name, tensor in named}  # tied tensors have several places
 
     def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Put tensors in the places of these names, and return the tensors that were there."""
@@ -267,10 +268,10 @@ class Places:
 
 
 def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:
-    """Write to a buffer the tensor that the model has assigned in its place.
+    """Copy the value that the model has assigned in place of a buffer to the buffer.
 
     Raises:
-        ValueError: it has another shape or dtype, or is not a tensor.
+        ValueError: the value has another shape or dtype, or is not a tensor.
     """
     if not isinstance(value, Tensor) or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
         now = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
@@ -285,18 +286,18 @@ def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:
 
 _COMMON = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, str, bytes, type(None), Enum)
-_MOST = 1000  # entries of a container that is looked into; larger ones are data, such as a vocabulary
+_MOST = 1000  # most entries of a container that is compared; larger ones are data, such as a vocabulary
 _LIBRARIES = ("torch", "numpy", "logging", "threading", "multiprocessing", "_io", "io", "weakref")
 
 
 def kept_in_python(model: nn.Module, loss_fn: Any = None, own: Container[int] = ()) -> dict[str, Any]:
-    """Return path → comparable copy of every attribute of the modules that is no parameter, buffer or submodule.
+    """Return path → comparable copy of every attribute of the modules that is not a parameter, buffer or submodule.
 
-    Numbers, text, tensors and generators are compared by value, also within lists, dicts and plain objects; all else by
-    its type.
+    Numbers, text, tensors and generators are compared by value, also within lists, dicts and plain objects. All other
+    objects are compared by type.
 
     Args:
-        own: ids of tensors that stand for parameters: a list of references to them, like nn.LSTM's, is not state.
+        own: ids of tensors that stand for parameters. References to them, such as nn.LSTM's list, are not state.
     """
     found: dict[str, Any] = {}
     for name, root in (("model", model), ("loss_fn", loss_fn)):
@@ -317,7 +318,7 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def listed(paths: Sequence[str]) -> str:
-    """Return the first of several paths as text."""
+    """Return the first few of several paths as text."""
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
@@ -327,7 +328,7 @@ def _comparable(value: Any, own: Container[int], seen: set[int]) -> Any:
     if isinstance(value, nn.Parameter) or id(value) in own:
         return "parameter"
     if isinstance(value, Tensor):
-        if is_wrapped(value):  # left by a vmapped call, such as in a list of references to parameters
+        if is_wrapped(value):  # a vmapped call left it, for instance in a list of references to parameters
             return "parameter"
         if value.is_meta or value.layout is not torch.strided:
             return "tensor", id(value)
@@ -354,7 +355,7 @@ def _comparable(value: Any, own: Container[int], seen: set[int]) -> Any:
 
 
 def functions_naming(model: nn.Module, originals: Sequence[nn.Module]) -> list[str]:
-    """Return the paths of functions that a model keeps, hooks included, whose closures hold modules of `originals`."""
+    """Return the paths of a model's functions, including hooks, whose closures hold modules of `originals`."""
     theirs = {id(m) for original in originals for m in original.modules()}
     theirs |= {id(t) for original in originals for t in (*original.parameters(), *original.buffers())}
     found = []
@@ -399,7 +400,7 @@ def _is_attached(value: Any) -> bool:
 
 
 def _assigned(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return (path, name) → value of the attributes of a model's modules, parameters and the like left out."""
+    """Return (path, name) → value of the attributes of a model's modules, except parameters, buffers and the like."""
     return {(p, k): v for p, m in model.named_modules() for k, v in vars(m).items() if k not in _COMMON}
 
 
@@ -407,10 +408,10 @@ def _assigned(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def explained(error: Exception, objective: Objective, batch: Any, nodes: int, when: str) -> Exception:
-    """Return an error that names what the model and its loss were given, for one that they raised; others as they are.
+    """Return the error, with a description of the batch added if the model or its loss raised it.
 
     Args:
-        batch: what was computed, (K, B, …), or (B, …) with `nodes` 0.
+        batch: the batch that was computed, (K, B, …), or (B, …) with nodes=0.
         nodes: the number of leading node dimensions, in front of a node's own batch.
         when: names the step.
     """
@@ -469,7 +470,7 @@ def _kind(value: Any) -> str:
 
 
 def _attached_in(model: nn.Module) -> list[str]:
-    """Return the names of modules' attributes that hold tensors attached to the graph of an earlier call."""
+    """Return the paths of modules' attributes that hold tensors attached to the graph of an earlier call."""
     return [
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()

@@ -1,25 +1,25 @@
-"""The forms of operations for K nodes at once, under torch.func.vmap, and what keeps them exact.
+"""The forms of operations for K nodes at once, under torch.func.vmap, and how they stay exact.
 
-functorch has a rule for most operations that puts the node dimension into the operation. For some it is slow, for some
-its result differs in the last bits from the operation on one node, and random ones do not draw from the nodes' own
-generators. Within a `Lowering` the functions of this module, each marked with `rule`, take their place, while the
-model's code stays as it is. CONTRIBUTING.md ("Add a lowering") shows one.
+For most operations, functorch has a rule that puts the node dimension into the operation. Some of these rules are slow,
+some differ in the last bits from the operation on one node, and rules of random operations do not draw from the nodes'
+own generators. Within a `Lowering`, the functions of this module that are marked with `rule` replace functorch's rules;
+the model's code stays unchanged. CONTRIBUTING.md ("Add a lowering") shows an example.
 
 **Exactness.** With `exact=True` every operation is bitwise equal to eager PyTorch on one node:
 
-- an operation with a rule that is marked exact uses it: products and attention are batched, as their kernels compute
-  every matrix alike (`vsim.engine.batched` says where they do not);
+- operations with a rule that is marked exact use the rule. Products and attention are batched, as their kernels compute
+  every matrix alike (`vsim.engine.batched` names the exceptions);
 - exactly rounded arithmetic and mere moves of data are left to functorch (`_EXACT_ARITHMETIC`, `_MOVES_DATA`), unless a
-  tensor that needs a gradient is broadcast, whose gradient is then a sum;
-- all others are called once for each node. One that cannot be called so is refused by name, with an InexactError.
+  tensor that needs a gradient is broadcast, because its gradient is then a sum;
+- all other operations are called once for each node. If that is impossible, an InexactError names the operation.
 
-Otherwise all rules are used, and an operation without one is left to functorch. `Lowering.differing` names operations
-whose form may differ in the last bits, and `unproven` names the part of them that functorch computed: its rule may be
-wrong, so that the first step is compared with the loop's.
+With `exact=False` all rules are used, and operations without a rule are left to functorch. `Lowering.differing` names
+operations whose form may differ in the last bits. `unproven` names those of them that functorch computed; because its
+rule may be wrong, the first step is compared with the loop's.
 
-Under autocast operations without a rule are called once for each node as well. Autocast casts the operands of an
-operation as it is called: of a convolution, of a loss. functorch takes these apart first, and their parts are cast
-otherwise.
+Under autocast, too, operations without a rule are called once for each node. Autocast casts the operands of whole
+operations, such as a convolution or a loss. functorch decomposes these operations first, and autocast would cast the
+parts otherwise.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ from vsim.private_torch import (
 
 
 class InexactError(ValueError):
-    """An operation has no form for all nodes at once that is known to be bitwise equal to one node alone."""
+    """An operation has no form for all nodes at once that is known to be bitwise equal to a single node's."""
 
 
 class Nodes:
-    """The nodes of one vmapped call, whose tensors rules take apart and put together.
+    """The nodes of one vmapped call. Rules unwrap and wrap the nodes' tensors with it.
 
     Args:
-        streams: a generator for each node of the vmapped call, in order, for random operations. None: they draw from
-            the default generator, the same for all nodes.
-        exact: only operations that are bitwise equal to one node alone; others raise an InexactError.
-        places: id of a stacked parameter → the tensor for its gradient. An operation that computes a parameter's whole
-            gradient may write it there and return that tensor as the gradient; each place is used once.
+        streams: a generator for each node of the vmapped call, in order, for random operations. None: these draw from
+            the default generator, the same numbers for all nodes.
+        exact: allow only operations that are bitwise equal to one node alone; others raise an InexactError.
+        places: id of a stacked parameter → the tensor for its gradient. An operation that computes the whole gradient
+            of a parameter may write it to this tensor and return the tensor; each place is used once.
 
     Attributes:
-        num_nodes: the nodes of this vmapped call.
-        shared: id of a tensor that `spread_all` has expanded → the tensor, which is the same for all nodes.
-        way: how the operation that is being computed is called, as its rule says.
-        differing: the operations whose form may differ from one node alone in the last bits.
-        failed: the first error of an operation, which the model may have handled.
+        num_nodes: the number of nodes in this vmapped call.
+        shared: id of a tensor that `spread_all` has expanded → the original, which is the same for all nodes.
+        way: how the current operation is called; rules may set it.
+        differing: the operations whose form may differ in the last bits from one node alone.
+        failed: the first error of an operation; the model may have handled it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Nodes:
 
     @property
     def node(self) -> Tensor | None:
-        """Any tensor on their device that is batched over the nodes. The vmapped function sets it when it starts."""
+        """A tensor that is batched over the nodes, on their device. The vmapped function sets it when it starts."""
         return self._node
 
     @node.setter
@@ -106,7 +106,7 @@ class Nodes:
         return torch.is_autocast_enabled(self._device_type)
 
     def of(self, t: Any) -> Tensor | None:
-        """Return the stacked tensor (K, …) behind one that is batched over the nodes alone, else None."""
+        """Return the stacked tensor (K, …) behind a tensor that is batched over the nodes alone, else None."""
         if not isinstance(t, Tensor) or batch_level(t) != self._level:
             return None
         stacked, dim = unwrapped(t), batch_dim(t)
@@ -115,9 +115,10 @@ class Nodes:
         return stacked.movedim(dim, 0) if dim else stacked
 
     def spread_all(self, arguments: Iterable[Any]) -> list[Any] | None:
-        """Return arguments with (K, …) for every tensor, including tensors that are the same for all nodes.
+        """Return the arguments with a stacked tensor (K, …) for every tensor, including tensors that nodes share.
 
-        None if one of them belongs to another transform. `has_spread_own` says whether one differs between the nodes.
+        Returns None if a tensor belongs to another transform. `has_spread_own` is set to whether any tensor differs
+        between the nodes.
         """
         found, self.has_spread_own = [], False
         for argument in arguments:
@@ -140,33 +141,33 @@ class Nodes:
         return add_batch_dim(stacked, 0, self._level)
 
     def draw(self) -> Sequence[torch.Generator] | None:
-        """Return the streams that an operation is about to draw from."""
+        """Return the nodes' streams for an operation that draws, and keep their states for `undraw`."""
         if self.streams is not None and not self._undrawn:
             self._undrawn = [(stream, stream.get_state()) for stream in self.streams]
         return self.streams
 
     def undraw(self) -> None:
-        """Restore the streams, as if nothing had been drawn."""
+        """Restore the streams to their states before the first draw."""
         for stream, state in self._undrawn:
             stream.set_state(state)
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what `func` tells the model's Python of its tensors, where it is the same on all nodes.
+        """Return the Python value that `func` reads from its tensors, which must be the same on all nodes.
 
         Raises:
-            NodesDifferError: it is not.
+            NodesDifferError: the value differs between nodes.
         """
         if all(self.of(t) is None for t in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        with torch.no_grad(), unwatched():  # a number, which a mode that captures operations could not give
+        with torch.no_grad(), unwatched():  # a mode that captures operations has no numbers
             return self._each(func, args, kwargs, None)
 
     def alone(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call `func` once for each node, whose generator it draws from.
+        """Call `func` once for each node, with the node's generator.
 
         Raises:
-            InexactError: it writes into its arguments, works on tensors of another transform in the model, or draws
-                from a generator of the model's own, of which every node has one.
+            InexactError: `func` writes into its arguments, works on tensors of another transform in the model, or draws
+                from the model's own generator.
         """
         if why_not := self.why_not_alone(func, args, kwargs):
             raise self.refusal(func, why_not)
@@ -184,7 +185,7 @@ class Nodes:
         return ""
 
     def _each(self, func: Any, args: Any, kwargs: Any, streams: Sequence[torch.Generator] | None) -> Any:
-        known: dict[int, Stacked] = {}  # F.multi_head_attention_forward asks whether query, key and value are one
+        known: dict[int, Stacked] = {}  # F.multi_head_attention_forward asks whether query is key
 
         def mark(leaf: Any) -> Any:
             stacked = self.of(leaf)
@@ -196,7 +197,7 @@ class Nodes:
         return tree_map(lambda t: self.batch(t.tensor) if isinstance(t, Stacked) else t, outcome)
 
     def refusal(self, func: Any, why: str) -> Exception:
-        """Return the error of an operation that has no form for all nodes."""
+        """Return the error for an operation that has no form for all nodes."""
         if not self.exact:
             return NotImplementedError(f"{name_of(func)} {why} and has no form for all nodes at once")
         return InexactError(
@@ -227,13 +228,13 @@ def _writes(func: Any) -> bool:
 
 
 def is_cast(operand: Any) -> bool:
-    """Return whether autocast casts an operand of an operation that it knows; it leaves float64 alone."""
+    """Return whether autocast would cast an operand of an operation that it casts; it does not cast float64."""
     eligible = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64
     return eligible and torch.is_autocast_enabled(operand.device.type)
 
 
 def cast(operand: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return an operand in a dtype, None for autocast's own; what autocast leaves alone, as it is."""
+    """Cast an operand to a dtype, by default to autocast's; return operands that autocast does not cast unchanged."""
     if not is_cast(operand):
         return operand
     return operand.to(torch.get_autocast_dtype(operand.device.type) if dtype is None else dtype)
@@ -241,20 +242,20 @@ def cast(operand: Any, dtype: torch.dtype | None = None) -> Any:
 
 Form = Callable[..., Any]
 
-RULES: dict[Any, Form] = {}  # operation → what computes it for all nodes: f(nodes, operation, *args, **kwargs)
+RULES: dict[Any, Form] = {}  # operation → its form for all nodes: f(nodes, operation, *args, **kwargs)
 
 
 def rule(*operations: Any, exact: bool, with_nodes: bool = False, draws: bool = False) -> Callable[[Form], Form]:
     """Mark a function of stacked tensors as the form of these operations for all nodes.
 
-    It gets the arguments of the operation, with (K, …) in the place of every tensor (expanded, if it is the same for
-    all nodes), and returns the stacked result; or NotImplemented, for arguments that are to be left to functorch or,
-    with `Lowering.exact`, to a call for each node.
+    The function gets the arguments of the operation, with a stacked tensor (K, …) in place of every tensor; tensors
+    that nodes share are expanded. It returns the stacked result. It may return NotImplemented to leave the operation to
+    functorch or, with `Lowering.exact`, to a call for each node.
 
     Args:
-        exact: it is bitwise equal to the operation on one node alone. Others are not used in exact runs.
-        with_nodes: it gets the `Nodes` as its first argument.
-        draws: it draws random numbers from the nodes' streams, also for a tensor that is the same for all nodes.
+        exact: whether the form is bitwise equal to the operation on one node alone. Exact runs use no other forms.
+        with_nodes: whether the form gets the `Nodes` as its first argument.
+        draws: whether the form draws from the nodes' streams, also for a tensor that nodes share.
     """
 
     def register(form: Form) -> Form:
@@ -276,7 +277,7 @@ def rule(*operations: Any, exact: bool, with_nodes: bool = False, draws: bool = 
 
 
 def rule_of_wrapped(*operations: Any) -> Callable[[Form], Form]:
-    """Mark f(nodes, operation, *args, **kwargs), of the vmapped tensors as the model has them."""
+    """Mark f(nodes, operation, *args, **kwargs), which gets the vmapped tensors as the model has them."""
 
     def register(form: Form) -> Form:
         RULES.update(dict.fromkeys(operations, form))
@@ -302,7 +303,7 @@ def _linear(nodes: Nodes, x: Tensor, weight: Tensor, bias: Tensor | None = None)
     if x.is_complex():
         return NotImplemented
     x, weight, bias = map(cast, (x, weight, bias))
-    place_of_weight, place_of_bias = (nodes.places.pop(id(t), None) for t in (weight, bias))  # of what was cast, none
+    place_of_weight, place_of_bias = (nodes.places.pop(id(t), None) for t in (weight, bias))  # cast tensors have none
     nodes.note_product("linear")
     return batched.linear(x, weight, bias, place_of_weight, place_of_bias, nodes.exact)
 
@@ -321,11 +322,11 @@ def _linear(nodes: Nodes, x: Tensor, weight: Tensor, bias: Tensor | None = None)
     with_nodes=True,
 )
 def _matmul(nodes: Nodes, a: Tensor, other: Tensor | None = None, mat2: Tensor | None = None) -> Any:
-    b = mat2 if other is None else other  # which mm and bmm call so
+    b = mat2 if other is None else other  # mm and bmm call this argument mat2
     if b is None or a.dim() < 3 or b.dim() < 3 or (b.dim() > 3 and a.dim() != b.dim()):
         return NotImplemented
     a, b = map(cast, (a, b))
-    if a.dtype != b.dtype or a.is_complex():  # whose gradients are of conjugates
+    if a.dtype != b.dtype or a.is_complex():  # complex gradients use conjugates
         return NotImplemented
     nodes.note_product("matmul")
     return batched.matmul(a, b, nodes.exact)
@@ -358,7 +359,7 @@ def _attention(
 
 
 def _dropout(operation: Any, whole_features: bool, without_batch: int | None = None) -> None:
-    """Register a kind of dropout. An input of `without_batch` dimensions is (C, …) and not (B, C, …)."""
+    """Register a kind of dropout. An input with `without_batch` dimensions is (C, …), without a batch."""
 
     @rule(operation, exact=True, with_nodes=True, draws=True)
     def dropout(nodes: Nodes, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -377,7 +378,7 @@ def _dropout(operation: Any, whole_features: bool, without_batch: int | None = N
 
 _dropout(F.dropout, whole_features=False)
 _dropout(F.dropout1d, whole_features=True, without_batch=2)
-_dropout(F.dropout2d, whole_features=True)  # which takes (B, C, L), but no single example
+_dropout(F.dropout2d, whole_features=True)  # takes (B, C, L), but not a single example
 _dropout(F.dropout3d, whole_features=True, without_batch=4)
 
 
@@ -393,7 +394,7 @@ def _filling(nodes: Nodes, operation: Any, input: Tensor, *args: Any, **kwargs: 
         raise nodes.refusal(operation, "draws from the model's own generator")
     streams, stacked = nodes.draw(), nodes.of(input)
     if streams is None or stacked is None:
-        return NotImplemented  # one tensor for all nodes, of which functorch says that it cannot be filled
+        return NotImplemented  # nodes share this tensor: functorch raises an error that it cannot be filled
     columns = [itertools.repeat(a) if (own := nodes.of(a)) is None else own for a in (*args, *kwargs.values())]
     with outside_of_vmap():
         for node, (stream, *own_args) in enumerate(zip(streams, *columns, strict=False)):
@@ -404,10 +405,10 @@ def _filling(nodes: Nodes, operation: Any, input: Tensor, *args: Any, **kwargs: 
 
 @rule_of_wrapped(torch.empty, torch.empty_like, torch.Tensor.new_empty)
 def _empty(nodes: Nodes, operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return memory that every node is going to fill with its own numbers."""
+    """Return a stacked tensor that every node will fill with its own numbers."""
     like = any(isinstance(t, Tensor) and is_wrapped(t) for t in (*args, *kwargs.values()))
     if nodes.streams is None or kwargs.get("out") is not None or like:
-        return NotImplemented  # what is made like a tensor of each node is each node's own
+        return NotImplemented  # a tensor made like a stacked one is stacked already
     with outside_of_vmap():
         return nodes.batch(torch.stack([operation(*args, **kwargs)] * nodes.num_nodes))
 
@@ -416,7 +417,7 @@ def _empty(nodes: Nodes, operation: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_of_torch() -> bool:
-    """Return whether torch's own code asks; a wrapper always answers it that no gradient is needed."""
+    """Return whether torch's own code is asking, to which a wrapper always answers that no gradient is needed."""
     return str(sys._getframe(3).f_globals.get("__name__")).startswith("torch.")
 
 
@@ -457,7 +458,7 @@ def _embedding(
     sparse: bool = False,
 ) -> Any:
     if id(table) in nodes.shared and (max_norm is not None or not scale_grad_by_freq):
-        return NotImplemented  # but frequencies are of a node's own batch
+        return NotImplemented  # frequencies must be counted in each node's own batch
     if max_norm is not None:
         with torch.no_grad():
             for own_table, own_indices in zip(table, indices, strict=True):
@@ -497,7 +498,7 @@ def _group_norm(nodes: Nodes, operation: Any, input: Tensor, *args: Any, **kwarg
     x = None if nodes.exact or torch.is_autocast_enabled(input.device.type) else nodes.of(input)
     if x is None or x.is_contiguous():
         return NotImplemented
-    nodes.way = "functorch"  # which fails where there is something between the nodes
+    nodes.way = "functorch"  # fails if the nodes' rows are not adjacent in memory
     nodes.differing.add("group_norm")
     return operation(nodes.batch(x.contiguous()), *args, **kwargs)
 
@@ -554,7 +555,7 @@ def _convolution(
 ) -> Any:
     dims = weight.dim() - 3
     if not nodes.exact and id(weight) in nodes.shared:
-        return NotImplemented  # shared weights: to functorch the nodes are more of the batch
+        return NotImplemented  # with shared weights, functorch merges the nodes into the batch
     if isinstance(padding, str) or x.dim() != dims + 3:
         return NotImplemented
     x, weight, bias = map(cast, (x, weight, bias))
@@ -574,10 +575,10 @@ def _convolution(
 
 
 def _is_better_as_groups(x: Tensor, weight: Tensor, geometry: Any) -> bool:
-    """Return whether a convolution is faster as groups of channels: measured on CPU, where each node has little work.
+    """Return whether a convolution is faster as groups of channels; on a CPU, if each node has little work (measured).
 
-    More work is as fast node by node, and its results lie in memory as what follows wants them; groups of few channels
-    are slow.
+    With more work, node by node is as fast, and its results have the memory layout that later operations expect. Groups
+    of few channels are slow.
     """
     stride, *_ = geometry
     channels = weight.shape[1]
@@ -603,15 +604,15 @@ for _dims in (1, 2, 3):
 
 
 class Lowering(Nodes, TorchFunctionMode):
-    """Within this context a function vmapped over nodes uses the forms of this module.
+    """Within this context, a function vmapped over nodes uses the forms of this module.
 
     Args:
         streams, exact, places: see `Nodes`.
 
     Attributes:
-        watch: keep the account of `calls` and `differing`; off unless it is set.
-        calls: (operation, way) → calls; the ways are "batched", "node by node" and "functorch".
-        unproven: operations that functorch computes in a form of its own, by rules that vsim's tests may not know.
+        watch: whether to count `calls` and record `differing`; default: False.
+        calls: (operation, way) → number of calls; the ways are "batched", "node by node" and "functorch".
+        unproven: operations that functorch computes in its own form, by rules that vsim's tests may not cover.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -648,12 +649,12 @@ class Lowering(Nodes, TorchFunctionMode):
             raise
 
     def _may_differ(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Return whether functorch's form may differ from the operation on one node in the last bits."""
+        """Return whether functorch's form may differ in the last bits from the operation on one node."""
         name = name_of(func)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if name == "__get__" or not tensors:
             return False
-        if any(t.is_complex() for t in tensors):  # a product, a magnitude: several operations each
+        if any(t.is_complex() for t in tensors):  # a product or magnitude takes several real operations
             return True
         if name in _EXACT_ARITHMETIC or name.removesuffix("_") in _EXACT_ARITHMETIC:
             return self._sums_in_backward([*args, *kwargs.values()])
@@ -681,7 +682,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Correctly rounded, entry by entry: bitwise equal wherever an entry lies in memory.
+# Correctly rounded, entry by entry, so bitwise equal wherever an entry lies in memory.
 _EXACT_ARITHMETIC = _names(
     """
     add sub mul div neg abs square sqrt reciprocal true_divide subtract multiply divide negative absolute sign
@@ -692,7 +693,7 @@ _EXACT_ARITHMETIC = _names(
     floor_divide remainder
     """
 )
-# These only move or name entries, or make new ones that do not depend on any.
+# These only move or view entries, or make new entries that do not depend on others.
 _MOVES_DATA = _names(
     """
     view view_as reshape reshape_as flatten unflatten ravel transpose swapaxes t permute movedim moveaxis squeeze
@@ -703,19 +704,19 @@ _MOVES_DATA = _names(
     max_pool1d max_pool2d max_pool3d _max_pool1d _max_pool2d _max_pool3d avg_pool1d avg_pool2d avg_pool3d
     """
 )
-# These tell the model's Python something of a tensor's entries.
+# These return Python values that depend on a tensor's entries.
 _READS = _names(
     "__bool__ __int__ __float__ __complex__ __index__ __format__ __contains__ item tolist is_nonzero equal allclose"
 )
-# Run for every node as a whole: functorch has no rule for them, or a wrong one (it fills by the last node's value, and
-# sums a gradient over what it has expanded), they draw out of sight, or compute no gradient of what is a wrapper.
+# Called once for each node, because functorch has no rule, or a wrong one (it fills with the last node's value, or sums
+# a gradient over expanded tensors), or because they draw internally, or compute no gradient of wrapped tensors.
 _WHOLE = _names(
     """
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell multi_head_attention_forward
     index_fill index_fill_ select_scatter linear_cross_entropy
     """
 )
-# These draw, as `vsim.engine.rules` has no form for.
+# Random operations without a form in this module.
 _DRAWS = _names(
     """
     rand randn randint randperm rand_like randn_like randint_like bernoulli cauchy exponential geometric log_normal

@@ -1,4 +1,4 @@
-"""All nodes together."""
+"""Compute all nodes together."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from vsim.engine.objective import Objective, listed
 from vsim.engine.rules import InexactError, Lowering
 from vsim.private_torch import has_backward_hooks, version, without_performance_warnings
 
-# A vmapped call takes as many nodes at once as have this many weights together. Larger pieces gain nothing (their
-# arithmetic is already in large kernels) and their temporaries fall out of the caches. An accelerator has kernels that
-# gain from more, and no such caches: there, it is memory that bounds them.
+# A vmapped call takes as many nodes as have this many weights together. Larger pieces gain nothing, as their arithmetic
+# is in large kernels already, and their temporaries leave the caches. Accelerators have kernels that gain from more
+# nodes, and no such caches; their limit is memory.
 WEIGHTS_AT_ONCE = 2**22
 WEIGHTS_AT_ONCE_ON_ACCELERATORS = 2**27
 
@@ -35,7 +35,7 @@ _HERE = Path(__file__).parent
 
 
 class Piece(NamedTuple):
-    """Nodes that are computed at once: their rows, weights by name, gradients, buffers by name, and their numbers."""
+    """Nodes that are computed at once: rows, weights by name, gradients, buffers by name, and numbers of the nodes."""
 
     rows: slice
     leaves: Views
@@ -48,7 +48,7 @@ class _BeforeCall:
     """The state that a vmapped call may change before it fails.
 
     Args:
-        batch: the tensors of its batch.
+        batch: the tensors of the call's batch.
     """
 
     def __init__(self, lowering: Lowering, piece: Piece, batch: list[Tensor]) -> None:
@@ -70,47 +70,46 @@ class _BeforeCall:
 
 
 class VmapExecutor(Executor):
-    """All nodes together: `torch.func.vmap` over a call with a node's tensors, in pieces that stay in the caches.
+    """Computes all nodes together: `torch.func.vmap` over a call with a node's tensors, in pieces that fit in caches.
 
-    What the model's Python reads of a tensor (`if mask.all()`, `.item()`) is answered if it is the same on all nodes.
-    If it is not, or if the model handles an error of an operation, the loop computes the nodes of this call at this
-    step; so it does if a call fails after one has worked.
+    The model's Python may read values from tensors (`if mask.all()`, `.item()`) that are the same on all nodes. If a
+    value differs between nodes, or if the model handles an error of an operation, the loop computes the nodes of this
+    call in this step. The loop also takes over a call that fails after an earlier call has succeeded.
 
-    A step is computed by the loop as well, and must agree with it, where that is not known: the first step, up to
-    rounding, if functorch has computed an operation in a form of its own, whose rule may be wrong (a VmapError names
-    these operations); and with `settings.exact` the first with batches of every shape, bitwise (an InexactError).
+    Some steps are computed by the loop as well, to check that the results agree. If functorch computed an operation in
+    its own form, whose rule may be wrong, the first step must agree up to rounding; otherwise a VmapError names these
+    operations. With `settings.exact`, the first step with each shape of batch must be bitwise equal; otherwise an
+    InexactError is raised.
 
     Attributes:
         calls: how often the first step called each operation in each way, see `Lowering`.
-        differing: its operations that may differ from the loop in the last bits. unproven: the part of them that
-            functorch has computed.
-        not_vmapped: how many calls were left to the loop.
+        differing: operations of the first step that may differ from the loop in the last bits. unproven: those of them
+            that functorch computed.
+        not_vmapped: number of calls that were left to the loop.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.at_once = self.nodes_at_once(self.replicas, self.settings)
-        self.proven: set[Any] = (
-            set()
-        )  # shapes of batches for which the results agree with the loop, where that is asked
+        self.proven: set[Any] = set()  # shapes of batches that need no further check against the loop
         self.calls: Counter[tuple[str, str]] = Counter()
         self.differing: set[str] = set()
         self.unproven: set[str] = set()
         self.not_vmapped = 0
         self._why_not_vmapped = ""
         self._has_worked = False
-        self._left_nodes = False  # to the loop, in training
+        self._left_nodes = False  # whether the loop has computed nodes in training
         self.pieces: list[Piece] = []
         self._submodules = list(self.objective.modules())
         self._cut(even_pieces(self.replicas.num_held, self.at_once))
 
     def _cut(self, pieces: list[slice]) -> None:
-        """Compute the nodes in these pieces from now on."""
+        """Cut the nodes into these pieces from now on."""
         r = self.replicas
         self.pieces.clear()
         self._moved.clear()
-        # A shared row of weights is one leaf for all nodes where only the sum of the gradients is needed. For gradients
-        # per node the row is expanded to K.
+        # If only the sum of the gradients is needed, a shared row of weights is one leaf for all nodes. For gradients
+        # per node, the row is expanded to K rows.
         in_common = None
         if r.shares_grads:
             in_common = {name: self._leaf(w)[0].detach().requires_grad_() for name, w in r.views(r.weights).items()}
@@ -126,7 +125,7 @@ class VmapExecutor(Executor):
 
     @staticmethod
     def nodes_at_once(replicas: Replicas, settings: Settings) -> int:
-        """Return how many nodes a vmapped call takes at most."""
+        """Return the largest number of nodes in a vmapped call."""
         on_cpu = replicas.weights.device.type in ("cpu", "meta")
         most = WEIGHTS_AT_ONCE if on_cpu else WEIGHTS_AT_ONCE_ON_ACCELERATORS
         return min(replicas.num_held, settings.chunk_size or max(1, most // replicas.num_parameters))
@@ -182,7 +181,7 @@ class VmapExecutor(Executor):
     def lowering(self, piece: int = 0, first: bool = False) -> Lowering:
         """Return the context in which the nodes of a piece are computed."""
         rows, leaves, grads, *_ = self.pieces[piece]
-        # A gradient may be written where it belongs if it is the whole of it.
+        # An operation may write a gradient directly to its place if nothing is added to it or scaled later.
         places = zip(leaves.values(), grads, strict=True) if first and not self.replicas.shares_grads else ()
         lowering = Lowering(self.generators[rows], self.settings.exact, {id(leaf): place for leaf, place in places})
         lowering.watch = not self.calls
@@ -190,7 +189,7 @@ class VmapExecutor(Executor):
 
     @torch.no_grad()
     def forms(self, batch: Any) -> Counter[tuple[str, str]]:
-        """Return how the loss of a stacked batch calls each operation, see `Lowering`. Buffers and streams move on."""
+        """Return how the loss of a stacked batch calls each operation, see `Lowering`. Buffers and streams change."""
         piece = self.pieces[0]
         with self._moved_up_to_date(), self.lowering() as lowering, self._precision():
             lowering.watch = True
@@ -228,9 +227,9 @@ class VmapExecutor(Executor):
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def _by_loop(self, piece: Piece, batch: Any, share: float, first: bool, error: VmapError) -> Tensor:
-        """Compute the nodes of a piece one by one, after a call that has failed; an error of the model's own is raised.
+        """Compute the nodes of a piece one by one after a failed call, and return share · losses.
 
-        Returns: share · losses.
+        An error of the model itself is raised here again.
         """
         losses = self._loop.compute(range(piece.rows.start, piece.rows.stop), batch, share, first)
         if not self._has_worked and not isinstance(error, NodesDifferError):
@@ -253,7 +252,7 @@ class VmapExecutor(Executor):
                 write_gradients(losses, leaves, piece.grads, share / self.replicas.num_held, first and number == 0)
             else:
                 write_gradients(losses, leaves, piece.grads, share, first)
-        except Exception as error:  # of a part that is computed again for the backward pass, outside of vmap, say
+        except Exception as error:  # e.g. a checkpointed part of the model, computed again outside of vmap
             self._loop.compute(range(len(self.generators)), batch, share, True)
             raise VmapError(_explain_vmap_failure(error)) from error
 
@@ -264,7 +263,7 @@ class VmapExecutor(Executor):
         """Return the losses of the nodes of a piece, with their graph.
 
         Raises:
-            VmapError: modules have hooks on gradients, which autograd would not find: it works outside of the vmap.
+            VmapError: modules have hooks on gradients. Autograd works outside of vmap, and would not call them.
         """
         if has_backward_hooks(self._submodules):
             raise VmapError(_explain_vmap_failure(ValueError("a module's hook on gradients would never be called")))
@@ -317,17 +316,17 @@ class VmapExecutor(Executor):
         weights_of_all: bool = False,
         batch_of_all: bool = False,
     ) -> Any:
-        """Return the stacked results of of_node(weights, buffers, batch) for all nodes: one call, within vmap.
+        """Return the stacked results of of_node(weights, buffers, batch) for all nodes, from one call within vmap.
 
         Args:
-            numbers: of the nodes, (K,).
-            weights, buffers, batch: stacked, or shared where `weights` or `batch` says so. A shared batch is for
-                evaluation, where nodes also draw the same random numbers.
+            numbers: the numbers of the nodes, (K,).
+            weights, buffers, batch: stacked over the nodes; nodes share the weights with `weights_of_all`, and the
+                batch with `batch_of_all`. The latter is for evaluation, where nodes draw the same random numbers.
         """
 
         def of_number(node: Tensor) -> Any:
             lowering.node = node
-            # Here and not as arguments of vmap, which would look at every tensor several times.
+            # Wrap the tensors here, because vmap would process every tensor among its arguments several times.
             own_weights = weights if weights_of_all else {n: lowering.batch(w) for n, w in weights.items()}
             own_buffers = {n: lowering.batch(b) for n, b in buffers.items()}
             return of_node(own_weights, own_buffers, batch if batch_of_all else tree_map(lowering.batch, batch))
@@ -340,16 +339,13 @@ class VmapExecutor(Executor):
         except Exception as error:
             kind = NodesDifferError if isinstance(error, NodesDifferError) else VmapError
             raise kind(_explain_vmap_failure(error)) from error
-        if lowering.failed is not None:  # and handled by the model, for all nodes because of one
+        if lowering.failed is not None:  # the model handled an error of some nodes as if it were all nodes'
             raise NodesDifferError(_explain_vmap_failure(lowering.failed)) from lowering.failed
         return stacked
 
 
 def even_pieces(num_nodes: int, at_once: int) -> list[slice]:
-    """Cut nodes into pieces of at most `at_once`, as even as possible.
-
-    A last piece of one node would run at a fraction of the speed.
-    """
+    """Cut nodes into pieces of at most `at_once`, as even as possible, because a last piece of one node is slow."""
     count = -(-num_nodes // at_once)
     bounds = [num_nodes * i // count for i in range(count + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
