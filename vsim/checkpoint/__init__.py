@@ -1,1 +1,1 @@
-"""Checkpoints: what a run is after a step, in one file, and how a run resumes or forks from it."""
+"""Checkpoints: save the state of a run after a step in one file, and resume or fork a run from the file."""

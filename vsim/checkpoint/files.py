@@ -1,8 +1,8 @@
 """Checkpoints: snapshots of a run after a step, each in one file.
 
-The file is in the safetensors format: tensors, as bytes under their SHA-256, and a JSON text that describes them, so
-that reading it never runs code. The checksums tell whether a byte has changed. The file is written under another name,
-flushed to the disk and then renamed, so that there is the old file or the new one, and never half of one.
+The file has the safetensors format. It holds tensors, as bytes under their SHA-256, and a JSON text that describes
+them, so that reading the file never runs code. The checksums reveal changed bytes. The file is written under another
+name, flushed to the disk and then renamed, so that a reader finds the old file or the new one, never half a file.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Checkpoint:
         step: t, completed optimizer steps.
         history: the record of the run up to this step.
         settings: argument → value for everything that determines the run; see `vsim.checkpoint.settings`.
-        state: that of the run, a tree; see `vsim.checkpoint.tree`.
-        together: whether the nodes were rows of one matrix; if not, each had a process of its own.
-        path: the file that it was loaded from, if it was.
-        forks: whether a run that starts from it is a new one; see `fork`. keeps_optimizer: whether the fork's inner
-            optimizer keeps its state, where that fits.
+        state: the run's state as a tree; see `vsim.checkpoint.tree`.
+        together: whether the nodes were rows of one matrix; if not, each node had its own process.
+        path: the file that the checkpoint was loaded from, if any.
+        forks: whether a run that starts from this checkpoint is a new run; see `fork`.
+        keeps_optimizer: whether a fork keeps the state of the inner optimizers, if it fits.
     """
 
     step: int
@@ -72,7 +72,7 @@ class Checkpoint:
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger up to this step: every collective."""
+        """The ledger of all collectives up to this step."""
         return self.history.ledger
 
     @property
@@ -90,11 +90,11 @@ class Checkpoint:
         return rows if len(rows) > 1 else rows.expand(self.num_nodes, *rows.shape[1:])  # equal nodes may share one row
 
     def mean_weights(self) -> Tensor:
-        """Return the mean replica, shared (P,); equal replicas are it as they are."""
+        """Return the mean replica, shared (P,). Weights that are equal on all nodes are returned without rounding."""
         return _mean(self.weights)
 
     def mean_buffers(self) -> Views:
-        """Return name → shared buffer: the mean over the nodes where it is floating, else node 0's."""
+        """Return name → shared buffer: the mean over the nodes if the dtype is floating-point, else node 0's buffer."""
         return {name: _mean(buffer) for name, buffer in self.buffers.items()}
 
     def model(self, like: nn.Module, node: int | None = None) -> nn.Module:
@@ -102,7 +102,7 @@ class Checkpoint:
 
         Args:
             like: the model that was trained, or one with the same parameters and buffers.
-            node: whose; None for the mean of all nodes, which is what `fit` returns.
+            node: the number of a node; None for the mean of all nodes, which `fit` also returns.
 
         Raises:
             CheckpointError: `like` has other parameters or buffers.
@@ -119,16 +119,16 @@ class Checkpoint:
     def fork(self, optimizer: bool = True) -> Checkpoint:
         """Return this checkpoint as the start of a new run: `fit(resume=checkpoint.fork(), strategy=…, num_nodes=…)`.
 
-        Strategy, number of nodes, batch size, data, seed and learning rate may be others; the model must have the same
-        parameters. Step, examples and the position in the data (that of the new run's order at this step) and in the
-        learning-rate schedule continue. With the same K every node keeps its own weights, buffers and stream of random
-        numbers, with another K all start from the mean. A strategy's own state (outer weights, residuals, means
-        on their way) starts again, from the mean replica. History and ledger start at this step, with 0 bytes; the
-        checkpoint keeps the earlier part.
+        Strategy, number of nodes, batch size, data, seed and learning rate may differ; the model must have the same
+        parameters. The numbers of steps and examples continue, and so do the positions in the learning-rate schedule
+        and in the data (in the new run's order, at this step). With the same K, every node keeps its own weights,
+        buffers and stream of random numbers; with another K, all nodes start from the mean. A strategy's own state
+        (outer weights, residuals, delayed means) starts again from the mean replica. History and ledger start at this
+        step, with 0 bytes; the checkpoint keeps the earlier part.
 
         Args:
-            optimizer: keep the state of the nodes' inner optimizers where it fits: the same K, optimizer class, device
-                and `deterministic`, and options that keep the same tensors. False: it starts again.
+            optimizer: keep the state of the nodes' inner optimizers if it fits. It fits if K, optimizer class, device
+                and `deterministic` are the same, and the options keep the same tensors. False: reset the state.
         """
         return replace(self, forks=True, keeps_optimizer=optimizer)
 
@@ -139,7 +139,7 @@ class Checkpoint:
 
     def save(self, path: str | Path) -> None:
         """Write the file `path` atomically; its folder must exist."""
-        from safetensors import SafetensorError  # here, as only who saves needs it
+        from safetensors import SafetensorError  # here, as only saving needs it
         from safetensors.numpy import save_file
 
         history, ledger = self.history, self.ledger.as_plain()
@@ -167,7 +167,7 @@ class Checkpoint:
                 raise OSError(None, str(error)) from error
 
     def check_layout(self, replicas: Replicas) -> None:
-        """Raise a CheckpointError if a model has other parameters or buffers than this one's."""
+        """Raise a CheckpointError if a model has other parameters or buffers than the checkpoint's."""
         layout = layout_of(replicas)
         changes = list(differences({k: self.settings.get(k) for k in layout}, layout))
         if changes:
@@ -181,7 +181,7 @@ class Checkpoint:
 def _mean(rows: Tensor) -> Tensor:
     if not (rows.is_floating_point() or rows.is_complex()):
         return rows[0].clone()
-    alike = (rows == rows[0]).all(0)  # where the mean is what they are
+    alike = (rows == rows[0]).all(0)  # the mean of equal values needs no rounding
     return torch.where(alike, rows[0], reduce_rows(rows, "mean"))
 
 
@@ -189,16 +189,16 @@ def _mean(rows: Tensor) -> Tensor:
 
 
 def load_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint in a file, or of a folder that of a step, or the newest one that can be used.
+    """Return the checkpoint in a file, or a folder's checkpoint of a given step, by default the newest usable one.
 
-    Nothing in it is executed. Where the newest of a folder is damaged, a UserWarning says so, and the one before it is
-    returned.
+    Loading never executes code from the file. If the newest checkpoint of a folder is damaged, a UserWarning says so,
+    and the previous one is returned.
 
     Args:
-        step: which of a folder; None for the newest.
+        step: the step of the checkpoint in a folder; None for the newest.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is something else.
+        CheckpointError: there is no checkpoint, it is damaged, or the file is something else.
         TypeError, ValueError: `step` is not a whole number ≥ 0.
     """
     path = Path(path)
@@ -235,11 +235,11 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def start_of(resume: Any, save_dir: str | Path | None, last: Checkpoint | None) -> Checkpoint | None:
-    """Return where a run starts that is given `resume`; None: at the beginning.
+    """Return the checkpoint that a run with `resume` starts from; None for a new run.
 
     Args:
-        resume: True (from `save_dir`, or without one from the `last` run of this trainer), a file, a folder, or a
-            Checkpoint; False or None for a new run.
+        resume: True (from `save_dir`, or without `save_dir` from the `last` run of this trainer), a file, a folder, or
+            a Checkpoint; False or None for a new run.
     """
     if resume is None or resume is False:
         return None
@@ -258,11 +258,11 @@ def start_of(resume: Any, save_dir: str | Path | None, last: Checkpoint | None) 
 
 
 def saving_of(checkpoint_interval: int | None, save_dir: str | Path | None, start: Checkpoint | None) -> Saving | None:
-    """Return where a run is saved; None: nowhere.
+    """Return where a run is saved; None if it is not saved.
 
     Raises:
-        CheckpointError: it is no folder, or what is in it is of another run, or of later steps.
-        TypeError, ValueError: checkpoint_interval without save_dir, or save_dir is no path.
+        CheckpointError: save_dir is not a folder, or it holds checkpoints of another run or of later steps.
+        TypeError, ValueError: checkpoint_interval is given without save_dir, or save_dir is not a path.
     """
     if save_dir is None:
         if checkpoint_interval is not None:
@@ -282,7 +282,7 @@ def saving_of(checkpoint_interval: int | None, save_dir: str | Path | None, star
 
 
 def packed(tree: Any) -> tuple[str, dict[str, Tensor]]:
-    """Return a tree with tensors as JSON, and SHA-256 → bytes (n,) of these tensors: what is equal is there once."""
+    """Return a tree with tensors as JSON, and SHA-256 → bytes (n,) of these tensors; equal tensors are stored once."""
     contents: dict[str, Tensor] = {}
 
     def pack(tensor: Tensor) -> dict[str, Any]:
@@ -295,7 +295,7 @@ def packed(tree: Any) -> tuple[str, dict[str, Tensor]]:
 
 
 def unpacked(text: str, contents: Mapping[str, Tensor]) -> Any:
-    """Return what `packed` was given."""
+    """Return the tree that `packed` was given."""
 
     def unpack(node: dict[str, Any]) -> Any:
         if node.keys() != {"sha256", "dtype", "shape"}:
@@ -316,7 +316,7 @@ def _read(path: Path) -> Checkpoint:
             metadata = file.metadata() or {}
             if not {"vsim", "sha256"} <= metadata.keys():
                 raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of vsim")
-            # Copies, which begin where a tensor of any dtype may.
+            # Copy the bytes, so that they are aligned for any dtype.
             contents = {digest: file.get_tensor(digest).clone() for digest in file.keys()}  # noqa: SIM118
         text = metadata["vsim"]
         checksums = {metadata["sha256"]: hashlib.sha256(text.encode()).hexdigest()}

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: the names in them, the one run that writes there, and files that are whole or absent."""
+"""Folders of checkpoints: file names, a lock for the run that writes there, and atomic writes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from vsim.cluster.state import CheckpointError
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 # Checkpoints kept in a folder: the newest, and one to fall back on.
 KEPT = 2
-_TRIES = 100  # to lock a file that others remove
+_TRIES = 100  # attempts to lock a file that other processes may remove
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _PART = re.compile(r"\..+\.\d+\.part")
-_held: dict[Path, object] = {}  # by runs of this process: the kernel's locks do not keep a process from itself
+_held: dict[Path, object] = {}  # by this process's runs, which the kernel's locks do not exclude
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ class Saving:
     """Where a run is saved, and when.
 
     Attributes:
-        folder: gets a file a checkpoint.
+        folder: gets one file for each checkpoint.
         interval: steps between checkpoints; None: only at the end, and when the run is interrupted.
-        wanted: whether the user asked for it. If not, only an interrupted run is saved, to be resumed in this process.
+        wanted: whether the user asked to save the run. If not, it is saved only when interrupted, so that this process
+            can resume it.
     """
 
     folder: Path
@@ -42,12 +43,12 @@ class Saving:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the files of checkpoints in a folder, by step; none where there is no folder."""
+    """Return the files of checkpoints in a folder, by step; empty if there is no folder."""
     return sorted(filter(is_checkpoint, folder.iterdir()), key=step_of) if os.path.isdir(folder) else []
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a file has the name of a checkpoint in a folder."""
+    """Return whether a file is named like a checkpoint in a folder."""
     return _NAME.fullmatch(path.name) is not None
 
 
@@ -62,16 +63,16 @@ def step_of(path: Path) -> int:
 
 
 def prune(folder: Path, step: int) -> None:
-    """Remove all checkpoints up to `step` but the newest."""
+    """Remove all checkpoints up to `step` except the newest."""
     for old in [path for path in checkpoints_in(folder) if step_of(path) <= step][:-KEPT]:
         old.unlink(missing_ok=True)
 
 
 def folder_at(path: Any) -> Path:
-    """Return the absolute path of a folder, which need not be there.
+    """Return the absolute path of a folder, which need not exist.
 
     Raises:
-        TypeError, ValueError: it is no path. CheckpointError: it is that of a file.
+        TypeError, ValueError: `path` is not a path. CheckpointError: `path` is a file.
     """
     if not isinstance(path, str | Path):
         raise TypeError(f"save_dir must be the path of a folder, got {path!r}")
@@ -85,13 +86,13 @@ def folder_at(path: Any) -> Path:
 
 @contextmanager
 def held(path: str | Path | None, within: Iterable[Path] = ()) -> Iterator[None]:
-    """Within this context the folder at `path`, made if need be, is one run's own; None is no folder.
+    """Lock the folder at `path` for one run within this context, and make the folder if needed. A no-op for None.
 
-    The lock is the kernel's, which releases it however the process ends. File systems without locks have none. What
-    killed processes have left half written there, and in the folders `within`, is removed.
+    The kernel releases the lock however the process ends. On file systems without locks, the folder is not locked.
+    Partial files that killed processes have left there, and in the folders `within`, are removed.
 
     Raises:
-        CheckpointError: another run holds the folder, or it cannot be written to.
+        CheckpointError: another run holds the folder, or the folder cannot be written to.
     """
     if path is None:
         yield
@@ -111,7 +112,7 @@ def held(path: str | Path | None, within: Iterable[Path] = ()) -> Iterator[None]
                     _remove_parts(own_folder)
                 yield
             finally:
-                with suppress(OSError):  # still locked: who opened the file meanwhile finds it gone
+                with suppress(OSError):  # while locked, so that a process that opens the file now sees that it is gone
                     (folder / ".lock").unlink()
     finally:
         del _held[folder]
@@ -129,20 +130,20 @@ def _lock(path: Path, given: str | Path) -> tuple[IO[bytes], bool]:
             with file:
                 file.seek(0)
                 raise _in_use(given, file.read().decode(errors="replace") or "another process") from None
-        except OSError:  # such as a network file system's that knows no locks
+        except OSError:  # for instance, a network file system without locks
             return file, False
         with suppress(OSError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else its last holder has just removed it
-                with suppress(OSError):  # a full disk
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else the last holder has just removed it
+                with suppress(OSError):  # the disk may be full
                     file.truncate(0)
                     file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
                 return file, True
         file.close()
-    return _lock_file(path), False  # a file system without lasting numbers of files
+    return _lock_file(path), False  # a file system without stable inode numbers
 
 
 def _lock_file(path: Path) -> IO[bytes]:
-    """Open the lock file; follow no link, so that nothing else is ever locked or written to."""
+    """Open the lock file without following links, so that no other file is ever locked or written to."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     file = os.fdopen(handle, "rb+", buffering=0)
     found = os.fstat(handle)
@@ -166,14 +167,14 @@ def _remove_parts(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give the path of a file to write, which replaces `path` at the end of the block: the old file or the new one.
+    """Yield the path of a new file, which atomically replaces `path` at the end of the block.
 
     Raises:
-        OSError: the file cannot be written; the error names `path`, whose old content is intact.
+        OSError: the file cannot be written. The error names `path`, whose old content is intact.
     """
     part = path.with_name(f".{path.stem}.{os.getpid()}.part")
     try:
-        part.mkdir(parents=True, exist_ok=True)  # a folder, as a writer may have temporary files next to its own
+        part.mkdir(parents=True, exist_ok=True)  # a folder, because a writer may put temporary files next to its file
         yield part / path.name
         _flush(part / path.name)
         os.replace(part / path.name, path)
@@ -181,7 +182,7 @@ def replacing(path: Path) -> Iterator[Path]:
         raise OSError(error.errno, f"{error.strerror or error}, while writing", str(path)) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    with suppress(OSError):  # not every system lets a folder be opened
+    with suppress(OSError):  # some systems cannot open a folder
         _flush(path.parent)
 
 

@@ -27,11 +27,11 @@ _ARGUMENTS = (
     *("num_nodes", "batch_size", "minibatch_size", "seed", "shuffle"),
     *("autocast", "deterministic", "compile"),
 )
-# Entries that may differ in a run that resumes, by rules of their own.
+# Entries with their own rules for a resumed run.
 HORIZON = "steps of the learning-rate schedule"
 VERSIONS = "versions"
-_LONG = 256  # of a list or text: above, it is compared as a whole
-_MANY = 2**16  # elements of a tensor that are compared at most
+_LONG = 256  # a longer list or text is compared by one digest
+_MANY = 2**16  # most elements of a tensor that are compared
 
 
 def settings_of_run(run: Any) -> dict[str, Any]:
@@ -60,16 +60,16 @@ def settings_of_run(run: Any) -> dict[str, Any]:
         **run.strategy.settings,
         **dict(_contents(spec.model, "module", set(map(id, tensors_of(spec.model).values())))),
     }
-    return dict(json.loads(json.dumps(found)))  # as it will be read: lists for tuples
+    return dict(json.loads(json.dumps(found)))  # as it will be read: tuples become lists
 
 
 def settings_of(strategy: Strategy) -> dict[str, Any]:
-    """Return how a strategy was made: path → number or name. A run's own copy knows it from before its setup."""
+    """Return how a strategy was made: path → number or name. A run's own copy has kept this from before its setup."""
     return vars(strategy).get("settings") or dict(_contents(strategy, "strategy"))
 
 
 def layout_of(replicas: Replicas) -> dict[str, Any]:
-    """Return shapes and dtypes of a model's weights and buffers: the settings that a fork must share."""
+    """Return the shapes and dtypes of a model's weights and buffers, which a fork must share."""
     return {
         **{f"parameter {c.name}": [list(c.shape), str(replicas.weights.dtype)] for c in replicas.layout},
         **{f"buffer {name}": [list(b.shape[1:]), str(b.dtype)] for name, b in replicas.buffers.items()},
@@ -88,7 +88,7 @@ def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[
 
 def _same(before: Any, now: Any) -> bool:
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        return all(a == b or None in (a, b) for a, b in zip(before, now, strict=True))  # None: not known
+        return all(a == b or None in (a, b) for a, b in zip(before, now, strict=True))  # None means unknown
     return bool(before == now)
 
 
@@ -98,7 +98,7 @@ def _shown(value: Any) -> str:
 
 
 def _contents(value: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (path, number, text or digest) of what a value consists of; every object once."""
+    """Yield (path, number, text or digest) for all parts of a value; every object once."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return
@@ -118,7 +118,7 @@ def _contents(value: Any, path: str, seen: set[int] | None = None) -> Iterator[t
     elif isinstance(value, list | tuple | Mapping):
         items = dict(value if isinstance(value, Mapping) else enumerate(value))
         if path.endswith("schedule.kwargs"):
-            items.pop("max_steps", None)  # which is in the schedule's length
+            items.pop("max_steps", None)  # compared as HORIZON
         yield f"len({path})", len(items)
         for key, item in items.items():
             yield from _contents(item, _plain(f"{path}[{key!r}]"), seen)
@@ -131,8 +131,8 @@ def _contents(value: Any, path: str, seen: set[int] | None = None) -> Iterator[t
 
 
 def _parts(value: Any) -> dict[str, Any]:
-    """Return name → part of an object that is no container: for a module tensors, children and plain attributes."""
-    if isinstance(value, tuple(GENERATORS)):  # whose state is the run's
+    """Return name → part of an object that is not a container; of a module, tensors, children and plain attributes."""
+    if isinstance(value, tuple(GENERATORS)):  # the state of a generator is not a setting
         return {}
     if isinstance(value, functools.partial):
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
@@ -153,7 +153,7 @@ def _hash(text: str | bytes) -> str:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as bytes (n,), not copied where they lie together already."""
+    """Return the elements of a tensor as bytes (n,); copy them only if they are not contiguous."""
     flat = tensor.reshape(-1)  # an expanded scalar has a stride of 0
     return (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 

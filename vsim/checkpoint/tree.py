@@ -1,16 +1,16 @@
-"""The state of a run as a tree of plain values and tensors: captured, merged over processes, cut to rows, restored.
+"""The state of a run as a tree of plain values and tensors: capture, merge over processes, cut to rows, restore.
 
 A node of the tree is None, a bool, a number or a text, or a dict with its "kind":
 
-    tensor   "value", a list of tensors to concatenate; "rows": whether the first dimension is that of the nodes
+    tensor   "value": a list of tensors to concatenate; "rows": whether the first dimension is over the nodes
     array    numbers of NumPy
-    object   "items", [key, node] of each part (see `parts_of`); "rows": whether they are one for each node
-    same     the object that stands at another "path"
+    object   "items": [key, node] of each part (see `parts_of`); "rows": whether there is one item for each node
+    same     the object at another "path"
     view     a view "of" the nodes' weights or gradients
-    fixed    what "is" not state: a function, a class
-    each     "items": one for each process, where processes differ in what is not stacked
+    fixed    "is": the name of something that is not state, such as a function or class
+    each     "items": one for each process, for unstacked values that differ between processes
 
-Restoring fills the objects of a run that was set up the same way. Nothing is imported or called by a name in the tree.
+Restoring fills the objects of a run that was set up the same way. No name in the tree is imported or called.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from vsim.cluster.optimizers import JointOptimizers
 from vsim.cluster.randomness import GENERATORS
 from vsim.cluster.state import CheckpointError, described, name_of, placements_of, with_extra_state
 
-Node = Any  # of a tree; its dicts have texts for keys, as JSON's do
+Node = Any  # a node of a tree; the keys of its dicts are texts, as in JSON
 _PLAIN = (type(None), bool, int, float, str)
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 FIXED = (*_FUNCTIONS, torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, PurePath, range, slice)
 _LISTS = (list, tuple, collections.deque)
 _SETS = (set, frozenset)
-# What restoring can make; all other objects must be there.
+# Classes whose objects restoring can make; objects of other classes must exist.
 _MADE: dict[str, Any] = {
     name_of(cls): cls for cls in (dict, collections.OrderedDict, list, tuple, torch.Size, *_SETS, Pending)
 }
@@ -52,18 +52,18 @@ class Snapshot:
     """The state of the objects that are reached from `roots`.
 
     Args:
-        roots: name → (object, placement): "stacked"; "shared"; "rows" or "parts" of a list with an item for each node,
-            or with stacked items; None where it is not declared.
-        known: name → object that is not part of the state but may be referred to, such as the cluster; or a tensor
-            whose memory is saved under the root of this name, if there is one, and nowhere else.
+        roots: name → (object, placement). Placements are "stacked"; "shared"; "rows", for a list with an item for each
+            node; "parts", for a list of stacked items; and None if the placement is not declared.
+        known: name → object that is not part of the state but may be referred to, such as the cluster; or name →
+            tensor whose memory is saved only under the root of this name, if there is one.
         rows: R, the number of nodes held here.
 
     Attributes:
-        tree: name → node. Its tensors share memory with the saved ones.
-        fixed: path → what cannot be made from a tree, and must be there when it is restored.
+        tree: name → node. Its tensors share memory with the objects' tensors.
+        fixed: path → description of an object that cannot be made from a tree, and must exist before restoring.
 
     Raises:
-        CheckpointError: something has a state that cannot be saved; it is named.
+        CheckpointError: an object, which the message names, has state that cannot be saved.
     """
 
     def __init__(self, roots: Mapping[str, tuple[Any, str | None]], known: Mapping[str, Any], rows: int) -> None:
@@ -71,9 +71,9 @@ class Snapshot:
         self._rows = rows
         memory = {name: value for name, value in known.items() if isinstance(value, Tensor)}
         self._memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in memory.items()}
-        # With the object itself, so that no id is used twice.
+        # Keep the objects themselves, so that no id is reused.
         self._seen = {id(value): (name, value) for name, value in known.items() if name not in memory}
-        self._storages: dict[int, str] = {}  # where memory is → the path of the first tensor there
+        self._storages: dict[int, str] = {}  # address of memory → path of the first tensor there
         self.tree: dict[str, Node] = {name: self._node(value, name, where) for name, (value, where) in roots.items()}
 
     def _node(self, value: Any, path: str, placement: str | None) -> Node:
@@ -83,7 +83,7 @@ class Snapshot:
             return {"kind": "fixed", "is": self._fix(path, described(value))}
         if id(value) in self._seen:
             return {"kind": "same", "path": self._seen[id(value)][0]}
-        if not isinstance(value, tuple | np.generic):  # immutable, so that an equal one does as well
+        if not isinstance(value, tuple | np.generic):  # immutable values may be saved twice
             self._seen[id(value)] = path, value
         if isinstance(value, Tensor):
             return self._tensor(value, path, placement)
@@ -133,12 +133,12 @@ class Snapshot:
 
 
 def _declared(value: Any) -> Mapping[Any, str]:
-    """Return name → placement of the parts of an object whose placement is their own."""
+    """Return name → placement for the parts of an object that declare their own placement."""
     return {"optimizers": value.placement} if isinstance(value, JointOptimizers) else placements_of(value)
 
 
 def part_of(value: Any, path: str, key: Any) -> str:
-    """Return the path of a part of what is at `path`."""
+    """Return the path of a part of the value at `path`."""
     return f"{path}[{key!r}]" if isinstance(value, (dict, *_LISTS)) else f"{path}.{key}"
 
 
@@ -154,7 +154,7 @@ def _key(key: Any, path: str) -> Node:
 
 
 def merged(nodes: Sequence[Node]) -> Node:
-    """Merge the nodes of all processes, packed, into one (see `vsim.checkpoint.files`): rows in order."""
+    """Merge the packed nodes of all processes (see `vsim.checkpoint.files`) into one node, with rows in order."""
     first = nodes[0]
     if all(isinstance(node, dict) and node["kind"] == first["kind"] for node in nodes) and "rows" in first:
         if all(node["rows"] for node in nodes):
@@ -168,7 +168,7 @@ def merged(nodes: Sequence[Node]) -> Node:
 
 
 def cut(node: Node, rows: Sequence[int]) -> Node:
-    """Return a node with these rows of what is stacked; for one row, with what that row's process had of its own."""
+    """Cut the stacked values of a node to these rows. A single row also gets the values of its own process."""
     if not isinstance(node, dict):
         return node
     if node["kind"] == "each" and len(rows) == 1:
@@ -177,7 +177,7 @@ def cut(node: Node, rows: Sequence[int]) -> Node:
         parts = node["value"]
         if len(parts) > 1:
             return {**node, "value": [parts[row] for row in rows]}
-        if len(parts[0]) > 1 and list(rows) != list(range(len(parts[0]))):  # equal nodes share one
+        if len(parts[0]) > 1 and list(rows) != list(range(len(parts[0]))):  # equal nodes share one row
             return {**node, "value": [parts[0][list(rows)]]}
     if node["kind"] == "object":
         items = node["items"]
@@ -199,32 +199,32 @@ def objects_in(node: Node) -> Iterator[Node]:
 
 
 class Restorer:
-    """Writes a tree, cut to the rows that are held here, into the objects of a run that was set up the same way.
+    """Writes a tree, cut to the rows held here, into the objects of a run that was set up the same way.
 
     Args:
-        known: see `Snapshot`. Tensors that are made go where its "weights" are, if they were not on the CPU.
-        moved: whether the state was saved by other rows or another number of processes. Then state that is not declared
-            must be a number, or what it was after the setup: nothing says whose it is.
+        known: see `Snapshot`. New tensors are made on the device of its "weights", unless they were saved from the CPU.
+        moved: whether the state was saved by other rows or another number of processes. Undeclared state must then be a
+            number or unchanged since the setup, because nothing says which nodes it belongs to.
 
     Raises:
-        CheckpointError: a saved value does not fit the object that is there.
+        CheckpointError: a saved value does not fit the existing object.
     """
 
     def __init__(self, known: Mapping[str, Any], moved: bool) -> None:
-        self._made = dict(known)  # path → what was restored
+        self._made = dict(known)  # path → restored object
         self._moved = moved
-        self._written: dict[int, str] = {}  # where memory is here → the memory that was saved
+        self._written: dict[int, str] = {}  # address of memory here → saved memory
 
     def root(self, node: Node, live: Any, name: str, placement: str | None) -> Any:
-        """Write the node of a root into `live`; return it, or what replaces it."""
+        """Write the node of a root into `live`; return `live`, or the object that replaces it."""
         return self._restore(node, live, name, self._moved and placement is None)
 
     def _restore(self, node: Node, live: Any, path: str, free: bool, rows: int | None = None) -> Any:
-        """Write a node into `live`.
+        """Write a node into `live`; return `live`, or the object that replaces it.
 
         Args:
-            free: whether it may not differ from what is there, as its placement is not known.
-            rows: of the tensor that a tensor which is not there belongs to.
+            free: whether the placement is unknown, so that the node must equal `live`.
+            rows: for state that a new optimizer lacks, the number of rows of its parameter.
         """
         if free and not _unchanged(node, live):
             raise _undeclared(path)
@@ -241,7 +241,7 @@ class Restorer:
                 restored = self._made.get(node["path"], live)
                 if restored is _ABSENT:
                     raise CheckpointError(f"{path} was the same object as {node['path']}, which is not there here")
-            case "view":  # of memory that is restored elsewhere or holds no state
+            case "view":  # its memory is restored elsewhere, or holds no state
                 memory, restored = self._made[node["of"]].untyped_storage(), live
                 if not isinstance(live, Tensor) or live.untyped_storage().data_ptr() != memory.data_ptr():
                     raise _misfit(path, f"a view of the nodes' {node['of']}", live)
@@ -260,7 +260,7 @@ class Restorer:
         value = _joined(node)
         here = len(live) if isinstance(live, Tensor) and live.dim() else rows
         if node["rows"] and here is not None and here != len(value) and 1 in (here, len(value)):
-            value = value[:1].expand(here, *value.shape[1:])  # equal nodes share one row, there or here
+            value = value[:1].expand(here, *value.shape[1:])  # equal nodes share one row in the checkpoint or here
         fits = isinstance(live, Tensor) and live.shape == value.shape and live.dtype == value.dtype
         alike = fits and isinstance(live, nn.Parameter) == node["parameter"]
         if alike and (live.device.type == "cpu") == node["cpu"] and self._is_free(live, node["memory"]):
@@ -270,8 +270,8 @@ class Restorer:
         return nn.Parameter(made, node["grad"]) if node["parameter"] else made.requires_grad_(node["grad"])
 
     def _is_free(self, live: Tensor, memory: str) -> bool:
-        """Return whether `live` can be written to: its memory has not taken another saved tensor's values."""
-        if any(n > 1 and step == 0 for n, step in zip(live.shape, live.stride(), strict=True)):  # it is expanded
+        """Return whether `live` can be written to: its memory does not hold values of another saved tensor already."""
+        if any(n > 1 and step == 0 for n, step in zip(live.shape, live.stride(), strict=True)):  # `live` is expanded
             return False
         return not live.numel() or self._written.setdefault(live.untyped_storage().data_ptr(), memory) == memory
 
@@ -281,9 +281,9 @@ class Restorer:
         if cls is None and not same:
             raise _misfit(path, f"a {name}", live)
         target = live if cls in (None, Pending) else cls()
-        self._made[path] = target  # to which its parts may refer
+        self._made[path] = target  # its parts may refer to it
         old, declared = parts_of(live, path) if same else {}, _declared(live)
-        if node["rows"] and len(old) == 1:  # equal nodes share it
+        if node["rows"] and len(old) == 1:  # equal nodes share one item
             items = items[:1]
         keys = [tuple(key) if isinstance(key, list) else key for key, _ in items]
         container = isinstance(target, (dict, *_LISTS, *_SETS))
@@ -294,7 +294,7 @@ class Restorer:
             given = key in declared or (not container and _is_number(own))
             there = old.get(key, _ABSENT)
             parts[key] = self._restore(own, there, part_of(target, path, key), free and not given, rows)
-            if key == "of" and torch.is_tensor(parts[key]) and parts[key].dim():  # the parameter of this state
+            if key == "of" and torch.is_tensor(parts[key]) and parts[key].dim():  # the state's parameter
                 rows = len(parts[key])
         if cls is Pending:
             return Pending(self._made["collectives"], int(parts["due"]), lambda: parts["result"])
@@ -355,10 +355,10 @@ def _differs(path: str, items: Sequence[Node]) -> CheckpointError:
 
 
 def parts_of(value: Any, path: str) -> Mapping[Any, Any]:
-    """Return key → item of a container, name → state of another object.
+    """Return key → item of a container, or name → state of another object.
 
     Raises:
-        CheckpointError: it has none that can be found.
+        CheckpointError: the state of the object cannot be found.
     """
     if isinstance(value, dict):
         return value
@@ -396,10 +396,10 @@ def parts_of(value: Any, path: str) -> Mapping[Any, Any]:
 
 
 def fill(value: Any, parts: dict[Any, Any]) -> Any:
-    """Give an object the parts that `parts_of` returned of one like it; return it, or what replaces it.
+    """Set the parts of an object, in the form of `parts_of`; return the object, or the object that replaces it.
 
     Raises:
-        ValueError: something that must be there has another shape.
+        ValueError: an existing part has another shape.
     """
     if isinstance(value, tuple):
         return type(value)(parts.values()) if name_of(type(value)) in _MADE else type(value)(*parts.values())
@@ -443,12 +443,12 @@ def fill(value: Any, parts: dict[Any, Any]) -> Any:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return name → parameter or buffer, also non-persistent ones."""
+    """Return name → parameter or buffer, including non-persistent buffers."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _generator(value: Any) -> tuple[Any, Any]:
-    """Return how the state of a random generator is read, and how it is written."""
+    """Return the functions that read and write the state of a random generator."""
     return next(both for kind, both in GENERATORS.items() if isinstance(value, kind))
 
 
