@@ -1,4 +1,4 @@
-"""The process of one node, which `vsim.process.launch` starts: it trains, and answers to its parent."""
+"""The process of one node, started by `vsim.process.launch`: it trains, and reports to its parent."""
 
 from __future__ import annotations
 
@@ -56,11 +56,13 @@ class Setup:
     """The arguments of a node's process, besides the run.
 
     Attributes:
-        node: its number. nodes: the nodes of its first segment. step: the first step of the segment. copying: a peer,
-            and the nodes that join with its state; empty at the start of a run.
-        port: of the run's store, on this machine. backend: of torch.distributed. timeout_seconds: for a collective.
-        device, threads: where and how the node computes. settings: see `torch_settings`.
-        environment, signals, start_method: the caller's variables, blocked signals and multiprocessing's start method.
+        node: the node's number. nodes: the nodes of its first segment. step: the first step of the segment.
+        copying: a peer, and the nodes that join with the peer's state; empty at the start of a run.
+        port: the port of the run's store on this machine. backend: of torch.distributed.
+        timeout_seconds: of a collective. device, threads: where and how the node computes.
+        settings: see `torch_settings`.
+        environment, signals, start_method: the caller's environment variables, blocked signals, and start method of
+            multiprocessing.
     """
 
     node: int
@@ -90,7 +92,7 @@ def torch_settings() -> dict[str, Any]:
 
 
 def apply_torch_settings(settings: Mapping[str, Any]) -> None:
-    """Set in this process what `torch_settings` returned in another."""
+    """Apply the settings that `torch_settings` returned in another process to this process."""
     torch.set_default_dtype(settings["default_dtype"])
     torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
     torch.backends.mkldnn.enabled = settings["mkldnn_enabled"]
@@ -100,19 +102,19 @@ def apply_torch_settings(settings: Mapping[str, Any]) -> None:
 def main(
     setup: Setup, shipped: Descriptor, outputs: Mapping[int, Descriptor], parent: Connection, alive: Connection
 ) -> None:
-    """Train a node, in a session of this process's own.
+    """Train a node in this process, which becomes the leader of a new session.
 
     Args:
         shipped: a file with the `RunSpec`, pickled by cloudpickle.
-        outputs: the caller's standard output and error, by number, which may not be the fork server's any more.
-        parent: messages (kind, content) go there; anything that arrives interrupts the run after its step.
-        alive: closes when the parent ends the run or is gone; all processes of the session are killed then.
+        outputs: the caller's standard output and error, by number; the fork server's may differ by now.
+        parent: receives messages (kind, content); any message from it interrupts the run after the current step.
+        alive: closes when the parent ends the run or dies; all processes of the session are then killed.
     """
     os.setsid()
     _die_with(alive)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # forgets a Ctrl-C from before the session
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drop a Ctrl-C from before the session
     signal.pthread_sigmask(signal.SIG_SETMASK, setup.signals)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the caller's is ignored, as by nohup
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # even if the caller ignores SIGINT, as under nohup
     for number, output in outputs.items():
         os.dup2(output.number, number)
     os.environ.clear()
@@ -123,19 +125,19 @@ def main(
     _forward_warnings(parent)
     try:
         _train(setup, shipped, parent, interrupt)
-        atexit._run_exitfuncs()  # as multiprocessing leaves out the user's
+        atexit._run_exitfuncs()  # multiprocessing would skip the user's exit handlers
     except BaseException as error:
         with suppress(OSError):  # the parent is gone
             _say(parent, "lost" if _follows_from_a_loss(error) else "failed", (_pickled(error), traceback.format_exc()))
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
-        os._exit(1)  # at once, so that the others notice: without waiting for threads, worker processes or peers
+        os._exit(1)  # do not wait for threads, worker processes or peers, so that other nodes notice at once
 
 
 def _die_with(alive: Connection) -> None:
-    """Make the kernel kill this session when `alive` closes: code that holds Python's lock would not notice itself."""
-    if hasattr(fcntl, "F_SETSIG"):  # Linux; elsewhere `_listen` does it
+    """Let the kernel kill this session when `alive` closes, because a thread cannot run while code holds the GIL."""
+    if hasattr(fcntl, "F_SETSIG"):  # on Linux; on other systems only `_listen` kills the session
         fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
@@ -154,7 +156,7 @@ def _train(setup: Setup, shipped: Descriptor, parent: Connection, interrupt: Int
     apply_torch_settings(setup.settings)
     if setup.device.type == "cuda":
         torch.cuda.set_device(setup.device)
-    settle_vector_functions()  # before any code of the user's computes
+    settle_vector_functions()  # before the user's code computes anything
     spec = _load(shipped)
     timeout = timedelta(seconds=setup.timeout_seconds)
     store = dist.TCPStore("127.0.0.1", setup.port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -180,7 +182,7 @@ def _train(setup: Setup, shipped: Descriptor, parent: Connection, interrupt: Int
 
 def _load(shipped: Descriptor) -> RunSpec:
     try:
-        # Mapped, as processes that share a file share the position in it.
+        # Map the file, because processes that share a file also share the position in it.
         with mmap.mmap(shipped.number, 0, access=mmap.ACCESS_READ) as content:
             spec: RunSpec = cloudpickle.loads(content)
     except (ImportError, AttributeError) as error:
@@ -194,14 +196,14 @@ def _load(shipped: Descriptor) -> RunSpec:
 
 
 def _say(parent: Connection, kind: str, content: Any) -> None:
-    # As bytes: multiprocessing's own pickler would pass tensors as handles, which die with this process.
+    # Send bytes: multiprocessing's own pickler would send tensors as handles, which end with this process.
     message = pickle.dumps((kind, content))
     with _speaking:
         parent.send_bytes(message)
 
 
 def _forward_warnings(parent: Connection) -> None:
-    """Send this process's warnings to the parent, which has its own filters."""
+    """Send this process's warnings to the parent, which filters them."""
     own_pid, print_here = os.getpid(), warnings.showwarning
 
     def show(
@@ -222,7 +224,7 @@ def _forward_warnings(parent: Connection) -> None:
 
 
 def _follows_from_a_loss(error: BaseException | None) -> bool:
-    """Return whether an error comes from a collective that other nodes did not complete."""
+    """Return whether an error was caused by a collective that other nodes did not complete."""
     while error is not None and not isinstance(error, CollectiveFailure):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -1,4 +1,4 @@
-"""The collectives over torch.distributed: stacked tensors have a row for each node that this process holds."""
+"""Collectives over torch.distributed. Stacked tensors have a row for each node that this process holds."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from vsim.cluster.ledger import Ledger
 from vsim.cluster.reductions import reduce_rows
 
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# What every backend reduces, with enough precision for a sum that is divided afterwards.
+# Dtypes that every backend can reduce, precisely enough for a sum that is divided afterwards.
 _NATIVE = (torch.float32, torch.float64)
 
 
 class CollectiveFailure(RuntimeError):
-    """A collective did not complete: a node is gone, or did not arrive in time."""
+    """A collective did not complete, because a node is gone or did not arrive in time."""
 
 
 @contextmanager
 def completing(what: str) -> Iterator[None]:
-    """Raise what torch.distributed raises in a block as a `CollectiveFailure` that names the collective."""
+    """Convert torch.distributed's errors in a block to a `CollectiveFailure` that names the collective."""
     try:
         yield
     except RuntimeError as error:
@@ -40,9 +40,10 @@ class ProcessCollectives(Collectives):
     The shares are ranges of nodes in the order of the ranks, as equal as possible.
 
     Args:
-        ledger: where calls are recorded; every rank records the same.
-        exact: gather all rows in the order of the nodes and reduce them with the simulator's kernel, for its bits;
-            otherwise reduce the rows held here, then use the process group's reduction.
+        ledger: records the calls; every rank records the same events.
+        exact: gather all rows in the order of the nodes and reduce them with the simulator's kernel, so that results
+            are bitwise equal to the simulator's. Otherwise reduce the rows held here, then use the process group's
+            reduction.
         active: the nodes that take part; default all.
     """
 
@@ -53,7 +54,7 @@ class ProcessCollectives(Collectives):
         self.rank_of = [r for r, share in enumerate(self.shares) for _ in share]
         super().__init__(ledger, self.shares[self.rank], active)
         self.exact = exact
-        # Where the group's backend reaches tensors.
+        # The device on which the group's backend can access tensors.
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         self._messages = 0
 
@@ -79,8 +80,8 @@ class ProcessCollectives(Collectives):
         return finish
 
     def _all_gather(self, stacked: Tensor) -> Finish:
-        # In turns, so that a line has one message each way: in gloo's own ring a node's request for more waits behind
-        # what it sends, which takes up to half as long again.
+        # Exchange in turns, so that a connection carries one message each way. In gloo's own ring, a node's request
+        # waits behind the data that it sends, which takes up to 1.5 times as long.
         own, size = self._as_bytes(stacked), len(self.shares)
         rows = own.new_empty(self.num_nodes, own.shape[1])
         by_rank = [rows[share.start : share.stop] for share in self.shares]
@@ -124,14 +125,14 @@ class ProcessCollectives(Collectives):
         return lambda: (found := rows()).view(len(found) // max(n, 1), n, *found.shape[1:])
 
     def _delivered(self, pairs: Sequence[tuple[int, int]], part: Callable[[int, int], Tensor], like: Tensor) -> Finish:
-        """Send `part(row, dst)`, bytes, for every pair (src, dst); return those for nodes held here, in order, (n, …).
+        """Send the bytes `part(row, dst)` for every pair (src, dst); return the parts for nodes held here, in order.
 
         Args:
-            part: gets the number of the source's row among the rows held here.
-            like: stacked (R, …), of which every part is a row.
+            part: called with the index of the source's row among the rows held here, and with dst.
+            like: a stacked tensor (R, …); every part has the shape and dtype of its rows. The result is (n, …).
         """
-        # From node to node: groups that are drawn each time would need a new process group at every call.
-        self._messages += 1  # the same everywhere, so that no message is taken for another
+        # Send from node to node, because groups that change with each call would need a new process group each time.
+        self._messages += 1  # a tag, the same in all processes, so that messages are not confused
         arriving = [src for src, dst in pairs if dst in self.nodes]
         width = math.prod(like.shape[1:]) * like.element_size()
         rows = torch.empty(len(arriving), width, dtype=torch.uint8, device=self.device)
@@ -150,18 +151,18 @@ class ProcessCollectives(Collectives):
         return lambda: self._from_bytes(rows, like, wait)
 
     def _as_bytes(self, stacked: Tensor) -> Tensor:
-        """Return the rows held here as bytes (R, n) where the backend is: not every backend knows every dtype."""
+        """Return the rows held here as bytes (R, n) on the backend's device, as some backends lack some dtypes."""
         rows = stacked.to(self.device).contiguous()
         return rows.view(-1).view(torch.uint8).view(len(rows), rows[0].numel() * rows.element_size())
 
     def _from_bytes(self, rows: Tensor, stacked: Tensor, wait: Callable[[], None]) -> Tensor:
         """Wait for the bytes of n rows, and return them in the dtype and shape of the rows of `stacked`."""
         wait()
-        # Flat, as rows without a byte are no rows of another dtype.
+        # Flatten first, because rows of 0 bytes cannot be viewed in another dtype.
         return rows.to(stacked.device).flatten().view(stacked.dtype).view(len(rows), *stacked.shape[1:])
 
     def _issue(self, name: str, call: Callable[[], Sequence[Any]]) -> Callable[[], None]:
-        """Issue messages, and return what waits for all of them; what fails is raised as a `CollectiveFailure`."""
+        """Issue messages, and return a function that waits for them. Both raise a `CollectiveFailure` on errors."""
         label = name if self.label == name else f"{name} of {self.label!r}"
         own = [self.active[node] for node in self.nodes]
         where = f"{label} at step {self.step} on node{'s' if len(own) > 1 else ''} {str(own).strip('[]')}"

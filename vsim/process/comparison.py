@@ -1,4 +1,4 @@
-"""A run in processes compared with the simulator's after every step, bit by bit: what `vsim.verify` finds."""
+"""Compare a run in processes with the simulator's, bit by bit after every step, for `vsim.verify`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from vsim.records.history import OF_THE_MACHINE, History
 from vsim.strategy.base import Strategy
 from vsim.training.run import Run
 
-# What is compared of a step, in this order.
+# The kinds of values that are compared at a step, in this order.
 KINDS = ("losses", "weights", "buffers", "optimizer state", "global weights", "ledger", "history")
-_CUT = ("weights", "optimizer state", "global weights")  # where a tensor as wide as all parameters is cut into them
-# A difference is rounding up to this many units in the last place of the largest entry of its tensor.
+_CUT = ("weights", "optimizer state", "global weights")  # kinds whose full-width tensors are cut into parameters
+# A difference of up to this many units in the last place of its tensor's largest entry counts as rounding.
 ROUNDING_ULPS = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,17 +43,18 @@ class Difference:
     """One tensor, event or number of a node that differs between the simulator and the node's process.
 
     Attributes:
-        step: t; 0 is before training. node: its number.
+        step: t; 0 is before training. node: the node's number.
         what: the kind, one of KINDS.
-        name: the parameter, the buffer, the state ("exp_avg of head.weight"), the event's label, the history's column.
-        entries: how many entries differ, of `size`.
-        ulps: the largest distance of two entries in units in the last place: the number of floating-point numbers from
-            one to the other; None where that has no meaning (events, integers, NaN).
-        relative: the largest distance over the largest entry; infinite or NaN where it has no meaning.
-        index: the entry where the distance is largest. simulator, process: its value in each.
-        rounding: of a report's first difference whether all that differs at its step can be rounding; otherwise whether
-            this one can: it is at most ROUNDING_ULPS units in the last place of the tensor's largest entry, for
-            optimizer state that of all parameters'.
+        name: of the parameter, the buffer or the state ("exp_avg of head.weight"), or the event's label, or the
+            history's column.
+        entries: the number of entries that differ, out of `size`.
+        ulps: the largest distance of two entries in units in the last place, which is the number of floating-point
+            steps from one to the other; None if it has no meaning (events, integers, NaN).
+        relative: the largest distance divided by the largest entry; infinite or NaN if it has no meaning.
+        index: the entry with the largest distance. simulator, process: its value in each.
+        rounding: whether the difference can be rounding: it is at most ROUNDING_ULPS units in the last place of the
+            tensor's largest entry (for optimizer state, the largest entry over all parameters). For a report's first
+            difference: whether all differences at its step can be rounding.
     """
 
     step: int
@@ -87,7 +88,7 @@ def difference(
 
     Args:
         step, node, what, name: see `Difference`.
-        scale: what rounding is relative to; default the largest entry.
+        scale: the magnitude that rounding is relative to; default: the largest entry.
     """
     if simulator.shape != process.shape or simulator.dtype != process.dtype:
         shown = [f"{t.dtype} {tuple(t.shape)}" for t in (simulator, process)]
@@ -100,7 +101,7 @@ def difference(
     if entries == 0:
         return
     gap = torch.where(differs, (simulator.double() - process.double()).abs(), 0.0)
-    gap = gap.nan_to_num(math.inf, math.inf)  # against NaN or an infinity
+    gap = gap.nan_to_num(math.inf, math.inf)  # the distance to NaN or an infinity
     position = int(gap.argmax())
     largest = gap.flatten()[position].item()
     own_scale = largest_magnitude(simulator, process)
@@ -123,12 +124,12 @@ def difference(
 
 
 def unlike(step: int, node: int, what: str, name: str, simulator: str, process: str) -> Difference:
-    """Return the difference of two things whose distance cannot be measured."""
+    """Return the difference of two values whose distance cannot be measured."""
     return Difference(step, node, what, name, 1, 1, None, math.nan, (), simulator, process, False)
 
 
 def ulps(a: Tensor, b: Tensor) -> NDArray[np.uint64]:
-    """Return how many steps over the floating-point numbers lead from `a` to `b`, entry by entry; −0 is +0.
+    """Return the number of floating-point steps from `a` to `b`, entry by entry; −0 equals +0.
 
     >>> ulps(torch.tensor([1.0, -0.0, -1e-45]), torch.tensor([1.0000001, 0.0, 1e-45])).tolist()
     [1, 0, 2]
@@ -139,7 +140,7 @@ def ulps(a: Tensor, b: Tensor) -> NDArray[np.uint64]:
 
 
 def _ordered(t: Tensor) -> NDArray[np.int64]:
-    """Return integers in the order of the floating-point numbers `t`; neighbours are one apart."""
+    """Map floating-point numbers to integers in the same order, so that adjacent numbers are one apart."""
     bits = t.contiguous().view(_INTEGERS[t.element_size()])
     lowest = torch.iinfo(bits.dtype).min
     ordered: NDArray[np.int64] = torch.where(bits < 0, lowest - bits, bits).long().numpy()
@@ -151,15 +152,16 @@ def _shown(entry: Tensor) -> str:
 
 
 def largest_magnitude(*tensors: Tensor) -> float:
-    """The largest absolute value of a finite entry."""
+    """Return the largest absolute value of a finite entry."""
     return max(t.double().nan_to_num(0, 0, 0).abs().max().item() if t.numel() else 0.0 for t in tensors)
 
 
 def only_rounding(differences: Sequence[Difference]) -> bool:
     """Return whether all differences of a step can come from rounding alone.
 
-    AdamW and its like divide a gradient by its own size: one that is nothing but rounding moves a weight by a whole
-    step. Where the optimizer's state differs too, it tells instead of the weights how the gradients differed.
+    AdamW and similar optimizers divide a gradient by its own size, so that a gradient of nothing but rounding moves a
+    weight by a whole step. If the optimizer's state differs, judge by this state how the gradients differed, not by the
+    weights.
     """
     follow = ("weights", "global weights", "history")
     causes = [d for d in differences if d.what not in follow]
@@ -174,11 +176,11 @@ def only_rounding(differences: Sequence[Difference]) -> bool:
 def differences_at(
     step: int, simulator: History, processes: History, dtype: torch.dtype, folder: Path
 ) -> list[Difference]:
-    """Return all that differs after a step that all processes have completed, by kind, then node, then name.
+    """Return all differences after a step that all processes have completed, by kind, then node, then name.
 
     Args:
-        dtype: of the computation, in whose units in the last place losses are measured.
-        folder: where the nodes' `CompareStates` have written what differs.
+        dtype: the dtype of the computation, for measuring losses in its units in the last place.
+        folder: the folder to which the nodes' `CompareStates` have written their differences.
     """
     found = []
     if step:
@@ -205,7 +207,7 @@ def _of_numbers(
 
 @dataclass(frozen=True)
 class KeepStates:
-    """A callback in the simulator: writes the state of all nodes to a file after every step."""
+    """A callback in the simulator that writes the state of all nodes to a file after every step."""
 
     folder: Path
 
@@ -216,7 +218,7 @@ class KeepStates:
 
 @dataclass(frozen=True)
 class CompareStates:
-    """A callback in a node's process: compares its state with the simulator's, and writes what differs to a file."""
+    """A callback in a node's process that compares its state with the simulator's, and writes differences to a file."""
 
     folder: Path
 
@@ -232,7 +234,7 @@ class CompareStates:
 
 
 def compared_kinds(folder: Path) -> tuple[str, ...]:
-    """Return the kinds to compare, which are the kinds in the simulator's state at the first step."""
+    """Return the kinds to compare: all but the kinds of state that are empty in the simulator's first step."""
     state, _ = torch.load(folder / "step-1.pt")
     return tuple(kind for kind in KINDS if kind not in state or state[kind])
 
@@ -267,7 +269,7 @@ def _of_state(
             pair = pair[0][row], pair[1][0]
         if pair[0].dtype == pair[1].dtype and torch.equal(*pair):
             continue
-        # A layer's gradient may be nothing but rounding of larger ones: their scale is that of the state.
+        # A layer's gradient may be nothing but rounding of larger gradients: scale optimizer state by all parameters.
         scale = largest_magnitude(*pair) if kind == "optimizer state" else None
         if kind not in _CUT or pair[1].shape[-1:] != (replicas.num_parameters,):
             yield from difference(*pair, step, node, kind, name, scale)
@@ -292,7 +294,7 @@ def _of_events(
 
 
 def _optimizer_state(strategy: Strategy) -> dict[str, Tensor]:
-    """Return name → tensor, (R, P) or (P,) where the state is shaped like all weights."""
+    """Return name → tensor; (R, P) or (P,) for state that is shaped like all weights."""
     replicas = strategy.cluster.replicas
     found: dict[str, Tensor] = {}
     for prefix, optimizer in _optimizers(strategy):
@@ -313,7 +315,7 @@ def _optimizer_state(strategy: Strategy) -> dict[str, Tensor]:
 
 
 def _optimizers(strategy: Strategy) -> Iterator[tuple[str, StackedOptimizer]]:
-    """Yield the optimizers that are attributes of a strategy or its modules, with what to call their state."""
+    """Yield the optimizers among the attributes of a strategy and its modules, each with a prefix for its state."""
     yield "", strategy.optim
     owners = [("", vars(strategy))]
     owners += [(f"communication_modules[{i}].", vars(m)) for i, m in enumerate(strategy.communication_modules)]
@@ -326,7 +328,7 @@ def _optimizers(strategy: Strategy) -> Iterator[tuple[str, StackedOptimizer]]:
 
 
 def _states(optimizer: StackedOptimizer, replicas: Replicas) -> list[tuple[list[dict[str, Tensor]], bool]]:
-    """Return, by parameter, (the states of the nodes, True), or ([the one of all, or stacked], False)."""
+    """Return for each parameter (states of all nodes, True), or ([a single shared or stacked state], False)."""
     parts = parts_of(optimizer)
     if len(parts) > 1:
         return [states for part in parts for states in _states(part, replicas)]
@@ -342,7 +344,7 @@ def _states(optimizer: StackedOptimizer, replicas: Replicas) -> list[tuple[list[
 
 
 def _leaves(state: Any) -> dict[str, Tensor]:
-    """Name → tensor of the tensors and numbers in one parameter's state."""
+    """Return name → tensor for the tensors and numbers in a parameter's state."""
     leaves = {}
     for path, leaf in tree_flatten_with_path(state)[0]:
         if isinstance(leaf, Tensor | int | float):

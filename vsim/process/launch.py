@@ -1,4 +1,4 @@
-"""Start a process for every node on this machine, listen to them, and leave none behind."""
+"""Start a process for every node on this machine, receive their messages, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.setup import plan_of
 from vsim.training.spec import RunSpec
 
-# "spawn" on macOS, whose frameworks do not survive a fork.
+# "spawn" on macOS, because its frameworks do not survive a fork.
 START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
 PRELOAD = ["vsim.process.preload"]
-# How long processes may take to start, the first also to import torch.
+# Time limit for starting processes; the first also imports torch.
 _START_SECONDS = 120.0
-# How long a run outlives a failure: the other nodes notice it and end by themselves, with their own messages.
+# Time that the other nodes have after a failure, to notice it and end with their own messages.
 _GRACE_SECONDS = 2.0
-# How long a node that is done may take to exit (a user's exit handlers).
+# Time limit for a finished node to exit, including a user's exit handlers.
 _EXIT_SECONDS = 10.0
-# The memory that an interpreter with torch takes for itself.
+# Least memory of an interpreter with torch.
 _LEAST_BYTES = 2**26
-# How often a Ctrl-C is looked for.
+# Interval of checks for Ctrl-C.
 _POLL_SECONDS = 0.5
 
 
 class NodeFailure(RuntimeError):
-    """A node's process ended before its run did.
+    """A node's process ended before the run.
 
     Attributes:
         rank: the node's number.
@@ -75,7 +75,7 @@ class _Failure(NamedTuple):
 
     pickled: bytes | None  # the exception, if it can be pickled
     text: str  # its traceback
-    lost: bool  # it follows from the failure of another node
+    lost: bool  # whether another node's failure caused it
 
 
 @dataclass(eq=False)
@@ -85,8 +85,8 @@ class _Node:
     rank: int
     process: BaseProcess
     connection: Connection
-    held: Connection  # closes with this process, which ends the node's
-    interrupted: bool = False  # it has been told to stop after its step
+    held: Connection  # closes when this process ends, which ends the node's process, too
+    interrupted: bool = False  # whether it was told to stop after the current step
     done: bool = False
     ended: bool = False  # no more messages will come
     failure: _Failure | None = None
@@ -96,22 +96,22 @@ class _Node:
         return self.failure is not None or (self.ended and not self.done)
 
     def kill(self) -> None:
-        """Kill it and all processes of its session."""
+        """Kill the process and all processes of its session."""
         try:
             os.killpg(self.process.pid or 0, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # it has no session yet, or has ended
+        except (ProcessLookupError, PermissionError):  # the process has no session yet, or has ended
             self.process.kill()
 
 
 def train_in_processes(spec: RunSpec, options: ProcessOptions, report: Reporter) -> Outcome:
-    """Train every node in a process of its own on this machine; return the outcome of the first.
+    """Train every node in its own process on this machine; return the outcome of the first node.
 
-    With a plan (`fit(participation=…)`) a node has a process while it takes part.
+    With a plan (`fit(participation=…)`), a node has a process only while it takes part.
 
-    multiprocessing's fork server starts the processes, and stays for later runs until the caller's program ends. The
-    caller's main module does not run again in the processes, and its definitions (models, datasets, strategies) are
-    shipped by value. Warnings of the processes are issued here. However this call ends, the nodes' processes and their
-    children are gone afterwards, also if this process is killed.
+    multiprocessing's fork server starts the processes, and continues to run for later runs until the caller's program
+    ends. The processes do not run the caller's main module again; its definitions (models, datasets, strategies) are
+    shipped by value. Warnings of the processes are issued here. However this call ends, even if this process is killed,
+    the nodes' processes and their children end, too.
 
     Args:
         spec: the run.
@@ -119,11 +119,11 @@ def train_in_processes(spec: RunSpec, options: ProcessOptions, report: Reporter)
         report: gets the report of every step, from the first node that takes part.
 
     Raises:
-        TypeError: something in `spec` cannot be pickled; it is named.
-        Exception: what a node raised, caused by a `NodeFailure` with its rank and traceback.
+        TypeError: an option in `spec`, which the message names, cannot be pickled.
+        Exception: the error that a node raised; its cause is a `NodeFailure` with the rank and traceback.
         NodeFailure: a process was killed, or exited without a message.
         ForkServerFailure: the fork server was killed, is stopped, or cannot import vsim.
-        Interrupted: after a Ctrl-C, when the nodes have completed their step. A second Ctrl-C ends them at once.
+        Interrupted: after a Ctrl-C, when the nodes have completed their step. A second Ctrl-C ends the nodes at once.
     """
     if os.name != "posix":
         raise RuntimeError(f"backend='process' runs on Linux and macOS; this is {sys.platform}")
@@ -131,7 +131,7 @@ def train_in_processes(spec: RunSpec, options: ProcessOptions, report: Reporter)
     plan, first = plan_of(spec, None), spec.first_step
     with tempfile.TemporaryFile(prefix="vsim-") as file, ExitStack() as ending:
         _ship(spec, file)
-        # The processes meet here. It listens to this machine alone.
+        # The store where the processes meet; it accepts connections only from this machine.
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
         store = dist.TCPStore(  # noqa: F841 (serves as long as it is referenced)
@@ -175,9 +175,9 @@ def _advice(error: Exception) -> str:
 
 @contextmanager
 def _starting(threads: int) -> Iterator[None]:
-    """Within the block multiprocessing starts interpreters that find modules as this one does, and run no main module.
+    """Make multiprocessing start interpreters with this module path and without a main module, within a block.
 
-    By itself it would run the caller's script again, and look for modules in the working folder first.
+    By default, multiprocessing would run the caller's script again, and search the working folder for modules first.
     """
     path = os.pathsep.join(entry for entry in sys.path if isinstance(entry, str))
     changed = {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
@@ -186,8 +186,8 @@ def _starting(threads: int) -> Iterator[None]:
     try:
         os.environ.update(changed)
         sys.modules["__main__"] = types.ModuleType("__main__")
-        resource_tracker.ensure_running()  # which unblocks signals
-        # A Ctrl-C in a terminal reaches all processes that start there; they wait until they have a session.
+        resource_tracker.ensure_running()  # before signals are blocked, as this unblocks them
+        # A Ctrl-C in a terminal reaches all processes started there. Block it until they have their own session.
         signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
         yield
     finally:
@@ -216,9 +216,9 @@ class _Run:
         self.interrupt = Interrupt()
 
     def start(self, joining: Sequence[int], nodes: Sequence[int], step: int, copying: Sequence[int] = ()) -> None:
-        """Start the processes of `joining`, of the `nodes` that take part from a step on, `copying` a peer's state."""
+        """Start processes for the `joining` nodes among the `nodes` that take part from a step on; see `Setup`."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads)}
-        # The nodes of one machine talk over its loopback interface only.
+        # The nodes of one machine communicate only over its loopback interface.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         setups = [
             Setup(
@@ -247,7 +247,7 @@ class _Run:
         outputs = {number: Descriptor(number) for number in (1, 2) if _is_open(number)}
         for setup in setups:
             connection, its_end = self.context.Pipe()
-            # Nothing is ever sent. Each has a pipe of its own, as the kernel notes one process group for an open file.
+            # A pipe that carries no data. Each process needs its own, as the kernel signals one group per open file.
             alive, held = self.context.Pipe(duplex=False)
             process = self.context.Process(target=main, args=(setup, self.shipped, outputs, its_end, alive))
             with its_end, alive:
@@ -255,7 +255,7 @@ class _Run:
             self.nodes.append(_Node(setup.node, process, connection, held))
 
     def listen(self) -> Outcome:
-        """Pass the first node's reports on until all nodes are done, or a while after one has failed."""
+        """Pass on the first node's reports until all nodes are done, or until the grace time after a failure."""
         deadline: float | None = None
         while running := [node for node in self.nodes if not node.ended]:
             ready = wait([f for node in running for f in (node.connection, node.process.sentinel)], _POLL_SECONDS)
@@ -265,7 +265,7 @@ class _Run:
                 if node.connection in ready:
                     self._receive(node)
                 elif node.process.sentinel in ready and not node.connection.poll():
-                    node.ended = True  # a pipe does not close while worker processes of a DataLoader hold it too
+                    node.ended = True  # worker processes of a DataLoader may keep the pipe open
                 if node.failed and node not in self.failures:
                     self.failures.append(node)
             if self.failures and deadline is None:
@@ -281,12 +281,12 @@ class _Run:
         return self.outcome
 
     def end(self) -> None:
-        """Leave no process behind, whatever happened."""
+        """Kill all processes that are left."""
         for node in self.nodes:
             node.kill()
-        for node in self.nodes:  # all are killed already: another Ctrl-C may end this
+        for node in self.nodes:  # a Ctrl-C may end this loop, as all processes are killed already
             node.process.join(_EXIT_SECONDS)
-            if node.process.exitcode is None:  # the fork server does not say that it has ended
+            if node.process.exitcode is None:  # the fork server does not report the end of the process
                 _kill_fork_server()
                 node.process.join()
             node.process.close()
@@ -294,10 +294,10 @@ class _Run:
             node.held.close()
 
     def _tell_interrupt(self) -> None:
-        """Stop the nodes after their step. Once, as one that reads nothing may not keep this process waiting."""
+        """Tell the nodes to stop after their step, but only once, so that no send can block this process."""
         for node in [node for node in self.nodes if not (node.ended or node.interrupted)]:
             node.interrupted = True
-            with suppress(OSError):  # it has ended, which is noticed elsewhere
+            with suppress(OSError):  # the process has ended, which `listen` notices
                 node.connection.send_bytes(b"!")
 
     def _receive(self, node: _Node) -> None:
@@ -319,19 +319,19 @@ class _Run:
             node.done = node.ended = True
         elif kind == "done":
             node.done = node.ended = True
-            self.outcome = content or self.outcome  # of the first node that is there at the end
+            self.outcome = content or self.outcome  # only the first of the last segment's nodes sends an outcome
         else:
             pickled, text = content
             node.failure = _Failure(pickled, text, lost=kind == "lost")
 
     def _warn(self, message: str, category: str, filename: str, lineno: int) -> None:
-        """Issue a node's warning, once for all nodes."""
+        """Issue a node's warning, unless another node has sent the same one."""
         if (message, category, filename, lineno) not in self.warned:
             self.warned.add((message, category, filename, lineno))
             warnings.warn_explicit(message, getattr(builtins, category), filename, lineno)
 
     def _raise(self) -> NoReturn:
-        """Raise the first failure that does not follow from another's, if there is one."""
+        """Raise the first failure that no other failure caused, or else the first failure."""
         causes = [node for node in self.failures if node.failure is None or not node.failure.lost]
         node = (causes or self.failures)[0]
         where = f"after step {self.last_step} of the run"
@@ -362,7 +362,8 @@ def within(seconds: float, start: Callable[[], Any]) -> None:
     """Call `start`, which starts processes, and wait for it.
 
     Raises:
-        ForkServerFailure: it fails, or does not return in time; the fork server is killed, and the next run starts one.
+        ForkServerFailure: the fork server has ended, or `start` does not return in time. In the latter case the fork
+            server is killed, and the next run starts another.
     """
     errors: list[BaseException] = []
 
@@ -391,11 +392,11 @@ def within(seconds: float, start: Callable[[], Any]) -> None:
 
 
 def _kill_fork_server() -> None:
-    """Kill multiprocessing's fork server; who starts a process next starts another."""
+    """Kill multiprocessing's fork server; starting another process also starts another server."""
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if pid is not None:
         os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # multiprocessing takes the exit code
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # leave the exit code for multiprocessing
 
 
 def _how_it_ended(process: BaseProcess) -> str:
@@ -403,7 +404,7 @@ def _how_it_ended(process: BaseProcess) -> str:
     status = process.exitcode
     if status is None:
         return "closed its connection"
-    if status == 255 and _is_alive(process):  # multiprocessing's answer if the fork server cannot be asked
+    if status == 255 and _is_alive(process):  # multiprocessing returns 255 if the fork server does not answer
         raise ForkServerFailure("the interpreter that starts the nodes' processes has ended")
     if status >= 0:
         return f"exited with {status}"

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Its functions' defaults are the process group that there is when they are imported, as optimizers do in their first
-# step. Gloo's threads would then outlive the group, and a process that ends while one of them frees a tensor aborts.
+# Import this module before there is a process group, because its functions keep the current group as a default. If an
+# optimizer imported it in its first step, gloo's threads would outlive the group, and a process that ends while one of
+# these threads frees a tensor aborts.
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
@@ -46,7 +47,7 @@ from vsim.training.spec import RunSpec
 
 @dataclass
 class Outcome:
-    """The result of every node's process: the mean model's weights (P,) and buffers, and the states of callbacks."""
+    """The result of a node's process: the mean model's weights (P,) and buffers, and the states of callbacks."""
 
     weights: Tensor
     buffers: Views
@@ -62,14 +63,14 @@ def run_node(
     minibatch_size: int | None = None,
     joins: bool = False,
 ) -> Outcome | None:
-    """Train this process's node within the default process group, whose rank it is; None if it leaves before the end.
+    """Train this process's node as a rank of the default process group; return None if it leaves before the end.
 
     Args:
-        meeting: where it meets others when nodes come and go.
+        meeting: forms new process groups when nodes come or go.
         joins: whether `spec.start` and `minibatch_size` come from a peer whose state the node copies.
     """
     rank, history, reporters = dist.get_rank(), None, [report]
-    # Rank 0 writes the checkpoints; where nodes come and go every process may become it.
+    # Rank 0 writes the checkpoints. If nodes come and go, every process may become rank 0.
     if spec.participation is not None or (rank == 0 and spec.saving is not None):
         history = History(type(spec.strategy).__name__, spec.num_nodes, spec.population)
         if spec.start is not None:
@@ -106,7 +107,7 @@ def run_node(
 
 
 class EagerExecutor(Executor):
-    """One node as an ordinary module: forward, `loss.backward()`. Its parameters are the row's."""
+    """Computes one node as an ordinary module, by forward and `loss.backward()`. Its parameters are the row's."""
 
     name = "eager"
     has_given_threads = True
@@ -120,7 +121,7 @@ class EagerExecutor(Executor):
         self.parameters = [own[c.name] for c in r.layout]
         self.leaves = {name: self._leaf(w)[0] for name, w in r.views(r.weights).items()}
         names = {id(b): name for name, b in r.module.named_buffers()}
-        self.places = [  # where in the module every buffer is held, tied ones more than once
+        self.places = [  # all places of every buffer in the module; tied buffers have several
             (r.module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], names[id(b)])
             for path, b in r.module.named_buffers(remove_duplicate=False)
         ]
@@ -163,7 +164,7 @@ class NodeBatches:
     def __init__(self, spec: RunSpec, rank: int, collectives: ProcessCollectives) -> None:
         self._spec, everyone = spec, spec.population
         self._options, drop_last = loader_options(spec.dataloader_kwargs)
-        # Where not all are there to tell of theirs, each process has the datasets of all.
+        # If some nodes are absent, processes cannot ask each other, so each has the datasets of all nodes.
         self._all_here = spec.participation is not None
         whose = range(everyone) if self._all_here else range(rank, rank + 1)
         self._datasets = resolve(spec.train_dataset, everyone, whose, True, "train_dataset")
@@ -182,7 +183,7 @@ class NodeBatches:
         return self._of_all(digest_of)
 
     def _of_all(self, number: Callable[[Dataset[Any]], int]) -> list[int]:
-        """Return a number for every node's dataset, or for the one that they share."""
+        """Return a number for every node's dataset, or a single number for a shared dataset."""
         own = [number(dataset) for dataset in self._datasets]
         if self._all_here:
             return own
@@ -191,7 +192,7 @@ class NodeBatches:
         return numbers if self._own else numbers[:1]
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> NodeBatches:
-        """See `Batches`: this node's batches, after it has missed that many steps of the run."""
+        """See `Batches`. Returns this node's batches, after it has missed `missed[rank]` steps of the run."""
         own, rank = copy.copy(self), dist.get_rank()
         own._order, own.shard_sizes = self._order.attended(nodes, missed), self._order.shard_sizes[list(nodes)]
         own._node, own._missed = nodes[rank], missed[rank]
@@ -199,7 +200,7 @@ class NodeBatches:
         return own
 
     def from_step(self, start_step: int = 0) -> Iterator[Any]:
-        """Yield (1, B, …) for every step from the 0-based `start_step` on, without end."""
+        """Yield a batch (1, B, …) for every step from the 0-based `start_step` on, endlessly."""
         spec = self._spec
         sampler: DistributedSampler[Any] = DistributedSampler(
             self._dataset,
@@ -209,7 +210,7 @@ class NodeBatches:
             seed=spec.seed,
         )
         batches = _From(BatchSampler(sampler, spec.batch_size, self._drop_last))
-        named = self._options.get("worker_init_fn") is None  # which may ask for the user's own dataset
+        named = self._options.get("worker_init_fn") is None  # a worker_init_fn may ask for the user's own dataset
         loader: DataLoader[Any] = DataLoader(
             OfNode(self._dataset, self._node) if named else self._dataset,
             generator=generator(spec.seed, LOADER),
@@ -226,7 +227,7 @@ class NodeBatches:
 
 
 class _From:
-    """A batch sampler without its first `start` batches, whose examples are not fetched."""
+    """A batch sampler that skips its first `start` batches without fetching their examples."""
 
     def __init__(self, batches: BatchSampler) -> None:
         self.batches, self.start = batches, 0
@@ -250,27 +251,27 @@ class ProcessOptions:
     timeout_seconds: float
 
     def most_on_a_device(self, nodes_here: int) -> int:
-        """Return how many processes of this machine share the memory of a device, at most."""
+        """Return the largest number of processes of this machine that share the memory of a device."""
         places = [self.devices[node % len(self.devices)] for node in range(nodes_here)]
         return max(Counter(str(place) if place.type == "cuda" else place.type for place in places).values())
 
 
 def default_threads(nodes_here: int) -> int:
-    """Return the CPU threads of a process: this machine's cores divided by its nodes, at least 1."""
+    """Return the number of CPU threads of a process: this machine's cores divided by its nodes, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // nodes_here)
 
 
 def backend_for(devices: Sequence[torch.device], nodes_here: int) -> str:
-    """Return the backend of torch.distributed: "nccl" where each node of this machine has a GPU, else "gloo"."""
+    """Return the backend of torch.distributed: "nccl" if each node of this machine has its own GPU, else "gloo"."""
     own_gpus = {device for device in devices[:nodes_here] if device.type == "cuda"}
     return "nccl" if len(own_gpus) == nodes_here else "gloo"
 
 
 # torchrun ------------------------------------------------------------------------------------------------------------
 
-# The store of this process's world, and the number of runs that used it: torch.distributed gives every process group
-# the same name, and a second group would find the keys of the first.
+# The store of this process's world, and a counter of the runs that used it. torch.distributed gives all process groups
+# the same name, so a second group would find the first group's keys in the store.
 _meeting: list[dist.Store] = []
 _runs = itertools.count()
 
@@ -281,16 +282,16 @@ def under_torchrun() -> bool:
 
 
 def local_ranks() -> tuple[int, int]:
-    """Return (this process's number on its machine, the number of ranks there), as torchrun says them."""
+    """Return (this process's number on its machine, the number of ranks there), as torchrun sets them."""
     rank = os.environ.get("LOCAL_RANK", os.environ["RANK"])
     return int(rank), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 
 def join(spec: RunSpec, options: ProcessOptions, report: Reporter) -> Outcome:
-    """Train as the rank that this process was started as. A process group that there is already is used.
+    """Train as the rank that this process was started as. Use the existing process group, if there is one.
 
     Raises:
-        ValueError: there is not a rank for every node.
+        ValueError: the number of ranks is not num_nodes.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if num_ranks != spec.num_nodes:

@@ -1,6 +1,6 @@
-"""Imported by multiprocessing's fork server before it forks the nodes' processes. It must not compute in parallel.
+"""Imported by multiprocessing's fork server before it forks the nodes' processes.
 
-Neither OpenMP's threads nor a device that has been started survive a fork.
+This module must not compute in parallel, because neither OpenMP's threads nor an initialized device survive a fork.
 """
 
 import gc
@@ -10,7 +10,7 @@ import torch
 import vsim.process.child
 from vsim.engine.machine import settle_vector_functions
 
-torch.compiler.disable(vsim.process.child.main)  # imports what an optimizer's first step does, as long as torch itself
+torch.compiler.disable(vsim.process.child.main)  # imports what an optimizer's first step does
 settle_vector_functions()
 gc.collect()
-gc.freeze()  # a collection in a fork would write to the memory that all share
+gc.freeze()  # a garbage collection in a fork would write to shared memory

@@ -1,4 +1,4 @@
-"""Nodes that come and go: their processes meet again in every segment, and nodes that join get the state of a peer."""
+"""Let nodes come and go: processes form a new group in every segment, and joining nodes get the state of a peer."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from vsim.records.history import History
 from vsim.training.run import Run
 from vsim.training.spec import RunSpec
 
-# How long a node waits for the others' interpreters to start and to read the shipped data. The parent notices one that
-# dies meanwhile, so that the limit may be generous.
+# Time limit for the other nodes' interpreters to start and to read the shipped data. It may be generous, because the
+# parent notices an interpreter that dies.
 _START = timedelta(seconds=600)
 
 
 class Left(Exception):
-    """The node of this process does not take part any more."""
+    """Raised when the node of this process no longer takes part."""
 
 
 @dataclass
 class Meeting:
-    """Where the process of a node meets the others': in one default process group after another.
+    """Connects the process of a node with the other nodes' processes, in one default process group after another.
 
     Attributes:
-        store: of all processes of the run. backend: of torch.distributed.
-        node: its number.
-        patience: for a collective.
-        call: asks the parent to start processes for nodes that join a segment: called with the peer and the joining
-            nodes, the nodes of the segment, and its first step.
+        store: the store of all processes of the run. backend: of torch.distributed.
+        node: the number of this process's node.
+        patience: the timeout of a collective.
+        call: asks the parent to start processes for nodes that join a segment. Its arguments are the peer and the
+            joining nodes, the nodes of the segment, and the segment's first step.
     """
 
     store: dist.Store
@@ -43,19 +43,19 @@ class Meeting:
     call: Callable[[Sequence[int], Sequence[int], int], Any]
 
     def meet(self, nodes: Sequence[int], what: str) -> None:
-        """Form the default process group of `nodes`, in their order; this is one of them."""
+        """Form the default process group of `nodes`, in their order; this node must be one of them."""
         if dist.is_initialized():
             dist.destroy_process_group()
         store = dist.PrefixStore(what, self.store)
         store.set(f"started {self.node}", "")
         with completing(f"meeting the other nodes for {what} on node {self.node}"):
-            # Nodes that start slowly are waited for first, so that `patience` limits collectives alone.
+            # First wait for nodes that start slowly, so that `patience` limits only collectives.
             store.wait([f"started {node}" for node in nodes], _START + self.patience)
             rank, size = nodes.index(self.node), len(nodes)
             dist.init_process_group(self.backend, store=store, rank=rank, world_size=size, timeout=self.patience)
 
     def passed_on(self, state: Any, copying: Sequence[int], step: int) -> Any:
-        """Return the `state` of a peer, on itself and on the nodes that join at a step; `copying` has all of them."""
+        """Broadcast the peer's `state` to the nodes that join at a step, and return it; see `Setup` for `copying`."""
         self.meet(copying, f"joining at step {step}")
         message = [state]
         with completing(f"passing on the state at step {step} on node {self.node}"):
@@ -65,12 +65,12 @@ class Meeting:
 
 @dataclass(eq=False)
 class NodeRun(Run):
-    """A run of which the process of a node holds one row."""
+    """A run in the process of a node, which holds one row."""
 
     meeting: Meeting | None = None  # None: there is one process group, of all nodes
 
     def moved(self, step: int) -> NodeRun:
-        """See `Run.moved`. The peer passes its row on to joining nodes, and this process meets the nodes of the step.
+        """See `Run.moved`. The peer sends its row to joining nodes, and this process meets the nodes of the step.
 
         Raises:
             Left: this node does not take part in the step.
@@ -90,7 +90,7 @@ class NodeRun(Run):
 
 
 def joined(spec: RunSpec, meeting: Meeting, copying: Sequence[int], step: int) -> tuple[RunSpec, int | None]:
-    """Return what a node that joins at a step starts with, and its minibatch size, which come from its peer."""
+    """Return the options and minibatch size of a node that joins at a step; it starts from its peer's state."""
     text, contents, minibatch_size = meeting.passed_on(None, copying, step)
     tree = unpacked(text, contents)
     start = Checkpoint(tree["step"], History.from_plain(tree["history"]), {}, tree["state"], together=False)
