@@ -1,4 +1,4 @@
-"""The simulated cluster: K nodes as the rows of one matrix, their communication, and the ledger of it."""
+"""The simulated cluster: K nodes as the rows of one matrix, their communication, and its ledger."""
 
 from vsim.cluster.cluster import Cluster
 

@@ -24,17 +24,17 @@ class Cluster:
 
     Attributes:
         replicas: the weights, gradients and buffers of the nodes held here.
-        collectives: the only way from one node to another.
+        collectives: the only way for nodes to communicate.
         generator: for random decisions of all nodes together (masks, islands, cohorts). It lives on the CPU, so that
             the decisions do not depend on the device.
         shard_sizes: (K,) the number of examples that each node has.
         max_steps: the number of steps of the whole run.
         deterministic: whether results must be bitwise equal to the multi-process run.
-        compile: whether to use compiled kernels where that pays.
+        compile: whether to use compiled kernels where they are faster.
         plan: which nodes take part in which steps; None: all nodes in all steps.
         completed: t, the optimizer steps completed.
-        seconds: that the nodes compute, if a schedule of syncs asks for them.
-        optim: the inner optimizer, once the strategy has built it; it is the strategy's to step.
+        seconds: the compute seconds of the nodes, if a schedule of syncs asks for them.
+        optim: the inner optimizer, once the strategy has built it; only the strategy steps it.
     """
 
     replicas: Replicas
@@ -51,7 +51,7 @@ class Cluster:
 
     @property
     def step(self) -> int:
-        """The step that is being taken, the first being 1; between two steps, the number of those completed."""
+        """The number of the current step, from 1; between two steps, the number of completed steps."""
         return self.collectives.step
 
     @step.setter
@@ -60,17 +60,17 @@ class Cluster:
 
     @property
     def lr(self) -> float:
-        """The inner learning rate: of the step that is being taken; between two steps, of the next."""
+        """The inner learning rate of the current step; between two steps, of the next step."""
         return float(self.optim.param_groups[0]["lr"])
 
     @property
     def num_nodes(self) -> int:
-        """K: the nodes that take part now."""
+        """K, the number of nodes that take part now."""
         return self.collectives.num_nodes
 
     @property
     def active(self) -> tuple[int, ...]:
-        """The numbers, (K,), of the nodes or clients that take part now, as the ledger has them."""
+        """(K,) the numbers of the nodes or clients that take part now, as in the ledger."""
         return tuple(self.collectives.active)
 
     @property
@@ -91,7 +91,7 @@ class Cluster:
 
     @property
     def resting_nodes(self) -> list[int]:
-        """The nodes that take no part in this step: clients that have done their epochs of a round."""
+        """The nodes that rest in this step: clients that have completed their epochs of a round."""
         segment = None if self.plan is None else self.plan.segment(max(1, self.step))
         if segment is None or not segment.steps:
             return []
@@ -105,9 +105,9 @@ class Cluster:
 
     @property
     def weights(self) -> Tensor:
-        """Stacked (R, P), a row for each node held here; rows are contiguous, with gaps between them if need be.
+        """Stacked (R, P), a row for each node held here; rows are contiguous, possibly with gaps between them.
 
-        Where all nodes share one row it can be read only.
+        If all nodes share one row, the tensor is read-only.
         """
         return self.replicas.weights.expand(self.replicas.num_held, -1)
 
@@ -117,11 +117,11 @@ class Cluster:
         return self.replicas.grads.expand(self.replicas.num_held, -1)
 
     def kernel(self, function: Kernel) -> Kernel:
-        """Return the form of one of the kernels that this run uses: as it is, or compiled where that pays."""
+        """Return the compiled form of a kernel if this run compiles, else the kernel itself."""
         return compiled(function) if self.compile else function
 
     def mean_weights(self) -> Tensor:
-        """Return the mean replica, shared (P,), for evaluation: nothing is billed. Where all are equal it is exact."""
+        """Return the mean replica, shared (P,), for evaluation, unbilled. Equal weights are not rounded."""
         if self.replicas.shares_weights:
             return self.replicas.weights[0].clone()
         weights, reduce = self.replicas.weights, self.collectives.all_reduce
@@ -130,7 +130,7 @@ class Cluster:
             return low if torch.equal(low, high) else torch.where(low == high, low, reduce(weights, "mean"))
 
     def mean_buffers(self) -> Views:
-        """Return name → shared buffer, for evaluation: the mean over nodes where it is floating, else node 0's."""
+        """Return name → shared buffer, for evaluation: the mean over nodes if floating-point, else node 0's buffer."""
         with self.collectives.unbilled():
             return {
                 name: self.collectives.all_reduce(b, "mean")

@@ -1,8 +1,8 @@
-"""The collectives: what they are, whatever holds the nodes.
+"""The collectives, independent of the backend that holds the nodes.
 
-Every collective takes a *stacked* tensor (R, …): a row for each node held here (all K in the simulator). A result that
-is equal on all nodes comes back once, as a *shared* tensor; one that differs between nodes comes back stacked. What
-comes back has memory of its own, as what has travelled has. This is where the ledger is written, and nowhere else.
+Every collective takes a *stacked* tensor (R, …), with a row for each node held here (all K in the simulator). A result
+that is equal on all nodes is returned once, as a *shared* tensor; a result that differs between nodes is returned
+stacked. Results never share memory with the arguments. Only this module writes to the ledger.
 
 `among=` lists the nodes that take part. Other nodes neither send nor pay, and keep their rows.
 """
@@ -23,18 +23,18 @@ from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster.ledger import Event, Ledger
 from vsim.cluster.reductions import check_reduction, groups_of, is_whole, pairs_of, reduce_rows, shares_of
 
-Nodes = Sequence[int] | Tensor | None  # their numbers; None: all
+Nodes = Sequence[int] | Tensor | None  # numbers of nodes; None: all nodes
 Among = Nodes | Sequence[Sequence[int] | Tensor]
 Pairs = Sequence[tuple[int, int]] | Tensor
-Bytes = float | None  # None: the tensor's own
-Finish = Callable[[], Tensor]  # waits for what was issued, and returns the result
+Bytes = float | None  # None: the size of the tensor
+Finish = Callable[[], Tensor]  # waits for the issued messages, and returns the result
 Merge = Callable[[Tensor, Tensor | None], Tensor]  # rows (n, …), weights (n,) that sum to 1, or None → (…)
 COLLECTIVES = ("all_reduce", "merge", "all_gather", "all_to_all", "broadcast", "send", "push", "pull")
 _P = ParamSpec("_P")
 
 
 def _awaited(issue: Callable[_P, Finish]) -> Callable[_P, Tensor]:
-    """Make a collective that waits for its result of one that is only issued, which `Collectives.start` calls."""
+    """Make a collective wait for its result. `Collectives.start` calls the wrapped function, which only issues it."""
 
     @wraps(issue)
     def collective(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
@@ -44,7 +44,7 @@ def _awaited(issue: Callable[_P, Finish]) -> Callable[_P, Tensor]:
 
 
 class Pending:
-    """A collective that is on its way; see `Collectives.start`. It is saved with a run.
+    """A collective whose result is taken later; see `Collectives.start`. It is saved with a run.
 
     Attributes:
         due: the step at which the result is taken.
@@ -55,10 +55,10 @@ class Pending:
         self._collectives, self._finish = collectives, finish
 
     def result(self) -> Tensor:
-        """Return what the collective would have returned at once.
+        """Return the result of the collective.
 
         Raises:
-            RuntimeError: it is taken at another step than the one that the ledger has.
+            RuntimeError: the current step is not the step `due` in the ledger.
         """
         if self._collectives.step != self.due:
             raise RuntimeError(
@@ -68,32 +68,33 @@ class Pending:
         return self.arrived()
 
     def arrived(self) -> Tensor:
-        """Wait for the result, whenever it is due, and return it."""
+        """Wait for the result and return it, at any step."""
         result = self._finish()
         self._finish = lambda: result
         return result
 
     def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
-        """Return this collective with what `change` makes of its result."""
+        """Return this collective with `change` applied to its result."""
         return Pending(self._collectives, self.due, lambda: change(self.arrived()))
 
 
 class Collectives(ABC):
     """The collectives of a cluster of K nodes; every call is recorded in the ledger.
 
-    All take `label`, the name in the ledger, and `payload_bytes`, what one node hands in, if that is not its row as it
-    is (packed indices, fewer bits). `among` is the nodes that take part, default all; for `all_reduce` also several
-    groups of nodes, each of which reduces on its own. With `among` results are stacked, and the row of a node that does
-    not take part is its own.
+    All collectives take `label`, the name in the ledger, and `payload_bytes`, the bytes that one node hands in if they
+    are not the bytes of its row (packed indices, fewer bits). `among` lists the nodes that take part; default all. For
+    `all_reduce` it may list several groups of nodes, each of which reduces separately. With `among`, results are
+    stacked, and a node that does not take part keeps its own row.
 
-    Nodes are named by their numbers, of which `active` are there; rows and weights are in the order of `active`.
+    Nodes are named by the numbers in `active`; rows and weights are in the order of `active`.
 
     Attributes:
-        active: the nodes that take part now, by their number in the ledger. num_nodes: n. nodes: the R held here.
-        ledger: where calls are recorded.
-        step, moment: the step that calls now belong to, and whether they come before its optimizer step, "gradients",
-            or after it, "weights"; the cluster and the strategy set them.
-        label: that of the last call.
+        active: the numbers, as in the ledger, of the nodes that take part now. num_nodes: their number n. nodes: the R
+            nodes held here.
+        ledger: records the calls.
+        step, moment: the step that calls now belong to, and whether they come before its optimizer step ("gradients")
+            or after it ("weights"). The cluster and the strategy set both.
+        label: the label of the last call.
     """
 
     def __init__(self, ledger: Ledger, nodes: range, active: Sequence[int] | None = None) -> None:
@@ -123,12 +124,12 @@ class Collectives(ABC):
         """Reduce over the nodes.
 
         Args:
-            stacked: (R, …); for a mean also (1, …), the one row that all nodes share.
-            op: "mean", "sum", "max" or "min"; the sum of whole numbers and of bools is an int64, their mean an error.
+            stacked: (R, …); for a mean also (1, …), a row that all nodes share.
+            op: "mean", "sum", "max" or "min". The sum of integers or bools is an int64; their mean raises an error.
             weights: (K,), one per node, for a weighted mean; they are scaled to sum to 1 in every group.
 
         Returns:
-            Shared (…); with `among`, stacked (R, …): every row the result of its own group.
+            Shared (…); with `among`, stacked (R, …), where every row is the result of its own group.
         """
         check_reduction(op, stacked, weights)
         groups = [range(self.num_nodes)] if among is None else groups_of(among, self.active)
@@ -150,11 +151,11 @@ class Collectives(ABC):
         label: str = "merge",
         payload_bytes: Bytes = None,
     ) -> Finish:
-        """Gather the rows, and make one of them on every node: an all-gather in the ledger.
+        """Gather the rows, and merge them by a function on every node; the ledger records an all-gather.
 
         Args:
             stacked: (R, …).
-            function: of dense rows (n, …) and weights (n,), None where there are none → (…).
+            function: called with dense rows (n, …) and weights (n,), or None without weights; returns (…).
             among, weights, the result: see `all_reduce`.
         """
         groups = [range(self.num_nodes)] if among is None else groups_of(among, self.active)
@@ -175,9 +176,10 @@ class Collectives(ABC):
     def all_gather(
         self, stacked: Tensor, *, among: Nodes = None, label: str = "all_gather", payload_bytes: Bytes = None
     ) -> Finish:
-        """Give every node the rows of all: (R, …) → shared (K, …), in the order of the ranks.
+        """Give every node the rows of all nodes: (R, …) → shared (K, …), in the order of the ranks.
 
-        With `among`, n nodes: stacked (R, n, …), in their order; a node that does not take part has its own row there.
+        With `among` of n nodes, the result is stacked (R, n, …), in their order. A node that does not take part gets
+        its own row n times.
         """
         group = self._one_group(among)
         self._record("all_gather", label, stacked, [group], payload_bytes)
@@ -190,7 +192,7 @@ class Collectives(ABC):
     def all_to_all(
         self, stacked: Tensor, *, among: Nodes = None, label: str = "all_to_all", payload_bytes: Bytes = None
     ) -> Finish:
-        """Give the j-th of n nodes the j-th part of every row: (R, n, …) → stacked (R, n, …), in the nodes' order."""
+        """Send the j-th part of every row to node j of n: (R, n, …) → stacked (R, n, …), in the nodes' order."""
         group = self._one_group(among)
         if stacked.shape[1:2] != (len(group),):
             raise ValueError(f"all_to_all takes a part for each of {len(group)} nodes, got {tuple(stacked.shape)}")
@@ -227,11 +229,11 @@ class Collectives(ABC):
 
         Args:
             stacked: (R, …).
-            pairs: (src, dst), …; a node is at most once a source, and at most once a destination. One that sends to
-                itself neither sends nor pays.
+            pairs: (src, dst), …; each node is a source at most once, and a destination at most once. A pair with
+                src == dst neither sends nor pays.
 
         Returns:
-            Stacked (R, …): the row of `dst` is that of `src`, all others are as they were.
+            Stacked (R, …): `dst` has the row of `src`; all other rows are unchanged.
         """
         routes = [pair for pair in pairs_of(pairs, self.active) if pair[0] != pair[1]]
         self._record("send", label, stacked, routes, payload_bytes)
@@ -240,16 +242,16 @@ class Collectives(ABC):
 
         def finish() -> Tensor:
             result = stacked.clone()
-            result[here] = arriving()  # also where nothing arrives: what is sent from there must have left
+            result[here] = arriving()  # always wait, so that a node that only sends has sent its row
             return result
 
         return finish
 
     @_awaited
     def push(self, stacked: Tensor, *, among: Nodes = None, label: str = "push", payload_bytes: Bytes = None) -> Finish:
-        """Send rows to a server, which is none of the nodes: (R, …) → shared (n, …), in the order of `among`.
+        """Send rows to a server, which is not a node: (R, …) → shared (n, …), in the order of `among`.
 
-        The server's state is shared: what it does with the rows, every process does.
+        The server's state is shared: every process computes what the server does with the rows.
         """
         group = self._one_group(among)
         self._record("push", label, stacked, [group], payload_bytes)
@@ -265,11 +267,11 @@ class Collectives(ABC):
         label: str = "pull",
         payload_bytes: Bytes = None,
     ) -> Finish:
-        """Fetch a value (…) from the server, which transmits one to every node that pulls.
+        """Fetch a value (…) from the server, which transmits it to every node that pulls.
 
         Returns:
-            Stacked (R, …): `shared` on the nodes that pull, and the row of `stacked` (R, …) on all others; without
-            `stacked`, `shared`.
+            `shared` without `stacked`. Otherwise stacked (R, …): `shared` on the nodes that pull, and the rows of
+            `stacked` (R, …) on all other nodes.
         """
         group = self._one_group(among)
         self._record("pull", label, shared[None], [group], payload_bytes)
@@ -278,16 +280,16 @@ class Collectives(ABC):
     def start(
         self, collective: str | Callable[..., Tensor], *arguments: Any, delay: int = 0, **options: Any
     ) -> Pending:
-        """Hand tensors to a collective, and take its result later, while training continues.
+        """Start a collective on the tensors' current values, and take its result later, while training continues.
 
-        Present values are sent. The simulator computes the result at once; processes send meanwhile.
+        The simulator computes the result at once; processes send in the background.
 
         Args:
             collective: the name of a method here; or a function that communicates through this object, such as a
-                compressor's exchange of several messages, for which processes wait at once: what they send later
-                depends on what they got. arguments, options: of the method or function.
-            delay: steps until the result is taken, at least 0. The ledger has the step as `due`, also that of a result
-                which a run never gets to.
+                compressor's exchange of several messages. Processes wait for a function at once, because its later
+                messages depend on earlier ones. arguments, options: of the method or function.
+            delay: steps until the result is taken, at least 0. The ledger records that step as `due`, even if the run
+                ends before it.
         """
         if not callable(collective):
             one_of("collective", collective, COLLECTIVES)
@@ -304,7 +306,7 @@ class Collectives(ABC):
 
     @contextmanager
     def unbilled(self) -> Iterator[None]:
-        """Leave calls out of the ledger for a block: measurements of a run are not part of the run."""
+        """Do not record calls in the ledger within a block, because measurements are not part of a run."""
         before, self._billed = self._billed, False
         try:
             yield
@@ -345,12 +347,12 @@ class Collectives(ABC):
 
     def _named(self, group: Sequence[int]) -> Sequence[int]:
         """Return nodes as the ledger numbers them."""
-        if isinstance(self.active, range):  # all
+        if isinstance(self.active, range):  # all nodes
             return group if isinstance(group, range) else tuple(group)
         return tuple(self.active[node] for node in group)
 
     def _written(self, stacked: Tensor, parts: Sequence[tuple[Sequence[int], Finish]]) -> Finish:
-        """Write to the rows of some nodes what they receive, as far as they are held here."""
+        """Write received values to the rows of those receiving nodes that are held here."""
 
         def finish() -> Tensor:
             result = stacked.clone()
@@ -366,7 +368,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def anew(self, active: Sequence[int]) -> Collectives:
-        """Return collectives of the nodes that take part from now on, recorded in the same ledger."""
+        """Return collectives for the nodes that take part from now on, with the same ledger."""
 
     @abstractmethod
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
@@ -382,21 +384,21 @@ class Collectives(ABC):
 
     @abstractmethod
     def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
-        """(R, …) → (n, …): the rows of the sources of those pairs (src, dst) whose `dst` is held here."""
+        """(R, …) → (n, …): for each of the n pairs (src, dst) whose `dst` is held here, the row of `src`."""
 
     @abstractmethod
     def _exchanged(self, stacked: Tensor, group: Sequence[int]) -> Finish:
-        """(R, n, …) → (m, n, …): for the m nodes of a group of n that are held here, their part of every row of it."""
+        """(R, n, …) → (m, n, …): for the m nodes held here of a group of n, their parts of every row of the group."""
 
     def _rows(self, stacked: Tensor, sources: Sequence[int], receivers: Sequence[int]) -> Finish:
-        """(R, …) → (n, …): the rows of n `sources`, for one node that is held here, if it is one of the `receivers`."""
+        """(R, …) → (n, …): the rows of n `sources`, received once if any of the `receivers` is held here."""
         return self._sent(stacked, [(src, dst) for dst in receivers for src in sources])
 
 
 def _merged(rows: Finish, function: Merge, shares: Tensor | None) -> Finish:
     def finish() -> Tensor:
         dense = rows().contiguous()
-        # Shares of 1 would be 0 in whole numbers.
+        # Shares that sum to 1 would be 0 as integers.
         return function(dense, None if shares is None else shares.to(dense.device if is_whole(dense) else dense))
 
     return finish

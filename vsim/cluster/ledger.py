@@ -1,4 +1,4 @@
-"""The ledger: every collective call as an event, from which wire bytes and time are derived."""
+"""The ledger records every collective call as an event; wire bytes and time are derived from the events."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Groups = tuple[Sequence[int], ...]
 
 
 class Event(NamedTuple):
-    """One call of a collective: facts, from which bytes on the wire and time are derived.
+    """One call of a collective. Bytes on the wire and time are derived from these facts.
 
     Attributes:
-        step: the step during which the nodes handed it in; the first step is 1.
-        due: the step at whose same moment the result is taken; equal to `step` if the nodes wait for it.
+        step: the step in which the nodes hand in their tensors; the first step is 1.
+        due: the step at which the result is taken, at the same moment; equal to `step` if the nodes wait for it.
         moment: "gradients", before the optimizer step; "weights", after it; or "start", before the step computes.
         collective: "all_reduce", "all_gather", "broadcast", …; see `vsim.cluster.traffic`.
-        label: what was communicated, and by whom.
-        payload_bytes: what one node hands in.
-        groups: who took part: groups of nodes, each on its own and in parallel. In a broadcast the first node of a
-            group is its source.
+        label: names the content and the sender of the communication.
+        payload_bytes: bytes that one node hands in.
+        groups: the groups of nodes that took part, separately and in parallel. In a broadcast, the first node of each
+            group is the source.
     """
 
     step: int
@@ -70,7 +70,7 @@ class Event(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _wire_bytes(collective: str, sizes: tuple[int, ...], payload_bytes: float) -> tuple[float, float, float]:
-    """Return what the busiest node, all nodes and a server transmit in groups of these sizes."""
+    """Return the bytes that the busiest node, all nodes and the server transmit in groups of these sizes."""
     groups = [(traffic(collective, n), count) for n, count in Counter(sizes).items()]
     payload = Fraction(payload_bytes)
     busiest = max((of_each.busiest for of_each, _ in groups), default=Fraction(0))
@@ -79,7 +79,7 @@ def _wire_bytes(collective: str, sizes: tuple[int, ...], payload_bytes: float) -
     return float(busiest * payload), float(total * payload), float(server * payload)
 
 
-# What an event is derived to, in tables.
+# Derived columns of events, in tables.
 _DERIVED = ("wire_bytes", "total_wire_bytes", "server_wire_bytes")
 
 
@@ -88,33 +88,35 @@ class Ledger(Sequence[Event]):
 
     Attributes:
         num_nodes: K, or the number of clients in a population.
-        attendance: the segments of steps in which the same nodes took part. Empty: all nodes in all steps.
-        steps: completed steps of the run, those without an event included.
-        clock: what a run depended on, as plain data: the compute that decided who was late, or the compute and network
-            of an asynchronous run. seconds: of an asynchronous run, when every step was done, and what a node had
-            computed until then, in the mean of the nodes.
-        total_wire_bytes: the total so far over all nodes. server_wire_bytes: the server's, which is not a node.
+        attendance: the segments of steps in which the same nodes took part; empty if all nodes took part in all steps.
+        steps: completed steps of the run, including steps without an event.
+        clock: the compute and network that the run's results depend on, as plain data: the compute that decided which
+            nodes were late, or the compute and network of an asynchronous run.
+        seconds: for every step of an asynchronous run, the time at which it was done, and the compute time of a node
+            until then, averaged over the nodes.
+        total_wire_bytes: the total so far over all nodes. server_wire_bytes: the total of the server, which is not a
+            node.
     """
 
     def __init__(self, num_nodes: int) -> None:
         self.num_nodes = num_nodes
         self.attendance: list[Segment] = []
         self.everyone: Groups = (range(num_nodes),)
-        # Equal ones are one object, held and priced once.
+        # Equal groups are one object, stored and priced once.
         self._groups: dict[Groups, Groups] = {self.everyone: self.everyone}
         self.steps = 0
         self.clock: dict[str, Any] | None = None
         self.seconds: list[tuple[float, float]] = []
         self.total_wire_bytes = self.server_wire_bytes = 0.0
         self._events: list[Event] = []
-        # Payload and wire bytes that all nodes have in common, each node's own on top, and the largest of these: an
-        # event that concerns all nodes alike, as most do, must not cost a sum over all of them.
+        # Payload and wire bytes that all nodes have in common, each node's additional bytes, and their maximum. Most
+        # events concern all nodes alike, and must not cost a sum over all nodes.
         self._alike = [0.0, 0.0]
         self._own = np.zeros((2, 1))
         self._most = [0.0, 0.0]
 
     def record(self, event: Event) -> None:
-        """Append an event. Only the collectives call this: that is what makes the count complete."""
+        """Append an event. Only the collectives call this, and record every call, so that the count is complete."""
         event = event._replace(groups=self._groups.setdefault(event.groups, event.groups))
         payload, (wire, total, server) = event.payload_bytes, event._wire()
         of_all = traffic(event.collective, self.num_nodes)
@@ -134,28 +136,28 @@ class Ledger(Sequence[Event]):
         self._events.append(event)
 
     def attend(self, segment: Segment) -> None:
-        """Note which nodes take part from here on, unless that is known."""
+        """Record the nodes that take part from here on, unless they are recorded already."""
         if not self.attendance or self.attendance[-1].first < segment.first:
             self.attendance.append(segment)
 
     @property
     def payload_bytes(self) -> float:
-        """Bytes handed in so far by the node that has handed in most."""
+        """Bytes handed in so far by the node that has handed in the most."""
         return self._alike[0] + self._most[0]
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes transmitted so far by the node that has transmitted most."""
+        """Bytes transmitted so far by the node that has transmitted the most."""
         return self._alike[1] + self._most[1]
 
     @property
     def node_payload_bytes(self) -> NDArray[np.float64]:
-        """(K,) what each node has handed in so far."""
+        """(K,) the bytes that each node has handed in so far."""
         return np.full(self.num_nodes, self._alike[0]) + self._own[0]
 
     @property
     def node_wire_bytes(self) -> NDArray[np.float64]:
-        """(K,) what each node has transmitted so far."""
+        """(K,) the bytes that each node has transmitted so far."""
         return np.full(self.num_nodes, self._alike[1]) + self._own[1]
 
     def continue_from(self, other: Ledger) -> None:
@@ -181,7 +183,7 @@ class Ledger(Sequence[Event]):
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], num_nodes: int) -> Ledger:
-        """Make the ledger of K nodes that `as_plain` was of."""
+        """Restore the ledger of K nodes from the output of `as_plain`."""
         ledger = cls(num_nodes)
         kinds = [
             (*facts, ledger.everyone if groups is None else tuple(map(tuple, groups)))
@@ -207,14 +209,14 @@ class Ledger(Sequence[Event]):
         return self._events[index]
 
     def by_label(self) -> dict[str, float]:
-        """Return label → payload bytes over the run, of a node that takes part in every event."""
+        """Return label → payload bytes over the run for a node that takes part in every event."""
         totals: dict[str, float] = {}
         for event in self._events:
             totals[event.label] = totals.get(event.label, 0.0) + event.payload_bytes
         return totals
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a DataFrame with one row an event, the columns of `Event` and the derived ones."""
+        """Return a DataFrame with one row per event: the columns of `Event`, and derived columns."""
         import pandas as pd
 
         rows = [[*event, *(getattr(event, name) for name in _DERIVED)] for event in self._events]

@@ -1,4 +1,4 @@
-"""Muon for all nodes at once, and the parameters that it is for."""
+"""Muon for all nodes at once, and the parameters that it is meant for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from vsim_kernels import newton_schulz
 
-# Of `adjust_lr_fn`: the factor on the learning rate of a matrix (rows, columns).
+# `adjust_lr_fn` → the factor on the learning rate of a matrix (rows, columns).
 _FACTORS = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -18,9 +18,10 @@ _FACTORS = {
 
 
 class StackedMuon(torch.optim.Muon):
-    """torch.optim.Muon over stacked matrices: that of every node, with the products of all nodes in one call.
+    """torch.optim.Muon over stacked matrices, with the products of all nodes in one call.
 
-    Bitwise equal to one Muon per node wherever batched matrix products are bitwise equal to single ones; else close.
+    It is bitwise equal to one Muon per node if batched matrix products are bitwise equal to single products; otherwise
+    only close.
 
     Args:
         stacked: (R, n, m) each.
@@ -29,9 +30,9 @@ class StackedMuon(torch.optim.Muon):
 
     def __init__(self, stacked: Iterable[Tensor], **options: Any) -> None:
         matrices = list(stacked)
-        super().__init__([m[0].detach() for m in matrices], **options)  # which checks them
+        super().__init__([m[0].detach() for m in matrices], **options)  # checks the options
         self.param_groups[0]["params"] = matrices
-        for m in matrices:  # so that the memory which they take is known from the start
+        for m in matrices:  # so that their memory is known from the start
             self._buffer(m)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""torch.optim on stacked rows: optimizers by specification, clipping by node."""
+"""torch.optim on stacked rows: specifications of optimizers, and gradient clipping per node."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from vsim.cluster.muon import StackedMuon, hidden_matrices
 from vsim.cluster.optimizers import JointOptimizers, NodeOptimizers, StackedOptimizer, in_training, without_compiler
 from vsim.cluster.replicas import Replicas, with_gaps
 
-# Every element of the update depends on that element alone, so that one optimizer over the (K, P) matrix is K
-# optimizers. Any other class (Adafactor, a user's own) may mix elements and is applied node by node; so is Muon where
-# every bit counts, and elsewhere as `StackedMuon`.
+# Elementwise optimizers: every element of the update depends on that element alone, so that one optimizer over the
+# (K, P) matrix equals K optimizers. Any other class (Adafactor, a user's own) may mix elements, and is applied node by
+# node. Muon is applied node by node in deterministic runs, and as `StackedMuon` otherwise.
 ELEMENTWISE = frozenset(
     {
         torch.optim.SGD,
@@ -36,8 +36,9 @@ ELEMENTWISE = frozenset(
         torch.optim.ASGD,
     }
 )
-# One pass over memory instead of one for each operation; the last bits may differ from separate operations. Less
-# precise weights differ by more: separate operations round after each, and torch's fused SGD of bfloat16 is wrong.
+# Fused kernels pass over memory once, not once for each operation; the last bits may differ from separate operations.
+# Less precise weights would differ more, because separate operations each round, and torch's fused SGD is wrong for
+# bfloat16.
 _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
 _PRECISE = (torch.float32, torch.float64)
 _CHOICE_OF_KERNEL = {"fused", "foreach", "differentiable", "capturable"}
@@ -60,16 +61,16 @@ class OptimSpec:
     OptimSpec(Muon, lr=0.02, rest=OptimSpec(AdamW, betas=(0.9, 0.95)))
 
     Args:
-        cls: a subclass of torch.optim.Optimizer, or the name of one in torch.optim in small letters.
-        rest: the optimizer of the parameters that `cls` is not for, an `OptimSpec`, class or name; its learning rate is
-            that of `cls` unless it has its own. None: `cls` is for all parameters.
-        only: with `rest`, the names of the parameters that `cls` is for, or patterns such as "blocks.*.weight".
+        cls: a subclass of torch.optim.Optimizer, or the lower-case name of a class in torch.optim.
+        rest: the optimizer for the parameters that `cls` does not step: an `OptimSpec`, class or name. It uses the
+            learning rate of `cls` unless it has its own. None: `cls` steps all parameters.
+        only: with `rest`, the names of the parameters that `cls` steps, or patterns such as "blocks.*.weight".
             Default: the hidden matrices, which are all matrices except embeddings and the last linear layer; a
             convolution's weights count as a matrix (out, rest).
-        kwargs: its arguments.
+        kwargs: the arguments of `cls`.
 
     Raises:
-        TypeError: `cls` is no optimizer, or an argument is not one of its.
+        TypeError: `cls` is not an optimizer, or does not take an argument.
         ValueError: an unknown name, or an optimizer that needs more than gradients (LBFGS, SparseAdam).
     """
 
@@ -104,7 +105,7 @@ class OptimSpec:
         self._check()
 
     def _check(self) -> None:
-        """Build it once, so that its arguments are checked now."""
+        """Build the optimizer once, to check its arguments now."""
         try:
             if self.kwargs.get("lr") == math.inf:
                 raise ValueError("lr must be finite")
@@ -114,13 +115,13 @@ class OptimSpec:
             raise kind(f"{self} is not possible: {error}") from error
 
     def state_names(self) -> frozenset[str]:
-        """Return the names of the state that it keeps for a tensor; none for a class that is not torch's."""
-        if self.cls not in OPTIMIZERS.values():  # a user's own may have something else in mind
+        """Return the names of the state that the optimizer keeps for a tensor; empty for a user's own class."""
+        if self.cls not in OPTIMIZERS.values():  # a user's own class may not accept the sample
             return frozenset()
-        sample = torch.zeros(2, 2, requires_grad=True)  # which any of torch's takes
+        sample = torch.zeros(2, 2, requires_grad=True)  # all of torch's optimizers accept it
         sample.grad = torch.zeros(2, 2)
         kwargs = dict(self.kwargs)
-        # Asked only where it matters: a process that has looked for GPUs cannot fork ones that use them.
+        # Look for GPUs only if needed, because a process that has looked for GPUs cannot fork processes that use them.
         if "capturable" in kwargs and torch.cuda.is_available():
             del kwargs["capturable"]
         optimizer = without_compiler(self.cls)([sample], **kwargs)
@@ -130,25 +131,25 @@ class OptimSpec:
 
     @classmethod
     def from_string(cls, name: str, **kwargs: Any) -> OptimSpec:
-        """Return the specification of the optimizer called `name` in torch.optim, in small letters."""
+        """Return the specification of the optimizer with this lower-case name in torch.optim."""
         return cls(name, **kwargs)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All arguments but the class."""
+        """All arguments except the class."""
         own = {"only": self.only, "rest": self.rest}
         return self.kwargs | {name: value for name, value in own.items() if value is not None}
 
     @property
     def elementwise(self) -> bool:
-        """Whether one optimizer over stacked rows is the same as one for each row."""
+        """Whether one optimizer over stacked rows equals one optimizer for each row."""
         return self.cls in ELEMENTWISE and self.rest is None
 
     def parts(self, model: nn.Module) -> list[tuple[OptimSpec, list[str]]]:
-        """Return the optimizers of `model`, this one first, each with the names of the parameters that it is for.
+        """Return the optimizers of `model`, this one first, each with the names of its parameters.
 
         Raises:
-            ValueError: `cls` is for no parameter, or does not take one that it is for.
+            ValueError: `cls` gets no parameter, or gets one that it does not accept.
         """
         shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
         names = list(shapes)
@@ -185,10 +186,10 @@ class OptimSpec:
         return self._build_part({str(i): p for i, p in enumerate(parameters) if p.requires_grad}, deterministic=True)
 
     def build_for(self, replicas: Replicas, deterministic: bool) -> StackedOptimizer:
-        """Build the optimizer of all nodes of `replicas`: one over the matrix where that is the same."""
+        """Build the optimizer of all nodes of `replicas`: a single one over the matrix if the result is the same."""
         by_tensor = deterministic and bool(self.kwargs.get("fused")) and not _fills_lines(replicas)
         if self.elementwise and not by_tensor:
-            # Where the nodes share one row of weights, every row of gradients holds the same step: the first is taken.
+            # If the nodes share one row of weights, all rows of gradients are equal: use the first.
             return self.build_over(replicas.weights, replicas.grads[: len(replicas.weights)], deterministic)
         grads = replicas.views(replicas.grads[: len(replicas.weights)])
         named = {name: _with_grad(w, grads[name]) for name, w in replicas.views(replicas.weights).items()}
@@ -197,7 +198,7 @@ class OptimSpec:
         return self._build_parts(named, replicas.module, deterministic)
 
     def _build_parts(self, named: Mapping[str, Tensor], model: nn.Module, deterministic: bool) -> StackedOptimizer:
-        """Build over name → tensor of the parameters of `model`, stacked or not."""
+        """Build the optimizer over `named` parameters of `model`, name → tensor, stacked or not."""
         parts = [
             spec._build_part({name: named[name] for name in names}, deterministic) for spec, names in self.parts(model)
         ]
@@ -205,7 +206,7 @@ class OptimSpec:
 
     def _build_part(self, named: Mapping[str, Tensor], deterministic: bool) -> Optimizer | NodeOptimizers:
         tensors = list(named.values())
-        # A fused kernel goes over memory from a tensor's first element on, whatever lies between its rows.
+        # A fused kernel reads memory from a tensor's first element on, including gaps between rows.
         as_one = self.cls in ELEMENTWISE and not self.kwargs.get("fused")
         if as_one or not all(getattr(p, "is_stacked", False) for p in tensors):
             return self.cls(tensors, **copy.deepcopy(self.kwargs))
@@ -218,11 +219,11 @@ class OptimSpec:
     def build_over(self, weights: Tensor, grads: Tensor, deterministic: bool) -> Optimizer:
         """Build one optimizer that updates stacked `weights` (R, P) in place from `grads`.
 
-        A matrix is stepped with the gaps between its rows, as one dense parameter (R, pitch): fused kernels go over
-        memory in whole vectors then, so that equal rows are rounded alike wherever a thread's part ends.
+        A matrix is stepped with the gaps between its rows, as one dense parameter (R, pitch). Fused kernels then read
+        memory in whole vectors, so that equal rows are rounded alike wherever a thread's part ends.
         """
         if deterministic and self.kwargs.get("fused"):
-            # The last entries of a node's own parameters are no whole vector, and are rounded in another way.
+            # In a node's own parameters, the last entries do not fill a vector, and are rounded in another way.
             return self.build_shared(list(weights), list(grads), deterministic)
         return self.build_shared([with_gaps(weights)], [with_gaps(grads)], deterministic)
 
@@ -230,7 +231,7 @@ class OptimSpec:
         """Build one optimizer that updates tensors as they are, in place from `grads`.
 
         Raises:
-            ValueError: it is for some of the parameters only.
+            ValueError: the specification has a `rest`, and so needs parameters with names.
         """
         if self.rest is not None:
             raise ValueError(f"{self} tells parameters by name, which an outer optimizer does not; leave out rest=")
@@ -248,7 +249,7 @@ def matching(argument: str, patterns: Sequence[str], names: Iterable[str]) -> li
     """Return the `names` that at least one pattern matches.
 
     Raises:
-        ValueError: a pattern, which `argument` has, matches none.
+        ValueError: a pattern matches no name; the message names the `argument`.
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -262,10 +263,10 @@ def _few(names: Iterable[str]) -> str:
 
 
 def _fills_lines(replicas: Replicas) -> bool:
-    """Return whether a fused kernel rounds a row as it rounds the row's parameters, one by one.
+    """Return whether a fused kernel rounds a row as it rounds the row's parameters one by one.
 
-    It goes over a tensor in lines of 64 bytes, and may round what remains at the end in another way: so it does if no
-    parameter but the last has such a rest.
+    The kernel reads a tensor in lines of 64 bytes, and may round an incomplete last line in another way. The results
+    are equal if every parameter but the last fills its lines.
     """
     return all(c.shape.numel() * replicas.weights.element_size() % 64 == 0 for c in replicas.layout[:-1])
 
@@ -285,13 +286,13 @@ def _as_matrix(stacked: Tensor) -> Tensor:
 def resolve_optim(
     where: str, spellings: Mapping[str, Any], rates: Mapping[str, float | None], default: OptimSpec
 ) -> OptimSpec:
-    """Return the one specification that a user gave under several spellings.
+    """Return the specification that a user gave under one of several argument names.
 
     Args:
-        where: whose arguments these are, for errors.
+        where: the function or class with these arguments, for errors.
         spellings: argument name → OptimSpec, class, name, or None; at most one given.
-        rates: argument name → learning rate or None; at most one given. It replaces the default's.
-        default: what holds if none is given.
+        rates: argument name → learning rate or None; at most one given. It replaces the default's learning rate.
+        default: the specification if none is given.
     """
     given, rate = only_one(where, **spellings), only_one(where, **rates)
     if isinstance(given, OptimSpec):
@@ -309,8 +310,8 @@ def resolve_optim(
 def clip_by_node(replicas: Replicas, max_norm: float, exact: bool) -> None:
     """Scale every node's gradient so that its 2-norm is at most `max_norm`, as torch's clip_grad_norm_ does.
 
-    With `exact` the norm is taken tensor by tensor with torch's own function, bitwise equal to a node alone; otherwise
-    over whole rows at once.
+    With `exact`, the norm is computed tensor by tensor by torch's own function, bitwise equal to a node alone;
+    otherwise over whole rows at once.
     """
     grads = replicas.grads
     if exact:

@@ -1,4 +1,4 @@
-"""Optimizers that are made of several: one for each node, or one for each part of the parameters."""
+"""Joint optimizers that consist of several: one for each node, or one for each part of the parameters."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from vsim.cluster.replicas import Replicas
 
 
 class JointOptimizers:
-    """Several optimizers that are stepped as one, each with parameters of its own.
+    """Several optimizers that are stepped as one, each with its own parameters.
 
     Attributes:
-        optimizers: torch optimizers, or such as consist of them.
+        optimizers: torch optimizers, or other joint optimizers.
     """
 
     optimizers: Sequence[StackedOptimizer]
 
-    # How a checkpoint places the optimizers: "parts", each of all nodes, or "rows", one for each node.
+    # Placement in a checkpoint: "parts" if each optimizer is for all nodes, "rows" if there is one for each node.
     placement: ClassVar[str] = "parts"
 
     def __init__(self, optimizers: Sequence[StackedOptimizer]) -> None:
@@ -37,12 +37,12 @@ class JointOptimizers:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """Step all with the gradients as they are now."""
+        """Step all optimizers with the current gradients."""
         for optimizer in self.optimizers:
             optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all."""
+        """Clear the gradients of all optimizers."""
         for stacked in stepped_tensors(self):
             if stacked.grad is not None and set_to_none:
                 stacked.grad = None
@@ -55,8 +55,8 @@ class NodeOptimizers(JointOptimizers):
 
     Args:
         cls: the class of torch optimizers.
-        stacked: the stacked tensors that they step the rows of.
-        options: the arguments of each.
+        stacked: the stacked tensors whose rows the optimizers step.
+        options: the arguments of each optimizer.
 
     Attributes:
         optimizers: node by node.
@@ -68,11 +68,11 @@ class NodeOptimizers(JointOptimizers):
     def __init__(self, cls: type[Optimizer], stacked: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         self.stacked = stacked
         self._rows = [[p[row].detach() for p in stacked] for row in range(len(stacked[0]))]
-        # Options of its own: a learning rate that is a tensor is changed in place by every optimizer's schedule.
+        # Copy the options for each optimizer, because schedules change a learning rate in place if it is a tensor.
         super().__init__([in_training(cls(rows, **copy.deepcopy(dict(options)))) for rows in self._rows])
 
     def step(self) -> None:
-        """Step every node's optimizer with that node's row of the gradients as they are now."""
+        """Step every node's optimizer with the node's row of the current gradients."""
         for node, (optimizer, rows) in enumerate(zip(self.optimizers, self._rows, strict=True)):
             for own, stacked in zip(rows, self.stacked, strict=True):
                 own.grad = None if stacked.grad is None else stacked.grad[node]
@@ -83,9 +83,9 @@ StackedOptimizer = Optimizer | JointOptimizers
 
 
 def without_compiler(cls: type[Optimizer]) -> Callable[..., Optimizer]:
-    """Return a class of the same optimizers to check arguments with; whether gradients are recorded is the caller's.
+    """Return a subclass for checking arguments, without loading torch.compile; callers disable gradients themselves.
 
-    torch.optim's own begin by loading torch.compile, 70 MB in a second, to tell it that it shall not trace them.
+    torch's optimizers first load torch.compile, which takes a second and 70 MB, only to opt out of tracing.
     """
     methods = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "step")}
     return type(cls.__name__, (cls,), methods)
@@ -106,12 +106,12 @@ def parts_of(optimizer: StackedOptimizer) -> list[StackedOptimizer]:
 
 
 def _with_modes(optimizer: StackedOptimizer) -> list[Any]:
-    """Return the torch optimizers with a mode to train in and one to be evaluated in: schedule-free ones."""
+    """Return the torch optimizers with separate modes for training and evaluation, such as schedule-free ones."""
     return [o for o in torch_optimizers(optimizer) if hasattr(o, "train") and hasattr(o, "eval")]
 
 
 def in_training(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer that has been told, if it wants to know, that training begins."""
+    """Switch an optimizer to its training mode, if it has one, and return it."""
     for one in _with_modes(optimizer):
         one.train()
     return optimizer
@@ -119,10 +119,10 @@ def in_training(optimizer: Optimizer) -> Optimizer:
 
 @contextmanager
 def evaluating(optimizer: StackedOptimizer, weights: Tensor) -> Iterator[None]:
-    """Set `weights`, which `optimizer` steps, to those to evaluate within this context, and restore them after it.
+    """Set the `weights` of an optimizer to the weights for evaluation within this context, and restore them after it.
 
-    Schedule-free optimizers take gradients at an interpolation and are evaluated at an average: their eval() writes the
-    one over the other. Their train() writes it back, but for rounding.
+    Schedule-free optimizers compute gradients at an interpolation, but are evaluated at an average. Their eval()
+    overwrites the interpolation with the average, and their train() restores it only up to rounding.
     """
     with_modes = _with_modes(optimizer)
     trained = weights.clone() if with_modes else weights
@@ -138,7 +138,7 @@ def evaluating(optimizer: StackedOptimizer, weights: Tensor) -> Iterator[None]:
 
 
 def forget(optimizer: StackedOptimizer) -> None:
-    """Reset a stacked optimizer: it keeps nothing but its parameter groups."""
+    """Reset a stacked optimizer, so that it keeps only its parameter groups."""
     for one in torch_optimizers(optimizer):
         one.state.clear()
 
@@ -153,9 +153,9 @@ def stepped_tensors(optimizer: StackedOptimizer) -> list[Tensor]:
 
 
 def states_by_node(optimizer: StackedOptimizer, name: str, replicas: Replicas) -> list[list[Tensor]]:
-    """Return the state called `name` of all parameters, node by node, as tensors to read and to write to.
+    """Return the state called `name` of all parameters, node by node, as tensors that can be read and written.
 
-    Where no step has been taken, for there are no values, the tensors are new, and of the parameters' shapes.
+    Before the first step there is no state; the tensors are then new, with the parameters' shapes.
 
     Raises:
         ValueError: the optimizer keeps no such state.

@@ -1,7 +1,7 @@
-"""Plans of which nodes take part in which steps: cohorts of a population, failures and joins, stragglers.
+"""Plan which nodes take part in which steps: cohorts of a population, failures and joins, stragglers.
 
-A node that does not take part neither steps, counts, draws nor sends. Participation is decided beforehand, from the
-seed: a `Plan` is a sequence of `Segment`s, in each of which the same nodes take part.
+A node that does not take part neither steps, counts, draws nor sends. Participation is decided in advance, from the
+seed. A `Plan` is a sequence of `Segment`s; within a segment, the same nodes take part.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from vsim.cluster.plan import Plan, Round, Segment
 from vsim.cluster.randomness import PARTICIPATION, generator
 from vsim.cluster.store import Store
 
-_BYTES_OF_A_CLIENT = 64  # that a plan and the order of examples take at least, for each of a population
-_ROUNDING = 1 + 1e-12  # what is a whole number, or on time, but for the rounding of its computation, is
+_BYTES_OF_A_CLIENT = 64  # least memory of a plan and the order of examples, per client of a population
+_ROUNDING = 1 + 1e-12  # tolerance for rounding when a number must be whole, or a node on time
 
 
 class Participation(ABC):
     """Which nodes take part in which steps of a run: `fit(participation=…)`."""
 
-    needs_compute = False  # whether compute seconds decide
+    needs_compute = False  # whether compute seconds decide which nodes take part
 
     def population(self, num_nodes: int) -> int:
-        """Return how many nodes, or clients, there are to take part in a run of K nodes."""
+        """Return the number of nodes, or clients, that may take part in a run of K nodes."""
         return num_nodes
 
     def of_run(self, number: int) -> Participation:
-        """Return that of one of several runs, which keeps what it keeps apart from the others'."""
+        """Return the participation of one of several runs, with separate storage for each run."""
         return self
 
     def changes_nothing(self, num_nodes: int) -> bool:
@@ -52,7 +52,7 @@ class Participation(ABC):
         """Return the plan of a run.
 
         Raises:
-            ValueError: it names nodes that the run does not have.
+            ValueError: the participation names nodes that the run does not have.
         """
 
     def __repr__(self) -> str:
@@ -65,7 +65,7 @@ class Dropout(Participation):
 
     Args:
         p: in [0, 1).
-        rounds: steps of a round. Default: from one sync of the strategy to the next.
+        rounds: steps per round; default: from one sync of the strategy to the next.
     """
 
     @known_keywords
@@ -87,13 +87,13 @@ class Dropout(Participation):
 
 
 class Schedule(Participation):
-    """Failures, leaves and joins that are known beforehand.
+    """Failures, leaves and joins that are known in advance.
 
     >>> Schedule({0: [0, 1, 2], 100: [0, 1], 250: [0, 1, 2, 3]})
     Schedule({0: (0, 1, 2), 100: (0, 1), 250: (0, 1, 2, 3)})
 
     Args:
-        changes: completed steps → the nodes that take part from there on. Before the first: all.
+        changes: completed steps → the nodes that take part from then on. Before the first change, all nodes take part.
     """
 
     def __init__(self, changes: Mapping[int, Iterable[int]]) -> None:
@@ -127,12 +127,11 @@ class Schedule(Participation):
 
 
 class Trace(Participation):
-    """Failures, leaves and joins of a record: of a cluster's scheduler, for instance.
+    """Failures, leaves and joins from a record, for instance of a cluster's scheduler.
 
     Args:
-        file: a CSV file with the columns step, node and event, which is "join", or "leave" or "fail"; or such rows. An
-            event happens once that many steps are completed. A node is there from the start unless its first event is
-            a join.
+        file: a CSV file with the columns step, node and event ("join", "leave" or "fail"), or such rows. An event
+            happens after `step` completed steps. A node takes part from the start unless its first event is a join.
     """
 
     def __init__(self, file: str | Path | Iterable[tuple[int, int, str]]) -> None:
@@ -187,26 +186,27 @@ def _events(file: Any) -> Iterator[tuple[int, int, str]]:
 
 
 class Stragglers(Participation):
-    """A rule for slow nodes: which nodes' work of a round counts. Late work is lost; its nodes then start again.
+    """A rule for slow nodes: decides whose work in a round counts. Late work is lost, and late nodes start again.
 
-    It needs `fit(compute=…)`: a node arrives when it has computed the round's steps, or its epochs. As `participation`
-    of all nodes a round is from one sync of the strategy to the next; as `Sample(stragglers=…)` it is the cohort's.
+    The rule needs `fit(compute=…)`: a node arrives when it has computed the round's steps, or its epochs. With
+    `participation=rule`, a round is from one sync of the strategy to the next. With `Sample(stragglers=rule)`, it is
+    the round of the cohort.
     """
 
     needs_compute = True
-    factor = 1.0  # of clients that are drawn for every one that is wanted
+    factor = 1.0  # clients drawn for each client wanted
 
     @abstractmethod
     def count(self, arrivals: NDArray[np.float64], wanted: int, steps: int) -> tuple[int, float]:
-        """Return how many of the first count, at least 1, and until when the round lasts at least.
+        """Return how many nodes count, from the first arrival and at least 1, and the least duration of the round.
 
         Args:
             arrivals: seconds from the beginning of the round, in ascending order.
-            wanted: the number of nodes, without those drawn beyond it. steps: of the round.
+            wanted: the number of nodes wanted, without extra draws. steps: of the round.
         """
 
     def begun(self) -> Stragglers:
-        """Return the rule for one run, called for its rounds in order. Default: this one, which remembers nothing."""
+        """Return the rule for one run, which is called for the run's rounds in order. Default: this stateless rule."""
         return self
 
     def plan(self, given: Round) -> Plan:
@@ -218,7 +218,7 @@ class Stragglers(Participation):
             yield rule.segment(Segment(first, last, everyone), given.num_nodes, given)
 
     def segment(self, drawn: Segment, wanted: int, given: Round, local: NDArray[np.int64] | None = None) -> Segment:
-        """Return a segment with the nodes whose work counts; `local` (N,): the steps that each has to do."""
+        """Return a segment with the nodes whose work counts; `local` (N,) are the steps that each client must take."""
         if given.seconds is None:
             raise TypeError(
                 f"{type(self).__name__} needs compute seconds: fit(…, compute=Compute(seconds_per_step, …))"
@@ -231,18 +231,18 @@ class Stragglers(Participation):
 
 
 class Deadline(Stragglers):
-    """Nodes that arrive after the deadline are late; the fastest never is.
+    """Drop nodes that arrive after the deadline; always keep the fastest.
 
     Args:
-        seconds: of a round; or "adaptive": the median of the nodes' arrivals in recent rounds plus k of their median
-            absolute deviations (rounds of different lengths are compared by their seconds a step). The first round
-            waits for all nodes.
-        k: of "adaptive"; default 3.
-        quorum: the share of nodes to wait for at least, rounded up; default 0.5, of "adaptive".
-        window: how many rounds are recent, default 10, of "adaptive".
+        seconds: the deadline in seconds from the start of a round. "adaptive": the median of the nodes' arrivals in
+            recent rounds plus k times their median absolute deviation, both per step, so that rounds may differ in
+            length; the first round waits for all nodes.
+        k: for "adaptive"; default 3.
+        quorum: for "adaptive", the least share of nodes to wait for, rounded up; default 0.5.
+        window: for "adaptive", the number of recent rounds; default 10.
     """
 
-    _recent: deque[NDArray[np.float64]]  # seconds a step of the nodes, by round
+    _recent: deque[NDArray[np.float64]]  # the nodes' seconds per step, by round
 
     @known_keywords
     def __init__(
@@ -286,10 +286,10 @@ class Deadline(Stragglers):
 
 
 class DropSlowest(Stragglers):
-    """A round ends when all but the slowest nodes have arrived.
+    """End a round when all but the slowest nodes have arrived.
 
     Args:
-        share: of the nodes that are not waited for, 0 < share < 1, rounded down.
+        share: the share of nodes to drop, 0 < share < 1; their number is rounded down.
     """
 
     @known_keywords
@@ -304,7 +304,7 @@ class OverCommit(Stragglers):
     """Draw more clients than wanted, and end the round when the wanted number have arrived; for `Sample`.
 
     Args:
-        factor: clients drawn for each one wanted, > 1 [Bonawitz et al. 2019, arXiv:1902.01046: 1.3].
+        factor: clients drawn for each client wanted, > 1 [Bonawitz et al. 2019, arXiv:1902.01046: 1.3].
     """
 
     @known_keywords
@@ -319,24 +319,25 @@ class OverCommit(Stragglers):
 
 
 class Sample(Participation):
-    """Cohorts: each round n rows serve n clients of a population of N, drawn each round without replacement.
+    """Draw a cohort of n clients from a population of N for each round, without replacement; n rows serve them.
 
-    A client starts a round from the global weights, with a fresh inner optimizer, where it left off in its own data,
-    with its own lasting state (`keep_client` of `vsim.cluster.state.Stateful`) and random stream. With n = N there are
-    no cohorts: clients are nodes, which keep their weights and optimizers as in a run without `participation`.
+    A client starts a round from the global weights, with a fresh inner optimizer. It continues in its own data where it
+    stopped, with its own random stream and lasting state (`keep_client` of `vsim.cluster.state.Stateful`). With n = N
+    there are no cohorts: clients are nodes, which keep their weights and optimizers as in a run without
+    `participation`.
 
     Args:
-        n: clients of a cohort: the run's num_nodes.
-        of: N, the population. A dataset is shared by N clients as DistributedSampler would; a factory is asked for
+        n: clients per cohort, which is the run's num_nodes.
+        of: N, the population. A dataset is split among N clients as by DistributedSampler; a factory is called as
             f(client, N, True).
-        rounds: local steps of a round. Default: from one sync of the strategy to the next.
-        epochs: each client goes through its own data that many times a round, rounded up to whole batches, and rests
-            until the round ends; the round must be long enough for the client that has most. None: all steps of a
-            round.
-        stragglers: `Deadline`, `DropSlowest` or `OverCommit`; None: all are waited for.
-        store: a folder in which what belongs to clients is kept, a file a tensor (of a comparison, a folder for each of
-            its runs); None: it is kept in memory. Files are as large as the population needs from the start. A folder
-            belongs to one run at a time.
+        rounds: local steps per round; default: from one sync of the strategy to the next.
+        epochs: number of passes of each client through its own data per round, rounded up to whole batches. The client
+            then rests until the round ends. The round must be long enough for the client with the most data. None:
+            clients take all steps of a round.
+        stragglers: `Deadline`, `DropSlowest` or `OverCommit`; None: wait for all clients.
+        store: a folder for the clients' state, with one file per tensor (in a comparison, one folder per run); None:
+            memory. Files have their full size for the population from the start. Only one run at a time may use a
+            folder.
     """
 
     @known_keywords
