@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vsim.cluster.store import Store
 
-# Of the steps first … last (from 1), of which each node may have its own number: compute seconds of every node.
+# Seconds(first, last, local) → every node's compute seconds for steps first … last (from 1), or `local` steps per node.
 Seconds = Callable[[int, int, NDArray[np.int64] | None], NDArray[np.float64]]
 Nodes = tuple[int, ...]
 
@@ -22,11 +22,11 @@ class Segment(NamedTuple):
     """Steps in which the same nodes take part.
 
     Attributes:
-        first, last: their numbers, from 1.
+        first, last: the numbers of the first and last step, from 1.
         nodes: the nodes that take part, in ascending order.
-        late: who computed, too, but came too late, so that nothing is left of the work.
-        seconds: how long the steps last at least: until a deadline.
-        steps: the local steps of each of the nodes, which rests for the others; empty: all of them.
+        late: the nodes that computed but arrived too late, so that their work is lost.
+        seconds: the least duration of the steps, until a deadline.
+        steps: the number of local steps of each node, after which the node rests; empty: all steps of the segment.
     """
 
     first: int
@@ -38,13 +38,13 @@ class Segment(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A round, of which plans are made.
+    """The facts about a run from which its plan is made.
 
     Attributes:
-        num_nodes, seed: the run's. period: steps from one sync of its strategy to the next.
-        seconds: that nodes compute, if they are known.
-        epochs: (N,) steps in which each goes through its data once.
-        syncs: the steps of all syncs of the run, where they are not a period apart; then period is the shortest time.
+        num_nodes, seed: of the run. period: steps from one sync of its strategy to the next.
+        seconds: the compute seconds of nodes, if known.
+        epochs: (N,) the number of steps in an epoch of each node or client.
+        syncs: the steps of all syncs of the run, if they are not evenly spaced; `period` is then the shortest interval.
     """
 
     num_nodes: int
@@ -84,11 +84,11 @@ class Plan:
     """The nodes that take part in a run, segment by segment.
 
     Args:
-        segments: from step 1 on, one after another, without end.
+        segments: an endless iterator over consecutive segments, from step 1 on.
         population: the number of nodes, or clients, that may take part.
-        renews: whether every segment is a round of clients: each starts from the global weights, with an optimizer of
-            its own. If not, nodes keep what they have, and one that joins is a copy of one that is there.
-        store: a folder for what belongs to clients; None: memory.
+        renews: whether every segment is a round of clients, each of which starts from the global weights, with a fresh
+            optimizer. Otherwise nodes keep their state, and a joining node copies the state of another.
+        store: a folder for the clients' state; None: memory.
     """
 
     def __init__(
@@ -96,30 +96,30 @@ class Plan:
     ) -> None:
         self.population, self.renews, self.store = population, renews, store
         self._coming, self._known = segments, [next(segments)]
-        # Of the segment with this number: the steps that every node has done before, and the times it has begun.
+        # The number of a segment; each node's completed steps before it, and how often the node has begun to take part.
         self._number, self._steps, self._times = 0, *np.zeros((2, population), dtype=np.int64)
 
     def segment(self, step: int) -> Segment:
-        """Return the segment that step number `step`, from 1, is in."""
+        """Return the segment that contains step number `step`, from 1."""
         return self._known[self._number_of(step)]
 
     def clock(self, step: int) -> NDArray[np.int64]:
-        """Return (N,) the steps that every node has completed before the segment of step number `step`."""
+        """Return (N,) the number of steps that each node has completed before the segment of `step`."""
         self._count_to(self._number_of(step))
         return self._steps
 
     def times(self, step: int) -> NDArray[np.int64]:
-        """Return (N,) how often every node has begun to take part before the segment of step number `step`."""
+        """Return (N,) how often each node has begun to take part before the segment of `step`."""
         self._count_to(self._number_of(step))
         return self._times
 
     def missed(self, step: int) -> list[int]:
-        """Return how many of the run's steps those nodes have missed before the segment of `step` that are in it."""
+        """Return, for each node in the segment of `step`, how many of the run's steps it has missed before."""
         segment, clock = self.segment(step), self.clock(step)
         return [segment.first - 1 - int(clock[node]) for node in segment.nodes]
 
     def joining(self, step: int) -> Nodes:
-        """Return the nodes that join with the segment of `step`; all if it renews."""
+        """Return the nodes that join with the segment of `step`; all of its nodes if the plan renews."""
         number = self._number_of(step)
         before = () if self.renews or number == 0 else self._known[number - 1].nodes
         return tuple(node for node in self._known[number].nodes if node not in before)
@@ -130,7 +130,7 @@ class Plan:
         return next((node for node in before if node in now), before[0])
 
     def machines(self, step: int) -> Nodes:
-        """Return what computes in the segment of `step`: its nodes, or as many machines as it has clients."""
+        """Return the machines that compute in the segment of `step`: its nodes, or one machine per client."""
         nodes = self.segment(step).nodes
         return tuple(range(len(nodes))) if self.renews else nodes
 

@@ -1,7 +1,7 @@
-"""One seed, many independent streams, and the process's own random state left alone.
+"""Derive many independent random streams from one seed, and leave the process's own random state unchanged.
 
-Every stream is derived from the run's seed and a key through numpy's SeedSequence, so that streams do not
-overlap and adding a node or a consumer does not move another's numbers.
+Every stream is derived from the run's seed and a key by numpy's SeedSequence. Streams do not overlap, and adding a node
+or a consumer does not change the numbers of another.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from numpy.typing import NDArray
 
 from vsim.private_torch import default_mps_generator
 
-# The first element of every stream's key: who draws from it.
+# The first element of a stream's key names the consumer.
 NODE, SHARED, GLOBAL, EVALUATION, LOADER, PARTICIPATION = range(6)
 _CPU = torch.device("cpu")
-# The global generators are the whole process's: one thread at a time seeds and restores them. Two fits in two threads
-# therefore train one after the other.
+# The global generators belong to the whole process, so only one thread at a time seeds and restores them. Two calls of
+# fit in two threads therefore train one after the other.
 _LOCK = threading.RLock()
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a NumPy generator; its position is one in its memory, which NumPy does not check."""
+    """Check and return the state of a NumPy generator, because NumPy does not check its position in memory."""
     for where, name, length in ((state.get("state"), "pos", 624), (state, "buffer_pos", 4)):
         if isinstance(where, dict) and name in where and not 0 <= where[name] <= length:
             raise ValueError(f"{name} of {state.get('bit_generator')} must be from 0 to {length}, got {where[name]}")
     return state
 
 
-# Random generators: how their state is read, and put back.
+# Class of random generators → functions that read and restore their state.
 GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     np.random.Generator: (
@@ -60,13 +60,13 @@ def derive_seed(seed: int, *key: int) -> int:
 
 
 def derive_seeds(seed: int, keys: Sequence[Sequence[int]]) -> list[int]:
-    """Return `derive_seed(seed, *key)` for each of n keys of numbers below 2³²: SeedSequence's hash, of all at once.
+    """Return `derive_seed(seed, *key)` for each of n keys of numbers below 2³², by SeedSequence's hash of all at once.
 
     >>> derive_seeds(42, [(NODE, 0), (NODE, 7, 1)]) == [derive_seed(42, NODE, 0), derive_seed(42, NODE, 7, 1)]
     True
     """
     pool = np.broadcast_to(np.random.SeedSequence(seed).pool, (len(keys), 4))
-    done = 16 + 4 * max(0, -(-seed.bit_length() // 32) - 4)  # hashes that have made it, each with a constant of its own
+    done = 16 + 4 * max(0, -(-seed.bit_length() // 32) - 4)  # hashes so far, each with its own constant
     for column in zip_longest(*keys, fillvalue=-1):
         words, own = np.array(column)[:, None], _powers(0x43B0D7E5, 0x931E8875, done + 4)[done:]
         hashed = _shifted((words.astype(np.uint32) ^ own[:4]) * own[1:])
@@ -95,7 +95,7 @@ def generator(seed: int, *key: int, device: torch.device | str = "cpu") -> torch
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that random operations on `device` draw from when they are given none."""
+    """Return the generator that random operations on `device` draw from by default."""
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -109,7 +109,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 def drawing_from(stream: torch.Generator) -> Iterator[None]:
     """Make operations that draw from the default generator of `stream`'s device draw from `stream`.
 
-    The default generator's own state is put back at the end, and `stream` has then moved on by what was drawn.
+    At the end, the default generator's own state is restored, and `stream` has advanced by the draws.
     """
     with _LOCK:
         default = default_generator(stream.device)
@@ -133,7 +133,7 @@ def global_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_global_states(states: dict[str, Any], device: torch.device) -> None:
-    """Put the global generators in `states`, from `global_states`."""
+    """Set the global generators to `states`, a result of `global_states`."""
     default_generator(_CPU).set_state(states["torch"])
     default_generator(device).set_state(states["device"])
     np.random.set_state(_checked(states["numpy"]))  # noqa: NPY002
@@ -153,10 +153,10 @@ class OwnGlobals:
     """The global random generators as one run of an ensemble would find them if it trained alone.
 
     Args:
-        seed: theirs follow from it, as in `isolated`. device: whose generators belong to them.
+        seed: seeds the generators, as in `isolated`. device: its generator is one of them.
 
     Attributes:
-        states: as they are now. at_setup: as they were when the run's data were there, and nothing else.
+        states: the current states. at_setup: the states after the run's data were made, before the rest of the setup.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -166,14 +166,14 @@ class OwnGlobals:
         self.at_setup = self.states
 
     def anew(self) -> OwnGlobals:
-        """Return the global generators of the same run when it is set up again."""
+        """Return the global generators for setting up the same run again."""
         other = copy.copy(self)
         other.states = self.at_setup
         return other
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Within this context the process's generators are this run's, which move on by what is drawn."""
+        """Use this run's generators as the process's generators within this context; draws advance them."""
         with preserved(self.device):
             set_global_states(self.states, self.device)
             try:
@@ -184,7 +184,7 @@ class OwnGlobals:
 
 @contextmanager
 def preserved(device: torch.device = _CPU) -> Iterator[None]:
-    """Put the global generators of torch (on the CPU and `device`), numpy and Python back at the end of a block."""
+    """Restore the global generators of torch (on the CPU and `device`), numpy and Python at the end of a block."""
     with _LOCK:
         before = global_states(device)
         try:
@@ -195,10 +195,10 @@ def preserved(device: torch.device = _CPU) -> Iterator[None]:
 
 @contextmanager
 def isolated(seed: int, device: torch.device) -> Iterator[None]:
-    """Run a block with the global generators of torch, numpy and Python seeded from `seed`, then put them back.
+    """Run a block with the global generators of torch, numpy and Python seeded from `seed`, then restore them.
 
-    vsim itself draws from its own streams. This is for draws of a user's dataset, model or hook: they become a function
-    of `seed`, and the process's state is restored afterwards.
+    vsim itself draws from its own streams. This context is for draws of a user's dataset, model or hook, which then
+    depend only on `seed`.
     """
     with preserved(device):
         for g in (default_generator(_CPU), default_generator(device)):

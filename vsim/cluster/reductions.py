@@ -1,4 +1,4 @@
-"""Reductions over nodes: which take part, how much each counts, and the kernel that reduces rows."""
+"""Reductions over nodes: the nodes that take part, their weights, and the kernel that reduces rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ REDUCTIONS = ("mean", "sum", "max", "min")
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Return whether the values are whole numbers or bools."""
+    """Return whether the values are integers or bools."""
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def check_reduction(op: str, stacked: Tensor, weights: Tensor | None) -> None:
-    """Raise a ValueError or TypeError unless rows can be reduced so."""
+    """Raise a ValueError or TypeError unless `op` can reduce these rows with these weights."""
     one_of("op", op, REDUCTIONS)
     if weights is not None and op != "mean":
         raise ValueError(f"weights are for op='mean', got op={op!r}")
@@ -29,7 +29,7 @@ def check_reduction(op: str, stacked: Tensor, weights: Tensor | None) -> None:
 
 
 def reduce_rows(stacked: Tensor, op: str, weights: Tensor | None = None) -> Tensor:
-    """Reduce (R, …) over its rows in rank order: the one kernel that every backend's exact result comes from."""
+    """Reduce (R, …) over its rows in rank order. Every backend's exact results come from this kernel."""
     if weights is not None:
         return torch.tensordot(weights.to(stacked), stacked, dims=1)
     if op == "mean":
@@ -40,9 +40,9 @@ def reduce_rows(stacked: Tensor, op: str, weights: Tensor | None = None) -> Tens
 
 
 def groups_of(among: Any, active: Sequence[int]) -> list[list[int]]:
-    """Return the groups that are named, as places in `active`, the numbers of the nodes that take part.
+    """Return the groups in `among` as positions in `active`, the numbers of the nodes that take part.
 
-    Nodes are one group, groups of nodes several; empty ones are left out.
+    A list of nodes is one group; a list of lists is several groups. Empty groups are left out.
 
     Raises:
         ValueError: an entry is not the number of a participating node, or appears twice.
@@ -59,15 +59,15 @@ def groups_of(among: Any, active: Sequence[int]) -> list[list[int]]:
 
 
 def _number(node: Any) -> Any:
-    """Return a whole number of Python, numpy or torch as an int, anything else as it is."""
+    """Return an integer of Python, numpy or torch as an int; return other values unchanged."""
     return node.__index__() if hasattr(node, "__index__") and not isinstance(node, bool) else node
 
 
 def pairs_of(pairs: Any, active: Sequence[int]) -> list[tuple[int, int]]:
-    """Return pairs (source, destination) of nodes, as places in `active`.
+    """Return pairs (source, destination) of nodes as positions in `active`.
 
     Raises:
-        ValueError: something is no pair, or no node; or a node is twice a source, or twice a destination.
+        ValueError: an entry is not a pair of participating nodes, or a node is a source or a destination twice.
     """
     listed = [tuple(pair.tolist() if hasattr(pair, "tolist") else pair) for pair in pairs]
     if any(len(pair) != 2 for pair in listed):
@@ -78,16 +78,16 @@ def pairs_of(pairs: Any, active: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def shares_of(weights: Tensor | None, group: Sequence[int], num_nodes: int) -> Tensor | None:
-    """Return the weights (K,) of the nodes of a group scaled to sum to 1, if there are any.
+    """Return the weights (K,), scaled to sum to 1 over a group; None without weights.
 
     Raises:
-        ValueError: they are not one number a node, or their sum in the group is 0 or not finite.
+        ValueError: there is not one weight per node, or their sum over the group is 0 or not finite.
     """
     if weights is None:
         return None
     if weights.shape != (num_nodes,):
         raise ValueError(f"weights must be one per node, ({num_nodes},), got the shape {tuple(weights.shape)}")
-    # On the CPU, where float64 always is: a few numbers, whatever the device and precision of what they weigh.
+    # Compute on the CPU, which always has float64; these are only a few numbers.
     own = weights[list(group)].cpu()
     total = own.sum().item()
     if not math.isfinite(total) or not total:

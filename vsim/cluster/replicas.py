@@ -30,20 +30,20 @@ class Replicas:
     """The replicas of one model on K nodes.
 
     Attributes:
-        module: a private copy of the user's model: the code and the module tree. Its own tensors are not used.
+        module: a private copy of the user's model, for its code and module tree; its own tensors are not used.
         layout: the column range of every trainable parameter, in the order of `model.named_parameters()`.
-            Tied parameters are one range, under the first of their names.
-        weights: stacked (K, P), one row per node; rows are contiguous and begin at multiples of 64 bytes, with gaps of
-            zeros behind them if need be (see `vsim_kernels.alignment`, and `with_gaps`). (1, P) where the nodes are
-            equal and share one row.
-        grads: stacked (K, P); (1, P) where only the mean over the nodes is needed. Entries of parameters that
-            the loss does not reach are zero.
-        num_held: the nodes held here: K in the simulator.
-        buffers: name → stacked (K, *shape), dense: BatchNorm statistics and the like, a copy for every node.
-        frozen: name → shared tensor of the parameters that do not require a gradient.
-        first_node: the number of the node that row 0 holds.
+            Tied parameters share one range, under the first of their names.
+        weights: stacked (K, P), one row per node; rows are contiguous and begin at multiples of 64 bytes, followed by
+            gaps of zeros if needed (see `vsim_kernels.alignment`, and `with_gaps`). (1, P) if the nodes are equal and
+            share one row.
+        grads: stacked (K, P); (1, P) if only the mean over the nodes is needed. Entries of parameters that the loss
+            does not depend on are zero.
+        num_held: the number of nodes held here: K in the simulator.
+        buffers: name → stacked (K, *shape), dense, with a row for every node, such as BatchNorm statistics.
+        frozen: name → shared tensor, for parameters that do not require a gradient.
+        first_node: the number of the node in row 0.
 
-    A Replicas may be a row slice of a larger one (see `rows`) and then shares its memory.
+    A Replicas may be a slice of rows of a larger one (see `rows`) and then shares its memory.
     """
 
     module: nn.Module
@@ -69,16 +69,17 @@ class Replicas:
         share_weights: bool = False,
         share_grads: bool = False,
     ) -> Replicas:
-        """Put the given number of copies of each of several models below each other; each starts from its weights.
+        """Stack copies of several models in one matrix; every copy starts from the weights of its model.
 
         Args:
-            models: alike but for the values of their weights and buffers; the code is that of the first.
-            counts: the nodes of each.
-            share_weights: they have one row of weights; there is one model then. share_grads: one of gradients as well.
+            models: models that differ only in the values of weights and buffers; the first model's code is used.
+            counts: the number of copies of each model.
+            share_weights: whether all nodes share one row of weights; allowed with one model only.
+            share_grads: whether they also share one row of gradients.
 
         Raises:
-            ValueError: nothing is trainable, a parameter is not initialised yet or has gradient hooks, or the trainable
-                parameters do not share one floating-point dtype and one device; the odd ones are named.
+            ValueError: no parameter is trainable, a parameter is not initialised yet or has gradient hooks, or the
+                trainable parameters differ in dtype or device, or are not floating-point; the message names them.
         """
         trainable = {name: p for name, p in models[0].named_parameters() if p.requires_grad}
         _check_trainable(trainable)
@@ -106,12 +107,12 @@ class Replicas:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether one row of weights is that of several nodes."""
+        """Whether several nodes share one row of weights."""
         return len(self.weights) < self.num_held
 
     @property
     def shares_grads(self) -> bool:
-        """Whether one row of gradients is the mean of several nodes'."""
+        """Whether several nodes share one row of gradients, which holds their mean."""
         return len(self.grads) < self.num_held
 
     @property
@@ -121,7 +122,7 @@ class Replicas:
 
     @property
     def embeddings(self) -> set[str]:
-        """The names of the parameters that are tables to look up in: of nn.Embedding, and what is tied to them."""
+        """The names of embedding tables: parameters of nn.Embedding, and parameters tied to them."""
         tables = {id(m.weight) for m in self.module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         return {name for name, p in self.module.named_parameters() if id(p) in tables}
 
@@ -136,7 +137,7 @@ class Replicas:
         return {c.name: matrix[..., c.start : c.stop].view((*lead, *c.shape)) for c in self.layout}
 
     def rows(self, start: int, stop: int, first_node: int | None = None) -> Replicas:
-        """Return rows start … stop − 1, sharing memory with this one; their nodes count from `first_node` if given."""
+        """Return rows start … stop − 1, which share memory with these. Nodes are numbered from `first_node`, if given."""
         return replace(
             self,
             weights=self.weights if self.shares_weights else self.weights[start:stop],
@@ -159,9 +160,9 @@ class Replicas:
 
 
 def matrix(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a (num_rows, num_columns) matrix of zeros whose rows begin at multiples of 64 bytes, as do those after it.
+    """Return a (num_rows, num_columns) matrix of zeros whose rows begin and end, with gaps, at multiples of 64 bytes.
 
-    The gaps are zeros too: they reach files, and optimizers step them.
+    The gaps are zeros, too, because they are written to files, and optimizers step them.
     """
     unit = ALIGNMENT // dtype.itemsize
     pitch = -(-num_columns // unit) * unit
@@ -169,7 +170,7 @@ def matrix(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.de
 
 
 def with_gaps(rows: Tensor) -> Tensor:
-    """Return rows (R, P) of a `matrix` with the gaps behind them, dense (R, pitch); a single row (P,) as it is."""
+    """Return rows (R, P) of a `matrix` with the gaps behind them, dense (R, pitch); a single row (P,) unchanged."""
     if rows.dim() < 2:
         return rows
     return rows.as_strided((len(rows), rows.stride(0)), rows.stride())
@@ -192,7 +193,7 @@ def _check_trainable(trainable: Mapping[str, nn.Parameter]) -> None:
 
 
 def _check_present(model: nn.Module, device: torch.device) -> None:
-    """Raise a ValueError for tensors of a model that have no values, which only nodes on the meta device do without."""
+    """Raise a ValueError if tensors of a model have no values, unless the nodes are on the meta device."""
     there: dict[str, dict[str, Tensor]] = {
         "parameter": dict(model.named_parameters()),
         "buffer": dict(model.named_buffers()),
@@ -214,7 +215,7 @@ def _copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:
-        # The old ones of torch.nn.utils compute a weight before each call, and keep it as a plain attribute.
+        # Old parametrizations of torch.nn.utils compute a weight before each call, and keep it as a plain attribute.
         hooks = {path: hooks_of(m)["forward pre-hook"].values() for path, m in model.named_modules()}
         old = [path for path, own in hooks.items() for h in own if type(h).__name__ in ("WeightNorm", "SpectralNorm")]
         advice = (

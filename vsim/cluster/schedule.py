@@ -1,4 +1,4 @@
-"""Learning-rate schedules: torch's own, and the named warm-up with cosine annealing."""
+"""Learning-rate schedules: torch's schedulers, and the named schedules of warm-up and cosine annealing."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SCHEDULES = ("cosine", "lambda_cosine")
 def warmup_cosine(warmup_steps: int, cosine_anneal: bool, max_steps: int) -> Callable[[int], float]:
     """Return the factor on the peak learning rate at 0-based step s.
 
-    s / w while s < w; afterwards 1, or with `cosine_anneal` 0.1 + 0.45 · (1 + cos(π · (s − w) / (T − w))), held at
-    its last value from step T on.
+    The factor is s / w while s < w. Afterwards it is 1, or with `cosine_anneal`
+    0.1 + 0.45 · (1 + cos(π · (s − w) / (T − w))), which keeps its last value from step T on.
     """
 
     def factor(step: int) -> float:
@@ -40,10 +40,10 @@ class Schedule:
 
     Args:
         scheduler: a torch.optim.lr_scheduler class; "cosine" (warm-up, then cosine annealing) or "lambda_cosine" (the
-            same, annealing only if asked); or None.
-        kwargs: its arguments; for the named ones `warmup_steps`, `cosine_anneal`, `max_steps`.
-        warmup_steps, cosine_anneal, max_steps: the same for the named ones, outside of `kwargs`. Giving a warm-up or
-            annealing is enough to have the named schedule. `max_steps` None is the run's number of steps.
+            same, but annealing only with `cosine_anneal`); or None.
+        kwargs: the arguments of the scheduler; for named schedules `warmup_steps`, `cosine_anneal`, `max_steps`.
+        warmup_steps, cosine_anneal, max_steps: the arguments of named schedules, given outside of `kwargs`. A warm-up
+            or annealing alone selects the named schedule. max_steps=None is the run's number of steps.
 
     Raises:
         TypeError, ValueError: an argument would have no effect, is given twice or is out of range.
@@ -109,7 +109,7 @@ class Schedule:
             self._check_torchs(scheduler)
 
     def _check_torchs(self, scheduler: type[LRScheduler]) -> None:
-        """Take one step with one of torch's, so that its arguments are checked now."""
+        """Take one step with a scheduler of torch, to check its arguments now."""
         optimizer = without_compiler(torch.optim.SGD)([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
         try:
             own = scheduler(optimizer, **copy.deepcopy(self.kwargs))
@@ -121,7 +121,7 @@ class Schedule:
             raise kind(f"lr_scheduler {scheduler.__name__}({given}) is not possible: {error}") from error
 
     def horizon(self, max_steps: int) -> int | None:
-        """Return the steps that the schedule anneals over in a run of `max_steps` steps; None: it does not."""
+        """Return the number of steps over which the schedule anneals in a run of `max_steps` steps; None without it."""
         return (self.kwargs.get("max_steps") or max_steps) if self.named and self.kwargs["cosine_anneal"] else None
 
     def build(self, optimizer: StackedOptimizer, max_steps: int) -> list[LRScheduler]:

@@ -1,4 +1,4 @@
-"""The collectives where all nodes are rows of one tensor: reductions down the node dimension."""
+"""Collectives of nodes that are all rows of one tensor: reductions over the node dimension."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vsim.cluster.reductions import reduce_rows
 
 
 class StackedCollectives(Collectives):
-    """All nodes are rows of one tensor, so that a collective is a reduction over dim 0."""
+    """Collectives of nodes that are rows of one tensor; a collective is a reduction over dim 0."""
 
     def __init__(self, ledger: Ledger, active: Sequence[int] | None = None) -> None:
         super().__init__(ledger, range(ledger.num_nodes if active is None else len(active)), active)

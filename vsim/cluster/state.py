@@ -1,4 +1,4 @@
-"""State that lasts from step to step: declared where it is created, and saved with the run."""
+"""State that lasts from step to step; it is declared where it is created, and saved with the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class CheckpointError(ValueError):
 
 
 class Stateful:
-    """State that lasts from step to step, and is saved with a run. Base of strategies, modules, selectors, compressors.
+    """Base of strategies, modules, selectors and compressors, whose state lasts from step to step and is saved.
 
     State is declared when it is created, in the setup:
 
@@ -22,17 +22,19 @@ class Stateful:
 
     Both set the attributes, which may be set again later. `keep_client` is `keep_stacked` for rows that belong to
     clients of a population. A value is a tensor, a number, a text, a random generator (of torch, NumPy or Python), an
-    optimizer, or a list, tuple, dict or set of those; stacked, also a list with an item for each node held here. When a
-    run moves between the simulator and processes, a stacked value is cut or put together; a shared one must be equal.
+    optimizer, or a list, tuple, dict or set of these values. A stacked value may also be a list with an item for each
+    node held here. When a run moves between the simulator and processes, stacked values are cut or joined, and shared
+    values must be equal.
 
-    Other attributes are saved as they are. When a run moves, undeclared numbers move with it; another undeclared value
-    that has changed since the setup is a `CheckpointError` that asks for a declaration. Tensors and containers may be
-    made at any time; generators, optimizers, objects and views of the nodes' weights or gradients must be made in the
-    setup, for a run that resumes fills them. A value of another kind (an iterator, a file) is a `CheckpointError` when
-    the run starts to save; override `state_dict` and `load_state_dict` to say what the state is.
+    Other attributes are saved as they are. When a run moves, undeclared numbers move with it; any other undeclared
+    value that has changed since the setup raises a `CheckpointError` that asks for a declaration. Tensors and
+    containers may be made at any time. Generators, optimizers, objects and views of the nodes' weights or gradients
+    must be made in the setup, because a resumed run fills existing ones. A value of another kind (an iterator, a file)
+    raises a `CheckpointError` when the run starts to save; override `state_dict` and `load_state_dict` to define its
+    state.
 
     Attributes:
-        derived: names of attributes that follow from the rest, and are not saved.
+        derived: names of attributes that follow from the others, and are not saved.
         carried: names of shared attributes that a fork keeps, too.
     """
 
@@ -44,7 +46,7 @@ class Stateful:
         self._keep("shared", values)
 
     def keep_stacked(self, **values: Any) -> None:
-        """Set attributes that last from step to step, with a row, or an item of a list, for each node held here.
+        """Set attributes that last from step to step, with a row or a list item for each node held here.
 
         Raises:
             ValueError: a tensor has no dimension for the nodes.
@@ -55,10 +57,10 @@ class Stateful:
         self._keep("stacked", values)
 
     def keep_client(self, **tensors: Tensor) -> None:
-        """Set stacked tensors whose rows belong to the clients that the nodes are at the time.
+        """Set stacked tensors whose rows belong to the clients that the nodes currently serve.
 
-        Where nodes serve a population, a client's row is kept for the next round that it takes part in. The
-        tensors given here are the state of a client that has not taken part yet.
+        If nodes serve a population, a client's row is kept until the next round in which the client takes part. The
+        tensors given here are the state of clients that have not taken part yet.
         """
         self.keep_stacked(**tensors)
         vars(self).setdefault("_of_clients", set()).update(tensors)
@@ -68,25 +70,25 @@ class Stateful:
         vars(self).update(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return name → state; here all attributes but the derived ones."""
+        """Return name → state. Default: all attributes except the derived ones."""
         hidden = (*self.derived, "_placements", "_of_clients")
         return {name: value for name, value in vars(self).items() if name not in hidden}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. Called after the setup for a run; here it sets all attributes."""
+        """Restore the result of `state_dict`. Called after the setup for a run. Default: set all attributes."""
         for name in self.state_dict().keys() - state.keys():
             delattr(self, name)
         vars(self).update(state)
 
 
 def placements_of(value: Any) -> dict[str, str]:
-    """Return name → "stacked" or "shared", for the attributes that an object has declared."""
+    """Return name → "stacked" or "shared" for the declared attributes of an object."""
     declared: dict[str, str] = vars(value).get("_placements", {}) if isinstance(value, Stateful) else {}
     return declared
 
 
 def check_rows(value: Any, num_held: int) -> None:
-    """Raise a ValueError for a tensor that an object has declared as stacked, and that has not a row for each node."""
+    """Raise a ValueError if a tensor that is declared as stacked does not have a row for each node."""
     for name, placement in placements_of(value).items():
         tensor = vars(value).get(name)
         if placement == "stacked" and isinstance(tensor, Tensor) and len(tensor) != num_held:
@@ -113,6 +115,6 @@ def name_of(cls: type) -> str:
 
 
 def described(value: Any) -> str:
-    """Return what a function, class or other constant is, the same in every process."""
+    """Describe a function, class or other constant, identically in every process."""
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     return f"{getattr(value, '__module__', None) or ''}.{name}".lstrip(".") if name else str(value)

@@ -1,4 +1,4 @@
-"""A folder for the lasting state of clients, which belongs to one run at a time."""
+"""A folder for the lasting state of clients, used by one run at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ except ImportError:  # not on Windows
 class Store:
     """Tensors (N, …) in the files of a folder: `Sample(store=)`.
 
-    A run locks the folder while it trains, and leaves its name there, so that another run that has used the folder
-    since is noticed. Links are not followed.
+    A run locks the folder while it trains, and writes its name there, so that it notices if another run has used the
+    folder since. Links are not followed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,10 +30,10 @@ class Store:
         self._lock = -1
 
     def claim(self) -> None:
-        """Lock the folder for this run, and note that it is this run's.
+        """Lock the folder for this run, and write the run's name to it.
 
         Raises:
-            ValueError: another run is using it. OSError: it cannot be written to.
+            ValueError: another run is using the folder. OSError: the folder cannot be written to.
         """
         if self._lock >= 0:
             return
@@ -74,7 +74,7 @@ class Store:
     def tensor(self, name: str, population: int, like: Tensor) -> Tensor:
         """Return a tensor (N, *shape) in a file, with a row of the shape of `like` for every client.
 
-        The file's space is allocated now: a disk that is full later would end the process when it writes.
+        The file's space is allocated now, because a write to a full disk would later kill the process.
 
         Raises:
             OSError: there is not enough room, or the path is a link.

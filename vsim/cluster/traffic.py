@@ -1,4 +1,4 @@
-"""The payloads that each node transmits in a collective, from which all wire bytes follow."""
+"""The payloads that each node transmits in a collective; all wire bytes follow from them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Traffic(NamedTuple):
     """The payloads that a group of n nodes hands in and transmits.
 
     Attributes:
-        handed: (n,) handed in by each node, by its place in the group. sent: (n,) transmitted by it.
-        busiest: transmitted by the node that transmits most. total: by all of them. Both are exact.
-        server: transmitted by the server, which is not a node.
-        is_even: whether all nodes of the group hand in as much, and transmit as much.
+        handed: (n,) payloads that each node hands in, by its place in the group. sent: (n,) payloads that it transmits.
+        busiest: payloads that the busiest node transmits. total: payloads that all nodes transmit. Both are exact.
+        server: payloads that the server transmits; it is not a node.
+        is_even: whether all nodes of the group hand in equally much, and transmit equally much.
     """
 
     handed: NDArray[np.float64]
@@ -31,17 +31,17 @@ class Traffic(NamedTuple):
     is_even: bool
 
 
-# What every node of a group of n transmits, and the last one, which in a chain passes no payload on.
+# Payloads that every node of a group of n transmits, and the last node, which in a chain passes none on.
 _Places = Callable[[int], tuple[Fraction, Fraction]]
 _ONCE = Fraction(1)
 _NONE = Fraction(0)
 _COLLECTIVES: dict[str, _Places] = {
-    # A ring [Patarasu and Yuan 2009]: payloads are passed on from neighbour to neighbour.
+    # A ring [Patarasu and Yuan 2009]: each node passes payloads on to its neighbour.
     "all_reduce": lambda n: (Fraction(2 * (n - 1), n),) * 2,
     "all_gather": lambda n: (Fraction(n - 1),) * 2,
     "reduce_scatter": lambda n: (Fraction(n - 1, n),) * 2,
     "broadcast": lambda n: (_ONCE, _NONE),
-    # From one to another.
+    # From one node to another.
     "all_to_all": lambda n: (Fraction(n - 1, n),) * 2,
     "send": lambda n: (_ONCE, _NONE),
     "push": lambda n: (_ONCE, _ONCE),
@@ -51,12 +51,12 @@ _COLLECTIVES: dict[str, _Places] = {
 
 @lru_cache(maxsize=256)
 def traffic(collective: str, n: int) -> Traffic:
-    """Return what a group of `n` nodes transmits.
+    """Return the payloads that a group of `n` nodes transmits.
 
     Args:
-        collective: "all_reduce", "all_gather", "reduce_scatter", "broadcast" (from the first of the group),
-            "all_to_all" (a part to each), "send" (a pair, from its first to its second), "push" (each to a server) or
-            "pull" (each from a server).
+        collective: "all_reduce", "all_gather", "reduce_scatter", "broadcast" (from the first node of the group),
+            "all_to_all" (a part to each node), "send" (from the first node of a pair to the second), "push" (from each
+            node to a server) or "pull" (from a server to each node).
         n: at least 1.
 
     Raises:
