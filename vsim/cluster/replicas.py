@@ -137,7 +137,7 @@ class Replicas:
         return {c.name: matrix[..., c.start : c.stop].view((*lead, *c.shape)) for c in self.layout}
 
     def rows(self, start: int, stop: int, first_node: int | None = None) -> Replicas:
-        """Return rows start … stop − 1, which share memory with these. Nodes are numbered from `first_node`, if given."""
+        """Return rows start … stop − 1, which share memory with these; number nodes from `first_node`, if given."""
         return replace(
             self,
             weights=self.weights if self.shares_weights else self.weights[start:stop],

@@ -53,12 +53,12 @@ class ComparedRun:
     Attributes:
         model: the mean of the nodes' final models; None if the run did not end, or was read from a file.
         failure: why the run did not end, or "".
-        seed: of everything random in it.
-        error: what was raised, if the run failed.
+        seed: the seed of everything random in the run.
+        error: the error, if the run failed.
         callbacks: the run's own copies of the given ones.
-        diverged_at: the first step with a loss or weights that are not finite; None: there was none.
-        stopped_at: the step after which a sweep with `halving` took it out; None: it went on.
-        strategy: what trained; None if the run was read from a file.
+        diverged_at: the first step with a loss or weights that are not finite; None if there was none.
+        stopped_at: the step after which a sweep with `halving` stopped the run; None if it was not stopped.
+        strategy: the strategy; None if the run was read from a file.
     """
 
     history: History
@@ -73,22 +73,22 @@ class ComparedRun:
 
     @property
     def ledger(self) -> Ledger:
-        """What it communicated."""
+        """The ledger of the run's communication."""
         return self.history.ledger
 
     @property
     def ended(self) -> bool:
-        """Whether it got to its last step."""
+        """Whether the run reached its last step."""
         return not self.failure and self.stopped_at is None
 
     @property
     def failed(self) -> bool:
-        """Whether it diverged or raised; a run that was interrupted, or stopped by `halving`, has not."""
+        """Whether the run diverged or raised an error; interrupted runs and runs stopped by `halving` did not fail."""
         return bool(self.failure) and not self.failure.startswith("interrupted")
 
     @property
     def note(self) -> str:
-        """Why it did not get to its last step, or ""."""
+        """Why the run did not reach its last step, or ""."""
         return f"stopped after step {self.stopped_at}" if self.stopped_at is not None else self.failure
 
     def as_plain(self) -> dict[str, Any]:
@@ -112,15 +112,15 @@ _KINDS: dict[str, type[Comparison]] = {}  # kinds of comparisons by name, for fi
 
 
 class Comparison(Mapping[str, ComparedRun]):
-    """The runs of several strategies, by name. In a notebook it shows itself as a table and a figure.
+    """The runs of several strategies, by name. A notebook shows a comparison as a table and a figure.
 
-    Where every strategy ran with several seeds, `comparison[name]` is its run with the first of them and
-    `comparison.runs(name)` lists all; tables show mean ± standard deviation, and figures the mean and a band.
-    `comparison[["AllReduce", "DiLoCo"]]` is the comparison of these alone; they keep their colours.
+    With several seeds, `comparison[name]` is the strategy's run with the first seed, and `comparison.runs(name)` lists
+    all its runs; tables show mean ± standard deviation, and figures the mean and a band.
+    `comparison[["AllReduce", "DiLoCo"]]` is the comparison of these two strategies, which keep their colours.
 
     Attributes:
-        allreduce_bytes: what AllReduce would hand to its collectives in one step, per node: all gradients once.
-        network, compute: what hours are derived from where no others are given; None: nothing.
+        allreduce_bytes: bytes per node that AllReduce would hand to its collectives in one step: all gradients once.
+        network, compute: the default network and compute for deriving hours; None if there are none.
         tuned: name → the `Sweep` in which `tune=` found the strategy's settings; empty without it.
         calls: the calls or commands that trained it.
     """
@@ -161,7 +161,7 @@ class Comparison(Mapping[str, ComparedRun]):
 
     @property
     def num_nodes(self) -> int | None:
-        """K; None if it is not the same for all."""
+        """K; None if runs have different numbers of nodes."""
         numbers = {history.num_nodes for history in self._all_histories()}
         return numbers.pop() if len(numbers) == 1 else None
 
@@ -195,10 +195,10 @@ class Comparison(Mapping[str, ComparedRun]):
         return self._selected(left)
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """Return the same runs, some of them under other names: name → new name.
+        """Return the same runs, some of them renamed: name → new name.
 
         Raises:
-            TypeError: a name is not text. ValueError: there is no such name, or two runs would have the same.
+            TypeError: a name is not text. ValueError: there is no such name, or two strategies would have one name.
         """
         if not isinstance(names, Mapping) or not all(isinstance(one, str) and one.strip() for one in names.values()):
             raise TypeError(f"names must be a dict of name → new name, got {names!r}")
@@ -217,13 +217,13 @@ class Comparison(Mapping[str, ComparedRun]):
         return other
 
     def __or__(self, other: Comparison) -> Comparison:
-        """Return the runs of both. Of two with one name and seed keep the one that ended, or else the first.
+        """Return the runs of both comparisons. Of two runs with one name and seed, keep a run that ended, or the first.
 
-        Two sweeps over the same settings are a sweep again.
+        The union of two sweeps over the same settings is a sweep.
 
         Raises:
             ValueError: the runs are of different problems (model, data, nodes, steps, options), or one name has two
-                strategies. What differs is named. Or the hours of the two are derived from different networks.
+                strategies; the message names the differences. Or the two derive hours from different networks.
         """
         if not isinstance(other, Comparison):
             raise no_comparison("what a comparison is joined with", other)
@@ -266,10 +266,10 @@ class Comparison(Mapping[str, ComparedRun]):
         return Comparison(self.allreduce_bytes)
 
     def describe(self) -> Provenance:
-        """Return what was compared: strategies, model, data, options, versions, machine, date, call. It prints itself.
+        """Describe what was compared: strategies, model, data, options, versions, machine, date and call.
 
-        Options are listed where they are not `Trainer.fit`'s defaults. A comparison from a file that has no
-        configurations is described by its strategies and seeds alone.
+        Only options that differ from the defaults of `Trainer.fit` are listed. A comparison from a file without
+        configurations is described only by its strategies and seeds.
         """
         runs = {name: own[0].history.config.get("strategy", {}) for name, own in self._runs.items()}
         by_name = {name: [run.seed for run in own] for name, own in self._runs.items()}
@@ -280,13 +280,13 @@ class Comparison(Mapping[str, ComparedRun]):
         return described(calls, seeds, self.calls, configs)
 
     def _titles(self, name: str) -> dict[str, Any]:
-        """What a row of the table is called: column → text."""
+        """Return the titles of a row of the table: column → text."""
         chosen = {name: sweep._titles(sweep.best()) for name, sweep in self.tuned.items()}
         settings = dict.fromkeys(key for own in chosen.values() for key in own)
         return {"strategy": name, **{key: chosen.get(name, {}).get(key, "–") for key in settings}}
 
     def _titled_runs(self) -> Iterator[tuple[dict[str, Any], ComparedRun]]:
-        """All runs, with what their lines in files begin with: column → value."""
+        """Yield all runs, each with the first columns of its lines in files: column → value."""
         for name, runs in self._runs.items():
             for run in runs:
                 yield {"strategy": name, "seed": run.seed}, run
@@ -295,18 +295,18 @@ class Comparison(Mapping[str, ComparedRun]):
         return [run.history for runs in self._runs.values() for run in runs]
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a DataFrame with one row a strategy, seed and step: these two and the columns of `History`."""
+        """Return a DataFrame with a row per strategy, seed and step: strategy, seed and the columns of `History`."""
         import pandas as pd
 
         titled = list(self._titled_runs())
         titles = [title for own, _ in titled[:1] for title in own]
-        # Some strategies have columns of their own.
+        # Some strategies have their own columns.
         columns = dict.fromkeys(column for _, run in titled for column in run.history.columns)
         frames = [run.history.to_pandas().assign(**own) for own, run in titled]
         return pd.concat(frames, ignore_index=True)[[*titles, *columns]]
 
     def to_csv(self, path: str | Path) -> None:
-        """Write one line a strategy, seed and step, with the columns of `to_pandas`."""
+        """Write one line per strategy, seed and step, with the columns of `to_pandas`."""
         write_csv(path, self.to_pandas())
 
     def to_json(self, path: str | Path) -> None:
@@ -315,7 +315,7 @@ class Comparison(Mapping[str, ComparedRun]):
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
-        """Read what `to_json` wrote; the runs have no models.
+        """Read a file that `to_json` wrote; the runs have no models.
 
         Raises:
             ValueError: the file holds something else.
@@ -360,18 +360,18 @@ class Comparison(Mapping[str, ComparedRun]):
     ) -> Best:
         """Return the name of the strategy with the lowest loss, on average over the seeds.
 
-        The name shows itself as a sentence that names the runner-up, and says whether seeds tell the two apart.
+        The name is displayed as a sentence that names the runner-up, and says whether seeds tell the two apart.
 
         Args:
-            within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`: the loss of a run is then
-                that of the last step within all of them, on the line between measurements. Default: the final loss;
-                runs that diverged, failed or were stopped early count only where no other is left. Keys: "wire" and
-                "payload" bytes per node (of cohorts, per client in the mean), "time", "cost" in dollars, "step",
+            within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`. The loss of a run is then
+                the loss at the last step within all budgets, interpolated between measurements. Default: the final
+                loss; runs that diverged, failed or were stopped early count only if no other run is left. Keys: "wire"
+                and "payload" bytes per node (for cohorts, per client on average), "time", "cost" in dollars, "step",
                 "examples", "tokens".
-            network, compute: what "time" and "cost" follow from, see `vsim.timeline`; default: the comparison's.
+            network, compute: determine "time" and "cost", see `vsim.timeline`; default: the comparison's.
 
         Raises:
-            ValueError: all diverged or failed, no run has a loss within the budget, or a budget is of something else.
+            ValueError: all runs diverged or failed, no run has a loss within the budget, or a budget has another key.
             TypeError: "time" or "cost" without network and compute, or network and compute without them.
         """
         if within is not None:
@@ -406,7 +406,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return best_of(self._by_seed(loss), f"{said}, which no run uses up" if all(ends) else said)
 
     def _cost(self, history: History, of: str, priced: _Priced) -> NDArray[np.float64]:
-        """What a run has cost at every row, in bytes, seconds, dollars, or a column of the history."""
+        """Return the cost of a run up to every row, in bytes, seconds or dollars, or a column of the history."""
         if of in ("wire", "payload"):
             return history.bytes_per_node(of)
         if of not in ("time", "cost"):
@@ -421,14 +421,14 @@ class Comparison(Mapping[str, ComparedRun]):
         return taken * (timeline.dollars / timeline.seconds[-1])
 
     def pareto(self, cost: str = "wire", *, network: AnyNetwork = None, compute: AnyCompute = None) -> Front:
-        """Return which strategies no other one dominates: final loss against what the run cost.
+        """Return the strategies that no other strategy dominates in final loss and cost.
 
         Args:
             cost: "wire" or "payload" bytes per node, "time" on a network, or "cost" in dollars.
-            network, compute: what "time" and "cost" follow from, see `vsim.timeline`; default: the comparison's.
+            network, compute: determine "time" and "cost", see `vsim.timeline`; default: the comparison's.
 
         Returns:
-            A `Front`: a frame, and a figure. Runs that diverged have no loss, and are not on it.
+            A `Front`: a frame, and a figure. Runs that diverged have no loss, and are not on the front.
 
         Raises:
             ValueError: there is no such cost. TypeError: "time" or "cost" without network and compute.
@@ -463,8 +463,8 @@ class Comparison(Mapping[str, ComparedRun]):
     def steps_to(self, loss: float, of: str = "step") -> dict[str, list[float]]:
         """Return name → for each seed the first step with a validation loss of at most `loss`, NaN if there is none.
 
-        Between two measurements it is interpolated, and rounded up to a whole step. Without validation the loss is
-        that of the training batches.
+        The step is interpolated between two measurements, and rounded up to a whole step. Without validation, the
+        training loss is used.
 
         Args:
             loss: the target.
@@ -476,23 +476,23 @@ class Comparison(Mapping[str, ComparedRun]):
         }
 
     def _crossings(self, loss: float) -> dict[str, list[Crossing]]:
-        """Name → for each seed where the loss is reached."""
+        """Return name → for each seed, where the loss is reached."""
         column = self._loss_column
         return {name: [own.crossing(loss, column) for own in histories] for name, histories in self.histories.items()}
 
     def differences(self, to: str | None = None, of: str = "global_loss", level: float = 0.95) -> pd.DataFrame:
-        """Return how strategies differ from one of them in what they have at the end, paired by seed.
+        """Return how strategies differ from one of them in a column's last value, paired by seed.
 
         Args:
             to: the strategy to compare with; default: the best.
-            of: a column of `History`: its last value. A run that diverged has none.
-            level: of the intervals, in (0, 1).
+            of: a column of `History`, whose last value is compared. A run that diverged has no value.
+            level: the confidence level of the intervals, in (0, 1).
 
         Returns:
             A DataFrame `strategy, difference, low, high, p, seeds, seeds_needed`. difference: the strategy's mean minus
-            that of `to`, over common seeds. low, high: its interval, by Student's t. p: of the paired t-test, adjusted
-            by Holm over all strategies. seeds_needed: to find such a difference with a chance of 80 %, infinite for
-            none. With one seed there are no intervals, and no p.
+            the mean of `to`, over common seeds. low, high: the interval of the difference, by Student's t. p: of the
+            paired t-test, adjusted by Holm over all strategies. seeds_needed: the number of seeds that find such a
+            difference with a chance of 80 %, infinite if there is none. With one seed there are no intervals and no p.
 
         Raises:
             ValueError: there is no such strategy or column.
@@ -504,7 +504,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return pandas.DataFrame(differences(self._by_seed(lambda run: run.history.last(of)), to, level))
 
     def _by_seed(self, value: Callable[[ComparedRun], float]) -> dict[str, dict[int, float]]:
-        """Name → seed → a value of its run, NaN if it diverged."""
+        """Return name → seed → a value of the run, NaN if it diverged."""
         return {
             name: {run.seed: math.nan if run.diverged_at is not None else value(run) for run in runs}
             for name, runs in self._runs.items()
@@ -515,14 +515,15 @@ class Comparison(Mapping[str, ComparedRun]):
     ) -> str:
         """Return the strategy that reaches a loss within `hours` with the fewest bytes on the wire.
 
-        Of equal ones it is the first in the alphabet; a warning names strategies that validation cannot tell from it.
+        Of equal strategies, return the first in alphabetical order. A warning names strategies that validation cannot
+        tell apart from it.
 
         Args:
-            loss: the target, which every seed has to reach. hours: on this network; default: however long it takes.
+            loss: the target, which every seed must reach. hours: the limit on this network; default: no limit.
             network, compute: see `vsim.timeline`; default: the comparison's.
 
         Raises:
-            ValueError: none does. TypeError: hours need network and compute.
+            ValueError: no strategy reaches the loss. TypeError: hours need network and compute.
         """
         loss, hours = real_number("loss", loss), None if hours is None else real_number("hours", hours, above=0)
         priced = self._priced(network, compute) if hours is None else self._must_be_priced(network, compute)
@@ -563,17 +564,17 @@ class Comparison(Mapping[str, ComparedRun]):
         *,
         collective: str = "ring",
     ) -> Winners:
-        """Return which strategy reaches a loss first, over bandwidth and latency; it shows itself as a map.
+        """Return which strategy reaches a loss first, over bandwidth and latency; a notebook shows the result as a map.
 
-        Where strategies are tied it names all of them; see `Winners`. A warning says which `val_interval`
-        would settle it, if validation leaves more than a tenth of the map open.
+        Tied strategies are all named; see `Winners`. If validation leaves more than a tenth of the map open, a warning
+        names the `val_interval` that would settle it.
 
         Args:
-            loss: the target. A strategy takes the mean of its seeds, all of which have to reach it.
+            loss: the target. A strategy's time is the mean over its seeds, all of which must reach the loss.
             bandwidths: in bit/s or as text; default: 1 Mbit/s to 100 Gbit/s.
             latencies: in seconds or as text; default: 0.1 ms to 1 s.
-            compute: see `vsim.timeline`; default: that of the comparison.
-            collective: how collectives are made of messages, see `Network`.
+            compute: see `vsim.timeline`; default: the comparison's.
+            collective: the algorithm of collectives, see `Network`.
         """
         bits = ascending("bandwidths", bandwidths, BANDWIDTHS, bits_per_second)
         delays = ascending("latencies", latencies, LATENCIES, lambda name, one: seconds(name, one, at_least=0))
@@ -607,14 +608,15 @@ class Comparison(Mapping[str, ComparedRun]):
         bytes_per_parameter: int | None = None,
         strategies: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Return the same losses with the bytes and hours of a model of another size; titles say both sizes.
+        """Return the same losses with the bytes and hours of a model of another size; titles show both sizes.
 
-        A comparison of a small model says who needs how many steps. What these steps cost depends on the model that is
-        meant: each strategy's own code runs on tensors of that size without values, see `vsim.price`.
+        A comparison of a small model shows how many steps each strategy needs. The cost of these steps depends on the
+        size of the target model: each strategy's own code runs on tensors of that size without values, see
+        `vsim.price`.
 
         Args:
-            parameters, layers, model, bytes_per_parameter: of the model that is meant, see `vsim.price`.
-            strategies: name → strategy, of a comparison that was read from a file, which has no strategies.
+            parameters, layers, model, bytes_per_parameter: describe the target model, see `vsim.price`.
+            strategies: name → strategy, for a comparison that was read from a file, which has no strategies.
 
         Raises:
             ValueError: a strategy cannot be priced without training; or nodes took part in some of the steps only.
@@ -645,7 +647,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return other
 
     def _never(self, loss: float) -> dict[str, str]:
-        """Name → what is said of a strategy of which not every seed reaches the loss."""
+        """Return name → text for each strategy with a seed that does not reach the loss."""
         said = {}
         for name, steps in self._crossings(loss).items():
             reach = sum(not math.isnan(at.step) for at in steps)
@@ -654,7 +656,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return said
 
     def _priced(self, network: AnyNetwork, compute: AnyCompute) -> _Priced:
-        """What hours are derived from: what is given, or else the comparison's own; None: nothing."""
+        """Return the network and compute for deriving hours: the given ones, or else the comparison's; None without."""
         network = self.network if network is None else network
         compute = self.compute if compute is None else compute
         if network is None and compute is None:
@@ -667,21 +669,21 @@ class Comparison(Mapping[str, ComparedRun]):
     def rows(
         self, loss: float | None = None, network: AnyNetwork = None, compute: AnyCompute = None
     ) -> list[dict[str, Any]]:
-        """Return one dict a strategy: the columns of the table as numbers.
+        """Return one dict per strategy: the columns of the table as numbers.
 
-        Losses are the last measured: of the global model on the validation data, or without any, the mean training
-        loss of the last tenth of the run; NaN of a run that diverged. `times less than AllReduce` is what AllReduce
-        sends on the wire in as many steps over what this one did, NaN where nothing was sent. Of cohorts of clients,
-        bytes are means over all clients, next to the busiest client's and the server's, and a network's collectives go
-        through a server if its text names no other algorithm. Where a `client_val_dataset` was given, "client accuracy"
-        is the mean over the clients, next to their 10th percentile and the worst; without accuracies it is "client
-        loss", with the 90th percentile. With several seeds every number is the mean over those
-        whose runs ended (all, if none did), and where it is not the same for all,
-        "<column> std" follows: the standard deviation of the sample.
+        Losses are the last measured losses of the global model on the validation data or, without validation, the mean
+        training loss over the last tenth of the run; NaN for a run that diverged. `times less than AllReduce` is the
+        bytes that AllReduce sends on the wire in as many steps, divided by this strategy's bytes; NaN if nothing was
+        sent. For cohorts of clients, bytes are means over all clients, next to the busiest client's and the server's,
+        and a network's collectives go through a server unless its text names another algorithm. With a
+        `client_val_dataset`, "client accuracy" is the mean over the clients, next to their 10th percentile and the
+        worst client; without accuracies, "client loss" with the 90th percentile. With several seeds, every number is
+        the mean over the runs that ended (over all runs, if none ended); if the runs differ, "<column> std" follows,
+        the standard deviation of the sample.
 
         Args:
-            loss: adds the steps and the bytes on the wire to this loss, see `steps_to`; NaN if a run never has it.
-            network, compute: add the hours that the run would take, the share of them in which nodes compute, and the
+            loss: adds the steps and the bytes on the wire to this loss, see `steps_to`; NaN if a run never reaches it.
+            network, compute: add the hours that the run would take, the share of hours in which nodes compute, and the
                 hours to `loss`; see `vsim.timeline`; default: the comparison's.
         """
         rows, priced = [], self._priced(network, compute)
@@ -713,13 +715,13 @@ class Comparison(Mapping[str, ComparedRun]):
 
         Args:
             format: one of tabulate's: "simple", "github", "html", "latex", "latex_booktabs", …
-            columns: of `rows`, those to show, in this order.
-            digits: after the point, for all columns or by column.
-            loss: adds what it took to reach this loss; see `rows`. A strategy that never does is said so.
+            columns: the columns of `rows` to show, in this order.
+            digits: digits after the point, for all columns or by column.
+            loss: adds the cost of reaching this loss, see `rows`; marks strategies that never reach it.
             network, compute: add hours; see `rows`.
 
         A † marks losses that do not differ significantly from the best: their p in `differences` is above 0.05. LaTeX
-        sets the best in bold. With one seed a line below says that there is no interval.
+        sets the best in bold. With one seed, a line below says that there is no interval.
 
         Raises:
             ValueError: there is no such column.
@@ -759,13 +761,13 @@ class Comparison(Mapping[str, ComparedRun]):
         """Draw the loss of every strategy.
 
         Args:
-            x: against "step", "examples", "tokens"; "round", of a run with `participation`; "payload" or "wire", bytes
-                per node, of cohorts per client in the mean, on a logarithmic axis; "time" on a network; or "seconds" of
+            x: "step", "examples" or "tokens"; "round", for runs with `participation`; "payload" or "wire", bytes per
+                node (for cohorts, per client on average) on a logarithmic axis; "time" on a network; or "seconds" of
                 the simulation.
             y: a column of `History`; default the global validation loss, or the training loss without validation.
-            ax: where; default a new figure.
+            ax: the axes to draw on; default: a new figure.
             logy: whether y is logarithmic, too.
-            network, compute: what "time" follows from, see `vsim.timeline`; default: the comparison's.
+            network, compute: determine "time", see `vsim.timeline`; default: the comparison's.
         """
         axis = self._x_axis(x, network, compute)
         return bands(self._drawn(), axis, y or self._loss_column, ax, True, self._looks(), self._diverged(), logy)
@@ -786,18 +788,18 @@ class Comparison(Mapping[str, ComparedRun]):
         compute: AnyCompute = None,
         title: str | None = None,
     ) -> Report | Path:
-        """Write a page whose sliders set bandwidth, latency, seconds a step, size of the model and price of a node.
+        """Write a page whose sliders set bandwidth, latency, seconds per step, model size and price of a node.
 
-        It is one HTML file, which a browser opens without a network: curves, the table, the map of winners, and the
-        loss for its cost, computed again as a slider moves.
+        The page is one HTML file, which a browser opens without a network. It shows curves, the table, the map of
+        winners, and loss against cost, all updated when a slider moves.
 
         Args:
-            path: of the file. Default: none is written, and a notebook shows the page.
-            network, compute: where the sliders stand at first; default: the comparison's, or else 1 Gbit/s, 20 ms, 1 s.
-            title: of the page.
+            path: the path of the file. Default: write no file, and let a notebook show the page.
+            network, compute: initial values of the sliders; default: the comparison's, or else 1 Gbit/s, 20 ms, 1 s.
+            title: the title of the page.
 
         Returns:
-            The path; without one the page, a `Report`.
+            The path; without a path, the page as a `Report`.
 
         Raises:
             ValueError: there is no run, or the network or compute has another number of nodes.
@@ -827,14 +829,14 @@ class Comparison(Mapping[str, ComparedRun]):
     ) -> PaperFigure:
         """Return the figure of two panels: loss against step, and against bytes on the wire.
 
-        Its `save(path)` writes a PDF, PNG or SVG as a paper wants it.
+        The figure's `save(path)` writes a PDF, PNG or SVG in the style of a paper.
 
         Args:
-            title: what stands above, default nodes and size; "": nothing, as for a paper.
+            title: the title; default: nodes and size; "" for no title, as in a paper.
             strategies: names to draw, default all.
             x, network, compute: of the first panel, see `plot`.
             logy: whether the loss is on a logarithmic axis.
-            width: in inches, of a page (6.8) or of a column (3.3), where the panels stand one below the other.
+            width: in inches; the width of a page (6.8), or of a column (3.3), in which the panels are stacked.
         """
         if strategies is not None and not isinstance(strategies, list):
             raise TypeError(f"strategies must be a list of names, got {strategies!r}")
@@ -890,7 +892,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return numbers
 
     def _on_clients(self, run: ComparedRun) -> dict[str, float]:
-        """The columns of what the global model does on the data of each client, none if that was not measured."""
+        """Return the columns on the global model's performance on each client's data; empty if it was not measured."""
         history = run.history
         measured = frozenset().union(*(one.measured_on_clients for one in self._all_histories()))
         if "accuracies" in measured:
@@ -918,7 +920,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return float(losses[-max(1, len(losses) // 10) :].mean()) if len(losses) else math.nan
 
     def _rank(self, name: str) -> tuple[int, float, float]:
-        """Sort key, the best first: ended runs by loss, then stopped and failed ones, the latest first."""
+        """Return a sort key, the best first: ended runs by loss, then stopped and failed runs, the latest first."""
         runs = self._runs[name]
         loss = statistics.fmean(map(self._loss, runs))
         steps = min(run.history.last("step") if len(run.history) else 0.0 for run in runs)
@@ -930,7 +932,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return {name: [run.history for run in _sound(runs)] for name, runs in self._runs.items()}
 
     def _diverged(self) -> dict[str, str]:
-        """Name → "diverged at step 4" for those all of whose runs did."""
+        """Return name → "diverged at step 4" for strategies all of whose runs diverged."""
         said = {}
         for name, runs in self._runs.items():
             steps = sorted(run.diverged_at for run in runs if run.diverged_at is not None)
@@ -944,7 +946,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return Looks(looks.by_name) if len(self) <= MANY else looks
 
     def _note(self, name: str) -> str:
-        """Why runs did not end, if some did not."""
+        """Return why some runs did not end, or ""."""
         runs = self._runs[name]
         notes = {run.seed: run.note for run in runs if run.note}
         if len(notes) == len(runs) and len(set(notes.values())) == 1:
@@ -991,7 +993,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return f", {_size(self.allreduce_bytes)} of weights\n(losses of {_size(self._measured_bytes)})"
 
     def _pictures(self) -> dict[str, Figure]:
-        """What a notebook shows below the table: what it is → figure."""
+        """Return the figures that a notebook shows below the table, by title."""
         return {f"loss against step and bytes of {', '.join(self)}": self.figure()}
 
     def _repr_html_(self) -> str:
@@ -1027,5 +1029,5 @@ def _size(num_bytes: float) -> str:
 
 
 def _sound(runs: list[ComparedRun]) -> list[ComparedRun]:
-    """The runs that did not fail, or all if all did."""
+    """Return the runs that did not fail, or all runs if all failed."""
     return [run for run in runs if not run.failure] or runs

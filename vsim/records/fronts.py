@@ -1,4 +1,4 @@
-"""Loss against what it costs: the runs that no other run dominates, and the best run within a budget."""
+"""Loss against cost: the runs that no other run dominates, and the best run within a budget."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 class Cost(NamedTuple):
-    """Something that training costs: the column of a front, how the figure calls it, and its unit in the column."""
+    """A cost of training: the column of a front, its name in the figure, and the unit of the column."""
 
     column: str
     label: str
@@ -40,7 +40,7 @@ COSTS = {
     "time": Cost("hours", "hours on the network", 3600.0),
     "cost": Cost("dollars", "dollars", 1.0),
 }
-# What a budget may be of: costs, and columns of a history.
+# Keys of budgets: costs, and columns of a history.
 BUDGETS = (*COSTS, "step", "examples", "tokens")
 
 
@@ -51,7 +51,7 @@ def amount(of: str, value: Any) -> float:
     (2000000000.0, 36000.0, 40.0)
 
     Raises:
-        TypeError: it is neither a number nor text. ValueError: it is below 0, or text of another form.
+        TypeError: the value is neither a number nor text. ValueError: it is below 0, or text of another form.
     """
     one_of("a budget", of, BUDGETS)
     where = f"within[{of!r}]"
@@ -79,11 +79,11 @@ _TEXTS = {
 
 
 class Best(str):
-    """The name of a strategy, and how sure it is that no other is better. It is text, and shows itself as a sentence.
+    """The name of the best strategy, as text that is displayed as a sentence on how certain the result is.
 
     Attributes:
-        loss: its loss, the mean over the seeds. within: what the budget was, as text; "": there was none.
-        runner_up: the next best strategy, "" without any; runner_up_loss: its loss.
+        loss: the strategy's loss, averaged over the seeds. within: the budget as text; "" without one.
+        runner_up: the next best strategy, "" if there is none. runner_up_loss: its loss.
         p: of the paired t-test between the two, adjusted by Holm over all strategies; NaN with fewer than two common
             seeds.
     """
@@ -96,7 +96,7 @@ class Best(str):
 
     @property
     def certain(self) -> bool | None:
-        """Whether seeds tell it from the runner-up (p ≤ 0.05); None: fewer than two common seeds cannot tell."""
+        """Whether seeds tell the two apart (p ≤ 0.05); None with fewer than two common seeds."""
         return None if math.isnan(self.p) else self.p <= 0.05
 
     def __repr__(self) -> str:
@@ -112,13 +112,13 @@ class Best(str):
 
 
 def best_of(values: Mapping[str, Mapping[int, float]], within: str = "") -> Best:
-    """Return the strategy of the lowest mean value.
+    """Return the strategy with the lowest mean value.
 
     Args:
-        values: strategy → seed → value, NaN for a run that has none. within: the budget, as text.
+        values: strategy → seed → value, NaN for a run without a value. within: the budget, as text.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no strategy has a value.
     """
     means = {name: float(np.mean(list(own.values()))) for name, own in sorted(values.items()) if own}
     means = {name: mean for name, mean in means.items() if math.isfinite(mean)}
@@ -136,14 +136,14 @@ def best_of(values: Mapping[str, Mapping[int, float]], within: str = "") -> Best
 
 
 def loss_within(steps: Floats, losses: Floats, costs: Sequence[tuple[Floats, float]]) -> float:
-    """Return the loss at the last step whose costs are within their budgets, on the line between measurements.
+    """Return the loss at the last step whose costs are within their budgets, interpolated between measurements.
 
     Args:
-        steps: (T,) of every row. losses: (T,) NaN where not measured.
-        costs: (T,) of every row, none of which falls, and the budget of it.
+        steps: (T,) of every row. losses: (T,) of every row, NaN where not measured.
+        costs: pairs of a non-decreasing cost (T,) of every row, and its budget.
 
     Returns:
-        NaN if no row is within, or nothing was measured by then.
+        The loss; NaN if no row is within the budgets, or no loss was measured by then.
     """
     rows = min((int(np.searchsorted(own, most * (1 + 1e-12), "right")) for own, most in costs), default=len(steps))
     known = ~np.isnan(losses)
@@ -154,15 +154,15 @@ def loss_within(steps: Floats, losses: Floats, costs: Sequence[tuple[Floats, flo
 
 @dataclass(frozen=True, repr=False)
 class Front:
-    """Loss against what it costs, at the end of each strategy's runs. In a notebook it shows itself as a figure.
+    """Loss against cost at the end of each strategy's runs. A notebook shows it as a figure.
 
-    A run is on the front if no other has a loss that is as low and a cost that is as low, and one of them lower.
+    A run is on the front unless another run is at least as good in both loss and cost, and better in one of them.
 
     Attributes:
         cost: "wire", "payload", "time" or "cost".
         frame: strategy, the cost, loss (means over the seeds), low and high (the 95 % interval of the loss by Student's
             t; with one seed, by its standard error over the validation examples), seeds, front, dominated_by.
-        looks: of the strategies, by name. loss: which loss it is. per: whose bytes they are, a node's or a client's.
+        looks: of the strategies, by name. loss: which loss is shown. per: whether bytes are per node or per client.
     """
 
     cost: str
@@ -236,7 +236,7 @@ _NAMED = 12  # strategies that a legend names
 
 
 def dominating(costs: Sequence[float], losses: Sequence[float]) -> list[int | None]:
-    """Return for each run the place of one that dominates it, the best of them; None: none does.
+    """Return for each run the index of the best run that dominates it, or None.
 
     >>> dominating([1.0, 2.0, 2.0, 3.0], [3.0, 2.0, 2.5, 2.0])
     [None, None, 1, 1]

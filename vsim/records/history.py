@@ -1,4 +1,4 @@
-"""The record of a run: columns with one value a step, its configuration, and what it communicated."""
+"""The record of a run: columns with one value per step, its configuration, and its communication."""
 
 from __future__ import annotations
 
@@ -31,43 +31,43 @@ COLUMNS = (
     *("step", "examples", "tokens", "train_loss", "lr", "payload_bytes", "wire_bytes"),
     *("seconds", "validation_seconds", "memory_bytes", *VALIDATED, *SPREAD),
 )
-# What a column says of the machine, not of the training: it differs from run to run.
+# Columns about the machine, not the training; they differ from run to run.
 _MOST_NEW_ROWS = 64
 OF_THE_MACHINE = ("seconds", "validation_seconds", "memory_bytes")
 
 
 class History:
-    """One row a step, the first for step 0, before training. Values not measured at a step are NaN.
+    """One row per step, the first for step 0, before training. Values not measured at a step are NaN.
 
     Columns:
         step: completed optimizer steps. examples: examples that all nodes have trained on so far.
-        tokens: token ids that they have trained on so far, where batches hold token ids; see
+        tokens: token ids that all nodes have trained on so far, if batches hold token ids; see
             `vsim.data.batches.sizes_of`.
-        train_loss: mean over the nodes of the loss of their batches at this step. lr: the inner learning rate used.
-        payload_bytes, wire_bytes: communicated so far, by the node that has most.
-        seconds: wall-clock time of training so far. validation_seconds: of validation, which is not in `seconds`.
-        memory_bytes: what the training process (that of node 0, with one for each) holds of its device's memory, the
-            resident set on the CPU; read at most every 50 ms.
-        local_loss: validation loss of node 0. global_loss: of the global model: the strategy's own (DiLoCo's outer
-            weights), or the mean replica. average_loss: of the mean replica.
+        train_loss: mean over the nodes of the losses of their batches at this step. lr: the inner learning rate used.
+        payload_bytes, wire_bytes: bytes communicated so far by the node with the most.
+        seconds: wall-clock time of training so far. validation_seconds: time of validation, which is not in `seconds`.
+        memory_bytes: device memory that the training process holds (with a process per node, node 0's process); on the
+            CPU, the resident set. It is read at most every 50 ms.
+        local_loss: validation loss of node 0. global_loss: validation loss of the global model, which is the strategy's
+            own (DiLoCo's outer weights) or the mean replica. average_loss: validation loss of the mean replica.
         node_loss_min, node_loss_max, node_loss_std: over the validation losses of all nodes.
-        local_accuracy, global_accuracy: validation accuracy of node 0 and of the global model, where known.
-        global_loss_se: standard error of global_loss over the validation examples; at the last step, and wherever all
-            of `val_examples` are used. NaN if the loss is not a mean over examples.
+        local_accuracy, global_accuracy: validation accuracy of node 0 and of the global model, if known.
+        global_loss_se: standard error of global_loss over the validation examples, at the last step and wherever all
+            examples are used. NaN if the loss is not a mean over examples.
         val_examples: validation examples used. val_total: validation examples in the dataset.
         divergence: root mean square distance of the replicas from their mean, relative to the mean's length.
         correlation: mean Pearson correlation of the weights over pairs of nodes.
-        Beside these, the `metrics` of `fit` by their names: of the global model; and what a strategy measures, such as
+        In addition, the `metrics` of `fit` by their names, measured on the global model, and a strategy's own columns:
             epsilon: the privacy that `DPFedAvgStrategy` has spent.
-            clock_seconds: virtual time of an asynchronous run; its training losses are of the workers' last local
-            steps. compute_seconds: what a node had computed until then, in the mean of the nodes.
+            clock_seconds: virtual time of an asynchronous run, whose training losses are of the workers' last local
+            steps. compute_seconds: compute time of a node until then, averaged over the nodes.
 
     Attributes:
-        ledger: what was communicated; see `Ledger`.
-        config: the configuration: every argument of `fit`, model, data, versions, machine and date, as JSON can hold
-            them; see `vsim.training.configuration`. Empty until the run ends.
-        executor: what computed the gradients of the last step. executor_reason: why that.
-        minibatch_size: examples a node at once; None: the whole batch.
+        ledger: the record of communication; see `Ledger`.
+        config: the configuration as JSON: every argument of `fit`, model, data, versions, machine and date; see
+            `vsim.training.configuration`. Empty until the run ends.
+        executor: the executor of the last step. executor_reason: why it was chosen.
+        minibatch_size: examples per node at once; None: the whole batch.
 
     `history["train_loss"]` is a column as a numpy array of float64. `node_losses` is (T, K), row t − 1 for step t.
     `client_val_losses` and `client_val_accuracies` are (N,): the global model after the last step, measured on
@@ -85,15 +85,15 @@ class History:
         self._table: dict[str, list[float]] = {name: [] for name in COLUMNS}
         self._losses: list[NDArray[np.float64]] = []
         self._client_val: dict[str, list[float]] = {}
-        self._new: list[tuple[Mapping[str, float], Sequence[float] | None]] = []  # rows that are not in these yet
+        self._new: list[tuple[Mapping[str, float], Sequence[float] | None]] = []  # rows that are not in the columns yet
 
     def append(self, row: Mapping[str, float], node_losses: Sequence[float] | None = None) -> None:
         """Add the row of a step; `node_losses` (K,) are its training losses, absent for step 0.
 
-        Both are kept as they are until they are read or are many, so that training does not wait for columns.
+        Rows are converted to columns only when they are read or become many, so that training does not wait for it.
         """
         self._new.append((row, node_losses))
-        self._client_val = {}  # of a run that continues
+        self._client_val = {}  # outdated if the run continues
         self.ledger.steps = int(row["step"])
         if len(self._new) >= _MOST_NEW_ROWS:
             self._take_in()
@@ -126,7 +126,7 @@ class History:
         return self._losses
 
     def with_ledger(self, ledger: Ledger) -> History:
-        """Return the same losses with what another ledger sent, up to the last step of this record."""
+        """Return the same losses with the communication of another ledger, up to the last step of this record."""
         history = copy.copy(self)
         history._table = {name: list(column) for name, column in self._columns.items()}
         history.ledger = Ledger(ledger.num_nodes)
@@ -175,13 +175,13 @@ class History:
             means = np.divide(sums, counts, out=np.full(len(sums), math.nan), where=counts > 0)
             if len(means) == len(own):
                 own[:] = means
-            else:  # of a cohort, in the order of its clients
+            else:  # a cohort's losses are in the order of its clients
                 own[list(segment.nodes)] = means[: len(segment.nodes)]
         return found
 
     @property
     def measured_on_clients(self) -> frozenset[str]:
-        """What was measured on each client's own data: "losses", "accuracies", both or nothing."""
+        """The quantities measured on each client's own data: "losses", "accuracies", both or none."""
         return frozenset(name for name, values in self._client_val.items() if values)
 
     @property
@@ -196,13 +196,14 @@ class History:
 
     @property
     def is_of_cohorts(self) -> bool:
-        """Whether its nodes served a larger population of clients."""
+        """Whether the nodes served a larger population of clients."""
         return self.ledger.num_nodes > self.num_nodes
 
     def bytes_per_node(self, way: str) -> NDArray[np.float64]:
-        """Return the bytes that a node has communicated until every row, as tables and figures say them.
+        """Return the bytes that a node has communicated up to every row, as shown in tables and figures.
 
-        That of the node that has most; of cohorts the mean over all clients, which does not depend on the draw.
+        These are the bytes of the node with the most. For cohorts, they are the mean over all clients, which does not
+        depend on the draw of clients.
 
         Args:
             way: "payload" or "wire".
@@ -221,7 +222,7 @@ class History:
         return np.asarray(self._columns[column])
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """Return a column, all NaN where this run has none of that name."""
+        """Return a column; all NaN if this run has no column of that name."""
         return self[name] if name in self._columns else np.full(len(self), math.nan)
 
     def __len__(self) -> int:
@@ -269,7 +270,7 @@ class History:
         return crossing(steps, losses, real_number("loss", loss))
 
     def at_step(self, step: float, column: str) -> float:
-        """Return the first value of a column that was measured at a step or after it; NaN if there is none."""
+        """Return the first value of a column measured at or after a step; NaN if there is none."""
         steps, values = self.measured("step", column)
         place = int(np.searchsorted(steps, step)) if not math.isnan(step) else len(steps)
         return float(values[place]) if place < len(values) else math.nan
@@ -277,17 +278,17 @@ class History:
     def time(
         self, network: Network | str | float | None = None, compute: Compute | float | str | None = None
     ) -> Timeline:
-        """Return when this run would have done its steps on a network; see `vsim.timeline`."""
+        """Return when this run would have completed its steps on a network; see `vsim.timeline`."""
         return timeline(self, network, compute)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a DataFrame with one row a step."""
+        """Return a DataFrame with one row per step."""
         import pandas as pd  # here and elsewhere, as it takes half a second to load
 
         return pd.DataFrame(self._columns).astype({"step": int, "examples": int})
 
     def to_csv(self, path: str | Path) -> None:
-        """Write one line a step; what was not measured is an empty field."""
+        """Write one line per step; values that were not measured are empty fields."""
         write_csv(path, self.to_pandas())
 
     def to_json(self, path: str | Path) -> None:
@@ -296,7 +297,7 @@ class History:
 
     @classmethod
     def from_json(cls, path: str | Path) -> History:
-        """Read what `to_json` wrote.
+        """Read a file that `to_json` wrote.
 
         Raises:
             ValueError: the file holds something else.
@@ -323,7 +324,7 @@ class History:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> History:
-        """Make the history that `as_plain` was of. A column that is missing there is NaN."""
+        """Restore the history from the output of `as_plain`. A missing column becomes NaN."""
         history = cls(plain["strategy"], plain["num_nodes"], plain.get("population"))
         history.executor, history.executor_reason = plain["executor"], plain.get("executor_reason", "")
         history.minibatch_size, history.config = plain.get("minibatch_size"), dict(plain.get("config", {}))
@@ -365,7 +366,7 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: str | Path, what: str, keys: Iterable[str]) -> dict[str, Any]:
-    """Read a dict that has these keys; raise a ValueError that says what was expected otherwise."""
+    """Read a dict that has these keys; otherwise raise a ValueError that names the expected content."""
     with open(file_path(path), encoding="utf-8") as file:
         try:
             content = json.load(file)
@@ -385,7 +386,7 @@ def file_path(path: str | Path) -> Path:
 
 @contextmanager
 def holding_a_record(path: str | Path, what: str) -> Iterator[None]:
-    """Turn what goes wrong where the contents of a file are of another form into a ValueError that names the file."""
+    """Convert errors in a block that reads a file of another form to a ValueError that names the file."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -394,7 +395,7 @@ def holding_a_record(path: str | Path, what: str) -> Iterator[None]:
 
 
 def _plain(value: float) -> float | str | None:
-    """NaN as null; the infinities, which JSON has no number for, as text."""
+    """Return NaN as None, and infinities as text, because JSON has no such numbers."""
     if math.isnan(value):
         return None
     if math.isinf(value):

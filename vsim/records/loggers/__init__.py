@@ -1,8 +1,8 @@
 """Loggers: a run's record in files, on Weights & Biases, in TensorBoard, or where a user's own logger puts it.
 
-A logger is any object with the four methods of `Logger`. `RunLog` drives the loggers of a run: it decides what is
-logged and when, and sees to it that a logger neither changes what is trained nor ends the run. Users import from
-`vsim.logger`, as they do from EXO Gym.
+A logger is any object with the four methods of `Logger`. `RunLog` calls the loggers of a run. It decides which rows are
+logged, and ensures that a logger neither changes training nor ends the run. Users import from `vsim.logger`, as from
+EXO Gym.
 """
 
 from vsim.records.loggers.base import Logger, check_run_name, date_and_time, folder_name

@@ -1,4 +1,4 @@
-"""The protocol of loggers, the rows that they get, and the folders that runs are logged to."""
+"""The protocol of loggers, the rows that loggers get, and the folders that runs are logged to."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vsim.records.history import COLUMNS
 
 @runtime_checkable
 class Logger(Protocol):
-    """The methods of a logger. Write your own with these; it need not inherit from this class.
+    """The methods of a logger. Your own logger needs these methods, but need not inherit from this class.
 
-    Calls come in this order, all in the process that called `fit`: `start`, then rows, then `finish`, which comes
-    however the run ended. An error in `start` ends the run before its first step; one in a later call is a warning, and
-    that logger gets no more rows.
+    All calls come in the process that called `fit`: first `start`, then rows, then `finish`, however the run ended. An
+    error in `start` ends the run before its first step. An error in a later call becomes a warning, and the logger gets
+    no more rows.
 
     Example:
         >>> class Printer:
@@ -47,18 +47,18 @@ class Logger(Protocol):
         """Begin a run.
 
         Args:
-            config: the configuration, of values that JSON can hold: the arguments of `fit` by their names (among them
-                `run_name` and `log_x_axis`, None where not given), `total_steps`, `model`, `train_dataset`, `versions`.
+            config: the configuration, as values for JSON: the arguments of `fit` by name (including `run_name` and
+                `log_x_axis`, None if not given), `total_steps`, `model`, `train_dataset`, `versions`.
         """
 
     def log_train(self, row: Row) -> None:
-        """Take a training step's numbers: the columns of `train_row`, NaN where not known."""
+        """Log the numbers of a training step: the columns of `train_row`, NaN where unknown."""
 
     def log_validation(self, row: Row) -> None:
-        """Take a validation's numbers: the columns of `validation_row`."""
+        """Log the numbers of a validation: the columns of `validation_row`."""
 
     def finish(self, failure: str) -> None:
-        """End the run; `failure` says why it did not get to its end, or is empty."""
+        """End the run; `failure` says why it did not reach its end, or is empty."""
 
 
 Row = Mapping[str, float]
@@ -160,7 +160,7 @@ def date_and_time() -> str:
 
 
 def folder_name(label: str) -> str:
-    """Return a label as every file system takes it for a name.
+    """Return a label as a name that every file system accepts.
 
     >>> folder_name("diloco:H=50,outer_lr=0.7")
     'diloco_H=50,outer_lr=0.7'
@@ -169,11 +169,11 @@ def folder_name(label: str) -> str:
 
 
 def free_folders(log_dir: Path, run_name: str | None, *patterns: str) -> Iterator[Path]:
-    """Yield folders for a run, made if need be: `<log_dir>/<run_name>`, then those with a number.
+    """Yield folders for a run, and make them if needed: `<log_dir>/<run_name>`, then numbered ones.
 
     Args:
         log_dir: the folder of all runs. run_name: None for the date and time.
-        patterns: a folder with a file that fits one of them holds a run already and is left out.
+        patterns: patterns of files; a folder with a matching file holds a run already, and is skipped.
     """
     name = date_and_time() if run_name is None else run_name
     for number in itertools.count(1):

@@ -17,15 +17,15 @@ from vsim.records.loggers.base import Row, free_folders, log_folder
 class CSVLogger:
     """Files in `<log_dir>/<run_name>/`: `train.csv`, `validation.csv` and `config.json`.
 
-    Every row is in its file as soon as it is logged, so that an interrupted run, or one that was killed, keeps its
-    files. Missing values are empty fields. A folder that holds a run already is left alone: the new run then
-    gets a number (`<run_name>-2`), and a warning says so. Without a run name the date and time are the name.
+    Every row is written to its file when it is logged, so that an interrupted or killed run keeps its files. Missing
+    values are empty fields. A folder that already holds a run is not touched: the new run gets a number
+    (`<run_name>-2`), and a warning says so. Without a run name, the date and time are the name.
 
     Args:
-        log_dir: the folder of all runs; made if it is not there.
+        log_dir: the folder of all runs; made if needed.
 
     Attributes:
-        folder: that of the last run.
+        folder: the folder of the last run.
     """
 
     def __init__(self, log_dir: str | Path = "logs") -> None:
@@ -38,7 +38,7 @@ class CSVLogger:
         self.finish("")
         text = json.dumps(config, indent=2, allow_nan=False) + "\n"
         for folder in free_folders(self.log_dir, config.get("run_name"), "*.csv", "config.json"):
-            # "x": of several runs that start at once, one gets the folder.
+            # Open with "x", so that only one of several runs that start at once gets the folder.
             with suppress(FileExistsError), (folder / "config.json").open("x", encoding="utf-8") as file:
                 file.write(text)
                 self.folder = folder

@@ -1,4 +1,4 @@
-"""The loggers of a run: which ones, what they get and when, and how the run survives one that fails."""
+"""Choose the loggers of a run, pass rows to them, and continue the run if a logger fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_loggers(
     """Return the loggers that these arguments of `fit` ask for, checked.
 
     Raises:
-        TypeError: something is not a logger, or has no effect.
+        TypeError: an argument is not a logger, or has no effect.
         ValueError: `run_name` or `log_x_axis` is not allowed.
     """
     loggers: list[Any] = []
@@ -51,7 +51,7 @@ def run_loggers(
 
 
 def for_one_run(logger: Logger | Sequence[Logger] | None) -> list[Logger] | None:
-    """Return the loggers of one run of several at the same time: vsim's own are copied, a user's own hears all runs."""
+    """Return the loggers of one of several simultaneous runs: vsim's loggers are copied; a user's logger is shared."""
     if logger is None:
         return None
     loggers: Sequence[Any] = logger if isinstance(logger, (list, tuple)) else [logger]
@@ -62,11 +62,11 @@ class RunLog:
     """The callback that passes a run's rows to its loggers.
 
     A row is logged every `interval` steps, at the last step, and at every step at which the replicas' divergence was
-    measured; validations are logged whenever there is one. What a logger draws from the global random generators of
-    torch (on the CPU), numpy and Python is put back.
+    measured. Every validation is logged. The global random generators of torch (on the CPU), numpy and Python are
+    restored after a logger is called.
 
     Args:
-        loggers: in the order in which they are called.
+        loggers: the loggers, in the order in which they are called.
         config: the configuration of the run; `total_steps` and the minibatch size are added when they are known.
         interval: steps between rows.
     """
@@ -75,7 +75,7 @@ class RunLog:
         self.loggers = list(loggers)
         self.config = dict(config)
         self.interval = interval
-        self._last: dict[str, float] | None = None  # the row that was logged before
+        self._last: dict[str, float] | None = None  # the row that was logged last
         self._started: list[Logger] = []
 
     here = True
@@ -89,7 +89,7 @@ class RunLog:
                 logger.start(config)
 
     def on_step(self, run: Any) -> None:
-        """Log the row of a step if it is time to."""
+        """Log the row of a step if it is due."""
         row = dict(run.row)
         if self._last is None:
             self._last = {"step": 0, "examples": 0, "seconds": 0} if row["step"] == 1 else row
@@ -123,12 +123,12 @@ class RunLog:
                     self.loggers.remove(logger)
 
     def __deepcopy__(self, memo: Any) -> RunLog:
-        return self  # of a comparison every run has its own already
+        return self  # in a comparison, every run has its own already
 
 
 @contextmanager
 def _as_warning(logger: Logger, what: str) -> Iterator[list[Exception]]:
-    """Turn what a logger raises in a block into a warning, and note it in the list."""
+    """Convert errors that a logger raises in a block to warnings, and collect them in the yielded list."""
     failed: list[Exception] = []
     try:
         yield failed

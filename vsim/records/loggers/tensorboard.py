@@ -19,14 +19,14 @@ class TensorBoardLogger:
     """An event file in `<log_dir>/<run_name>/`, for `tensorboard --logdir <log_dir>`: scalars, over steps or examples.
 
     The HParams page has a line for each run: the strategy and its arguments, nodes, batch size and seed, next to the
-    last losses and bytes. Rows are in the file within a second. Folders are named as by `CSVLogger`, with which it can
-    share one.
+    last losses and bytes. Rows are in the file within a second. Folders are named as by `CSVLogger`, and both loggers
+    can share a folder.
 
     Args:
-        log_dir: the folder of all runs; made if it is not there.
+        log_dir: the folder of all runs; made if needed.
 
     Attributes:
-        folder: that of the last run.
+        folder: the folder of the last run.
 
     Raises:
         ImportError: tensorboard is not installed.
@@ -76,7 +76,7 @@ class TensorBoardLogger:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return setting → number or text: what the HParams page compares runs by."""
+    """Return setting → number or text, for comparing runs on the HParams page."""
     strategy = config["strategy"]
     found = {"strategy": strategy["class"], **{key: config[key] for key in ("num_nodes", "batch_size", "seed")}}
     found |= strategy["arguments"]

@@ -16,11 +16,11 @@ class WandbLogger:
     """A run on Weights & Biases: rows as `train_loss`, `lr`, `global_loss` and so on over the steps, or the examples.
 
     Args:
-        project: the project there.
-        experiment_name: the run's name there; default the `run_name` of `fit`.
+        project: the name of the project.
+        experiment_name: the run's name on Weights & Biases; default: the `run_name` of `fit`.
         init: further arguments of `wandb.init`, such as `mode="offline"`, `dir`, `entity`, `group`, `tags`. The default
-            group of a run called "a/b", as `vsim.compare` calls the runs of one comparison, is "a". W&B prints nothing
-            and does not capture what is printed, unless `settings=` says otherwise.
+            group of a run called "a/b", as `vsim.compare` names the runs of a comparison, is "a". By default, W&B
+            prints nothing and does not capture output; `settings=` changes that.
 
     Attributes:
         run: the run object of the last run. url: its address, None offline.
@@ -28,7 +28,7 @@ class WandbLogger:
     Raises:
         ImportError: wandb is not installed.
         TypeError: an argument is not one of `wandb.init`.
-        ValueError: when the run starts: there is no key, or Weights & Biases refuses it.
+        ValueError: there is no key, or Weights & Biases rejects it; raised when the run starts.
     """
 
     def __init__(self, project: str, experiment_name: str | None = None, **init: Any) -> None:
@@ -45,7 +45,7 @@ class WandbLogger:
         self.url: str | None = None
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Begin a separate run, besides any that the process has."""
+        """Begin a separate run, next to any run that the process already has."""
         wandb = extra("wandb", "WandbLogger", "wandb", "wandb")
         self._x = config.get("log_x_axis") or "step"
         group = (config.get("run_name") or "").rpartition("/")[0] or None
@@ -72,6 +72,6 @@ class WandbLogger:
     log_validation = log_train
 
     def finish(self, failure: str) -> None:
-        """End the run; one that failed is marked so."""
+        """End the run, and mark it as failed if it failed."""
         if self.run is not None:
             self.run.finish(exit_code=1 if failure else 0)
