@@ -1,7 +1,7 @@
 """Figures: loss against step, bytes and time, and over two settings.
 
-Sizes suit print: a figure of two panels is as wide as a page of text. A colour belongs to a name: it does not
-depend on what else is compared, as far as the colours last.
+Sizes suit print: a figure of two panels is as wide as a page of text. Every name has its own colour, whatever else is
+compared, while there are enough colours.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
     Runs = Mapping[str, History | Sequence[History]]
 
-# Okabe and Ito's palette, which any kind of colour vision distinguishes; its yellow is too pale for a line. The purple
-# at the end is further from all others than these are from each other, with every kind of colour vision.
+# Okabe and Ito's palette, which every kind of colour vision can distinguish, without its yellow, which is too pale for
+# a line. The purple at the end differs from all other colours more than they differ from each other, for every kind of
+# colour vision.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#A020F0")
 MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (9, 2)))
@@ -47,7 +48,7 @@ _SETTING = re.compile(r"(\w+)=([^,(]*(?:\([^)]*\))?)")
 
 @dataclass(frozen=True)
 class Look:
-    """The look of a line; `dash` "none": only its markers, `marker` "": only its line."""
+    """The look of a line. With dash="none" only its markers are drawn, with marker="" only the line."""
 
     colour: str
     dash: Any = "-"
@@ -60,7 +61,7 @@ class Looks:
 
     Attributes:
         by_name: name → look.
-        key: what a legend says instead of the names: title → (text, look) of each line below it; empty: the names.
+        key: the content of a legend: title → (text, look) of each line below it; empty: the legend lists the names.
     """
 
     by_name: Mapping[str, Look]
@@ -102,7 +103,7 @@ def looks_of(names: Sequence[str]) -> Looks:
 
 
 def _places(families: Iterable[str]) -> dict[str, int]:
-    """Family → the number of its look: that of a known name, or one that follows from its letters, if it is free."""
+    """Return family → the number of its look: a known name's own, or one derived from its letters, if it is free."""
     words = {family: re.sub(r"[^a-z0-9]", "", family.lower()) for family in families}
     known = {word: family for family, word in words.items() if word in _KNOWN}
     places = {family: _KNOWN.index(word) for word, family in known.items()}
@@ -118,25 +119,25 @@ def _look(place: int) -> Look:
 
 
 def looks_by(settings: Mapping[str, Mapping[str, str]], order: Sequence[str], shown: Sequence[str]) -> Looks:
-    """Return looks of which the colour says the first setting, the dashes the second, and the marker all others.
+    """Return looks that show the first setting by colour, the second by dashes, and all others by markers.
 
     Args:
         settings: name → setting → value, as text.
-        order: settings, that which the colour says first.
-        shown: names that are drawn: the key has their values alone.
+        order: the settings; colour stands for the first.
+        shown: the names that are drawn; the key lists only their values.
     """
 
     def values(keys: Sequence[str], names: Iterable[str] = settings) -> list[tuple[str, ...]]:
         return list(dict.fromkeys(tuple(settings[name][key] for key in keys) for name in names))
 
     first, second, others = order[:1], order[1:2], order[2:]
-    # What colours, dashes and markers say: one setting alone is said by everything.
+    # The settings that colours, dashes and markers stand for; a single setting uses all three.
     said = (first, second or first, others or second or first)
     known = [values(keys) for keys in said]
     colours = _colours(len(known[0]))
 
     def look(said_by: Sequence[tuple[str, ...] | None]) -> Look:
-        """The look in which colour, dashes and marker say these values; None: nothing."""
+        """Return the look whose colour, dashes and marker stand for these values; None stands for no value."""
         c, d, m = (None if v is None else own.index(v) for v, own in zip(said_by, known, strict=True))
         colour, dash = ("#444444", "none") if c is None else (colours[c], "-")
         if d is not None:
@@ -158,7 +159,7 @@ def looks_by(settings: Mapping[str, Mapping[str, str]], order: Sequence[str], sh
 
 
 def _colours(count: int) -> Sequence[str]:
-    """The palette, or of more than it has, colours in the order of a map that is perceptually uniform."""
+    """Return colours of the palette or, if it has too few, of a perceptually uniform colour map in order."""
     if count <= len(COLOURS):
         return COLOURS[:count]
     from matplotlib import colormaps
@@ -178,14 +179,14 @@ def _lighter(colour: str, share: float) -> str:
 
 
 _SIZES = {"linewidth": 1.3, "markersize": 4, "markeredgewidth": 1.0}
-# Lines of more points than this are marked at this many of them.
+# Lines with more points than this have markers at only this many points.
 MARKED_POINTS = 12
 
 
 class XAxis(NamedTuple):
     """The x axis of curves: a column of `History`, or a function of a history, divided by its unit.
 
-    Bytes are on a logarithmic axis, and so is what `is_wide`.
+    The axis is logarithmic for bytes, and if `is_wide`.
     """
 
     column: str | Callable[[History], NDArray[np.float64]]
@@ -199,7 +200,7 @@ class XAxis(NamedTuple):
         return (history[self.column] if isinstance(self.column, str) else self.column(history)) / self.unit
 
     def title(self, histories: Iterable[History]) -> str:
-        """Return the label for these runs: bytes of cohorts are a client's, in the mean."""
+        """Return the label for these runs; for cohorts, bytes are per client on average."""
         of_cohorts = self.is_bytes and any(history.is_of_cohorts for history in histories)
         return self.label.replace("per node", "per client") if of_cohorts else self.label
 
@@ -260,16 +261,16 @@ def bands(
     diverged: Mapping[str, str] | None = None,
     logy: bool = False,
 ) -> Axes:
-    """Draw a column of several runs, one line for each name; of runs with several seeds their mean, and a band.
+    """Draw a column of several runs, one line for each name; with several seeds, draw their mean and a band.
 
-    The mean is taken over the seeds at every step that all of them have measured, and so are the bytes or seconds that
-    it is drawn against. The band is one standard deviation (of the sample, n − 1) to both sides; more than a dozen runs
-    have none. A loss that rises far above its start leaves the picture.
+    The mean over the seeds, also of the bytes or seconds on the x axis, is taken at every step that all seeds have
+    measured. The band is one standard deviation (of the sample, n − 1) to both sides; with more than a dozen runs there
+    are no bands. A loss that rises far above its start leaves the picture.
 
-    Against bytes, only the last of several measurements with equal bytes is drawn: the loss reached before more bytes
-    were sent. A run that sends nothing is a horizontal line at its last loss. Against everything else a thin line shows
-    the loss of the mean replica where that is not the global model, as between two syncs of DiLoCo, whose outer weights
-    stand still until then.
+    Against bytes, only the last of several measurements with equal bytes is drawn, which is the loss reached before
+    more bytes were sent. A run that sends nothing is a horizontal line at its last loss. On other axes, a thin line
+    shows the loss of the mean replica if it differs from the global model, as between two syncs of DiLoCo, whose outer
+    weights do not change between syncs.
 
     Args:
         runs: name → history, or a list of histories with one for each seed.
@@ -278,8 +279,8 @@ def bands(
         y: a column of `History`.
         ax: where to draw; default the axes of a new figure.
         legend: whether to add one, below the axes if it has many entries.
-        looks: of the lines; default by their names.
-        diverged: name → what the legend says of a run that did; a cross at the upper edge is where it ends.
+        looks: of the lines; default: by their names.
+        diverged: name → the legend's text for a run that diverged; a cross at the upper edge marks its end.
         logy: whether y is logarithmic, too.
 
     Raises:
@@ -356,8 +357,8 @@ def overview(
 
     Args:
         runs, y, looks, diverged, logy: see `bands`. x: of the first panel.
-        title: what stands above; "": nothing, as for a paper, where the caption says it.
-        width: in inches; of a page, or of a column (3.3), where one panel stands below the other.
+        title: the title; "" for no title, as in a paper, whose caption has it.
+        width: in inches; the width of a page, or of a column (3.3), in which the panels are stacked.
 
     Raises:
         ValueError: the width is not from 1 to 100 inches.
@@ -384,7 +385,7 @@ def overview(
 
 
 def time_axis(histories: Iterable[History], network: Network, compute: Compute) -> XAxis:
-    """Return the axis of the time that runs would take on a network, logarithmic if some take ten times others'."""
+    """Return the axis of the runs' time on a network; logarithmic if some runs take ten times as long as others."""
     times = {id(one): one.time(network, compute).seconds[one["step"].astype(int)] for one in histories if len(one)}
     ends = [float(own[-1]) for own in times.values() if own[-1] > 0]
     unit, name = next(((u, n) for u, n in _TIMES if max(ends, default=0) >= 2 * u), _TIMES[-1])
@@ -414,7 +415,7 @@ def mean_over_seeds(
 
 
 def last_of_equal(xs: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return which of the numbers, which do not fall, is the last of those equal to it.
+    """Return, for non-decreasing numbers, whether each is the last of its equals.
 
     >>> last_of_equal(np.array([0.0, 0.0, 2.0, 2.0, 3.0]))
     array([False,  True, False,  True,  True])
@@ -423,9 +424,9 @@ def last_of_equal(xs: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def limits(curves: Iterable[NDArray[np.float64]], log: bool = False) -> tuple[float, float] | None:
-    """Return limits within which a loss that diverges leaves the picture, rather than press all others flat.
+    """Return limits that cut off diverging losses, which would otherwise flatten all other curves.
 
-    None: there is none that does.
+    None if no loss diverges.
     """
     finite = [values for values in (curve[np.isfinite(curve)] for curve in curves) if len(values)]
     if not finite:
@@ -437,21 +438,21 @@ def limits(curves: Iterable[NDArray[np.float64]], log: bool = False) -> tuple[fl
 
 
 def legend_columns(labels: Sequence[str], width: float = PAGE) -> int:
-    """Return in how many columns a legend below a figure of this width fits, in rows of about equal length."""
+    """Return the number of columns in which a legend fits below a figure of this width, in rows of similar length."""
     longest = max(len(line) for label in labels for line in label.split("\n"))
     fitting = max(1, int(_CHARACTERS * width) // (longest + _BESIDE))
     return -(-len(labels) // -(-len(labels) // fitting))
 
 
 def _rows(labels: Sequence[str], columns: int) -> int:
-    """Return how many lines of text a legend has below each other."""
+    """Return the number of lines of text of a legend."""
     return -(-sum(1 + label.count("\n") for label in labels) // columns)
 
 
 def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], width: float) -> tuple[list[Any], list[str], int]:
-    """Handles, labels and columns of a legend: a line for each name, or the key with a column for each setting.
+    """Return a legend's handles, labels and columns: a line for each name, or the key with a column per setting.
 
-    A name that is longer than a legend of this width takes several lines.
+    A name that is wider than the legend takes several lines.
     """
     from matplotlib.lines import Line2D
 
@@ -473,7 +474,7 @@ def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], width: float) -
 
 
 def _add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str]) -> int:
-    """Add a legend: inside where it is short, below where it would cover the lines; return its rows below."""
+    """Add a legend: a short one inside, one that would cover the lines below; return the number of rows below."""
     from matplotlib.transforms import ScaledTranslation
 
     figure = ax.get_figure(root=True)
@@ -527,7 +528,7 @@ _SMALLEST = 4.0
 
 
 class Cell(NamedTuple):
-    """`value` NaN: a setting that failed, which is hatched. `note` stands below the number, or in its place."""
+    """A cell of a heatmap. value=NaN marks a failed setting, which is hatched; `note` is a text in the cell."""
 
     value: float
     note: str = ""
@@ -544,10 +545,10 @@ def heatmap(
     """Draw a cell for each pair of values, with its number in it; the best is bold, failed runs are hatched.
 
     Args:
-        cells: (value of x, value of y) → what is there; the others stay white.
+        cells: (value of x, value of y) → cell; other cells stay white.
         x, y: the name of a setting, and its values in order, as text.
-        label: what the numbers are. remark: small, above.
-        ax: where to draw; default the axes of a new figure, of the width of a column if that is enough.
+        label: describes the numbers. remark: a small text above.
+        ax: the axes to draw on; default: a new figure, as wide as a column if that is enough.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.patches import Patch, Rectangle
@@ -609,7 +610,7 @@ def heatmap(
 
 
 def _norm(values: Sequence[float]):  # type: ignore[no-untyped-def]
-    """Logarithmic where losses differ by factors, so that one that is far off does not make all others look alike."""
+    """Return a scale of colours, logarithmic if losses differ by factors, so that an outlier does not hide the rest."""
     from matplotlib.colors import LogNorm, Normalize
 
     low, high = min(values, default=0.0), max(values, default=1.0)

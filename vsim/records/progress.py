@@ -1,4 +1,4 @@
-"""Reports of steps, from which records grow, and the progress that a user sees."""
+"""Reports of steps, which records are made from, and the progress that a user sees."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ Hook = Callable[[int, float], Any]
 class StepReport:
     """The report of a step: the row of the history, the nodes' losses (K,), the events of the ledger.
 
-    `executor`, `max_steps` and `minibatch_size` (None: the whole batch) are the run's. `segment` lists the nodes
-    that take part, if not all do in all steps; `preparing` names other work of the next step, if that takes long.
-    `client_val` is the global model's "losses" (N,) on the clients' data, and "accuracies" (N,) where they are known.
+    `executor`, `max_steps` and `minibatch_size` (None: the whole batch) are the run's. `segment` lists the nodes that
+    take part, unless all nodes take part in all steps. `preparing` names other long work before the next step.
+    `client_val` holds the global model's "losses" (N,) on the clients' data, and "accuracies" (N,) if known.
     """
 
     row: Mapping[str, float]
@@ -64,19 +64,19 @@ class StepReport:
 
 
 class Reporter(Protocol):
-    """Takes the report of every step, step 0 included."""
+    """Called with the report of every step, including step 0."""
 
     def __call__(self, report: StepReport) -> None: ...
 
 
 @dataclass(eq=False)
 class Recorder:
-    """Keeps what is reported: history and progress. After an interrupt the recorded steps remain.
+    """Records reports in a history, and shows progress. After an interrupt, the recorded steps remain.
 
     Attributes:
-        history: gets a row a step.
-        progress: show a progress bar ("table", too: there is one run), or with "plot" a figure in the notebook;
-            description: what it says.
+        history: gets one row per step.
+        progress: True or "table" for a progress bar, as there is only one run, or "plot" for a figure in the notebook.
+        description: the text of the bar.
     """
 
     history: History
@@ -102,7 +102,7 @@ class Recorder:
         self._advance(int(row["step"]), report)
 
     def _note_validation(self, row: Mapping[str, float]) -> None:
-        """Warn of a validation loss that is not finite, unless the training loss of the next step is not either."""
+        """Warn about a non-finite validation loss, unless the next step's training loss is not finite, either."""
         self._warn_of_validation()
         losses = [row[name] for name in ("local_loss", "global_loss", "average_loss") if name in row]
         if not all(map(math.isfinite, losses)) and self.odd_validation is None:
@@ -154,13 +154,13 @@ class Recorder:
             self._warn_of_validation()
 
 
-# At most two pictures a second; and where a picture takes long to draw, fewer: they may cost this share of the time.
+# At most two pictures per second; fewer if drawing takes long, so that it costs at most this share of the time.
 _SECONDS = 0.5
 _SHARE = 0.03
 # A training curve with more points than the picture has room for is drawn as means of this many pieces; many runs share
 # that number, down to a few pieces each.
 _POINTS, _ALL_POINTS, _FEWEST = 400, 4000, 60
-# How many runs of a race are named, from the front.
+# Number of leading runs of a race that are named.
 _NAMED = 8
 
 
@@ -170,9 +170,9 @@ class LiveRace:
     With one run, the title shows its progress. With several, the legend names the leading runs and their loss.
 
     Args:
-        histories: name → the records of its runs, one for each seed, which grow; of several their mean is drawn. More
-            names may follow while they train.
-        title: what stands above.
+        histories: name → the growing records of its runs, one for each seed; several records are averaged. More names
+            may be added during training.
+        title: the title.
 
     Raises:
         ValueError: not in a notebook.
@@ -190,7 +190,7 @@ class LiveRace:
         self._next = 0.0
 
     def update(self, max_steps: int) -> None:
-        """Draw the histories as they are now, if the last picture is old enough."""
+        """Draw the current histories, unless the last picture is recent."""
         self.max_steps = max_steps
         if time.perf_counter() >= self._next:
             self._show()
@@ -284,12 +284,12 @@ class LiveRace:
         return "global_loss" if any(not math.isnan(h.last("global_loss")) for h in histories) else "train_loss"
 
     def _running(self) -> dict[str, list[History]]:
-        """Return the runs of each name that are furthest; do not wait for diverged runs."""
+        """Return the runs of each name that have advanced furthest; do not wait for diverged runs."""
         known = {name: [h for h in own if len(h)] for name, own in self.histories.items()}
         return {name: [h for h in own if len(h) == max(map(len, own))] for name, own in known.items() if own}
 
     def _line(self, ax: Axes, name: str, x: str, y: str, look: Look, alone: bool) -> Line2D:
-        """The line of a name in a panel, made when it is first asked for."""
+        """Return the line of a name in a panel; make it at the first call."""
         if (name, x, y) not in self._lines:
             training = y == "train_loss"
             if alone:
@@ -309,7 +309,7 @@ class LiveRace:
     def _make(self) -> None:
         from matplotlib.figure import Figure
 
-        # Margins by hand: a new layout would take as long as the drawing.
+        # Set margins by hand, because a new layout would take as long as the drawing.
         longest = max(map(len, self.histories)) * "x" + ": 0.0000"
         named = [longest] * min(_NAMED, len(self.histories))
         rows = 0 if len(named) == 1 else -(-len(named) // legend_columns(named)) + 0.7
@@ -329,13 +329,13 @@ _ROWS = 20
 
 
 class LiveTable:
-    """A table of runs in a terminal, updated in place while they train; the name in front is in bold.
+    """A table of runs in a terminal, updated in place while they train; the leading name is bold.
 
-    Nothing is written where there is no terminal, such as into a pipe.
+    Without a terminal, such as in a pipe, nothing is written.
 
     Args:
-        title: what stands above.
-        console: of rich; default: the terminal of stderr, if it is one.
+        title: the title.
+        console: a console of rich; default: stderr, if it is a terminal.
     """
 
     def __init__(self, title: str = "", console: Any = None) -> None:
@@ -344,11 +344,11 @@ class LiveTable:
         self._next = 0.0
 
     def update(self, histories: Mapping[str, Sequence[History]], max_steps: int, last: bool = False) -> None:
-        """Show the records as they are now, if the table is a quarter of a second old.
+        """Show the current records, unless the table is less than a quarter of a second old.
 
         Args:
-            histories: name → the records of its runs, one for each seed, of which means are shown.
-            max_steps: T. last: show them in any case.
+            histories: name → the records of its runs, one for each seed; their means are shown.
+            max_steps: T. last: update the table in any case.
         """
         now = time.perf_counter()
         if now < self._next and not last:
@@ -397,7 +397,7 @@ class LiveTable:
 
 
 def _in_notebook() -> bool:
-    """Return whether this is a notebook's kernel, which shows pictures."""
+    """Return whether this process is a notebook's kernel, which can show pictures."""
     try:
         from IPython import get_ipython
     except ImportError:
@@ -406,7 +406,7 @@ def _in_notebook() -> bool:
 
 
 def _mean(histories: Sequence[History], axis: XAxis, y: str) -> Curve:
-    """Return x and y where they were measured, the mean over histories of the same steps; of equal x the last."""
+    """Return x and y where both were measured, averaged over histories at common steps; for equal x, keep the last."""
     xs, ys, _ = mean_over_seeds(histories, axis, y)
     last = last_of_equal(xs)
     return xs[last], ys[last]

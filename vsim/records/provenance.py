@@ -1,7 +1,7 @@
-"""What a run was made of: its arguments, model, data, versions, machine and date, as JSON can hold them.
+"""Describe a run as JSON: its arguments, model, data, versions, machine and date.
 
-Two runs can be compared if their conditions are equal: everything but the strategy, the seed, and what does not decide
-the losses, such as loggers and executors.
+Two runs can be compared if their conditions are equal: all settings except the strategy, the seed, and settings that do
+not affect the losses, such as loggers and executors.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from vsim.cluster.optim import OptimSpec
 from vsim.network import Compute, Network
 from vsim.version import __version__
 
-# Deeper objects are described by their class alone.
+# Deeper objects are described only by their class.
 _DEPTH = 4
-# Differences that an error names.
+# Most differences that an error names.
 _NAMED = 4
-# Entries of a configuration that may differ between runs that are compared: the strategy and the seed, which are what
-# is compared; what changes losses by rounding alone; and what only records them.
+# Entries of a configuration that may differ between compared runs: the strategy and the seed, which are compared;
+# settings that change losses only by rounding; and settings that only record losses.
 _FREE = frozenset(
     {
         *("strategy", "seed", "given", "started", "versions", "machine", "compute", "network"),
@@ -42,7 +42,7 @@ _FREE = frozenset(
 
 
 def versions() -> dict[str, str]:
-    """Return name → version of what a run's numbers depend on."""
+    """Return name → version of the software that a run's numbers depend on."""
     return {
         "vsim": __version__,
         "torch": torch.__version__,
@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
 
 
 def describe(value: Any, depth: int = _DEPTH) -> Any:
-    """Return `value` as JSON can hold it.
+    """Describe `value` in a form that JSON can hold.
 
     >>> describe(OptimSpec("sgd", lr=0.1))
     {'class': 'SGD', 'lr': 0.1}
@@ -89,7 +89,7 @@ def describe(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def conditions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be equal in runs that are compared. The model's digest is not among it: it is the seed's."""
+    """Return the settings that must be equal in compared runs; not the model's digest, which depends on the seed."""
     own = {name: value for name, value in config.items() if name not in _FREE}
     if isinstance(own.get("model"), Mapping):
         own["model"] = {name: value for name, value in own["model"].items() if name != "digest"}
@@ -97,7 +97,7 @@ def conditions(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(one: Any, other: Any, path: str = "") -> Iterator[str]:
-    """Yield in words how two descriptions differ. A digest that is not known differs from none.
+    """Yield the differences of two descriptions in words. An unknown digest equals every digest.
 
     >>> list(differing({"batch_size": 16, "model": {"class": "MLP"}}, {"batch_size": 8, "model": {"class": "MLP"}}))
     ['batch_size is 16 and 8']
@@ -110,10 +110,10 @@ def differing(one: Any, other: Any, path: str = "") -> Iterator[str]:
 
 
 class Conditions:
-    """What the runs of a comparison have in common: the same model, data, nodes, steps and options.
+    """The conditions that the runs of a comparison share: model, data, nodes, steps and options.
 
     Args:
-        varied: options that may differ, as a sweep varies them.
+        varied: options that may differ, because a sweep varies them.
     """
 
     def __init__(self, varied: Iterable[str] = ()) -> None:
@@ -122,7 +122,7 @@ class Conditions:
         self._weights: dict[int, tuple[str, Any]] = {}  # seed → a run with it, and the digest of its initial weights
 
     def check(self, name: str, seed: int, config: Mapping[str, Any]) -> None:
-        """Add a run; raise a ValueError unless it can be compared with those before it."""
+        """Add a run; raise a ValueError unless it can be compared with the earlier runs."""
         if not config:
             raise ValueError(
                 f"{name}, seed {seed} has no configuration, so that nothing says whether other runs fit it"
@@ -161,7 +161,7 @@ def _shortened(value: Any) -> str:
 
 
 class Provenance(dict[str, Any]):
-    """A description that shows itself as indented text, and in a notebook as a block of it."""
+    """A description that is displayed as indented text, also in a notebook."""
 
     def __repr__(self) -> str:
         return "\n".join(_lines(self))
@@ -185,11 +185,11 @@ def _lines(content: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
 def described(
     strategies: Mapping[str, str], seeds: Any, calls: Sequence[str], configs: Sequence[Mapping[str, Any]]
 ) -> Provenance:
-    """Return a description of runs that were compared.
+    """Return a description of compared runs.
 
     Args:
-        strategies: name → the call that makes it. seeds: of the runs, or name → seeds. calls: what trained them.
-        configs: the configurations of the runs, as far as they are known.
+        strategies: name → the call that makes the strategy. seeds: of the runs, or name → seeds.
+        calls: the calls that trained the runs. configs: the configurations of the runs, as far as known.
     """
     shared: dict[str, Any] = {}
     for config in configs:

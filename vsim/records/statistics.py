@@ -17,10 +17,10 @@ POWER, MOST_SEEDS = 0.8, 10**6
 
 
 class Crossing(NamedTuple):
-    """Where a curve reaches a loss: at whole step `step`, and surely at one of `first` … `last`; NaN if it never does.
+    """The whole step at which a curve reaches a loss, and the certain range `first` … `last`; NaN if it never does.
 
-    `first` is the step after the last measurement above the loss, `last` that of the first one at or below it: with a
-    measurement at every step all three are equal.
+    `first` is the step after the last measurement above the loss, and `last` is the step of the first measurement at or
+    below the loss. With a measurement at every step, all three are equal.
     """
 
     step: float
@@ -32,7 +32,7 @@ NEVER = Crossing(math.nan, math.nan, math.nan)
 
 
 def crossing(steps: ArrayLike, losses: ArrayLike, target: float) -> Crossing:
-    """Return where a curve reaches a loss, on the straight line between the measurements around it.
+    """Return where a curve reaches a loss, by linear interpolation between measurements.
 
     >>> crossing([0, 20, 40], [3.0, 2.0, 1.0], 1.75)
     Crossing(step=25.0, first=21.0, last=40.0)
@@ -60,7 +60,7 @@ def crossing(steps: ArrayLike, losses: ArrayLike, target: float) -> Crossing:
 class Difference(NamedTuple):
     """The mean of paired differences, its confidence interval, and p of the two-sided paired t-test.
 
-    With one pair, or none, the interval and p are NaN.
+    With fewer than two pairs, the interval and p are NaN.
     """
 
     difference: float
@@ -100,7 +100,7 @@ def holm(p: Sequence[float]) -> list[float]:
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
 
-    NaN, of what could not be tested, stays and does not count.
+    NaN stands for a test that was impossible; it stays NaN, and does not count as a test.
     """
     adjusted, largest = [math.nan] * len(p), 0.0
     tested = sorted((value, i) for i, value in enumerate(p) if not math.isnan(value))
@@ -122,7 +122,7 @@ def power(effect: float, seeds: int, level: float = 0.95) -> float:
 def seeds_needed(differences: ArrayLike, level: float = 0.95) -> float:
     """Return how many seeds find a difference like this one with a chance of 80 %, at least 2.
 
-    NaN for fewer than two pairs; infinite for equal pairs, or where a million seeds would not do.
+    NaN for fewer than two pairs; infinite for equal pairs, or if a million seeds would not suffice.
     """
     own = np.asarray(differences, dtype=np.float64)
     if len(own) < 2 or not np.isfinite(own).all():
@@ -154,7 +154,7 @@ def differences(
         values: strategy → seed → value. to: the strategy to compare with. level: of the intervals, in (0, 1).
 
     Returns:
-        One dict for each other strategy: `strategy, difference` (its mean minus that of `to`, over their common seeds),
+        One dict for each other strategy: `strategy, difference` (its mean minus the mean of `to`, over common seeds),
         `low, high` (the interval of this difference alone), `p` (by Holm over all strategies), `seeds` (common ones)
         and `seeds_needed`.
     """
@@ -184,7 +184,7 @@ class Ranking(NamedTuple):
 
 
 def ranking(values: Mapping[str, Mapping[int, float]], level: float = 0.95) -> Ranking:
-    """Return the strategies with the lowest mean value, and the ones that do not differ significantly from the best."""
+    """Return the strategies with the lowest mean value, and strategies that do not differ significantly from them."""
     means = {name: float(np.mean(list(own.values()))) for name, own in sorted(values.items()) if own}
     means = {name: mean for name, mean in means.items() if math.isfinite(mean)}
     if not means:

@@ -1,4 +1,4 @@
-"""The runs of a sweep: a comparison that knows the settings of each, sorted, and as a map over two of them."""
+"""The runs of a sweep: a sorted comparison that knows each run's settings, and can draw a map over two settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of settings: all `values` by name, and as text (`labels`) the values that vary."""
+    """One combination of settings: all `values` by name, and the varying values as text (`labels`)."""
 
     values: dict[str, Any]
     labels: dict[str, str]
@@ -79,26 +79,26 @@ class Sweep(Comparison):
         compute: AnyCompute = None,
         colour: str | None = None,
     ) -> Axes:
-        """Draw the loss of every run; runs that have one setting in common have one colour, and the legend says so.
+        """Draw the loss of every run; runs with the same value of one setting share a colour, as the legend shows.
 
         Args:
             x, y, ax, logy, network, compute: see `Comparison.plot`.
-            colour: the setting that colours stand for, default the first. Dashes stand for the next, markers for the
-                others.
+            colour: the setting that colours stand for; default: the first. Dashes stand for the next setting, markers
+                for all others.
         """
         looks = self._looks(None if colour is None else one_of("colour", colour, self.varied))
         axis = self._x_axis(x, network, compute)
         return bands(self._drawn(), axis, y or self._loss_column, ax, True, looks, self._diverged(), logy)
 
     def heatmap(self, x: str, y: str, /, *, ax: Axes | None = None, **fixed: Any) -> Axes:
-        """Draw the final loss, mean over the seeds, over two settings: their values as categories, in their order.
+        """Draw the final loss, averaged over the seeds, over two settings, whose values are ordered categories.
 
-        A cell of which a run failed is hatched. One that `halving` stopped says after which step its loss is.
+        A cell with a failed run is hatched. A cell that `halving` stopped shows the step of its loss.
 
         Args:
             x, y: two settings that vary.
-            ax: where; default a new figure as wide as a column.
-            fixed: other settings that vary, and the value to show. For those not given, the best is shown.
+            ax: the axes to draw on; default: a new figure as wide as a column.
+            fixed: other varying settings, and the values to show; default: the best value of each.
 
         Raises:
             ValueError: there is no such setting, or no run with these values.
@@ -188,7 +188,7 @@ class Sweep(Comparison):
 
 
 def _plain(value: Any, label: str) -> Any:
-    """A setting as files hold it: numbers and text as they are, of anything else its text."""
+    """Return a setting as files hold it: numbers and text unchanged, other values as text."""
     if isinstance(value, np.generic):
         value = value.item()
     finite = not isinstance(value, float) or math.isfinite(value)

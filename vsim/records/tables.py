@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from vsim.arguments import one_of, whole_number
 
-# Digits after the point, where they are not 2. A loss or a number of bytes needs more, a time or a count fewer.
+# Digits after the point, if not 2: more for losses and bytes, fewer for times and counts.
 _CLIENT_LOSSES = ("client loss", "client loss, 90th percentile", "client loss, worst")
 _CLIENT_ACCURACIES = ("client accuracy", "client accuracy, 10th percentile", "client accuracy, worst")
 _DIGITS = {
@@ -21,7 +21,7 @@ _DIGITS = {
 _BOLD, _END, _DAGGER = "\ue000", "\ue001", "\ue002"
 _MARKDOWN = ("github", "pipe")
 _PERCENT, _TIMES = ("accuracy", "utilization", *_CLIENT_ACCURACIES), ("times less than AllReduce",)
-# Columns that a table has only when it is asked for them: with all of them it is wider than a page.
+# Columns that a table shows only on request, because a table with all columns is wider than a page.
 ON_DEMAND = (
     *("perplexity", "payload MB/node", "payload MB/client", "busiest client MB", "validation seconds"),
     *(*_CLIENT_LOSSES, *_CLIENT_ACCURACIES),
@@ -33,7 +33,7 @@ class Marks(NamedTuple):
     """The marks of a column: the best rows, and the rows that do not differ significantly from the best.
 
     Attributes:
-        tested: whether there were seeds enough for a test. untested: what there was if not.
+        tested: whether there were enough seeds for a test. untested: if not, a text on the seeds that there were.
     """
 
     column: str

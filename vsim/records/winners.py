@@ -1,4 +1,4 @@
-"""The strategy that reaches a loss first, over bandwidth and latency, and where the data leave that open."""
+"""The strategy that reaches a loss first, over bandwidth and latency, and where the data cannot tell."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _EQUAL = 1 + 1e-9
 
 
 class Stretch(NamedTuple):
-    """The first strategy at one latency, from one bandwidth to the next, and its seconds at both ends.
+    """The first strategy at one latency in a range of bandwidths, and its seconds at both ends of the range.
 
-    Where strategies are tied, `name` joins their names with "or", and the seconds are the fastest one's.
+    If strategies are tied, `name` joins their names with "or", and the seconds are those of the fastest.
     """
 
     latency: float
@@ -50,17 +50,17 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Winners:
-    """The strategy that reaches a loss first, on every network of a grid. In a notebook it shows itself as a map.
+    """The strategy that reaches a loss first, on every network of a grid. A notebook shows it as a map.
 
-    Two strategies are tied where validation is too coarse to say which of them is first, or where 0 is in the paired
-    95 % interval of the difference between their means over the seeds.
+    Two strategies are tied if validation is too coarse to say which of them is first, or if the paired 95 % interval of
+    the difference between their means over the seeds contains 0.
 
     Attributes:
         loss: the target.
         bandwidths: (B,) in bit/s, ascending. latencies: (L,) in seconds, ascending.
-        times: name → seed → (3, L, B): seconds until the strategy has the loss, by interpolation, and the earliest and
-            latest that measurements allow; of the strategies that reach it with all seeds.
-        never: name → text about a strategy that does not.
+        times: name → seed → (3, L, B): seconds until the strategy reaches the loss: by interpolation, and the earliest
+            and latest times that measurements allow. Only strategies that reach the loss with all seeds.
+        never: name → text about a strategy that does not reach the loss.
         looks: of the strategies, by name. interval: most steps between two measurements around a crossing.
         note: added to the title.
     """
@@ -125,7 +125,7 @@ class Winners:
         coarse = by_validation & ~by_seeds & (gap > (_EQUAL - 1) * mean)
         if not coarse.any():
             return None
-        # How far the truth may be from the interpolation grows with the steps between two measurements.
+        # The error of the interpolation grows with the steps between two measurements.
         spread = np.array([np.mean([t[2] - t[1] for t in self.times[name].values()], axis=0) for name in self.seconds])
         both = spread + np.take_along_axis(spread, self._first[None], 0)
         enough = np.quantile((gap / np.maximum(both, 1e-300))[coarse], 0.1)

@@ -1,4 +1,4 @@
-"""What the page of a comparison knows: losses, bytes and clocks of all runs, as plain data."""
+"""The data of a comparison's page: losses, bytes and clocks of all runs, as plain data."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ _LABELS = {
 
 
 def content(comparison: Comparison, network: AnyNetwork = None, compute: AnyCompute = None) -> dict[str, Any]:
-    """Return what the page says of a comparison or sweep: dicts, lists, numbers and text, which JSON can hold.
+    """Return the content of the page of a comparison or sweep, as dicts, lists, numbers and text for JSON.
 
     Args:
-        network, compute: where the sliders stand at first; default: the comparison's, or else `NETWORK` and `COMPUTE`.
+        network, compute: initial values of the sliders; default: the comparison's, or else `NETWORK` and `COMPUTE`.
 
     Raises:
-        ValueError: there is no run; the network or compute has another number of nodes.
+        ValueError: there is no run, or the network or compute has another number of nodes.
     """
     if not len(comparison):
         raise ValueError("the comparison has no run to report")
@@ -71,7 +71,7 @@ def content(comparison: Comparison, network: AnyNetwork = None, compute: AnyComp
 
 
 class _Page:
-    """Collects what a page says of one comparison; equal ledgers are priced once."""
+    """Collects the content of the page of one comparison; equal ledgers are priced once."""
 
     def __init__(self, comparison: Comparison, network: Network, compute: Compute, most: dict[str, int]) -> None:
         self.comparison, self.network, self.compute, self.most = comparison, network, compute, most
@@ -220,7 +220,7 @@ class _Page:
         return sorted({0, last, *kept, *(int(step) for step in measured)})
 
     def _clock(self, history: History, steps: list[int]) -> dict[str, Any]:
-        """Time and bytes of a run at some of its steps; between them both are linear."""
+        """Return time and bytes of a run at some of its steps, between which both are linear."""
         fixed, unknown = "", not len(history.ledger) and history.last("wire_bytes") > 0
         if unknown:
             fixed = "a log has no events, and so no hours"
@@ -248,7 +248,7 @@ class _Page:
         }
 
     def _node_losses(self, history: History) -> dict[str, Any] | None:
-        """Training losses of some nodes, means over as many steps as leave few rows."""
+        """Return training losses of some nodes, averaged over enough steps to leave few rows."""
         losses = history.node_losses
         if not self.most["rows"] or not len(losses):
             return None
@@ -266,7 +266,7 @@ class _Page:
         }
 
     def _timeline(self, history: History) -> dict[str, Any] | None:
-        """What some nodes do around the first sync, as bars: what, node, start, end, step, label."""
+        """Return the activity of some nodes around the first sync, as bars: what, node, start, end, step, label."""
         ledger = history.ledger
         if not self.most["rows"] or ledger.seconds or ledger.num_nodes > 1000:
             return None

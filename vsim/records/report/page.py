@@ -20,7 +20,7 @@ _HEIGHT = 900  # of the frame in a notebook, in pixels
 
 
 class Report:
-    """The page of one comparison, or of several; in a notebook it shows itself.
+    """The page of one or several comparisons, which a notebook displays.
 
     Attributes:
         html: the whole page.
@@ -60,14 +60,14 @@ def report(
     *,
     every: float | None = None,
 ) -> Report:
-    """Return the page of comparisons or sweeps; of several, a list on the page chooses one.
+    """Return the page of comparisons or sweeps; with several, a list on the page selects one.
 
     Args:
-        comparisons: what they are called on the page → comparison.
-        network, compute: where the sliders of the page stand at first; default: each comparison's, or else
-            1 Gbit/s, 20 ms and 1 s a step, which the page says.
-        title: of the page. Default: the names of the comparisons.
-        every: seconds after which the page asks its server for new data; default: it has none.
+        comparisons: name on the page → comparison.
+        network, compute: initial values of the sliders; default: each comparison's, or else 1 Gbit/s, 20 ms and 1 s per
+            step, which the page then states.
+        title: the title of the page; default: the names of the comparisons.
+        every: interval in seconds at which the page asks its server for new data; default: the page has no server.
 
     Raises:
         TypeError: the title is no text.
