@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -19,7 +21,10 @@ from torch import Tensor
 from vsim import Ledger
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.stacked import StackedCollectives
-from vsim.process.collectives import ProcessCollectives
+from vsim.engine.machine import devices_of_nodes
+from vsim.process import collectives as process_collectives
+from vsim.process.collectives import CollectiveFailure, ProcessCollectives, completing, open_group
+from vsim.process.node import backend_for
 
 
 def test_what_a_collective_returns() -> None:
@@ -330,10 +335,11 @@ def test_processes_go_on_while_what_they_sent_is_on_its_way(exact: bool, tmp_pat
 
 def _every_collective(collectives: Collectives, rows: torch.Tensor) -> list[torch.Tensor]:
     """What the nodes held here get, as stacked rows in their order, from each collective."""
-    held, parts = len(rows), rows[:, :, None].expand(-1, -1, 5).transpose(1, 2).contiguous()  # (R, K, 3)
+    held, n = len(rows), collectives.num_nodes
+    parts = rows[:, :, None].expand(-1, -1, n).transpose(1, 2).contiguous()  # (R, K, 3)
     shared = [
         *[collectives.all_reduce(rows, op) for op in ("mean", "sum", "max", "min")],
-        collectives.all_reduce(rows, "mean", weights=torch.arange(1.0, 6)),
+        collectives.all_reduce(rows, "mean", weights=torch.arange(1.0, n + 1)),
         collectives.all_gather(rows),
         *[collectives.broadcast(rows, src) for src in (1, 4)],
         *[collectives.push(rows, among=among) for among in (None, [4, 0])],
@@ -350,31 +356,114 @@ def _every_collective(collectives: Collectives, rows: torch.Tensor) -> list[torc
     return [t.expand(held, *t.shape) for t in shared] + stacked
 
 
-def _share(rank: int, folder: Path, exact: bool) -> None:
+class _Nccl:
+    """torch.distributed as a group of nccl would have it, on gloo: what nccl refuses is an error."""
+
+    def __init__(self) -> None:
+        self.connected = False
+        self.gathered: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def get_backend(self) -> str:
+        return "nccl"
+
+    def all_reduce(self, *arguments: Any, **options: Any) -> Any:
+        self.connected = True
+        return dist.all_reduce(*arguments, **options)
+
+    def batch_isend_irecv(self, messages: Any) -> Any:
+        assert self.connected, "messages before the first collective of all ranks"
+        return dist.batch_isend_irecv(messages)
+
+    def all_gather_into_tensor(self, rows: Tensor, own: Tensor, async_op: bool) -> Any:
+        self.gathered.append("into a tensor")
+        return dist.all_gather_into_tensor(rows, own, async_op=async_op)
+
+    def all_gather(self, parts: list[Tensor], own: Tensor, async_op: bool) -> Any:
+        """gloo takes parts of one size only; nccl broadcasts parts of several sizes, as here."""
+        self.gathered.append("parts")
+        parts[dist.get_rank()].copy_(own)
+        works: list[Any] = [dist.broadcast(part, src, async_op=True) for src, part in enumerate(parts)]
+        return SimpleNamespace(wait=lambda: [work.wait() for work in works])
+
+
+def _share(rank: int, folder: Path, exact: bool, backend: str) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    collectives = ProcessCollectives(Ledger(5), exact)
-    rows = torch.load(folder / "rows.pt")[collectives.nodes.start : collectives.nodes.stop]
-    results = _every_collective(collectives, rows)
-    torch.save((list(collectives.nodes), results, [str(e) for e in collectives.ledger]), folder / f"{rank}.pt")
+    nccl = _Nccl()
+    if backend == "nccl":
+        process_collectives.dist, process_collectives._DEVICES = nccl, {}  # type: ignore[assignment]
+    rows = torch.load(folder / "rows.pt")
+    collectives = ProcessCollectives(Ledger(len(rows)), exact)
+    results = _every_collective(collectives, rows[collectives.nodes.start : collectives.nodes.stop])
+    events = [str(e) for e in collectives.ledger]
+    torch.save((list(collectives.nodes), results, events, set(nccl.gathered)), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_process_may_hold_several_nodes(exact: bool, tmp_path: Path) -> None:
-    """Two and three of five: the rows of the simulator's results, and its events."""
-    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(
+    ("backend", "num_nodes", "exact"),
+    [("gloo", 5, True), ("gloo", 5, False), *[pytest.param("nccl", n, True, marks=pytest.mark.slow) for n in (5, 6)]],
+)
+def test_a_process_may_hold_several_nodes(backend: str, num_nodes: int, exact: bool, tmp_path: Path) -> None:
+    """Two and three of five, or three and three of six: the rows of the simulator's results, and its events.
+
+    With nccl, an all-gather is one collective; with gloo, the ranks take turns.
+    """
+    rows = torch.randn(num_nodes, 3, generator=torch.Generator().manual_seed(0))
     torch.save(rows, tmp_path / "rows.pt")
-    ranks = [forked.started(_share, rank, tmp_path, exact) for rank in range(2)]
+    ranks = [forked.started(_share, rank, tmp_path, exact, backend) for rank in range(2)]
     assert [forked.ended(process) for process in ranks] == [0, 0]
-    simulated = StackedCollectives(Ledger(5))
+    simulated = StackedCollectives(Ledger(num_nodes))
     expected = _every_collective(simulated, rows)
-    for rank, own in enumerate([[0, 1], [2, 3, 4]]):
-        nodes, results, events = torch.load(tmp_path / f"{rank}.pt")
+    half = num_nodes // 2
+    for rank, own in enumerate([[*range(half)], [*range(half, num_nodes)]]):
+        nodes, results, events, gathered = torch.load(tmp_path / f"{rank}.pt")
         assert nodes == own and events == [str(e) for e in simulated.ledger]
+        assert gathered == (set() if backend == "gloo" else {"parts"} if num_nodes == 5 else {"into a tensor"})
         for result, whole in zip(results, expected, strict=True):
             tolerance = {"rtol": 0.0, "atol": 0.0 if exact else 1e-6}
             torch.testing.assert_close(result, whole[own], **tolerance)
+
+
+def test_an_error_of_nccl_is_raised_with_its_own_reason() -> None:
+    text = """NCCL error in: /pytorch/ProcessGroupNCCL.cpp:3699, invalid usage, NCCL version 2.27.5
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"""
+    message = r"the broadcast did not complete: NCCL error in.*; Duplicate GPU detected"
+    with pytest.raises(CollectiveFailure, match=message), completing("the broadcast"):
+        raise dist.DistBackendError(text)
+
+
+@pytest.mark.parametrize(("backend", "waits"), [("nccl", "1"), ("gloo", None)])
+def test_a_group_of_nccl_raises_an_error_after_the_timeout(
+    backend: str, waits: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    seen = []
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
+    )
+    open_group(backend, dist.HashStore(), 0, 1, timedelta(seconds=1))
+    assert seen == [waits] and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+
+
+def test_one_gpu_for_two_processes_is_for_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for devices, backend in [
+        (["cuda:0", "cuda:0"], "gloo"),
+        (["cuda", "cuda:0"], "gloo"),
+        (["cuda"], "gloo"),
+        (["cuda", "cuda:1"], "nccl"),
+        (["cpu", "cuda:0"], "gloo"),
+    ]:
+        assert backend_for(devices_of_nodes(devices, None, 2), 2) == backend
+    assert devices_of_nodes(None, "cuda", 2) == [torch.device("cuda", 0)]
 
 
 @pytest.mark.parametrize("named", [False, True])

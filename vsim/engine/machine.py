@@ -55,9 +55,9 @@ def devices_of_nodes(
     if devices is not None:
         if isinstance(devices, str) or not len(devices):
             raise TypeError(f"devices must be a list of devices with at least one, got {devices!r}")
-        return [pick_device(d) for d in devices]
+        return [_numbered(pick_device(d)) for d in devices]
     if device is not None:
-        return [pick_device(device)]
+        return [_numbered(pick_device(device))]
     gpus = torch.cuda.device_count()
     if 0 < gpus < nodes_here:
         warnings.warn(
@@ -67,6 +67,12 @@ def devices_of_nodes(
             stacklevel=4,
         )
     return [torch.device("cuda", i) for i in range(nodes_here)] if gpus >= nodes_here else [torch.device("cpu")]
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """Return "cuda" as the current GPU, so that the same GPU under two names is seen to be one."""
+    is_current = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from vsim.cluster.ledger import Ledger
 from vsim.cluster.reductions import reduce_rows
 
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# Devices of the backends that cannot access the CPU's memory.
+_DEVICES = {"nccl": "cuda"}
 # Dtypes that every backend can reduce, precisely enough for a sum that is divided afterwards.
 _NATIVE = (torch.float32, torch.float64)
 
@@ -30,8 +34,22 @@ def completing(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().split("\n")[0]
-        raise CollectiveFailure(f"{what} did not complete: {reason}") from error
+        reason, _, last = str(error).strip().partition("Last error:")  # nccl gives its own reason at the end
+        lines = [text.strip().split("\n")[0] for text in (reason, last) if text.strip()]
+        raise CollectiveFailure(f"{what} did not complete: {'; '.join(lines)}") from error
+
+
+def open_group(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Make the default process group. A collective that does not complete in `timeout` raises an error."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"  # nccl reads it here; without it, nccl aborts the process after the timeout
+    sets = backend == "nccl" and name not in os.environ
+    if sets:
+        os.environ[name] = "1"
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    finally:
+        if sets:
+            del os.environ[name]
 
 
 class ProcessCollectives(Collectives):
@@ -55,8 +73,14 @@ class ProcessCollectives(Collectives):
         super().__init__(ledger, self.shares[self.rank], active)
         self.exact = exact
         # The device on which the group's backend can access tensors.
-        self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        self.device = torch.device(_DEVICES.get(dist.get_backend(), "cpu"))
+        self._gathers_at_once = dist.get_backend() == "nccl"
         self._messages = 0
+        if self._gathers_at_once:
+            # nccl connects the ranks at the first call, which must therefore be one of all ranks: messages between some
+            # of them would wait for the others. If two ranks have the same GPU, this call says so.
+            with completing(f"the first collective of rank {self.rank}"):
+                dist.all_reduce(torch.ones(1, device=self.device))
 
     def anew(self, active: Sequence[int]) -> ProcessCollectives:
         return ProcessCollectives(self.ledger, self.exact, active)
@@ -80,11 +104,17 @@ class ProcessCollectives(Collectives):
         return finish
 
     def _all_gather(self, stacked: Tensor) -> Finish:
-        # Exchange in turns, so that a connection carries one message each way. In gloo's own ring, a node's request
-        # waits behind the data that it sends, which takes up to 1.5 times as long.
         own, size = self._as_bytes(stacked), len(self.shares)
         rows = own.new_empty(self.num_nodes, own.shape[1])
         by_rank = [rows[share.start : share.stop] for share in self.shares]
+        if self._gathers_at_once:  # nccl knows the links between GPUs
+            if len({len(share) for share in self.shares}) == 1:
+                wait = self._issue("all_gather", lambda: [dist.all_gather_into_tensor(rows, own, async_op=True)])
+            else:  # nccl, unlike gloo, takes shares of different sizes
+                wait = self._issue("all_gather", lambda: [dist.all_gather(by_rank, own, async_op=True)])
+            return lambda: self._from_bytes(rows, stacked, wait)
+        # Exchange in turns, so that a connection carries one message each way. In gloo's own ring, a node's request
+        # waits behind the data that it sends, which takes up to 1.5 times as long.
         by_rank[self.rank].copy_(own)
         self._messages += 1  # as in `_delivered`
         tag = self._messages
@@ -96,13 +126,13 @@ class ProcessCollectives(Collectives):
 
         first = [turn(1)] if size > 1 else []
 
-        def wait() -> None:
+        def take_turns() -> None:
             for arrived in first:
                 arrived()
             for by in range(2, size):
                 turn(by)()
 
-        return lambda: self._from_bytes(rows, stacked, wait)
+        return lambda: self._from_bytes(rows, stacked, take_turns)
 
     def _broadcast(self, stacked: Tensor, src: int) -> Finish:
         row = self._as_bytes(stacked)[src - self.nodes.start if src in self.nodes else 0].clone()

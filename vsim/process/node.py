@@ -34,7 +34,7 @@ from vsim.engine import Executor
 from vsim.engine.executor import check_depends, write_or_add
 from vsim.engine.machine import using_threads
 from vsim.engine.objective import keep_assigned
-from vsim.process.collectives import ProcessCollectives
+from vsim.process.collectives import ProcessCollectives, open_group
 from vsim.process.segments import Left, Meeting, NodeRun
 from vsim.records.history import History
 from vsim.records.progress import Recorder, Reporter, StepReport
@@ -320,10 +320,5 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
     if not _meeting:
         store, _, _ = next(rendezvous("env://"))
         _meeting.append(store)
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"vsim run {next(_runs)}", _meeting[0]),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timeout,
-    )
+    store = dist.PrefixStore(f"vsim run {next(_runs)}", _meeting[0])
+    open_group(backend, store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)

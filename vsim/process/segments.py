@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vsim.checkpoint.files import Checkpoint, packed, unpacked
-from vsim.process.collectives import completing
+from vsim.process.collectives import completing, open_group
 from vsim.records.history import History
 from vsim.training.run import Run
 from vsim.training.spec import RunSpec
@@ -52,7 +52,7 @@ class Meeting:
             # First wait for nodes that start slowly, so that `patience` limits only collectives.
             store.wait([f"started {node}" for node in nodes], _START + self.patience)
             rank, size = nodes.index(self.node), len(nodes)
-            dist.init_process_group(self.backend, store=store, rank=rank, world_size=size, timeout=self.patience)
+            open_group(self.backend, store, rank, size, self.patience)
 
     def passed_on(self, state: Any, copying: Sequence[int], step: int) -> Any:
         """Broadcast the peer's `state` to the nodes that join at a step, and return it; see `Setup` for `copying`."""
