@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pretend import DEVICE, OnDevice, Reads, accelerator
+from pretend import DEVICE, accelerator, is_there, on_cpu, reads
 from test_strategies_common import STEPS, Row, every_row, examples, model, uneven
 
 from vsim import Callback, Compute, Network, Sample, Schedule, Trainer, load_checkpoint
@@ -37,7 +37,7 @@ class Noting(Callback):
         self.counts: list[int] = []
 
     def on_step(self, run: Any) -> None:
-        self.counts.append(Reads.count)
+        self.counts.append(reads())
 
 
 def run(strategy: Strategy, device: Any = None, num_nodes: int = 4, module: Any = None, **options: Any) -> Trainer:
@@ -50,7 +50,7 @@ def run(strategy: Strategy, device: Any = None, num_nodes: int = 4, module: Any 
 def bits(trainer: Trainer) -> tuple[Any, ...]:
     assert trainer.strategy is not None
     weights = trainer.strategy.cluster.weights
-    values = weights.values if isinstance(weights, OnDevice) else weights
+    values = on_cpu(weights) if is_there(weights) else weights
     history = trainer.history
     rows = [history[name].tobytes() for name in history.columns if name not in OF_THE_MACHINE]
     return values.numpy().tobytes(), rows, history.node_losses.tobytes(), list(trainer.ledger)
@@ -66,7 +66,7 @@ def on_both(make: Any, **options: Any) -> list[int]:
     noting = Noting()
     with accelerator():
         trainer = run(make(), DEVICE, callbacks=[noting], **options)
-        assert trainer.strategy is not None and isinstance(trainer.strategy.cluster.weights, OnDevice)
+        assert trainer.strategy is not None and is_there(trainer.strategy.cluster.weights)
     assert bits(trainer) == here
     return np.diff(noting.counts)[:-1].tolist()  # type: ignore[no-any-return]
 
@@ -174,4 +174,4 @@ def test_what_is_mixed_is_refused() -> None:
             there + here
         with pytest.raises(TypeError, match="to numpy"):
             there.numpy()
-        assert there.sum().item() == 2 and Reads.count == 1
+        assert there.sum().item() == 2 and reads() == 1

@@ -39,7 +39,7 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
 
 # Class of random generators → functions that read and restore their state.
 GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
     np.random.Generator: (
         lambda g: g.bit_generator.state,
         lambda g, state: setattr(g.bit_generator, "state", _checked(state)),
@@ -96,13 +96,15 @@ def generator(seed: int, *key: int, device: torch.device | str = "cpu") -> torch
 
 def default_generator(device: torch.device) -> torch.Generator:
     """Return the generator that random operations on `device` draw from by default."""
-    if device.type == "cuda":
-        torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
     if device.type == "mps":
         return default_mps_generator()
-    return torch.default_generator
+    backend = torch.get_device_module(device)  # torch.cuda, torch.xpu
+    backend.init()
+    index = backend.current_device() if device.index is None else device.index
+    default: torch.Generator = backend.default_generators[index]
+    return default
 
 
 @contextmanager
