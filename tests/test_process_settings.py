@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +22,10 @@ def unusual_settings() -> Iterator[None]:
     before = torch_settings()
     apply_torch_settings(
         {
+            **before,
             "default_dtype": torch.float64,
             "float32_matmul_precision": "medium",
+            "fp32_precision": {**before["fp32_precision"], "cuda.matmul": "tf32", "mkldnn.matmul": "bf16"},
             "mkldnn_enabled": not before["mkldnn_enabled"],
             "deterministic_algorithms": True,
             "warn_only": True,
@@ -65,3 +69,44 @@ def test_settings_reach_the_processes(unusual_settings: None) -> None:
     assert losses[0] == losses[1]
     settings_code = 1 + 2 + 4 * torch.backends.mkldnn.enabled + 8 + 16
     assert settings_code < losses[0][0][0] < settings_code + 4  # ln 10 and a little: the cross-entropy at the start
+
+
+@pytest.fixture(params=["all", "cudnn", "cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv"])
+def precision(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
+    """A place where torch's newer interface has the precision of float32, and its name."""
+    place = functools.reduce(getattr, [] if request.param == "all" else request.param.split("."), torch.backends)
+    before = place.fp32_precision
+    yield place, request.param
+    place.fp32_precision = before
+
+
+def test_precision_set_by_the_newer_interface_is_passed_on(precision: tuple[Any, str]) -> None:
+    place, name = precision
+    for wanted in ("ieee", "tf32"):
+        before = place.fp32_precision
+        place.fp32_precision = wanted
+        settings = torch_settings()
+        assert settings["fp32_precision"][name] == wanted
+        place.fp32_precision = before
+        apply_torch_settings(settings)
+        assert torch_settings() == settings
+
+
+class Precise(MLP):
+    """Adds to its loss a number that says what the precision is where it is computed."""
+
+    def forward(self, batch: Tensor | list[Tensor]) -> Tensor:
+        return super().forward(batch) + 100 * (torch.backends.mkldnn.matmul.fp32_precision == "ieee")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["tf32", "ieee"])
+def test_precision_reaches_the_processes(given: str) -> None:
+    train, _ = digits()
+    trainer = Trainer(Precise(hidden=(8,), seed=0), train)
+    before, torch.backends.fp32_precision = torch.backends.fp32_precision, given  # type: ignore[attr-defined]
+    try:
+        trainer.fit(strategy=SimpleReduceStrategy(), num_nodes=2, max_steps=2, backend="process", progress=False)
+    finally:
+        torch.backends.fp32_precision = before  # type: ignore[attr-defined]
+    assert (trainer.history["train_loss"][1:] > 50).all() == (given == "ieee")

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -81,11 +81,19 @@ class Setup:
 
 
 def torch_settings() -> dict[str, Any]:
-    """Return the settings of this process that change torch's results."""
+    """Return the settings of this process that change torch's results.
+
+    The precision of float32 has an older and a newer interface. The older one cannot be read (None) if the newer one
+    was used to choose what the older one cannot express.
+    """
     return {
         "default_dtype": torch.get_default_dtype(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float32_matmul_precision": _if_readable(torch.get_float32_matmul_precision),
+        "cudnn_allow_tf32": _if_readable(lambda: torch.backends.cudnn.allow_tf32),
+        "fp32_precision": {name: place.fp32_precision for name, place in _places_of_precision().items()},
         "mkldnn_enabled": torch.backends.mkldnn.enabled,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
     }
@@ -94,9 +102,35 @@ def torch_settings() -> dict[str, Any]:
 def apply_torch_settings(settings: Mapping[str, Any]) -> None:
     """Apply the settings that `torch_settings` returned in another process to this process."""
     torch.set_default_dtype(settings["default_dtype"])
-    torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
+    # Set only what differs: the precision of an operation that was once set no longer follows its library's.
+    own = torch_settings()
+    if settings["float32_matmul_precision"] not in (None, own["float32_matmul_precision"]):
+        torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
+    if settings["cudnn_allow_tf32"] not in (None, own["cudnn_allow_tf32"]):
+        torch.backends.cudnn.allow_tf32 = settings["cudnn_allow_tf32"]
+    for name, place in _places_of_precision().items():
+        if place.fp32_precision != settings["fp32_precision"][name]:
+            place.fp32_precision = settings["fp32_precision"][name]
     torch.backends.mkldnn.enabled = settings["mkldnn_enabled"]
+    torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
+    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
     torch.use_deterministic_algorithms(settings["deterministic_algorithms"], warn_only=settings["warn_only"])
+
+
+def _places_of_precision() -> dict[str, Any]:
+    """Return the objects whose `fp32_precision` can be set; a value set for a library holds for its operations."""
+    cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
+    own = {"cuda.matmul": torch.backends.cuda.matmul, "cudnn.conv": cudnn.conv, "cudnn.rnn": cudnn.rnn}
+    of_cpu = {"mkldnn.matmul": mkldnn.matmul, "mkldnn.conv": mkldnn.conv, "mkldnn.rnn": mkldnn.rnn}
+    return {"all": torch.backends, "cudnn": cudnn, **own, **of_cpu}
+
+
+def _if_readable(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return None
 
 
 def main(
