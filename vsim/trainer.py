@@ -24,7 +24,7 @@ from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Data
 from vsim.engine.explain import Explanation, explain
-from vsim.engine.machine import devices_of_nodes, pick_device
+from vsim.engine.machine import check_repeats, devices_of_nodes, pick_device
 from vsim.engine.objective import LossFunction
 from vsim.private_torch import uncompiled
 from vsim.process import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
@@ -185,8 +185,9 @@ class Trainer:
             executor: "vmap" (all nodes at once), "loop" (one by one) or "auto": vmap, but the loop where that is as
                 fast or the only right one, by a rule of the model and its shapes; see `vsim.engine.AutoExecutor`.
                 `history.executor_reason` says why.
-            deterministic: bitwise equal to separate processes in eager PyTorch, on CPU in float32. The first step is
-                then computed both ways and compared.
+            deterministic: on the CPU, in float32: bitwise equal to separate processes in eager PyTorch; the first step
+                is computed both ways and compared. On CUDA: runs repeat bit by bit, with PyTorch's deterministic
+                algorithms. Not for MPS.
             compile: torch.compile the loss and its gradient, and those kernels of strategies for which that was
                 measured to pay (see `vsim_kernels.compiled`); the first step then takes 5 to 20 seconds. Not for
                 executor="loop".
@@ -281,7 +282,10 @@ class Trainer:
 
     def device_of(self, spec: RunSpec) -> torch.device:
         """Return where a run in the simulator computes."""
-        return pick_device(self.device if spec.device is None else spec.device)
+        device = pick_device(self.device if spec.device is None else spec.device)
+        if spec.deterministic and spec.backend == "stacked":
+            check_repeats(device)
+        return device
 
     def _simulate(self, spec: RunSpec, device: torch.device, recorder: Recorder) -> nn.Module:
         """Train all nodes as rows of one matrix in this process."""
@@ -306,6 +310,8 @@ class Trainer:
             spec.threads_per_process or default_threads(nodes_here),
             spec.timeout_seconds or 600.0,
         )
+        for device in process_options.devices if spec.deterministic else ():
+            check_repeats(device)
         if spec.max_memory_usage is not None:
             share = spec.max_memory_usage / process_options.most_on_a_device(nodes_here)
             spec = replace(spec, max_memory_usage=share)

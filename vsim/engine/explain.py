@@ -106,8 +106,9 @@ def explain(
     batch = tree_map(lambda t: t.to(replicas.weights.device), batch)
     engine = executor.chosen if isinstance(executor, AutoExecutor) else executor
     calls, differing = (engine.calls, engine.differing) if isinstance(engine, VmapExecutor) else (Counter(), set())
+    on_cpu = replicas.weights.device.type == "cpu"  # elsewhere, the bits of both were never compared
     operations = [
-        Operation(name, count, form, form == "node by node" or name not in differing)
+        Operation(name, count, form, form == "node by node" or (on_cpu and name not in differing))
         for (name, form), count in calls.most_common()
     ]
     nodes = replicas.num_held

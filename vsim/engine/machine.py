@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from vsim.arguments import retold
 from vsim.engine.executor import Executor
 
 # One thread computes a step with fewer multiplications and additions than this: 4 MLPs of 26,000 weights with 16
@@ -73,6 +74,51 @@ def _numbered(device: torch.device) -> torch.device:
     """Return "cuda" as the current GPU, so that the same GPU under two names is seen to be one."""
     is_current = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+
+
+def check_repeats(device: torch.device) -> None:
+    """Raise a ValueError if runs on a device cannot be made to repeat, as `fit(deterministic=True)` asks.
+
+    On MPS, backward passes of embeddings and indexing add in any order, even with torch.use_deterministic_algorithms
+    [github.com/pytorch/pytorch/issues/161029, 195404].
+    """
+    if device.type == "mps":
+        raise ValueError(
+            "deterministic=True is for device='cpu' and 'cuda', got 'mps', where PyTorch has no deterministic form of "
+            "some operations, and does not say so: give device='cpu', or leave out deterministic"
+        )
+
+
+@contextmanager
+def repeating(device: torch.device) -> Iterator[None]:
+    """Make computations on CUDA repeat bit by bit within a block; a no-op on the CPU, where they always do.
+
+    Follows PyTorch's notes on reproducibility: deterministic algorithms, and kernels of cuDNN that are not chosen by
+    the clock. cuBLAS repeats by itself, because PyTorch gives each of its streams a workspace. TF32 repeats, too, and
+    stays as the caller has set it.
+
+    Raises:
+        RuntimeError: an operation has no deterministic form. If the caller has chosen `warn_only`, PyTorch warns.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    cudnn, was_on = torch.backends.cudnn, torch.are_deterministic_algorithms_enabled()
+    before = cudnn.deterministic, cudnn.benchmark
+    cudnn.deterministic, cudnn.benchmark = True, False
+    if not was_on:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic implementation" not in str(error):
+            raise
+        advice = "deterministic=True allows only operations that repeat: replace this one, or leave out deterministic"
+        raise retold(error, f"{error} — {advice}") from error
+    finally:
+        cudnn.deterministic, cudnn.benchmark = before
+        if not was_on:
+            torch.use_deterministic_algorithms(False)
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -18,7 +18,7 @@ from vsim.arguments import naming, retold
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import global_states, same_states
 from vsim.data.batches import Uneven, sizes_of
-from vsim.engine.machine import keeping_freed_memory, moved
+from vsim.engine.machine import keeping_freed_memory, moved, repeating
 from vsim.engine.objective import explained
 from vsim.records.progress import StepReport
 from vsim.training import resume
@@ -65,7 +65,9 @@ def steps(ensemble: Ensemble) -> Iterator[int]:
 
     Unlike `train`, this does not handle Ctrl-C, and leaves calling `end` to the caller.
     """
-    with keeping_freed_memory():
+    repeats = any(run.spec.deterministic for run in ensemble.runs)
+    device = ensemble.runs[0].cluster.weights.device
+    with keeping_freed_memory(), repeating(device) if repeats else nullcontext():
         yield from _steps(ensemble)
 
 

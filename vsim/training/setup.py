@@ -225,7 +225,9 @@ def _stacked(
     whole.module.train()
     objective = Objective(whole.module, copy.deepcopy(spec.loss_fn)).to(device)
     objective.originals = tuple(run.spec.model for run in runs)
-    settings = Settings(spec.autocast, spec.deterministic, spec.chunk_size, spec.compile)
+    # On CUDA a run only repeats (see `repeating`), as a product of all nodes may have another kernel than one node's.
+    exact = spec.deterministic and device.type != "cuda"
+    settings = Settings(spec.autocast, exact, spec.chunk_size, spec.compile)
     first = 0
     for run, replicas in zip(runs, rows.parts, strict=True):
         run.rows, run.objective, run.interrupt = range(first, first + len(run.nodes)), objective, interrupt
