@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from vsim.arguments import retold
-from vsim.cluster.randomness import GENERATORS
+from vsim.cluster.randomness import GENERATORS, preserved
 from vsim.cluster.state import CheckpointError, with_extra_state
-from vsim.private_torch import hooks_of, is_wrapped, tensor_tables, version
+from vsim.engine.ranges import InRange, is_off_cpu
+from vsim.private_torch import hooks_of, is_wrapped, tensor_tables, unwatched, version
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -163,6 +164,14 @@ class Objective(nn.Module):
     def forward(self, batch: Any, with_accuracy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the scalars (loss, accuracy); accuracy is None unless it is requested and known."""
         batch = as_given(batch)
+        if not is_off_cpu(batch):
+            return self._outcome(batch, with_accuracy)
+        in_range = InRange()
+        with in_range:
+            loss, accuracy = self._outcome(batch, with_accuracy)
+        return in_range.spoiled(loss), accuracy
+
+    def _outcome(self, batch: Any, with_accuracy: bool) -> tuple[Tensor, Tensor | None]:
         if self.loss_fn is None:
             both = getattr(self.model, "loss_and_accuracy", None) if with_accuracy else None
             loss, accuracy = (self._outputs(batch), None) if both is None else both(batch)
@@ -172,6 +181,24 @@ class Objective(nn.Module):
             loss = self.loss_fn(outputs, y)
             accuracy = _accuracy(outputs, y) if with_accuracy else None
         return _scalar(_loss_of(loss), "the loss"), None if accuracy is None else _scalar(accuracy, "the accuracy")
+
+    def check_indices(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
+        """Raise the IndexError that the loss of one node raises on the CPU, if any, see `vsim.engine.ranges`.
+
+        Args:
+            parameters, buffers: the node's tensors by name. batch: the node's batch (B, …).
+        """
+        held = [t for m in self.modules() for t in tree_leaves([*tensor_tables(m), *vars(m).values()])]
+        memo: dict[int, Any] = {id(t): t.detach().cpu() for t in held if isinstance(t, Tensor)}
+        own = Objective(*copy.deepcopy((self.model, self.loss_fn), memo))
+        parameters, buffers = ({n: t.detach().cpu() for n, t in named.items()} for named in (parameters, buffers))
+        with preserved(), unwatched(), torch.no_grad(), own.placed(parameters, buffers):
+            try:
+                own(tree_map(lambda t: t.cpu(), batch), False)
+            except IndexError:
+                raise
+            except Exception:  # the CPU may lack an operation
+                return
 
     def _outputs(self, batch: Any) -> Any:
         """Call the model with a batch, or with the batch's parts if `forward` names them."""

@@ -690,7 +690,7 @@ _EXACT_ARITHMETIC = _names(
     __imul__ __itruediv__ relu relu6 hardtanh leaky_relu threshold clamp clamp_min clamp_max clip maximum minimum
     where eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isnan isinf isfinite logical_and logical_or
     logical_not bitwise_and bitwise_or bitwise_not __and__ __or__ __invert__ floor ceil round trunc masked_fill
-    floor_divide remainder
+    floor_divide remainder any all
     """
 )
 # These only move or view entries, or make new entries that do not depend on others.

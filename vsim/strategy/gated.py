@@ -59,7 +59,7 @@ class EDiTCommunicator(OuterStep):
         assert isinstance(rule, edit)
         norms = self.gate(tensor_norms(moves, cluster))  # (R, L), infinite where a node is left out
         for view, own in zip(cluster.replicas.views(moves).values(), norms.T, strict=True):
-            view[own.isinf()] = 0
+            view.masked_fill_(own.isinf().view(-1, *[1] * (view.dim() - 1)), 0)
         norms = cluster.collectives.all_gather(norms, label="outer gradient: norms")  # (K, L)
         delta.copy_(weighted_by_tensor(moves, rule.shares(norms), cluster, "outer gradient"))
         if self.clip_norm is not None:

@@ -18,6 +18,7 @@ from vsim.data.batches import validation_examples
 from vsim.engine import Executor, VmapExecutor
 from vsim.engine.executor import check_examples
 from vsim.engine.objective import Objective, explained
+from vsim.engine.ranges import is_off_cpu
 from vsim.private_torch import without_performance_warnings
 from vsim.training.run import Run, Stack
 from vsim.training.spec import Metric
@@ -137,7 +138,7 @@ class Evaluator:
                 check_examples(self.batch, 0)
                 # One model with several batches takes as much memory as several models with one batch.
                 pieces = _cut(self.batch, min(most, self.num_examples), _OF_ONE_MODEL * self.batch_size)
-                losses = torch.cat([own.double().cpu() for own in self._applied(function, rows, pieces)])
+                losses = torch.cat([own.cpu().double() for own in self._applied(function, rows, pieces)])
             except Exception:  # not vectorizable, or undefined for a single example
                 continue
             error = float(losses.std()) / math.sqrt(self.num_examples)
@@ -214,6 +215,10 @@ def _measured_together(
         totals = [total + own for total, own in zip(totals, shares, strict=False)] if totals else shares
     drew = not torch.equal(stream.get_state(), before)
     losses, *accuracies = torch.stack(totals).cpu()
+    for row in (~losses.isfinite()).nonzero().flatten().tolist() if is_off_cpu(weights) else ():
+        own = executor.replicas.views(weights[row]), {name: b[row] for name, b in buffers.items()}
+        for piece in pieces:
+            objective.check_indices(*own, piece)
     return _Measured(losses, accuracies[0] if accuracies else None), drew
 
 

@@ -198,7 +198,7 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
         run.examples, run.tokens = run.examples + sizes[0], run.tokens + sizes[1]
         try:
             run.check_losses(dict(zip(run.cluster.active, run.node_losses, strict=True)), batch, rows)
-        except FloatingPointError as error:
+        except (FloatingPointError, IndexError) as error:
             _leave(ensemble, run, error)
         for node in resting:
             run.node_losses[node] = math.nan

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.data import Dataset
 
 from vsim.cluster.cluster import Cluster
@@ -23,7 +23,8 @@ from vsim.data.batches import BatchSource, Uneven, of_rows
 from vsim.engine import Executor
 from vsim.engine.machine import Threads
 from vsim.engine.memory import Held
-from vsim.engine.objective import Objective
+from vsim.engine.objective import Objective, explained
+from vsim.engine.ranges import is_off_cpu
 from vsim.records.history import COLUMNS, SPREAD, VALIDATED, History
 from vsim.records.progress import Reporter
 from vsim.strategy.base import Strategy
@@ -305,6 +306,9 @@ class Run:
 
         Args:
             losses: node → loss. batch: the step's stacked batch. rows: this run's rows of the batch.
+
+        Raises:
+            IndexError: the loss of a node on an accelerator has an index out of range.
         """
         if math.isfinite(sum(losses.values())):
             return
@@ -312,6 +316,8 @@ class Run:
         if odd:
             given, step = ", ".join(f"node {node}: {value}" for node, value in list(odd.items())[:8]), self.cluster.step
             own = batch if rows == slice(None) else of_rows(batch, range(rows.start, rows.stop))
+            if is_off_cpu(batch):
+                self._check_indices([*losses], odd, own)
             whole = {f"batch{keystr(path)}": t for path, t in tree_flatten_with_path(own)[0]}
             odd_data = [name for name, t in whole.items() if t.is_floating_point() and not bool(t.isfinite().all())]
             told = f"The data are not finite: {', '.join(odd_data)}" if odd_data else _WHAT_HELPS
@@ -322,6 +328,24 @@ class Run:
                 f"non-finite loss at step {step} on nodes {list(odd)} ({given}); the history up to step {step - 1} is "
                 f"kept. {told}"
             )
+
+    def _check_indices(self, nodes: Sequence[int], odd: Collection[int], batch: Any) -> None:
+        """Raise an IndexError if an index was out of range in the loss of an odd node that is held here.
+
+        Args:
+            nodes: the nodes whose losses are known. batch: the batch of those that are held here.
+        """
+        held, replicas = [self.cluster.active[row] for row in self.nodes], self.cluster.replicas
+        for place, node in enumerate(node for node in nodes if node in held):
+            if node not in odd:
+                continue
+            row, part = held.index(node), of_rows(batch, range(place, place + 1))
+            own = tree_map(lambda t: t[0], part.parts[0] if isinstance(part, Uneven) else part)
+            one, objective = replicas.rows(row, row + 1), self.objective.of_row(self.rows[row])
+            try:
+                objective.check_indices(_first(one.views(one.weights)), _first(one.buffers), own)
+            except IndexError as error:
+                raise explained(error, objective, own, 0, f"at step {self.cluster.step} on node {node}")  # noqa: B904
 
     def check_weights(self) -> None:
         """Raise a FloatingPointError if weights are not finite, which no loss shows after the last step."""
@@ -338,6 +362,10 @@ class Run:
             else f"mean of the nodes' weights after step {self.done}"
         )
         raise FloatingPointError(f"non-finite {where}. {_WHAT_HELPS}")
+
+
+def _first(stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t[0] for name, t in stacked.items()}
 
 
 def _every(interval: int | None, step: int) -> bool:

@@ -1,0 +1,61 @@
+"""Indices out of range on a device that is not the CPU: a NaN in one node's loss instead of a lost device.
+
+On the CPU, a lookup checks its indices and raises an IndexError. CUDA checks them while the host is ahead already, and
+no later operation of the process works. MPS does not check them. Therefore indices and class labels are clamped to
+their range there, and the loss of a node that has others becomes NaN, all without a read by the host. When the host
+reads a NaN, `Objective.check_indices` computes the loss again on the CPU, which raises the error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+_LOOKUPS = (F.embedding, F.embedding_bag)
+_LOSSES = (F.cross_entropy, F.nll_loss)
+
+
+def is_off_cpu(batch: Any) -> bool:
+    """Return whether the tensors of a batch lie on an accelerator."""
+    first = next((t for t in tree_leaves(batch) if isinstance(t, Tensor)), None)
+    return first is not None and first.device.type not in ("cpu", "meta")
+
+
+class InRange(TorchFunctionMode):
+    """Within this context, lookups in tables and losses of class labels get no number out of range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._odd: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOOKUPS:  # has passed these two by position itself
+            indices, table, *rest = args
+            args = (self._clamped(indices, table.shape[0]), table, *rest)
+        elif func is torch.embedding and len(args) > 1:
+            table, indices, *rest = args
+            args = (table, self._clamped(indices, table.shape[0]), *rest)
+        elif func in _LOSSES and not args[1].is_floating_point():
+            outputs, labels, *rest = args
+            args = (outputs, self._clamped(labels, outputs.shape[-1 if outputs.dim() == 1 else 1], kwargs), *rest)
+        return func(*args, **kwargs)
+
+    def _clamped(self, indices: Tensor, size: int, options: Any = None) -> Tensor:
+        """Return indices in 0 … size − 1; in a loss, the label that counts for nothing stays."""
+        clamped = indices.clamp(0, size - 1)
+        if options is not None:
+            clamped = torch.where(indices == options.get("ignore_index", -100), indices, clamped)
+        self._odd.append((clamped != indices).any())
+        return clamped
+
+    def spoiled(self, loss: Tensor) -> Tensor:
+        """Return the loss, or NaN if an index was out of range."""
+        for odd in self._odd:
+            loss = loss.masked_fill(odd, torch.nan)
+        return loss
