@@ -1,6 +1,6 @@
 """The time of a step against K: vsim's executors, K separate modules in a loop, and other ways to compute the same.
 
-    python tests/benchmarks/bench_step.py --models mlp cnn gpt resnet --nodes 4 16 64 [--compile] [--jax]
+    python tests/benchmarks/bench_step.py --models mlp cnn gpt resnet --nodes 4 16 64 [--compile] [--device cuda]
 
 Candidates:
 
@@ -15,8 +15,9 @@ Candidates:
   the losses read. A researcher who needs no strategy, record or checkpoint would write that.
 - `jax`, with --jax (pip install jax): the same model, batch and AdamW in JAX, under its own jit.
 
-All candidates of a line take turns, in another order every round, so that a machine whose speed drifts is the same for
-all. The report has medians of seconds a step, and medians of ratios to `separate` round by round. With
+All candidates compute on one device, by default the best of this machine. With --autocast, `separate` and vsim compute
+in bfloat16. All candidates of a line take turns, in another order every round, so that a machine whose speed drifts is
+the same for all. The report has medians of seconds a step, and medians of ratios to `separate` round by round. With
 --strategies, ten steps of every strategy are timed in turn.
 """
 
@@ -43,9 +44,9 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import TensorDataset
-from torch.utils.flop_counter import FlopCounterMode
 
 from vsim import Trainer
+from vsim.engine.machine import pick_device
 from vsim.models import CNN, GPT, MLP
 from vsim.strategy import OptimSpec, Strategy
 
@@ -73,6 +74,8 @@ FLOOR = frozenset(
         *("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "_fused_adamw_"),
     }
 )
+
+_CPU = torch.device("cpu")
 
 Step = Callable[[], list[float]]  # takes a step and returns the loss of every node before it
 
@@ -155,16 +158,18 @@ def model_and_examples(name: str, num_nodes: int) -> tuple[nn.Module, list[Tenso
 # Peers
 
 
-def separate(model: nn.Module, batch: Sequence[Tensor]) -> Step:
+def separate(model: nn.Module, batch: Sequence[Tensor], autocast: bool = False) -> Step:
     """K modules with an optimizer each, as torch has it by default."""
-    nodes = [copy.deepcopy(model) for _ in batch[0]]
+    device = batch[0].device
+    nodes = [copy.deepcopy(model).to(device) for _ in batch[0]]
     optimizers = [torch.optim.AdamW(node.parameters(), lr=LR) for node in nodes]
 
     def step() -> list[float]:
         losses = []
         for node, optimizer, *own in zip(nodes, optimizers, *batch, strict=True):
             optimizer.zero_grad()
-            loss = node(own)
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                loss = node(own)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -177,7 +182,7 @@ def bare(model: nn.Module, batch: Sequence[Tensor]) -> Step:
     """The vmapped gradients of stacked weights, compiled, and one fused optimizer over the stacked weights."""
 
     def stacked(tensor: Tensor) -> Tensor:
-        return tensor.detach().expand(len(batch[0]), *tensor.shape).clone()
+        return tensor.detach().to(batch[0].device).expand(len(batch[0]), *tensor.shape).clone()
 
     weights = {name: stacked(parameter) for name, parameter in model.named_parameters()}  # (K, *shape)
     buffers = {name: stacked(buffer) for name, buffer in model.named_buffers()}
@@ -242,10 +247,19 @@ def fitted(
     return trainer
 
 
-def fit_turn(make: Callable[[int], Trainer], steps: int) -> float:
-    """Return the median seconds of `steps` steps of a fit, after its first ones."""
-    seconds = torch.tensor(make(WARM_UP + steps).history["seconds"])
-    return seconds.diff()[WARM_UP:].median().item()
+def fit_turn(make: Callable[[int], Trainer], steps: int, device: torch.device = _CPU) -> float:
+    """Return the seconds of a step, of `steps` steps of a fit after its first ones.
+
+    On the CPU, the median; elsewhere the mean, because the device may be behind the host when a single step ends.
+    """
+    seconds = torch.tensor(make(WARM_UP + steps).history["seconds"]).diff()[WARM_UP:]
+    return (seconds.median() if device.type == "cpu" else seconds.mean()).item()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has computed all that was issued."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
 
 
 class Calls(TorchDispatchMode):
@@ -267,7 +281,9 @@ class Calls(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def floor(model: nn.Module, examples: Sequence[Tensor], num_nodes: int) -> Callable[[], float]:
+def floor(
+    model: nn.Module, examples: Sequence[Tensor], num_nodes: int, device: torch.device = _CPU, **options: Any
+) -> Callable[[], float]:
     """Return what times the operations of the vectorized step: each by itself, as often as the step calls it."""
     calls = Calls()
 
@@ -277,7 +293,7 @@ def floor(model: nn.Module, examples: Sequence[Tensor], num_nodes: int) -> Calla
 
     trainer = partial(fitted, model, examples, num_nodes, Strategy(optim_spec=OptimSpec("adamw", lr=LR)))
     try:
-        trainer(WARM_UP + 1, train_loss_hook=record_the_last_step, **VMAP)
+        trainer(WARM_UP + 1, train_loss_hook=record_the_last_step, device=device, **VMAP, **options)
     finally:
         calls.__exit__(None, None, None)
 
@@ -287,9 +303,11 @@ def floor(model: nn.Module, examples: Sequence[Tensor], num_nodes: int) -> Calla
         for key, count in calls.counts.items():
             call = calls.samples[key]
             call()  # what it reads is in the caches
+            synchronize(device)
             started = time.perf_counter()
             for _ in range(count):
                 call()
+            synchronize(device)
             total += time.perf_counter() - started
         return total
 
@@ -327,13 +345,34 @@ def ratios(times: Mapping[str, list[float]], base: str) -> dict[str, float]:
     return {label: statistics.median(own / theirs for own, theirs in both) for label, both in pairs.items()}
 
 
-def measure(name: str, num_nodes: int, compile: bool, jax: bool, rounds: int | None) -> dict[str, Any]:
-    """Return seconds and ratios of one model and K."""
+def measure(
+    name: str,
+    num_nodes: int,
+    compile: bool,
+    jax: bool,
+    rounds: int | None,
+    device: torch.device = _CPU,
+    autocast: bool = False,
+    only: Sequence[str] = (),
+    steps: int | None = None,
+) -> dict[str, Any]:
+    """Return seconds and ratios of one model and K.
+
+    Args:
+        only: the candidates to measure; default: all. steps: of a turn; default: by model.
+    """
     workload = MODELS[name]
+    steps = steps or workload.steps
+
+    def wanted(label: str) -> bool:
+        return not only or label in only
+
     model, examples = model_and_examples(name, num_nodes)
-    batch = [t[: num_nodes * BATCH_SIZE].unflatten(0, (num_nodes, BATCH_SIZE)) for t in examples]
-    peers = {"separate": separate(model, batch)}
-    if compile:
+    batch = [t[: num_nodes * BATCH_SIZE].unflatten(0, (num_nodes, BATCH_SIZE)).to(device) for t in examples]
+    peers: dict[str, Step] = {}
+    if wanted("separate"):
+        peers["separate"] = separate(model, batch, autocast)
+    if compile and wanted("bare") and not autocast:
         peers["bare"] = bare(model, batch)
     if jax:
         from jax_step import jax_step
@@ -341,31 +380,36 @@ def measure(name: str, num_nodes: int, compile: bool, jax: bool, rounds: int | N
         in_jax = jax_step(model, batch, LR)
         if in_jax is not None:
             peers["jax"] = in_jax
-    check_agreement(peers)
+    if len(peers) > 1:
+        check_agreement(peers)
     candidates: dict[str, Callable[[], float]] = {
-        label: partial(step_turn, step, workload.steps) for label, step in peers.items()
+        label: partial(step_turn, step, steps) for label, step in peers.items()
     }
     for label, options in EXECUTORS.items():
-        if label != "compiled" or compile:
+        is_exact = "deterministic" in options
+        if wanted(label) and (label != "compiled" or compile) and not (is_exact and autocast):
             fused = {"fused": True} if label == "exact, fused" else {}  # without deterministic vsim takes it anyway
             strategy = Strategy(optim_spec=OptimSpec("adamw", lr=LR, **fused))
-            make = partial(fitted, model, examples, num_nodes, strategy, **options)
-            candidates[label] = partial(fit_turn, make, workload.steps)
-    candidates["floor"] = floor(model, examples, num_nodes)
+            own = {**options, "device": device, "autocast": autocast}
+            make = partial(fitted, model, examples, num_nodes, strategy, **own)
+            candidates[label] = partial(fit_turn, make, steps, device)
+    if wanted("floor"):
+        candidates["floor"] = floor(model, examples, num_nodes, device, autocast=autocast)
     times = in_turn(candidates, rounds or workload.rounds)
-    with FlopCounterMode(display=False) as counter:
-        copy.deepcopy(model)([t[0] for t in batch]).backward()
     seconds = {label: statistics.median(values) for label, values in times.items()}
     return {
         "model": name,
         "num_nodes": num_nodes,
+        "device": str(device),
+        "autocast": autocast,
         "seconds": seconds,
-        "ratios": ratios(times, "separate"),
-        "flops_per_second": num_nodes * counter.get_total_flops() / seconds["vmap"],
+        "ratios": ratios(times, "separate") if "separate" in times else {},
     }
 
 
-def measure_strategies(name: str, num_nodes: int, texts: Sequence[str], rounds: int | None) -> dict[str, Any]:
+def measure_strategies(
+    name: str, num_nodes: int, texts: Sequence[str], rounds: int | None, device: torch.device = _CPU
+) -> dict[str, Any]:
     """Return the seconds of a step by strategy, in the mean of ten steps, and the ratios to the first strategy."""
     from vsim.cli import parse_strategy
 
@@ -373,7 +417,8 @@ def measure_strategies(name: str, num_nodes: int, texts: Sequence[str], rounds: 
 
     def turn(text: str) -> float:
         strategy = parse_strategy(text, LR)
-        seconds = fitted(model, examples, num_nodes, strategy, WARM_UP + 20, **VMAP).history["seconds"]
+        trainer = fitted(model, examples, num_nodes, strategy, WARM_UP + 20, device=device, **VMAP)
+        seconds = trainer.history["seconds"]
         return float(seconds[-1] - seconds[-11]) / 10  # with a sync, if there is one every ten steps
 
     times = in_turn({text: partial(turn, text) for text in texts}, rounds or MODELS[name].rounds)
@@ -386,7 +431,8 @@ def table(lines: Sequence[Mapping[str, Any]], base: str) -> str:
     labels = list(dict.fromkeys(label for line in lines for label in line["seconds"]))
     rows = [["model", "K", *labels]]
     for line in lines:
-        cells = {k: f"{1e3 * s:.3g} ({line['ratios'][k]:.2f})" for k, s in line["seconds"].items()}
+        ratio = {k: f" ({r:.2f})" for k, r in line["ratios"].items()}
+        cells = {k: f"{1e3 * s:.3g}{ratio.get(k, '')}" for k, s in line["seconds"].items()}
         rows.append([line["model"], str(line["num_nodes"]), *(cells.get(label, "") for label in labels)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     text = "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
@@ -400,25 +446,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--strategies", nargs="*", default=[], metavar="NAME", help="such as allreduce diloco:H=10")
     parser.add_argument("--compile", action="store_true", help="measure compiled and bare, too")
     parser.add_argument("--jax", action="store_true", help="measure JAX, too, except with resnet")
+    parser.add_argument("--device", help="such as cuda or mps (default: the best of this machine)")
+    parser.add_argument("--autocast", action="store_true", help="compute in bfloat16, without exact and bare")
+    parser.add_argument("--only", nargs="+", default=[], metavar="CANDIDATE", help="leave out all others")
     parser.add_argument("--rounds", type=int, help="turns that every candidate takes (default: by model)")
-    parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
+    parser.add_argument("--steps", type=int, help="steps of a turn (default: by model)")
+    parser.add_argument("--out", type=Path, help="a JSON file for the numbers, written after every line")
     options = parser.parse_args(argv)
-    lines, by_strategy = [], []
+    device = pick_device(options.device)
+    versions = {package: version(package) for package in ("torch", *(["jax"] if options.jax else []))}
+    record: dict[str, Any] = {"versions": versions, "threads": torch.get_num_threads(), "machine": platform.platform()}
+    record |= {"lines": [], "by_strategy": []}
+    lines, by_strategy = record["lines"], record["by_strategy"]
+    how = (options.compile, options.jax, options.rounds, device, options.autocast, options.only, options.steps)
     for name in options.models:
         for num_nodes in options.nodes:
-            lines.append(measure(name, num_nodes, options.compile, options.jax, options.rounds))
+            lines.append(measure(name, num_nodes, *how))
             print(table(lines[-1:], "separate"), flush=True)
             if options.strategies:
-                by_strategy.append(measure_strategies(name, num_nodes, options.strategies, options.rounds))
-    versions = {package: version(package) for package in ("torch", *(["jax"] if options.jax else []))}
+                by_strategy.append(measure_strategies(name, num_nodes, options.strategies, options.rounds, device))
+            if options.out is not None:
+                options.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
     print(f"\n{table(lines, 'separate')}\n")
     if by_strategy:
         print(f"{table(by_strategy, options.strategies[0])}\n")
-    print(f"{versions}; {torch.get_num_threads()} threads; {torch.backends.cpu.get_cpu_capability()}")
-    if options.out is not None:
-        record = {"versions": versions, "threads": torch.get_num_threads(), "machine": platform.platform()}
-        record |= {"lines": lines, "by_strategy": by_strategy}
-        options.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    print(f"{device}; {versions}; {torch.get_num_threads()} threads; {torch.backends.cpu.get_cpu_capability()}")
 
 
 if __name__ == "__main__":

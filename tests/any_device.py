@@ -1,0 +1,247 @@
+"""What must hold on every device: on_real_device.py runs these tests on one, named by VSIM_DEVICE.
+
+The CPU's runs are the reference, and the other tests compare these with plain PyTorch. A device rounds differently, so
+losses are compared up to RTOL, with an optimizer in which no step is the sign of a rounding error.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_strategies_common import TABLE, Row, examples, uneven
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import vsim
+from vsim import Compute, Network, Sample, Schedule, Trainer
+from vsim.engine.machine import pick_device
+from vsim.models import CNN, GPT, MLP
+from vsim.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
+
+DEVICE = pick_device(os.environ.get("VSIM_DEVICE", "cpu"))
+QUICK = bool(os.environ.get("VSIM_QUICK"))
+STEPS, NODES, RTOL = 6, 4, 2e-3
+OPTIMIZER = OptimSpec("adamw", lr=1e-2, eps=1e-3)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # torch itself, while compiling
+]
+
+
+@pytest.fixture(autouse=True)
+def _float32() -> Iterator[None]:
+    """Compute convolutions in float32: by default PyTorch takes TF32 for them on CUDA."""
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before, conv.fp32_precision = conv.fp32_precision, "ieee"
+    yield
+    conv.fp32_precision = before
+
+
+def images() -> TensorDataset:
+    x, y = examples().tensors
+    return TensorDataset(x.view(-1, 1, 8, 8), y)
+
+
+def tokens() -> TensorDataset:
+    ids = torch.randint(0, 31, (96, 13), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(ids[:, :-1], ids[:, 1:])
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], TensorDataset]]] = {
+    "mlp": (lambda: MLP(hidden=(16,), seed=3), examples),
+    "cnn": (lambda: CNN(batch_norm=True, seed=3), images),
+    "gpt": (lambda: GPT(31, block_size=12, layers=2, width=16, heads=2, seed=3), tokens),
+}
+
+
+def diloco() -> Strategy:
+    return DiLoCoStrategy(H=3, optim_spec=OPTIMIZER)
+
+
+def run(strategy: Strategy, device: Any = DEVICE, model: str = "mlp", data: Any = None, **options: Any) -> Trainer:
+    make, of_model = MODELS[model]
+    trainer = Trainer(make(), of_model() if data is None else data, of_model(), device=device)
+    options = {"max_steps": STEPS, "batch_size": 8, "num_nodes": NODES, "progress": False, **options}
+    trainer.fit(strategy=strategy, **options)
+    return trainer
+
+
+def bits(trainer: Trainer) -> tuple[bytes, bytes]:
+    assert trainer.strategy is not None
+    return trainer.strategy.cluster.weights.cpu().numpy().tobytes(), trainer.history.node_losses.tobytes()
+
+
+def assert_same_course(one: Trainer, other: Trainer, rtol: float = RTOL) -> None:
+    np.testing.assert_allclose(one.history.node_losses, other.history.node_losses, rtol=rtol, atol=rtol)
+    for column in ("global_loss", "local_loss"):
+        np.testing.assert_allclose(one.history[column], other.history[column], rtol=rtol, atol=rtol)
+    assert list(one.ledger) == list(other.ledger)
+
+
+@pytest.mark.parametrize("row", TABLE[::8] if QUICK else TABLE, ids=lambda row: row.name)
+def test_strategies(row: Row) -> None:
+    has_own = "optim_spec" in row.arguments or row.refuses
+    more: dict[str, Any] = {} if has_own else {"optim_spec": OptimSpec("adamw", eps=1e-3)}
+    assert_same_course(run(row.make(**more), data=uneven), run(row.make(**more), "cpu", data=uneven))
+
+
+@pytest.mark.parametrize("executor", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("model", MODELS)
+def test_executors(model: str, executor: str) -> None:
+    trainer = run(diloco(), model=model, executor=executor)
+    assert_same_course(trainer, run(diloco(), "cpu", model=model, executor="loop"))
+    assert trainer.history.executor == ("vmap" if executor == "auto" else executor)
+
+
+if not QUICK:
+
+    @pytest.mark.parametrize("model", MODELS)
+    def test_compiled(model: str) -> None:
+        trainer = run(diloco(), model=model, compile=True)
+        assert_same_course(trainer, run(diloco(), "cpu", model=model))
+        assert trainer.history.executor == "compiled"
+
+
+@pytest.mark.parametrize("options", [{"minibatch_size": 4}, {"chunk_size": 3}, {"correlation_interval": 2}], ids=str)
+def test_options(options: dict[str, Any]) -> None:
+    assert_same_course(run(diloco(), **options), run(diloco(), "cpu", **options))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_autocast(model: str) -> None:
+    ours, theirs = (run(diloco(), device, model=model, autocast=True) for device in (DEVICE, "cpu"))
+    np.testing.assert_allclose(ours.history.node_losses, theirs.history.node_losses, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+def test_dropout_draws_anew_for_every_node(executor: str) -> None:
+    same = examples(8)
+    trainer = Trainer(MLP(hidden=(16,), dropout=0.5, seed=0), lambda rank, num_nodes, train: same, device=DEVICE)
+    options: dict[str, Any] = {"num_nodes": NODES, "max_steps": STEPS, "batch_size": 8, "progress": False}
+    trainer.fit(strategy=SimpleReduceStrategy(lr=0.0), executor=executor, **options)
+    assert len(np.unique(trainer.history.node_losses)) == NODES * STEPS
+
+
+@pytest.mark.parametrize("plan", [Schedule({0: [0, 1], 3: [1, 2, 3]}), Sample(NODES, of=9, rounds=3)], ids=repr)
+def test_participation(plan: Any) -> None:
+    options: dict[str, Any] = {"participation": plan, "data": uneven}
+    assert_same_course(run(diloco(), **options), run(diloco(), "cpu", **options))
+
+
+def test_asynchronous() -> None:
+    options = {"compute": Compute(0.8, speeds=[1, 2, 1, 4], jitter=0.3), "network": Network("1 Mbit/s", "20 ms")}
+    ours, theirs = (
+        run(AsyncDiLoCoStrategy(H=4, optim_spec=OPTIMIZER), device, **options) for device in (DEVICE, "cpu")
+    )
+    np.testing.assert_allclose(ours.history.node_losses, theirs.history.node_losses, rtol=RTOL, atol=RTOL)
+
+
+def test_resume(tmp_path: Path) -> None:
+    run(diloco(), max_steps=4, save_dir=tmp_path)
+    resumed, whole = run(diloco(), max_steps=9, resume=tmp_path), run(diloco(), max_steps=9)
+    np.testing.assert_allclose(resumed.history.node_losses, whole.history.node_losses, rtol=RTOL, atol=RTOL)
+    assert resumed.history.last("global_loss") == pytest.approx(whole.history.last("global_loss"), rel=RTOL)
+
+
+def test_fork(tmp_path: Path) -> None:
+    def forked(device: Any, folder: Path) -> Trainer:
+        run(diloco(), device, max_steps=4, save_dir=folder)
+        return run(diloco(), device, max_steps=8, resume=vsim.load_checkpoint(folder).fork())
+
+    assert_same_course(forked(DEVICE, tmp_path / "there"), forked("cpu", tmp_path / "here"))
+
+
+def test_a_comparison_has_the_runs_that_fit_has() -> None:
+    strategies = {"DiLoCo": diloco(), "AllReduce": SimpleReduceStrategy(optim_spec=OPTIMIZER)}
+    options: dict[str, Any] = {"num_nodes": NODES, "max_steps": STEPS, "batch_size": 8, "progress": False}
+    comparison = vsim.compare(
+        MODELS["mlp"][0](), examples(), examples(), strategies=strategies, device=str(DEVICE), **options
+    )
+    alone = run(diloco())
+    np.testing.assert_allclose(comparison["DiLoCo"].history["train_loss"], alone.history["train_loss"], rtol=RTOL)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_deterministic(model: str) -> None:
+    if DEVICE.type == "mps":
+        with pytest.raises(ValueError, match="deterministic=True is for device='cpu' and 'cuda'"):
+            run(diloco(), model=model, deterministic=True)
+        return
+    once, again = (run(diloco(), model=model, deterministic=True) for _ in range(2))
+    assert bits(once) == bits(again)
+    assert once.history.executor == "vmap"
+    assert_same_course(once, run(diloco(), "cpu", model=model, deterministic=True))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_loss_that_is_not_finite_is_named() -> None:
+    class Diverging(MLP):
+        def forward(self, batch: Tensor | list[Tensor]) -> Tensor:
+            return super().forward(batch) * math.inf
+
+    with pytest.raises(FloatingPointError, match="step 1"):
+        Trainer(Diverging(seed=0), examples(), device=DEVICE).fit(strategy=diloco(), num_nodes=2, max_steps=3)
+
+
+def test_tensors_of_the_device_may_be_the_data() -> None:
+    there = TensorDataset(*(t.to(DEVICE) for t in examples().tensors))
+    assert_same_course(run(diloco(), data=there), run(diloco(), "cpu"))
+
+
+def test_data_of_worker_processes_and_pinned_memory() -> None:
+    pins = {"pin_memory": True} if DEVICE.type == "cuda" else {}
+    options: dict[str, Any] = {"dataloader_kwargs": {"num_workers": 1, **pins}}
+    assert_same_course(run(diloco(), data=_Slow(), **options), run(diloco(), "cpu"))
+
+
+class _Slow(Dataset[Any]):
+    """A dataset that is not in memory."""
+
+    @functools.cached_property
+    def whole(self) -> TensorDataset:
+        return examples()
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> Any:
+        return self.whole[index]
+
+
+def test_memory_is_estimated() -> None:
+    trainer = run(diloco(), max_memory_usage=0.9)
+    assert trainer.history.minibatch_size in (None, 1, 2, 4)  # None: the whole batch of 8
+    explanation = Trainer(MODELS["mlp"][0](), examples(), device=DEVICE).explain(
+        strategy=diloco(), num_nodes=NODES, max_steps=STEPS
+    )
+    assert explanation.memory["weights"] == 4 * 1210 and explanation.peak_flops > 0
+
+
+GPUS = torch.cuda.device_count() if DEVICE.type == "cuda" else 0
+
+
+@pytest.mark.parametrize("devices", [[str(DEVICE)], *([["cuda:0", "cuda:1"]] if GPUS > 1 else [])], ids=str)
+@pytest.mark.parametrize("strategy", [diloco, lambda: SimpleReduceStrategy(optim_spec=OPTIMIZER)])
+def test_processes(strategy: Callable[[], Strategy], devices: list[str]) -> None:
+    """One device for both processes, which gloo connects; and where there are two GPUs, nccl."""
+    here, there = run(strategy(), num_nodes=2), Trainer(MODELS["mlp"][0](), examples(), examples())
+    options: dict[str, Any] = {"max_steps": STEPS, "batch_size": 8, "num_nodes": 2, "progress": False}
+    there.fit(strategy=strategy(), backend="process", devices=devices, **options)
+    np.testing.assert_allclose(there.history.node_losses, here.history.node_losses, rtol=RTOL, atol=RTOL)
+
+
+# The last test: if the error is the device's own, nothing works in this process afterwards.
+def test_an_index_out_of_range_leaves_the_device_usable() -> None:
+    ids = torch.full((32, 12), 31)
+    with pytest.raises(IndexError, match="out of range"):
+        run(diloco(), model="gpt", data=TensorDataset(ids, ids), executor="vmap")
+    assert_same_course(run(diloco()), run(diloco(), "cpu"))
