@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import vsim
 from vsim import Compute, Network, timeline
+from vsim.cluster.ledger import Event
 from vsim.cluster.participation import Dropout, Sample
 from vsim.cluster.plan import Segment
 from vsim.network.planes import planes
@@ -86,9 +87,23 @@ def test_what_waits_for_everything_is_one_plane(runs: vsim.Comparison) -> None:
     bits = 8 * sum(event.payload_bytes for event in runs["AllReduce"].ledger)
     ((compute, latency, inverse),) = one.planes[0]
     messages = 2 * (NODES - 1)
-    assert [compute, latency, inverse] == pytest.approx([STEPS, STEPS * messages, bits * messages / NODES], rel=1e-4)
+    assert [compute, latency, inverse] == pytest.approx([STEPS, STEPS * messages, bits * messages / NODES], rel=1e-7)
+    for waits in ("FedAvg", "DiLoCo", "SPARTA"):
+        assert {len(own) for own in planes(runs[waits].ledger, Network(1e9, 1), Compute(3), range(25)).planes} == {1}
     overlapping = planes(runs["Streaming"].ledger, Network(1e9, 1), Compute(3), [2, STEPS])
     assert len(overlapping.planes[0]) == 1 < len(overlapping.planes[1])
+
+
+def test_a_message_with_a_step_to_arrive_is_two_planes() -> None:
+    ledger = vsim.Ledger(2)
+    ledger.steps = 2
+    ledger.record(Event(1, 2, "weights", "all_reduce", "late", 1000, ((0, 1),)))
+    # A ring of two: two messages of half the payload each, 8000 bits together, while the second step is computed.
+    own = planes(ledger, Network(1e6, 0.1), Compute(1), [1, 2])
+    assert own.planes[0] == pytest.approx(np.array([[1, 0, 0]]), abs=1e-6)
+    assert own.planes[1][np.argsort(own.planes[1][:, 0])] == pytest.approx(
+        np.array([[1, 2, 8000], [2, 0, 0]]), rel=1e-6
+    )
 
 
 def test_links_that_differ_change_by_factors(runs: vsim.Comparison) -> None:

@@ -6,12 +6,16 @@ When a step is done is therefore convex and piecewise linear in the three,
     T(compute, latency, bandwidth) = max over planes of  a · compute + b · latency + d / bandwidth,
 
 with one plane for a strategy that waits for all it sends, and several for one that computes meanwhile.
+
+Cutting planes [Kelley 1960] find them. The slope of the clock at a point is a plane that is nowhere above the clock.
+Where one of the planes found is the largest, the clock minus that plane is convex, and so largest at a corner of this
+region. If the planes reach the clock at all corners, they reach it everywhere; where they do not, the slope of the
+clock at that corner is a further plane.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,19 +28,19 @@ from vsim.network.links import Network
 from vsim.network.timeline import timeline
 
 Floats = NDArray[np.float64]
-# The planes may be below the clock by this share, at every network of the grid that they are compared on.
-TOLERANCE = 5e-4
+# The largest share by which the planes, raised by half of what they miss, differ from the clock; and the digits that
+# slopes lose.
+TOLERANCE, _LOST = 4.5e-4, 1e-4
 # More planes than this for one step are not worth having.
 _MOST_PLANES = 60
 # Of a map of networks, at most this many numbers are held at a time.
 _NUMBERS = 1 << 22
-# Latency and bytes, where each alone takes as long as all the compute, times these powers of ten: beyond them the
-# smaller term no longer counts. The coarse grid is enough for runs with one plane: where a convex function
-# is a plane at points, it is that plane between them.
-_COARSE = np.linspace(-5, 5, 6)
-_FINE = np.concatenate([np.linspace(-5, -2.5, 4), np.linspace(-2, 2, 25), np.linspace(2.5, 5, 4)])
-# Rounds of looking where planes meet, steps to look along, and the powers of ten of the other term.
-_ROUNDS, _WATCHED, _MOST_MEETINGS, _ALONG = 4, 6, 500, np.linspace(-3, 3, 9)
+# The first points: latency and bytes that each alone take as long as all the compute, times these factors. Beyond the
+# largest, the smallest term no longer counts.
+_FACTORS = np.array([0.0, *10.0 ** np.linspace(-5, 5, 11)])
+# How often corners are looked at, and how often in vain; and how far from a point, relative to it, the slope is taken,
+# since at the point itself the clock may bend.
+_ROUNDS, _TRIES, _BESIDE = 20, 3, 1e-4 * np.array([1.0, 0.6])
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,43 +98,71 @@ def planes(ledger: Record, network: Network, compute: Compute, steps: Sequence[i
 
 
 def _fitted(pricing: _Pricing, unit: float) -> list[Floats]:
-    """Return the planes of every step: from a coarse grid, a fine one, and from where the planes found meet."""
-    for powers in (_COARSE, _FINE):
-        sampled = pricing.sampled(pricing.grid(powers), unit)
-        found = _covering_all(*sampled, 1 if powers is _COARSE else _MOST_PLANES)
-        if found is not None and powers is _COARSE:
-            return found
-    for _ in range(_ROUNDS):
-        if found is None:
+    """Return the planes of every step."""
+    many = ValueError(f"the time of this run is not the largest of {_MOST_PLANES} planes on {pricing.given!r}")
+    count, tries = len(pricing.steps), 0
+    found = [np.zeros((0, 3))] * count
+    points, seconds, slopes = np.zeros((0, 3)), np.zeros((0, count)), np.zeros((0, count, 3))
+    there, known = pricing.grid(), set[tuple[float, ...]]()
+    for turn in range(_ROUNDS):
+        fresh = pricing.sampled(there, unit, _BESIDE * (-1) ** turn)
+        points, seconds, slopes = (np.concatenate(two) for two in zip((points, seconds, slopes), fresh, strict=True))
+        known.update(map(tuple, pricing.digits(there)))
+        again, corners = [], [np.zeros((0, 2))]
+        for i in reversed(range(count)):  # the last has most planes
+            if turn and _missing(fresh[0] @ found[i].T, fresh[1][:, i]).max() <= 2 * TOLERANCE:
+                continue
+            found[i], missed = _covering(points, seconds[:, i], slopes[:, i])
+            if len(found[i]) > _MOST_PLANES:
+                raise many
+            again += missed
+            corners.append(pricing.corners(found[i], unit))
+        tries += bool(again)
+        if tries == _TRIES:
             break
-        watched = np.unique(np.linspace(0, len(found) - 1, _WATCHED).round().astype(int))
-        there = np.concatenate([pricing.meetings(found[i], unit) for i in watched])
-        there = there[:: 1 + len(there) // _MOST_MEETINGS]
-        points, seconds, slopes = pricing.sampled(there, unit)
-        if not len(points) or all(
-            _missing(points @ own.T, seconds[:, i]) <= 1.6 * TOLERANCE for i, own in enumerate(found)
-        ):
-            return found
-        grown = [np.concatenate(both) for both in zip(sampled, (points, seconds, slopes), strict=True)]
-        sampled = grown[0], grown[1], grown[2]
-        found = _covering_all(*sampled, _MOST_PLANES)
-    raise ValueError(f"the time of this run is not the largest of {_MOST_PLANES} planes on {pricing.given!r}")
+        there = np.concatenate(corners)
+        there = there[np.unique(pricing.digits(there), axis=0, return_index=True)[1]]
+        there = there[[tuple(own) not in known for own in pricing.digits(there)]]
+        there = np.concatenate([there, points[np.unique(np.array(again, dtype=int)), 1:]])
+        if not len(there):
+            missing = [_missing(points @ own.T, seconds[:, i]).max() for i, own in enumerate(found)]
+            return [own * (1 + share / 2) for own, share in zip(found, missing, strict=True)]
+    raise many
 
 
-def _missing(values: Floats, seconds: Floats) -> float:
-    """Return by which share planes (N, P) stay below the clock (N,), at most."""
-    return float(np.where(seconds > 0, 1 - values.max(1) / np.maximum(seconds, 1e-300), 0).max())
+def _missing(values: Floats, seconds: Floats) -> Floats:
+    """Return the share of the clock (N,) by which planes, with values (N, P), stay below it."""
+    return np.where(seconds > 0, 1 - values.max(1) / np.maximum(seconds, 1e-300), 0)
 
 
-def _covering_all(points: Floats, seconds: Floats, slopes: Floats, most: int) -> list[Floats] | None:
-    """Return the planes of every step, see `_covering`; None if there are none for one of them."""
-    found = []
-    for i in range(seconds.shape[1]):
-        own = _covering(points, seconds[:, i], slopes[:, i], most)
-        if own is None:
-            return None
-        found.append(own)
-    return found
+def _covering(points: Floats, seconds: Floats, slopes: Floats) -> tuple[Floats, list[int]]:
+    """Return a few of the planes (N, 3) that together are the clock at all points (N, 3), and a point they all miss."""
+    values, chosen, missed = np.zeros((len(points), 1)), list[int](), list[int]()
+    # Of planes that are about as good at a point, take the one that is good elsewhere; of these the first.
+    weights = points / np.where(seconds > 0, seconds, np.inf)[:, None]
+    even, allowed = 1e-4 * np.round(slopes @ weights.mean(0), 2), np.ones(len(slopes), dtype=bool)
+    while not missed:
+        missing = _missing(values, seconds)
+        worst = int(missing.argmax())
+        if missing[worst] <= 2 * TOLERANCE:
+            break
+        there = np.round(slopes @ weights[worst], 4) + even
+        while True:
+            best = int(np.where(allowed, there, -1.0).argmax())
+            own = points @ slopes[best]
+            if not allowed[best] or (own <= seconds * (1 + _LOST) + 1e-12).all():
+                break
+            allowed[best] = False  # a bend of the clock lies under it
+        if len(chosen) > _MOST_PLANES or not allowed[best] or best in chosen:
+            missed.append(worst)
+        else:
+            chosen.append(best)
+            values = np.column_stack([values, own])
+    return slopes[chosen] if chosen else np.zeros((1, 3)), missed
+
+
+def _dot(one: Floats, other: Floats) -> Floats:
+    return (one * other).sum(-1)
 
 
 def _waits_for_a_clock(ledger: Record) -> bool:
@@ -150,12 +182,13 @@ class _Pricing:
     def __init__(self, ledger: Record, network: Network, compute: Compute, steps: Sequence[int]) -> None:
         self.given, self.network = network, network.in_units()
         self.ledger, self.compute, self.steps = ledger, compute, list(steps)
-        self.computed = 0.0
-        alone = self._clock(np.zeros(1), np.zeros(1))
-        # What latency and bytes take next to compute; 0: nothing.
-        huge = 1e12
-        ends = self._clock(np.array([huge, 0.0]), np.array([0.0, huge]))[:, -1:] / huge
-        self.whole, self.each = float(alone[0, -1]), np.where(ends[:, 0] * huge > 2 * alone[0, -1], ends[:, 0], 0.0)
+        self.computed, huge = 0.0, 1e12
+        alone, *ends = self._clock(np.array([0.0, huge, 0.0]), np.array([0.0, 0.0, huge]))[:, -1]
+        self.whole = float(alone) or 1.0
+        # The factors of latency, and of 1/bandwidth, at which each alone takes as long as all the compute; and the
+        # largest that count. Latency or bytes that never add to the compute have none.
+        self.scale = np.array([huge * self.whole / end if end > 2 * alone else 1.0 for end in ends])
+        self.box = np.array([end > 2 * alone for end in ends]) * self.scale * _FACTORS[-1]
 
     def _clock(self, latencies: Floats, inverses: Floats) -> Floats:
         """Return (N, S) seconds with these factors of latency, and of 1/bandwidth."""
@@ -168,66 +201,52 @@ class _Pricing:
             found.append(clock.seconds[self.steps].T)
         return np.concatenate(found)
 
-    @property
-    def scale(self) -> list[float]:
-        """The factors of latency, and of 1/bandwidth, at which each alone takes as long as all the compute."""
-        return [(self.whole or 1.0) / own if own else 1.0 for own in self.each]
+    def grid(self) -> Floats:
+        """Return the first factors (N, 2) of latency and 1/bandwidth; slopes are best at the first of them."""
+        ways = [_FACTORS * by if most else np.zeros(1) for by, most in zip(self.scale, self.box, strict=True)]
+        own = np.column_stack([own.ravel() for own in np.meshgrid(*ways, indexing="ij")])
+        return own[np.argsort(np.abs(self.digits(own)).max(1), kind="stable")]
 
-    def grid(self, powers: Floats) -> Floats:
-        """Return the factors of latency and 1/bandwidth at these powers of ten and at 0: (N, 2)."""
-        ways = [np.array([0.0, *10.0**powers]) if own else np.zeros(1) for own in self.each]
-        both = np.meshgrid(*(own * by for own, by in zip(ways, self.scale, strict=True)), indexing="ij")
-        return np.column_stack([own.ravel() for own in both])
+    def digits(self, ways: Floats) -> Floats:
+        """Return numbers (N, 2) that are equal where factors (N, 2) are about equal."""
+        return np.round(np.log10(ways / self.scale + 1e-7), 5) + 0.0
 
-    def meetings(self, planes: Floats, unit: float) -> Floats:
-        """Return factors (N, 2) at which the largest of the planes (P, 3) are two, and next to these."""
-        along = [10.0**_ALONG * by for by in self.scale]
-        found = [np.empty((0, 2))]
-        for one, other in itertools.combinations(planes, 2):
-            a, b, d = one - other
-            with np.errstate(divide="ignore", invalid="ignore"):
-                latencies = np.stack([-(a * unit + d * along[1]) / b, along[1]], 1)
-                inverses = np.stack([along[0], -(a * unit + b * along[0]) / d], 1)
-            own = np.concatenate([latencies, inverses])
-            own = own[np.isfinite(own).all(1) & (own > 0).all(1) & (own < 1e5 * np.array(self.scale)).all(1)]
-            values = np.column_stack([np.full(len(own), unit), own]) @ np.stack([one, *planes]).T
-            own = own[values[:, 0] >= values.max(1) * (1 - 1e-6)]
-            # Next to them as well: on a bend of the clock there is no slope.
-            found += [own, own * [1.001, 1.0], own * [0.999, 1.0]]
-        return np.concatenate(found)
+    def corners(self, planes: Floats, unit: float) -> Floats:
+        """Return the factors (N, 2) at the corners of the regions where one of the planes (P, 3) is the largest."""
+        a, *by = (planes * np.array([unit, *self.scale]) / self.whole).T
+        slopes, box = np.stack(by, 1), self.box / self.scale
+        one, other = np.triu_indices(len(a), 1)
+        # Two planes are equal on a line, from its point nearest to 0 along `way`.
+        normal, gap = slopes[one] - slopes[other], a[other] - a[one]
+        length = np.hypot(*normal.T)
+        meet = length > 1e-9
+        one, other, normal, gap, length = (own[meet] for own in (one, other, normal, gap, length))
+        start = normal * (gap / length**2)[:, None]
+        way = normal[:, ::-1] * [-1, 1] / length[:, None]
+        # On the line all other planes are lower, and the factors in the box: room + along * t >= 0.
+        room = np.column_stack(
+            [a[one, None] - a + _dot(slopes[one, None] - slopes, start[:, None]), start, box - start]
+        )
+        along = np.column_stack([_dot(slopes[one, None] - slopes, way[:, None]), way, -way])
+        itself = np.arange(len(one))
+        for two in (one, other):
+            room[itself, two], along[itself, two] = 0.0, 0.0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ends = -room / along
+        first = np.where(along > 1e-12, ends, -np.inf).max(1, initial=-np.inf)
+        last = np.where(along < -1e-12, ends, np.inf).min(1, initial=np.inf)
+        there = (first <= last) & ~((np.abs(along) <= 1e-12) & (room < -1e-9)).any(1)
+        found = np.concatenate([(start + t[:, None] * way)[there] for t in (first, last)])
+        return np.clip(found, 0, box) * self.scale
 
-    def sampled(self, ways: Floats, unit: float) -> tuple[Floats, Floats, Floats]:
-        """Return the points (N, 3) of these factors (N, 2), the seconds there (N, S), and the slopes (N, S, 3)."""
-        latencies, inverses = ways.T
+    def sampled(self, ways: Floats, unit: float, beside: Floats) -> tuple[Floats, Floats, Floats]:
+        """Return the points (N, 3) of factors (N, 2), the seconds there (N, S), and slopes next to them (N, S, 3)."""
+        near = ways * (1 + beside)
         # Small enough to stay on one plane, large enough for the digits.
-        both = zip((latencies, inverses), self.scale, strict=True)
-        steps = [np.maximum(1e-5 * own, 1e-8 * by) for own, by in both]
-        here = self._clock(latencies, inverses)
-        by_latency = (self._clock(latencies + steps[0], inverses) - here) / steps[0][:, None]
-        by_inverse = (self._clock(latencies, inverses + steps[1]) - here) / steps[1][:, None]
-        by_compute = (here - by_latency * latencies[:, None] - by_inverse * inverses[:, None]) / unit
-        points = np.stack([np.full(len(latencies), unit), latencies, inverses], 1)
-        return points, here, np.maximum(np.stack([by_compute, by_latency, by_inverse], 2), 0)
-
-
-def _covering(points: Floats, seconds: Floats, slopes: Floats, most: int) -> Floats | None:
-    """Return a few of the planes (P, 3) whose maximum is the clock at all points (N, 3); None if there are none.
-
-    A plane that a bend of the clock lies under is above the clock somewhere, and does not count.
-    """
-    values = slopes @ points.T  # (planes, points)
-    below = (values <= seconds * (1 + 1e-4) + 1e-12).all(1)
-    reached, chosen = np.zeros(len(points)), list[int]()
-    # Of planes that are as good at a point, that which is good elsewhere: digits are lost where one term is tiny.
-    everywhere = 1e-4 * (values / np.maximum(seconds, 1e-300)).mean(1)
-    while True:
-        missing = np.where(seconds > 0, 1 - reached / np.maximum(seconds, 1e-300), 0)
-        worst = int(missing.argmax())
-        if missing[worst] <= TOLERANCE:
-            own = slopes[chosen] if chosen else np.zeros((1, 3))
-            return np.unique(own, axis=0)
-        best = int(np.where(below, values[:, worst] / seconds[worst] + everywhere, -1.0).argmax())
-        if len(chosen) == most or not below[best] or best in chosen:
-            return None
-        chosen.append(best)
-        reached = np.maximum(reached, values[best])
+        steps = np.maximum(1e-5 * near, 1e-9 * self.scale * (1 + (near / self.scale).sum(1, keepdims=True)))
+        at = np.concatenate([ways, near, near + steps * [1, 0], near + steps * [0, 1]])
+        here, own, *later = np.split(self._clock(*at.T), 4)
+        by = [(one - own) / step[:, None] for one, step in zip(later, steps.T, strict=True)]
+        by_compute = (own - sum(one * way[:, None] for one, way in zip(by, near.T, strict=True))) / unit
+        points = np.column_stack([np.full(len(ways), unit), ways])
+        return points, here, np.maximum(np.stack([by_compute, *by], 2), 0)
