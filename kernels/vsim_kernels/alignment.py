@@ -44,9 +44,12 @@ def empty_rows_like(row: Tensor, num_rows: int) -> Tensor:
 
 
 def are_apart(stacked: Tensor) -> bool:
-    """Return whether the rows of a *stacked* (K, …) tensor are a multiple of 64 bytes apart; true of a single row."""
+    """Return whether the rows of a *stacked* (K, …) tensor are a multiple of 64 bytes apart; only the CPU cares.
+
+    True of a single row.
+    """
     shape = stacked.shape
-    return len(shape) < 2 or shape[0] < 2 or stacked.stride(0) * stacked.element_size() % ALIGNMENT == 0
+    return stacked.device.type != "cpu" or len(shape) < 2 or shape[0] < 2 or stacked.stride(0) * stacked.element_size() % ALIGNMENT == 0
 
 
 def rows_apart(stacked: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """The operations of K models at once, on stacked tensors (K, …), with a slice for every node.
 
-Products, attention and dropout masks are batched over the nodes. Cheaper operations (norms, losses, activations) and
-operations with a fast kernel for one node (convolution) run node by node, because one node's activations fit in the
-caches. Every operation here is then bitwise equal to the eager operation on one node alone, forward and backward. Each
-is an ordinary function of plain tensors; `vsim.engine.rules` uses them in place of functorch's rules.
+On the CPU, products, attention and dropout masks are batched over the nodes. Cheaper operations (norms, losses,
+activations) and operations with a fast kernel for one node (convolution) run node by node, because one node's
+activations fit in the caches. Every operation here is then bitwise equal to the eager operation on one node alone,
+forward and backward. On an accelerator every operation is one call for all nodes, see `favors_loops`, and equal up to
+rounding. Each is an ordinary function of plain tensors; `vsim.engine.rules` uses them in place of functorch's rules.
 """
 
 from __future__ import annotations
@@ -35,6 +36,15 @@ class VmapError(RuntimeError):
 
 class NodesDifferError(VmapError):
     """A value that the model's Python reads differs between nodes, so that they may take different branches."""
+
+
+def favors_loops(device: torch.device) -> bool:
+    """Return whether cheap operations should run node by node on a device: on the CPU, because of its caches.
+
+    On an accelerator each call is a launch, which takes longer than the arithmetic of a small node. The work of a step
+    is therefore the same number of launches for any number of nodes. This is the only place that decides so.
+    """
+    return device.type in ("cpu", "meta")
 
 
 class Stacked:
@@ -158,8 +168,13 @@ def each_node(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]
 
 
 def may_fold(*operands: Tensor | Sequence[int]) -> bool:
-    """Return whether nodes may join a batch of matrices: all operands (or dense rows of given shapes) are aligned."""
-    dtype = next(t.dtype for t in operands if isinstance(t, Tensor))
+    """Return whether nodes may join a batch of matrices: all operands (or dense rows of given shapes) are aligned.
+
+    Only the CPU needs alignment.
+    """
+    device, dtype = next((t.device, t.dtype) for t in operands if isinstance(t, Tensor))
+    if not favors_loops(device):
+        return True
     sizes = [math.prod(t.shape[1:] if isinstance(t, Tensor) else t) for t in operands]
     return all(size * dtype.itemsize % ALIGNMENT == 0 for size in sizes) and all(
         are_apart(t) for t in operands if isinstance(t, Tensor)
@@ -187,7 +202,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **
 
 
 def dropout(x: Tensor, p: float, whole_features: bool, streams: Sequence[torch.Generator]) -> Tensor:
-    """x (K, …) · mask / (1 − p); every node's generator draws its mask as an eager call would."""
+    """x (K, …) · mask / (1 − p); every node's generator draws its mask as an eager call would.
+
+    These draws are the one exception to `favors_loops`: each is a launch on an accelerator, too, since a node's numbers
+    depend on its own generator only, whichever nodes are computed with it.
+    """
     features = (*x.shape[:3], *[1] * (x.dim() - 3))  # one draw for each example and channel
     mask = x.new_empty(features) if whole_features else torch.empty_like(x)
     if p == 1.0:
@@ -198,7 +217,7 @@ def dropout(x: Tensor, p: float, whole_features: bool, streams: Sequence[torch.G
 
 
 class _Gelu(torch.autograd.Function):
-    """x (K, …), approximate: see F.gelu → the shape of x."""
+    """x (K, …), approximate: see F.gelu → the shape of x. Node by node."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
@@ -257,8 +276,20 @@ class _Embedding(torch.autograd.Function):
         return None, table_grad, None, None
 
 
-class _LayerNorm(torch.autograd.Function):
+def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """x (K, …, *shape), weight and bias (K, *shape) → the shape of x."""
+    if favors_loops(x.device):
+        out: Tensor = _LayerNorm.apply(x, shape, weight, bias, eps)
+        return out
+    y = F.layer_norm(x, shape, eps=eps)
+    # The kernel takes one weight for all examples: multiply by those of each node afterwards.
+    weight, bias = (t if t is None else t.view(len(t), *[1] * (x.dim() - t.dim()), *shape) for t in (weight, bias))
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+class _LayerNorm(torch.autograd.Function):
+    """`layer_norm`, node by node."""
 
     @staticmethod
     def forward(
@@ -298,21 +329,29 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         logits = logits.contiguous()
         log_probabilities = torch.log_softmax(logits, -1)
-        each = [
-            aten.nll_loss_forward(own, y, None, 1, ignore_index) for own, y in each_node(log_probabilities, targets)
-        ]
-        losses, counts = zip(*each, strict=True)
-        ctx.save_for_backward(log_probabilities, targets, torch.stack(counts))
+        if favors_loops(logits.device):
+            each = [
+                aten.nll_loss_forward(own, y, None, 1, ignore_index) for own, y in each_node(log_probabilities, targets)
+            ]
+            losses, counts = map(torch.stack, zip(*each, strict=True))
+        else:
+            each_example = F.nll_loss(
+                log_probabilities.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="none"
+            )
+            counts = (targets != ignore_index).sum(1, dtype=logits.dtype)
+            losses = each_example.view(targets.shape).sum(1) / counts
+        ctx.save_for_backward(log_probabilities, targets, counts)
         ctx.ignore_index = ignore_index
-        return torch.stack(losses)
+        return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         log_probabilities, targets, counts = ctx.saved_tensors
         # Write −grad / count at every target, as nll_loss_backward does, for all nodes in one call.
-        scale = torch.where(targets == ctx.ignore_index, 0.0, -(grad / counts)[:, None])
-        index = targets.clamp(min=0)[..., None]
+        ignored = targets == ctx.ignore_index
+        scale = torch.where(ignored, 0.0, -(grad / counts)[:, None])
+        index = targets.masked_fill(ignored, 0)[..., None]
         sparse = torch.zeros_like(log_probabilities).scatter_(2, index, scale.to(log_probabilities)[..., None])
         return aten._log_softmax_backward_data(sparse, log_probabilities, 2, log_probabilities.dtype), None, None
 
@@ -413,8 +452,27 @@ def of_examples(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return y.transpose(0, 1) if inside else y
 
 
-class _BatchNorm(torch.autograd.Function):
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
     """x (K, B, C, …), all other tensors (K, C) → the shape of x; the running statistics are updated in place."""
+    if favors_loops(x.device):
+        out: Tensor = _BatchNorm.apply(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        return out
+    mean, var = (None if t is None else t.view(-1) for t in (running_mean, running_var))  # views: they are updated
+    weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
+    return _nodes(F.batch_norm(_channels(x), mean, var, weight, bias, training, momentum, eps), len(x))
+
+
+class _BatchNorm(torch.autograd.Function):
+    """`batch_norm`, node by node."""
 
     @staticmethod
     def forward(
@@ -451,12 +509,15 @@ def _wanted(parts: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | No
 
 
 # As functions.
-gelu: Callable[..., Tensor] = _Gelu.apply
 embedding: Callable[..., Tensor] = _Embedding.apply
-layer_norm: Callable[..., Tensor] = _LayerNorm.apply
 cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply
 convolution: Callable[..., Tensor] = _Convolution.apply
-batch_norm: Callable[..., Tensor] = _BatchNorm.apply
+
+
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """x (K, …), approximate: see F.gelu → the shape of x."""
+    out: Tensor = _Gelu.apply(x, approximate) if favors_loops(x.device) else F.gelu(x, approximate=approximate)
+    return out
 
 
 # Matrix products, each bitwise equal to the product alone -----------------------------------------------------------
@@ -533,13 +594,13 @@ def _by_columns(matrices: Tensor) -> bool:
 
 
 def agree(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
-    """Return whether one call of a (K, n, m) · b (K, m, p) + bias (K, p) is bitwise equal to a call for each node.
+    """Return whether, on the CPU, one call of a (K, n, m) · b (K, m, p) + bias (K, p) has the bits of K calls.
 
     Several threads may divide a batch otherwise than a single matrix, and on some CPUs the last bits then differ. The
     library decides by shapes, places in memory and the number of threads. If a sample of products shows a difference on
     this CPU, each kind of product is tried on random numbers; otherwise none is tried.
     """
-    if a.device.type != "cpu" or batches_agree():
+    if a.is_meta or batches_agree():
         return True
     return _agree(_lie(a), _lie(b), bias is not None, a.dtype, torch.get_num_threads())
 
@@ -606,6 +667,8 @@ def _products(a: Tensor, b: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
         alone = a.new_empty(1, rows, columns)
         torch.mm(a[0], b[0], out=alone[0]) if bias is None else torch.addmm(bias[0], a[0], b[0], out=alone[0])
         return alone
+    if not favors_loops(a.device):
+        return torch.bmm(a, b) if bias is None else torch.baddbmm(bias[:, None], a, b)
     a, b = rows_apart(a), rows_apart(b)
     if rows * inner * columns < _TINY_PRODUCT or 1 in (rows, inner, columns):
         each = each_node(a, b, bias)
@@ -620,6 +683,8 @@ def _products_over_examples(a: Tensor, b: Tensor, out: Tensor | None, exact: boo
 
     In a batch the threads would divide the sum otherwise, so such products are computed one by one.
     """
+    if not favors_loops(a.device):
+        return torch.bmm(a, b, out=out)
     (nodes, rows, inner), columns = a.shape, b.shape[2]
     if 1 in (nodes, rows, inner, columns) or rows * inner * columns <= _SMALL_PRODUCT:
         product = _products(a, b, None, exact)

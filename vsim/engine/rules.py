@@ -19,7 +19,7 @@ rule may be wrong, the first step is compared with the loop's.
 
 Under autocast, too, operations without a rule are called once for each node. Autocast casts the operands of whole
 operations, such as a convolution or a loss. functorch decomposes these operations first, and autocast would cast the
-parts otherwise.
+parts otherwise. Arithmetic in one dtype is not cast; on an accelerator it is therefore left to functorch.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Nodes:
 
     Attributes:
         num_nodes: the number of nodes in this vmapped call.
+        favors_loops: whether the device does, see `batched.favors_loops`.
         shared: id of a tensor that `spread_all` has expanded → the original, which is the same for all nodes.
         way: how the current operation is called; rules may set it.
         differing: the operations whose form may differ in the last bits from one node alone.
@@ -95,7 +96,7 @@ class Nodes:
 
     @node.setter
     def node(self, node: Tensor) -> None:
-        self._device_type = node.device.type
+        self._device_type, self.favors_loops = node.device.type, batched.favors_loops(node.device)
         self._level = batch_level(node)
         self.num_nodes = len(unwrapped(node))
         self._node = node
@@ -160,7 +161,7 @@ class Nodes:
         if all(self.of(t) is None for t in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         with torch.no_grad(), unwatched():  # a mode that captures operations has no numbers
-            return self._each(func, args, kwargs, None)
+            return self._each(func, args, kwargs, None, on_host=True)
 
     def alone(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call `func` once for each node, with the node's generator.
@@ -184,15 +185,24 @@ class Nodes:
             return "is inside another functorch transform"
         return ""
 
-    def _each(self, func: Any, args: Any, kwargs: Any, streams: Sequence[torch.Generator] | None) -> Any:
-        known: dict[int, Stacked] = {}  # F.multi_head_attention_forward asks whether query is key
+    def _each(
+        self, func: Any, args: Any, kwargs: Any, streams: Sequence[torch.Generator] | None, on_host: bool = False
+    ) -> Any:
+        """Call `func` once for each node; `on_host`, on copies of its tensors, to read all nodes' values at once."""
+        known: dict[int, Any] = {}  # F.multi_head_attention_forward asks whether query is key
 
         def mark(leaf: Any) -> Any:
-            stacked = self.of(leaf)
-            return leaf if stacked is None else known.setdefault(id(leaf), Stacked(stacked))
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in known:
+                stacked = self.of(leaf)
+                own = leaf if stacked is None else stacked
+                own = own.cpu() if on_host else own
+                known[id(leaf)] = own if stacked is None else Stacked(own)
+            return known[id(leaf)]
 
-        marked = tree_map(mark, (args, kwargs))
         with outside_of_vmap():
+            marked = tree_map(mark, (args, kwargs))
             outcome = node_by_node(func, self.num_nodes, marked[0], marked[1], streams)
         return tree_map(lambda t: self.batch(t.tensor) if isinstance(t, Stacked) else t, outcome)
 
@@ -212,8 +222,8 @@ class Nodes:
         return t.requires_grad
 
     def note_product(self, name: str) -> None:
-        """Note that a product is batched, which may differ in the last bits."""
-        if not self.exact and not batched.batches_agree():
+        """Note that a product is batched, which may differ in the last bits, as all forms do on an accelerator."""
+        if not self.exact and self.favors_loops and not batched.batches_agree():
             self.differing.add(name)
 
 
@@ -266,7 +276,7 @@ def rule(*operations: Any, exact: bool, with_nodes: bool = False, draws: bool = 
             own = [nodes] if with_nodes else []
             with outside_of_vmap():
                 outcome = form(*own, *spread[: len(args)], **dict(zip(kwargs, spread[len(args) :], strict=True)))
-            if not exact and outcome is not NotImplemented:
+            if not (exact and nodes.favors_loops) and outcome is not NotImplemented:
                 nodes.differing.add(name_of(operation))
             return nodes.batch(outcome) if isinstance(outcome, Tensor) else outcome
 
@@ -345,12 +355,14 @@ def _attention(
     **options: Any,
 ) -> Any:
     options |= {"dropout_p": dropout_p, "is_causal": is_causal}
-    learned_mask = attn_mask is not None and nodes.needs_grad(attn_mask)
+    learned_mask = nodes.favors_loops and attn_mask is not None and nodes.needs_grad(attn_mask)
     if (dropout_p > 0.0 and nodes.streams is not None) or learned_mask:
         return nodes.alone(operation, (query, key, value), {"attn_mask": attn_mask, **options})
     stacked = nodes.spread_all((query, key, value, attn_mask))
     if stacked is None or query.dim() < 3:
         return NotImplemented
+    if not nodes.favors_loops:
+        nodes.differing.add(name_of(operation))
     with outside_of_vmap():
         return nodes.batch(batched.attention(*stacked, **options))
 
@@ -488,6 +500,8 @@ def _layer_norm(
     eps: float = 1e-5,
 ) -> Any:
     lowered = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32
+    if lowered and not batched.favors_loops(x.device):  # autocast's rule, but for the CPU's
+        (x, weight, bias), lowered = (cast(t, torch.float32) for t in (x, weight, bias)), False
     if lowered or x.is_complex() or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
         return NotImplemented
     return batched.layer_norm(x, normalized_shape, weight, bias, eps)
@@ -532,7 +546,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    if id(running_mean) in nodes.shared or id(running_var) in nodes.shared or x.device.type != "cpu":
+    if id(running_mean) in nodes.shared or id(running_var) in nodes.shared:
         return NotImplemented
     if training:
         verify_batch_size(x[0].size())
@@ -575,15 +589,23 @@ def _convolution(
 
 
 def _is_better_as_groups(x: Tensor, weight: Tensor, geometry: Any) -> bool:
-    """Return whether a convolution is faster as groups of channels; on a CPU, if each node has little work (measured).
+    """Return whether a convolution is faster as groups of channels: if each node has little work.
 
-    With more work, node by node is as fast, and its results have the memory layout that later operations expect. Groups
-    of few channels are slow.
+    With more work, node by node is as fast, and its results have the memory layout that later operations expect. On a
+    CPU the bounds are measured, and groups of few channels are slow. On an accelerator a node has little work if its
+    launch may take as long as its arithmetic; cuDNN's kernels without groups are otherwise the faster ones
+    [github.com/pytorch/pytorch/issues/73764]. That bound is an estimate. It depends on shapes alone, because a trial by
+    the clock would give runs of one seed different bits.
     """
     stride, *_ = geometry
     channels = weight.shape[1]
     outputs = x.numel() // x.shape[1] * weight.shape[0] // math.prod(stride)
-    return x.device.type != "cpu" or channels == 1 or (channels >= 32 and outputs < 2**15)
+    if not batched.favors_loops(x.device):
+        return outputs * weight[0].numel() < _LITTLE_WORK
+    return channels == 1 or (channels >= 32 and outputs < 2**15)
+
+
+_LITTLE_WORK = 2**30  # multiplications of a node; a GPU computes some 10¹³ a second
 
 
 def _pooling(function: Any, dims: int, exact: bool) -> None:
@@ -638,7 +660,7 @@ class Lowering(Nodes, TorchFunctionMode):
             if name in _WHOLE or (name.removesuffix("_") in _DRAWS and self.streams is not None):
                 return self._note(func, "node by node", self.alone(func, args, kwargs))
             if (self.exact or self.watch or self.are_cast) and self._may_differ(func, args, kwargs):
-                if self.exact or (self.are_cast and not self.why_not_alone(func, args, kwargs)):
+                if self.exact or (self.are_cast and not self._is_uncast(func, args, kwargs)):
                     return self._note(func, "node by node", self.alone(func, args, kwargs))
                 self.differing.add(name)
                 if name.removesuffix("_") not in _EXACT_ARITHMETIC and name not in _EXACT_ARITHMETIC:
@@ -663,6 +685,13 @@ class Lowering(Nodes, TorchFunctionMode):
         if name in ("__getitem__", "__setitem__") and not any(isinstance(i, Tensor) for i in tree_leaves(args[1])):
             return False
         return not all(self.of(t) is None for t in tree_leaves((args, kwargs)))
+
+    def _is_uncast(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Return whether autocast need not see an operation, or cannot see it node by node."""
+        dtypes = {t.dtype for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if not self.favors_loops and name_of(func) in _EXACT_ARITHMETIC and len(dtypes) == 1:
+            return True
+        return bool(self.why_not_alone(func, args, kwargs))
 
     def _sums_in_backward(self, args: Iterable[Any]) -> bool:
         """Return whether a tensor that needs a gradient is broadcast: its gradient is a sum, whose order matters."""

@@ -225,8 +225,8 @@ def _stacked(
     whole.module.train()
     objective = Objective(whole.module, copy.deepcopy(spec.loss_fn)).to(device)
     objective.originals = tuple(run.spec.model for run in runs)
-    # On CUDA a run only repeats (see `repeating`), as a product of all nodes may have another kernel than one node's.
-    exact = spec.deterministic and device.type != "cuda"
+    # On an accelerator a run only repeats (see `repeating`): operations of all nodes have other kernels than one node's.
+    exact = spec.deterministic and device.type == "cpu"
     settings = Settings(spec.autocast, exact, spec.chunk_size, spec.compile)
     first = 0
     for run, replicas in zip(runs, rows.parts, strict=True):
