@@ -17,9 +17,14 @@ from torch import Tensor
 ALIGNMENT = 64
 
 
+def matters(device: torch.device) -> bool:
+    """Return whether results on a device may depend on alignment: on the CPU. Elsewhere every tensor is aligned."""
+    return device.type == "cpu"
+
+
 def is_aligned(tensor: Tensor) -> bool:
-    """Return whether a tensor begins at a multiple of 64 bytes, as separate tensors do; only the CPU cares."""
-    return tensor.device.type != "cpu" or tensor.data_ptr() % ALIGNMENT == 0
+    """Return whether a tensor begins at a multiple of 64 bytes, as separate tensors do, or alignment does not matter."""
+    return not matters(tensor.device) or tensor.data_ptr() % ALIGNMENT == 0
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -44,12 +49,12 @@ def empty_rows_like(row: Tensor, num_rows: int) -> Tensor:
 
 
 def are_apart(stacked: Tensor) -> bool:
-    """Return whether the rows of a *stacked* (K, …) tensor are a multiple of 64 bytes apart; only the CPU cares.
+    """Return whether the rows of a *stacked* (K, …) tensor are a multiple of 64 bytes apart; true of a single row.
 
-    True of a single row.
+    True of all tensors where alignment does not matter.
     """
     shape = stacked.shape
-    return stacked.device.type != "cpu" or len(shape) < 2 or shape[0] < 2 or stacked.stride(0) * stacked.element_size() % ALIGNMENT == 0
+    return not matters(stacked.device) or len(shape) < 2 or shape[0] < 2 or stacked.stride(0) * stacked.element_size() % ALIGNMENT == 0
 
 
 def rows_apart(stacked: Tensor) -> Tensor:
