@@ -379,7 +379,18 @@ def _implemented(func: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: _compute(func, args, kwargs)
 
 
+def _convolution(*args: Any) -> Tensor:
+    return _compute(aten.convolution.default, args, {})  # type: ignore[no-any-return]
+
+
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *geometry: Any) -> Any:
+    bias_sizes = [weight.shape[0]]  # of a convolution that is not transposed
+    return _compute(aten.convolution_backward.default, (grad, x, weight, bias_sizes, *geometry), {})
+
+
 _BY_HAND: dict[Any, Callable[..., Any]] = {
+    aten.convolution_overrideable.default: _convolution,
+    aten.convolution_backward_overrideable.default: _convolution_backward,
     aten.empty.memory_format: _empty(aten.empty.memory_format),
     aten.empty_strided.default: _empty(aten.empty_strided.default),
     aten.resize_.default: _resize,

@@ -1,4 +1,4 @@
-"""The tests on a pretended accelerator, in a process of their own: it stays registered with PyTorch to the end."""
+"""The tests on a pretended accelerator, in processes of their own: it stays registered with PyTorch to the end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 
 
 @pytest.mark.slow
-def test_runs_on_another_device() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=short", "on_device.py"]
+@pytest.mark.parametrize("file", ["on_device.py", "launches.py"])
+def test_runs_on_another_device(file: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=short", file]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

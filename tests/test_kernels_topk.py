@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from vsim_kernels import scatter_mean, topk_entries
-from vsim_kernels.topk import scatter_mean_reference, topk_entries_reference
+from vsim_kernels import scatter_mean, scatter_sum, topk_entries
+from vsim_kernels.topk import scatter_mean_reference, scatter_sum_reference, topk_entries_reference
 
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
@@ -95,6 +95,16 @@ def test_scatter_mean_against_reference(case):
     assert mean.dtype == values.dtype
     eps = 4 * torch.finfo(values.dtype).eps
     torch.testing.assert_close(mean, scatter_mean_reference(index, values, n), rtol=eps, atol=eps)
+
+
+@settings(max_examples=80)
+@given(sent())
+def test_scatter_sum_against_reference(case):
+    index, values, n = case
+    total = scatter_sum(index, values, n)
+    assert total.dtype == values.dtype
+    eps = 8 * torch.finfo(values.dtype).eps  # a rounding for each of five nodes
+    torch.testing.assert_close(total, scatter_sum_reference(index, values, n), rtol=eps, atol=eps)
 
 
 def test_scatter_mean_by_hand():

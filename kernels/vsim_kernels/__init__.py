@@ -1,7 +1,7 @@
 """Pure tensor functions on stacked tensors: the arithmetic of the communication strategies.
 
     select     which entries take part           masking    write them into every row
-    dct        cosine transform of tiles         topk       largest entries, mean over senders
+    dct        cosine transform of tiles         topk       largest entries, sum and mean over senders
     quantize   fewer bits a number               lowrank    fewer numbers a matrix
     codebooks  codes that are places in a table  packing    numbers of a few bits in bytes
     orthogonal the direction of a matrix alone   order      every entry's values sorted
@@ -20,7 +20,7 @@ from .orthogonal import newton_schulz
 from .packing import pack_bits, unpack_bits
 from .quantize import dequantize, majority_vote, quantize, stochastic_codes, uniform_quantize
 from .select import bernoulli_indices, chunk_sizes
-from .topk import scatter_mean, topk_entries
+from .topk import scatter_mean, scatter_sum, topk_entries
 
 __all__ = [
     "COMPILING_PAYS",
@@ -45,6 +45,7 @@ __all__ = [
     "quantize",
     "right_factor",
     "scatter_mean",
+    "scatter_sum",
     "sort_rows",
     "statistical_codes",
     "stochastic_codes",

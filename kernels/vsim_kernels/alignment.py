@@ -23,7 +23,10 @@ def matters(device: torch.device) -> bool:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Return whether a tensor begins at a multiple of 64 bytes, as separate tensors do, or alignment does not matter."""
+    """Return whether a tensor begins at a multiple of 64 bytes, as separate tensors do.
+
+    True of all tensors where alignment does not matter.
+    """
     return not matters(tensor.device) or tensor.data_ptr() % ALIGNMENT == 0
 
 
@@ -54,7 +57,12 @@ def are_apart(stacked: Tensor) -> bool:
     True of all tensors where alignment does not matter.
     """
     shape = stacked.shape
-    return not matters(stacked.device) or len(shape) < 2 or shape[0] < 2 or stacked.stride(0) * stacked.element_size() % ALIGNMENT == 0
+    return (
+        not matters(stacked.device)
+        or len(shape) < 2
+        or shape[0] < 2
+        or stacked.stride(0) * stacked.element_size() % ALIGNMENT == 0
+    )
 
 
 def rows_apart(stacked: Tensor) -> Tensor:

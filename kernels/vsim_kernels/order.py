@@ -9,8 +9,9 @@ from torch import Tensor
 def sort_rows(rows: Tensor) -> list[Tensor]:
     """The n values of every entry in ascending order.
 
-    Batcher's merge exchange: rows are compared and exchanged as wholes, about n·log²(n)/4 times, which runs at the
-    speed of memory. `torch.sort` sorts every entry's few values by itself.
+    On a CPU by Batcher's merge exchange: rows are compared and exchanged as wholes, about n·log²(n)/4 times, which runs
+    at the speed of memory. There `torch.sort` sorts every entry's few values by itself. Elsewhere, where each exchange
+    would be two launches, by `torch.sort`.
 
     Args:
         rows: *stacked* (n, …).
@@ -20,6 +21,8 @@ def sort_rows(rows: Tensor) -> list[Tensor]:
 
     Source: Knuth, The Art of Computer Programming 3, algorithm 5.2.2M.
     """
+    if rows.device.type != "cpu":
+        return list(rows.sort(dim=0).values.unbind())
     own, n = list(rows.unbind()), len(rows)
     p = top = 1 << (n - 1).bit_length() >> 1
     while p:

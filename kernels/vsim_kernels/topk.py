@@ -60,15 +60,12 @@ def _largest(x: Tensor, k: int) -> Tensor:
     return candidates.gather(1, x.gather(1, candidates).topk(k, dim=1, sorted=False).indices)
 
 
-def scatter_mean(index: Tensor, values: Tensor, n: int) -> Tensor:
-    """Every entry's mean over the nodes that sent it, and 0 where none did.
+def scatter_sum(index: Tensor, values: Tensor, n: int) -> Tensor:
+    """Every entry's sum over the nodes that sent it: out[j] = Σ_{k: j ∈ index[k]} value.
 
-        out[j] = Σ_{k: j ∈ index[k]} value / #{k: j ∈ index[k]}
-
-    An entry sent with value 0 counts as sent. Sums run over the nodes in rank order, bitwise equal on every run: a CPU
-    scatters into a vector in the order of the indices; elsewhere, where collisions add atomically in any order, one
-    scatter a node has none, as its indices are distinct. The nodes are counted with one scatter, as whole numbers add
-    up in any order.
+    The result is bitwise equal on every run. A CPU scatters into a vector in the order of the indices, that of the
+    ranks. Elsewhere collisions would add atomically in any order, so that every node has a row of its own, where its
+    indices are distinct, and the rows are summed: temporarily (K, n).
 
     Args:
         index: *stacked* (K, s) int64, the entries each node sent, distinct in a row.
@@ -76,15 +73,30 @@ def scatter_mean(index: Tensor, values: Tensor, n: int) -> Tensor:
         n: entries.
 
     Returns:
+        *shared* (n,) in the dtype of values.
+    """
+    if index.device.type == "cpu":
+        return values.new_zeros(n).scatter_add_(0, index.flatten(), values.flatten())
+    return values.new_zeros(len(index), n).scatter_(1, index, values).sum(0)
+
+
+def scatter_mean(index: Tensor, values: Tensor, n: int) -> Tensor:
+    """Every entry's mean over the nodes that sent it, and 0 where none did.
+
+        out[j] = Σ_{k: j ∈ index[k]} value / #{k: j ∈ index[k]}
+
+    An entry sent with value 0 counts as sent. The values are added by `scatter_sum`; the nodes are counted with one
+    scatter, as whole numbers add up in any order.
+
+    Args:
+        index, values, n: see `scatter_sum`.
+
+    Returns:
         *shared* (n,) in the dtype of values (16-bit types are summed in float32).
 
     Source: DeMo [2411.19870], reference code (`batch_decompress`, `scatter_reduce` with "mean").
     """
-    total = values.new_zeros(n, dtype=working_dtype(values.dtype))
-    sent = index.flatten()
-    at_once = sent.numel() if sent.device.type == "cpu" else index.shape[1]
-    for places, numbers in zip(sent.split(at_once), values.to(total.dtype).flatten().split(at_once), strict=True):
-        total.scatter_add_(0, places, numbers)
+    total, sent = scatter_sum(index, values.to(working_dtype(values.dtype)), n), index.flatten()
     senders = torch.zeros_like(total).scatter_add_(0, sent, total.new_ones(()).expand_as(sent))
     return total.div_(senders.clamp_(min=1.0)).to(values.dtype)
 
@@ -94,6 +106,14 @@ def topk_entries_reference(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     kept = [sorted(range(x.shape[1]), key=lambda j: -abs(float(row[j])))[:k] for row in x]
     index = torch.tensor(kept, dtype=torch.int64, device=x.device).reshape(x.shape[0], min(k, x.shape[1]))
     return torch.stack([row[i] for row, i in zip(x, index, strict=True)]), index
+
+
+def scatter_sum_reference(index: Tensor, values: Tensor, n: int) -> Tensor:
+    """`scatter_sum`, entry by entry."""
+    total = [0.0] * n
+    for j, value in zip(index.flatten().tolist(), values.flatten().tolist(), strict=True):
+        total[j] += value
+    return torch.tensor(total, dtype=torch.float64).to(values.device, values.dtype)
 
 
 def scatter_mean_reference(index: Tensor, values: Tensor, n: int) -> Tensor:

@@ -34,11 +34,12 @@ class StateAverage(CommunicationModule):
 
     def sync(self, cluster: Cluster) -> None:
         nodes = states_by_node(cluster.optim, self.name, cluster.replicas)
-        rows = torch.stack([torch.cat([tensor.reshape(-1) for tensor in node]) for node in nodes])  # (R, P)
+        sizes = [tensor.numel() for tensor in nodes[0]]
+        flat = [[tensor.reshape(-1) for tensor in node] for node in nodes]
+        rows = torch.stack([own[0] if len(own) == 1 else torch.cat(own) for own in flat])  # (R, P)
         mean = cluster.collectives.all_reduce(rows, "mean", label=self.name)
-        for node in nodes:
-            for tensor, part in zip(node, mean.split([tensor.numel() for tensor in node]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+        parts = [part.view_as(tensor) for part, tensor in zip(mean.split(sizes), nodes[0], strict=True)]
+        torch._foreach_copy_([tensor for node in nodes for tensor in node], parts * len(nodes))
 
 
 class DESLOCStrategy(Strategy):

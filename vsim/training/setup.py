@@ -37,7 +37,7 @@ from vsim.data.batches import (
     validation_examples,
 )
 from vsim.data.partition import Partition
-from vsim.engine import Executor, Settings, VmapExecutor, executor_class
+from vsim.engine import Executor, Settings, VmapExecutor, batched, executor_class
 from vsim.engine.machine import settle_vector_functions
 from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
@@ -226,7 +226,7 @@ def _stacked(
     objective = Objective(whole.module, copy.deepcopy(spec.loss_fn)).to(device)
     objective.originals = tuple(run.spec.model for run in runs)
     # On an accelerator a run only repeats (see `repeating`): operations of all nodes have other kernels than one node's.
-    exact = spec.deterministic and device.type == "cpu"
+    exact = spec.deterministic and batched.favors_loops(device)
     settings = Settings(spec.autocast, exact, spec.chunk_size, spec.compile)
     first = 0
     for run, replicas in zip(runs, rows.parts, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from vsim_kernels import topk_entries
+from vsim_kernels import scatter_sum, topk_entries
 
 from vsim.arguments import one_of, real_number, true_or_false
 from vsim.cluster import Cluster
@@ -37,10 +37,7 @@ class TopK(Compressor):
         all_index, (all_values,) = gather_entries(
             [index], [size], [values], self.index_bytes, cluster, label, payload_bytes
         )  # (K, k)
-        average = rows.new_zeros(size)
-        for node_index, node_values in zip(all_index, all_values, strict=True):
-            average.scatter_add_(0, node_index, node_values)
-        return [average.div_(cluster.num_nodes)]
+        return [scatter_sum(all_index, all_values, size).div_(cluster.num_nodes)]
 
 
 class RandomK(Compressor):
