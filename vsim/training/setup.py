@@ -225,7 +225,7 @@ def _stacked(
     whole.module.train()
     objective = Objective(whole.module, copy.deepcopy(spec.loss_fn)).to(device)
     objective.originals = tuple(run.spec.model for run in runs)
-    # On an accelerator a run only repeats (see `repeating`): operations of all nodes have other kernels than one node's.
+    # On an accelerator a run only repeats (see `repeating`): the forms for all nodes have other kernels than one node.
     exact = spec.deterministic and batched.favors_loops(device)
     settings = Settings(spec.autocast, exact, spec.chunk_size, spec.compile)
     first = 0
