@@ -88,7 +88,7 @@ def test_autocast_does_not_add_launches_for_each_node(task: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "most"), [("MLP", 33), ("CNN", 64), ("GPT", 182)]
+    ("task", "most"), [("MLP", 37), ("CNN", 71), ("GPT", 193)]
 )  # measured, so that none is added unseen
 def test_a_step_takes_so_many_launches(task: str, most: int) -> None:
     steps = launches(DiLoCoStrategy(H=10, lr=1e-2), 16, task)
