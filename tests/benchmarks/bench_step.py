@@ -46,7 +46,6 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import TensorDataset
 
 from vsim import Trainer
-from vsim.engine.machine import pick_device
 from vsim.models import CNN, GPT, MLP
 from vsim.strategy import OptimSpec, Strategy
 
@@ -258,7 +257,9 @@ def fit_turn(make: Callable[[int], Trainer], steps: int, device: torch.device = 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has computed all that was issued."""
-    if device.type != "cpu":
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":  # there is one
         getattr(torch, device.type).synchronize()
 
 
@@ -453,7 +454,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="steps of a turn (default: by model)")
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers, written after every line")
     options = parser.parse_args(argv)
-    device = pick_device(options.device)
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device(options.device or best)
     versions = {package: version(package) for package in ("torch", *(["jax"] if options.jax else []))}
     record: dict[str, Any] = {"versions": versions, "threads": torch.get_num_threads(), "machine": platform.platform()}
     record |= {"lines": [], "by_strategy": []}

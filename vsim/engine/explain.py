@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vsim.cluster.optimizers import StackedOptimizer
 from vsim.engine.auto import AutoExecutor
 from vsim.engine.executor import Executor
+from vsim.engine.machine import synchronize
 from vsim.engine.memory import activation_bytes, optimizer_bytes
 from vsim.engine.vmap import VmapExecutor
 
@@ -101,6 +102,7 @@ def explain(
     replicas, seconds = executor.replicas, []
     started = time.perf_counter()
     for _ in steps:
+        synchronize(replicas.weights.device)
         seconds.append(time.perf_counter() - started)
         started = time.perf_counter()
     batch = tree_map(lambda t: t.to(replicas.weights.device), batch)
@@ -139,8 +141,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
     for _ in range(5):
         started = time.perf_counter()
         a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - started)
     return 2 * _PEAK_SIDE**3 / best
 

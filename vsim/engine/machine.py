@@ -130,6 +130,14 @@ def moved(batch: Any, device: torch.device) -> Any:
     return tree_map(lambda t: t.to(device, non_blocking=device.type == "cuda" and t.is_pinned()), batch)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has computed all that was issued, as before a clock is read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":  # there is one
+        getattr(torch, device.type).synchronize()
+
+
 @contextmanager
 def using_threads(number: int) -> Iterator[None]:
     """Use this many threads for PyTorch's operations on the CPU within a block."""
