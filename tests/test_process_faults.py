@@ -317,7 +317,7 @@ def test_what_cannot_be_shipped_is_named(name: str) -> None:
         options[name] = {"collate_fn": Locked()}
     else:
         given[name] = LockedModel() if name == "model" else Locked()
-    with pytest.raises(TypeError, match=f"backend='process' cannot ship {name} to the nodes' processes: .*lock"):
+    with pytest.raises(TypeError, match=f"backend='process' cannot ship {name} to the processes: .*lock"):
         fit(trainer=Trainer(**given), **options)
 
 
@@ -505,7 +505,7 @@ def test_a_fork_server_that_is_killed_ends_the_run() -> None:
         if step == 2:
             os.kill(fork_server(), signal.SIGKILL)
 
-    with pytest.raises(ForkServerFailure, match="the interpreter that starts the nodes' processes has ended"):
+    with pytest.raises(ForkServerFailure, match="the interpreter that starts the processes has ended"):
         fit(FedAvgStrategy(H=2), max_steps=100_000, train_loss_hook=kill)
 
 

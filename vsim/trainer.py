@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import tempfile
 import uuid
@@ -21,22 +20,30 @@ from vsim.checkpoint.files import Checkpoint, load_checkpoint, saving_of, start_
 from vsim.checkpoint.folder import Saving, checkpoints_in, held
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
-from vsim.cluster.replicas import Replicas
 from vsim.data.batches import Data
 from vsim.engine.explain import Explanation, explain
-from vsim.engine.machine import check_repeats, devices_of_nodes, pick_device
+from vsim.engine.machine import check_repeats, pick_device
 from vsim.engine.objective import LossFunction
 from vsim.private_torch import uncompiled
-from vsim.process import ProcessOptions, default_threads, join, local_ranks, train_in_processes, under_torchrun
+from vsim.process import (
+    joined_group,
+    number_of_processes,
+    options_of,
+    run_node,
+    run_ranges,
+    train_in_processes,
+    under_torchrun,
+    world_rank,
+)
 from vsim.records.history import History
 from vsim.records.loggers import Logger, RunLog
-from vsim.records.progress import Recorder, StepReport
+from vsim.records.progress import Recorder
 from vsim.strategy.base import Strategy
-from vsim.training.callbacks import by_place, tell, tell_row, telling_exit, with_hooks
+from vsim.training.callbacks import Relay, telling_exit, with_hooks
 from vsim.training.configuration import describe_problem, describe_run
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import steps, train
-from vsim.training.resume import captured, savable
+from vsim.training.resume import captured
 from vsim.training.run import Ensemble, Run
 from vsim.training.setup import prepare
 from vsim.training.spec import RunSpec, option_defaults, takes_options, typed_by
@@ -192,12 +199,16 @@ class Trainer:
                 measured to pay (see `vsim_kernels.compiled`); the first step then takes 5 to 20 seconds. Not for
                 executor="loop".
             chunk_size: nodes that "vmap" computes at once. The activations of one chunk are in memory at a time.
-            backend: "stacked", the simulator; or "process": a process for every node over torch.distributed, in
-                ordinary eager PyTorch on this machine, or under torchrun this process as one of its ranks.
-            devices: with backend="process", node k computes on devices[k mod len(devices)]. Default: a GPU for every
-                node where there are as many, else the CPU.
-            threads_per_process: its CPU threads; default the machine's divided by the nodes on it, at least 1.
-            timeout_seconds: how long a collective waits for the other nodes; default 600.
+            backend: "stacked", the simulator; or "process": processes over torch.distributed, on this machine or, under
+                torchrun, this process as one of its ranks.
+            num_processes: with backend="process", the number of processes. Each holds a range of the nodes, as equal as
+                possible, and computes them as the simulator does. "auto": a process for every GPU or, for models of at
+                least 200,000 weights, every core, else the simulator. None: a process for every node, in ordinary eager
+                PyTorch.
+            devices: with backend="process", process k computes on devices[k mod len(devices)]. Default: a GPU for every
+                process if there are as many, else the CPU.
+            threads_per_process: its CPU threads; default the machine's divided by its processes, at least 1.
+            timeout_seconds: how long a collective waits for the other processes; default 600.
             compute, network: of an asynchronous strategy, whose nodes train on a virtual clock: how long a step takes,
                 a `vsim.network.Compute` or seconds, and what messages take, a `Network` or text (None: no time).
             save_dir: a folder for checkpoints: at the end, when the run is interrupted by Ctrl-C (which takes effect
@@ -237,7 +248,7 @@ class Trainer:
             NodeFailure: with backend="process", a node's process died; what a node raises is raised here, caused by a
                 NodeFailure that has its rank and traceback.
         """
-        is_other_rank = options.get("backend") == "process" and under_torchrun() and int(os.environ["RANK"]) > 0
+        is_other_rank = options.get("backend") == "process" and world_rank() > 0
         started = datetime.now()
         with held(None if is_other_rank else options.get("save_dir")):
             name = type(options.get("strategy")).__name__
@@ -301,44 +312,35 @@ class Trainer:
             return self._last.mean_model()
 
     def _train_in_processes(self, spec: RunSpec, recorder: Recorder) -> nn.Module:
-        """Train every node in a process of its own, or as the rank that this process is."""
+        """Train in several processes, or as the rank that this process is."""
         if under_torchrun() and spec.participation is not None:
             raise ValueError("participation: nodes cannot join or leave under torchrun, only on this machine without")
-        nodes_here = local_ranks()[1] if under_torchrun() else spec.num_nodes
-        process_options = ProcessOptions(
-            devices_of_nodes(spec.devices, self.device if spec.device is None else spec.device, nodes_here),
-            spec.threads_per_process or default_threads(nodes_here),
-            spec.timeout_seconds or 600.0,
-        )
-        for device in process_options.devices if spec.deterministic else ():
-            check_repeats(device)
+        device = self.device if spec.device is None else spec.device
+        number = number_of_processes(spec, pick_device(device))
+        if number == 1 and spec.num_processes == "auto" and not under_torchrun():
+            return self._simulate(spec, pick_device(device), recorder)
+        options = options_of(spec, device, number)
         if spec.max_memory_usage is not None:
-            share = spec.max_memory_usage / process_options.most_on_a_device(nodes_here)
-            spec = replace(spec, max_memory_usage=share)
-
-        def record(report: StepReport) -> None:
-            for event in report.events:
-                self.history.ledger.record(event)
-            if report.segment is not None:
-                self.history.ledger.attend(report.segment)
-            is_first = not len(self.history)
-            recorder(report)
-            for callback in here if is_first else ():
-                tell(callback, "on_start", report)
-            if not report.amends:
-                tell_row(here, report)
-
-        here, there = by_place(spec.callbacks)
-        spec = replace(spec, callbacks=there, logger=None, run_name=None, wandb_project=None, log_x_axis="step")
+            spec = replace(spec, max_memory_usage=spec.max_memory_usage / options.most_on_a_device)
+        relay = Relay(recorder, spec.callbacks)
+        spec = replace(spec, callbacks=relay.there, logger=None, run_name=None, wandb_project=None, log_x_axis="step")
         spec = replace(spec, log_interval=1, train_loss_hook=None, eval_loss_hook=None)
+        if spec.num_processes is not None:
+            spec = replace(spec, num_processes=number)
         self._last = None
         if under_torchrun():
-            recorder.progress = int(os.environ["RANK"]) == 0 and recorder.progress
-            outcome = join(spec, process_options, record)
+            recorder.progress = world_rank() == 0 and recorder.progress
+            with joined_group(options) as own:
+                if spec.num_processes is None:
+                    outcome = run_node(spec, own, relay)
+                else:
+                    (outcome,) = run_ranges(spec, own, lambda _, report: relay(report))
         else:
             saving = spec.saving or Saving(Path(tempfile.gettempdir(), f"vsim-{uuid.uuid4().hex}"), None, wanted=False)
             try:
-                outcome = train_in_processes(replace(spec, saving=saving), process_options, record)
+                (outcome,) = train_in_processes(
+                    replace(spec, saving=saving), options, lambda _, report: relay(report)
+                )
             except Interrupted:
                 if checkpoints_in(saving.folder):
                     last = load_checkpoint(saving.folder)
@@ -347,12 +349,9 @@ class Trainer:
             finally:
                 if not saving.wanted:
                     shutil.rmtree(saving.folder, ignore_errors=True)
-        for callback in here:
-            tell(callback, "on_end", None)
-        for name, callback in savable(there).items():
-            callback.load_state_dict(outcome.callbacks[name])
-        skeleton = Replicas.of(self.model, 1, torch.device("cpu"))
-        return skeleton.as_module(outcome.weights, outcome.buffers, like=self.model)
+        assert outcome is not None  # the run has reached its end
+        relay.end(outcome.callbacks)
+        return outcome.model(like=self.model)
 
 
 class LocalTrainer(Trainer):

@@ -38,7 +38,7 @@ from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
 from vsim.records.history import History
 
-FORMAT = 7
+FORMAT = 8
 
 
 @dataclass(eq=False)
@@ -50,7 +50,6 @@ class Checkpoint:
         history: the record of the run up to this step.
         settings: argument → value for everything that determines the run; see `vsim.checkpoint.settings`.
         state: the run's state as a tree; see `vsim.checkpoint.tree`.
-        together: whether the nodes were rows of one matrix; if not, each node had its own process.
         path: the file that the checkpoint was loaded from, if any.
         forks: whether a run that starts from this checkpoint is a new run; see `fork`.
         keeps_optimizer: whether a fork keeps the state of the inner optimizers, if it fits.
@@ -60,7 +59,6 @@ class Checkpoint:
     history: History
     settings: dict[str, Any]
     state: dict[str, Node]
-    together: bool
     path: Path | None = None
     forks: bool = False
     keeps_optimizer: bool = True
@@ -69,6 +67,12 @@ class Checkpoint:
     def num_nodes(self) -> int:
         """K."""
         return self.history.num_nodes
+
+    @property
+    def held(self) -> list[int]:
+        """The number of nodes that each process held."""
+        parts = self.state["weights"]["value"]
+        return [len(part) for part in parts] if len(parts) > 1 else [len(self.state["streams"]["items"])]
 
     @property
     def ledger(self) -> Ledger:
@@ -157,7 +161,7 @@ class Checkpoint:
             },
             "ledger": {**ledger, "events": torch.tensor(ledger["events"], dtype=torch.int64)},
         }
-        about = {name: getattr(self, name) for name in ("step", "together", "settings", "state")}
+        about = {name: getattr(self, name) for name in ("step", "settings", "state")}
         text, contents = packed({"format": FORMAT, **about, "history": record})
         with replacing(Path(path)) as part:
             try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import functools
 import io
+import itertools
 import json
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -167,23 +168,30 @@ def merged(nodes: Sequence[Node]) -> Node:
     return first if len({json.dumps(node) for node in nodes}) == 1 else {"kind": "each", "items": list(nodes)}
 
 
-def cut(node: Node, rows: Sequence[int]) -> Node:
-    """Cut the stacked values of a node to these rows. A single row also gets the values of its own process."""
+def cut(node: Node, rows: Sequence[int], held: Sequence[int]) -> Node:
+    """Cut the stacked values of a node to these rows. The rows of one process also get that process's own values.
+
+    Args:
+        held: the number of rows that each process held.
+    """
     if not isinstance(node, dict):
         return node
-    if node["kind"] == "each" and len(rows) == 1:
-        return cut(node["items"][rows[0]], [0])
+    if node["kind"] == "each":
+        own = [i for i, end in enumerate(itertools.accumulate(held)) if [*rows] == [*range(end - held[i], end)]]
+        return cut(node["items"][own[0]], range(len(rows)), [len(rows)]) if own else node
     if node["kind"] == "tensor" and node["rows"]:
         parts = node["value"]
-        if len(parts) > 1:
-            return {**node, "value": [parts[row] for row in rows]}
-        if len(parts[0]) > 1 and list(rows) != list(range(len(parts[0]))):  # equal nodes share one row
-            return {**node, "value": [parts[0][list(rows)]]}
+        if sum(map(len, parts)) < sum(held):  # equal nodes share one row
+            return {**node, "value": parts[:1]}
+        if list(rows) == list(range(sum(held))):
+            return node
+        of_nodes = [row for part in parts for row in part.split(1)]
+        return {**node, "value": [of_nodes[row] for row in rows] if len(parts) > 1 else [parts[0][list(rows)]]}
     if node["kind"] == "object":
         items = node["items"]
         if node["rows"]:
             return {**node, "items": [[i, items[r if len(items) > 1 else 0][1]] for i, r in enumerate(rows)]}
-        return {**node, "items": [[key, cut(item, rows)] for key, item in items]}
+        return {**node, "items": [[key, cut(item, rows, held)] for key, item in items]}
     return node
 
 

@@ -366,6 +366,11 @@ class Collectives(ABC):
 
     # What a backend defines -----------------------------------------------------------------------------------------
 
+    @property
+    @abstractmethod
+    def ranges(self) -> list[range]:
+        """The nodes that each process holds, in the order of the processes."""
+
     @abstractmethod
     def anew(self, active: Sequence[int]) -> Collectives:
         """Return collectives for the nodes that take part from now on, with the same ledger."""

@@ -36,15 +36,17 @@ LOADER_OPTIONS = (
 
 
 class Batches:
-    """Stacked batches (K, B, …) of all nodes, step after step.
+    """Stacked batches (R, B, …) of the nodes held in this process, step after step.
 
     Args:
-        datasets: one dataset that the nodes share as DistributedSampler would, or one for each node.
+        datasets: one dataset that the nodes share as DistributedSampler would, or one for each node held here.
         num_nodes: K.
         batch_size: examples per node and step.
         shuffle, seed: see DistributedSampler.
         dataloader_kwargs: more arguments for the DataLoader. A `collate_fn` gets the samples of one node at a time.
         population: the user's name for the number of nodes.
+        held: the nodes held here; default all.
+        of_all: turns a number for each of `datasets` into the numbers for the datasets of all nodes.
 
     Attributes:
         lengths: examples of the shared dataset, or of each node's.
@@ -61,15 +63,17 @@ class Batches:
         seed: int,
         dataloader_kwargs: Mapping[str, Any] | None = None,
         population: str = "num_nodes",
+        held: range | None = None,
+        of_all: Callable[[list[int]], list[int]] = list,
     ) -> None:
         options, drop_last = loader_options(dataloader_kwargs)
-        lengths = [_length(dataset) for dataset in datasets]
-        self.order = Order(lengths, num_nodes, batch_size, shuffle, seed, drop_last)
-        self.order.check(population)
-        self.lengths = lengths
+        self.lengths = of_all([_length(dataset) for dataset in datasets])
+        order = Order(self.lengths, num_nodes, batch_size, shuffle, seed, drop_last)
+        order.check(population)
+        self.order = order if held is None or len(held) == num_nodes else order.held(held)
         self.steps_per_epoch, self.epoch_steps = self.order.steps_per_epoch, self.order.epoch_steps
         self.shard_sizes = self.order.shard_sizes
-        self._datasets = list(datasets)
+        self._datasets, self._of_all = list(datasets), of_all
         self._gather = None if options else in_one_gather(datasets)
         self._options = options
         self._seed = seed
@@ -77,12 +81,17 @@ class Batches:
     @cached_property
     def digests(self) -> list[int]:
         """Numbers for the contents of the datasets; see `digest_of`."""
-        return [digest_of(dataset) for dataset in self._datasets]
+        return self._of_all([digest_of(dataset) for dataset in self._datasets])
 
     @property
     def shared_in_memory(self) -> Dataset[Any] | None:
         """The dataset that the nodes share, if it is held in tensors; else None."""
         return self._datasets[0] if len(self._datasets) == 1 and self._gather is not None else None
+
+    @property
+    def num_rows(self) -> int:
+        """R, the number of nodes whose batches these are."""
+        return len(self.order.nodes)
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Batches:
         """Return the batches (n, B, …) of n of the nodes, each of which has missed that many of the run's steps."""
@@ -480,6 +489,9 @@ class BatchSource(Protocol):
     @property
     def digests(self) -> list[int]: ...
 
+    @property
+    def num_rows(self) -> int: ...
+
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> BatchSource: ...
 
     def from_step(self, start_step: int = 0) -> Iterator[Any]: ...
@@ -534,7 +546,7 @@ def _gathered(
 ) -> Iterator[Any]:
     """Yield batches of one dataset that is held in tensors: examples of all runs are one gather."""
     orders = {key: batches.order.batches(start_step) for key, batches in sources.items()}
-    counts = [len(sources[key].order.nodes) for key in keys]
+    counts = [sources[key].num_rows for key in keys]
     while True:
         positions = {key: next(order) for key, order in orders.items()}
         yield tree_map(fields, joined([positions[key] for key in keys], counts))
@@ -542,7 +554,7 @@ def _gathered(
 
 def _concatenated(distinct: dict[Hashable, Source], keys: Sequence[Hashable], start_step: int) -> Iterator[Any]:
     fetched = {key: _fetched(source, start_step) for key, source in distinct.items()}
-    counts = [len(distinct[key].batches.shard_sizes) for key in keys]
+    counts = [distinct[key].batches.num_rows for key in keys]
     while True:
         batches = {key: next(own) for key, own in fetched.items()}
         yield joined([batches[key] for key in keys], counts)

@@ -131,6 +131,13 @@ class Order:
         order.nodes, order.missed = nodes, missed
         return order
 
+    def held(self, nodes: range) -> Order:
+        """Return the order of a range of nodes, as positions in the concatenation of their own datasets."""
+        order = self.attended(nodes, [0] * len(nodes))
+        if not self.shared:
+            order.offsets = [offset - self.offsets[nodes.start] for offset in self.offsets]
+        return order
+
     def batches(self, start_step: int = 0) -> Iterator[Tensor | Uneven]:
         """Yield the positions (n, b) for every step from the 0-based `start_step` on, without end.
 

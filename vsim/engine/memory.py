@@ -44,11 +44,11 @@ def total_bytes(device: torch.device) -> int:
     return int(min(limits))
 
 
-def check_room(num_nodes: int, bytes_each: int, device: torch.device) -> None:
-    """Raise a ValueError if a device has no room for this many nodes of at least `bytes_each` bytes."""
-    if num_nodes * bytes_each > total_bytes(device):
+def check_room(number: int, bytes_each: int, device: torch.device, of: str = "nodes") -> None:
+    """Raise a ValueError if a device has no room for this many nodes, or processes, of at least `bytes_each` bytes."""
+    if number * bytes_each > total_bytes(device):
         raise ValueError(
-            f"num_nodes={num_nodes} nodes take {num_nodes * bytes_each / 1e9:.3g} GB at the least, and {device.type} "
+            f"num_{of}={number} {of} take {number * bytes_each / 1e9:.3g} GB at the least, and {device.type} "
             f"has {total_bytes(device) / 1e9:.3g} GB; at most {total_bytes(device) // bytes_each} fit"
         )
 

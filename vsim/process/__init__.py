@@ -1,27 +1,37 @@
-"""The multi-process backend: one process per node over torch.distributed, in ordinary eager PyTorch.
+"""The multi-process backend over torch.distributed.
 
-The loop, strategies, history and ledger are the simulator's. Three parts differ: the executor runs a module's own
+By default, each process trains one node in ordinary eager PyTorch; this is the reference that the simulator is compared
+with. The loop, strategies, history and ledger are the simulator's. Three parts differ: the executor runs a module's own
 forward and `loss.backward()`, batches come from DistributedSampler and DataLoader, and collectives from
-torch.distributed.
+torch.distributed. With `num_processes`, each process computes a range of the nodes as the simulator does, so that runs
+may be larger than a device or machine; then only the collectives differ.
 
 Definitions in the caller's main module are shipped by value; definitions in other modules must be importable. On one
-machine, the processes communicate over the loopback interface, by nccl if each node has its own GPU, else by gloo. On
-several machines, the same script runs under torchrun with a rank for every node; see docs/torchrun.md.
-docs/exactness.md says where both backends agree bitwise, and where differences are only bounded.
+machine, the processes communicate over the loopback interface, by nccl if each has its own GPU, else by gloo. On
+several machines, the same script runs under torchrun; see docs/torchrun.md and docs/scaling.md. docs/exactness.md says
+where both backends agree bitwise, and where differences are only bounded.
 """
 
 from vsim.process.collectives import CollectiveFailure
 from vsim.process.launch import ForkServerFailure, NodeFailure, train_in_processes
-from vsim.process.node import ProcessOptions, default_threads, join, local_ranks, under_torchrun
+from vsim.process.node import run_node
+from vsim.process.options import ProcessOptions, default_threads
+from vsim.process.ranges import Ranks, run_ranges
+from vsim.process.world import joined_group, number_of_processes, options_of, under_torchrun, world_rank
 
 __all__ = [
     "CollectiveFailure",
     "ForkServerFailure",
     "NodeFailure",
     "ProcessOptions",
+    "Ranks",
     "default_threads",
-    "join",
-    "local_ranks",
+    "joined_group",
+    "number_of_processes",
+    "options_of",
+    "run_node",
+    "run_ranges",
     "train_in_processes",
     "under_torchrun",
+    "world_rank",
 ]

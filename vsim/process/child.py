@@ -1,4 +1,4 @@
-"""The process of one node, started by `vsim.process.launch`: it trains, and reports to its parent."""
+"""A process of a run, started by `vsim.process.launch`: it trains, and reports to its parent."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from typing import Any, TextIO
@@ -28,9 +29,9 @@ import torch.distributed as dist
 from vsim.engine.machine import settle_vector_functions
 from vsim.private_torch import register_recorders
 from vsim.process.collectives import CollectiveFailure
-from vsim.process.node import run_node
+from vsim.process.node import Outcome, run_node
+from vsim.process.ranges import run_ranges
 from vsim.process.segments import Meeting, joined
-from vsim.records.progress import StepReport
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.spec import RunSpec
 
@@ -53,20 +54,21 @@ def _received(descriptor: Any) -> Descriptor:
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of a node's process, besides the run.
+    """The arguments of a process, besides the run.
 
     Attributes:
-        node: the node's number. nodes: the nodes of its first segment. step: the first step of the segment.
+        rank: the number of the process; with a process for every node, the node's number.
+        ranks: the processes of its first segment. step: the first step of the segment.
         copying: a peer, and the nodes that join with the peer's state; empty at the start of a run.
         port: the port of the run's store on this machine. backend: of torch.distributed.
-        timeout_seconds: of a collective. device, threads: where and how the node computes.
+        timeout_seconds: of a collective. device, threads: where and how the process computes.
         settings: see `torch_settings`.
         environment, signals, start_method: the caller's environment variables, blocked signals, and start method of
             multiprocessing.
     """
 
-    node: int
-    nodes: Sequence[int]
+    rank: int
+    ranks: Sequence[int]
     step: int
     copying: Sequence[int]
     port: int
@@ -136,10 +138,10 @@ def _if_readable(read: Callable[[], Any]) -> Any:
 def main(
     setup: Setup, shipped: Descriptor, outputs: Mapping[int, Descriptor], parent: Connection, alive: Connection
 ) -> None:
-    """Train a node in this process, which becomes the leader of a new session.
+    """Train in this process, which becomes the leader of a new session.
 
     Args:
-        shipped: a file with the `RunSpec`, pickled by cloudpickle.
+        shipped: a file with the `RunSpec` or `Entries`, pickled by cloudpickle.
         outputs: the caller's standard output and error, by number; the fork server's may differ by now.
         parent: receives messages (kind, content); any message from it interrupts the run after the current step.
         alive: closes when the parent ends the run or dies; all processes of the session are then killed.
@@ -191,42 +193,48 @@ def _train(setup: Setup, shipped: Descriptor, parent: Connection, interrupt: Int
     if setup.device.type == "cuda":
         torch.cuda.set_device(setup.device)
     settle_vector_functions()  # before the user's code computes anything
-    spec = _load(shipped)
+    content = _load(shipped)
     timeout = timedelta(seconds=setup.timeout_seconds)
     store = dist.TCPStore("127.0.0.1", setup.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
-    def send(report: StepReport) -> None:
+    def send(run: int, report: Any) -> None:
         if dist.get_rank() == 0:
-            _say(parent, "report", report)
+            _say(parent, "report", (run, report))
 
     def call(*joining: Any) -> None:
         _say(parent, "joining", joining)
 
-    meeting, minibatch_size = Meeting(store, setup.backend, setup.node, timeout, call), None
+    meeting, minibatch_size = Meeting(store, setup.backend, setup.rank, timeout, call), None
     if setup.copying:
-        spec, minibatch_size = joined(spec, meeting, setup.copying, setup.step)
-    meeting.meet(setup.nodes, f"step {setup.step}")
+        content, minibatch_size = joined(content, meeting, setup.copying, setup.step)
+    meeting.meet(setup.ranks, f"step {setup.step}")
+    outcomes: Sequence[Outcome | None]
     try:
-        outcome = run_node(spec, setup.device, send, interrupt, meeting, minibatch_size, joins=bool(setup.copying))
-        _say(parent, "done", None if outcome is None or dist.get_rank() else outcome)
+        if isinstance(content, RunSpec) and content.num_processes is None:
+            report, joins = partial(send, 0), bool(setup.copying)
+            outcomes = [run_node(content, setup.device, report, interrupt, meeting, minibatch_size, joins)]
+        else:
+            outcomes = run_ranges(content, setup.device, send, interrupt)
+        _say(parent, "done", None if dist.get_rank() or outcomes == [None] else outcomes)
     except Interrupted:
         _say(parent, "interrupted", None)
     dist.destroy_process_group()
 
 
-def _load(shipped: Descriptor) -> RunSpec:
+def _load(shipped: Descriptor) -> Any:
     try:
         # Map the file, because processes that share a file also share the position in it.
         with mmap.mmap(shipped.number, 0, access=mmap.ACCESS_READ) as content:
-            spec: RunSpec = cloudpickle.loads(content)
+            loaded = cloudpickle.loads(content)
     except (ImportError, AttributeError) as error:
         raise type(error)(
-            f"a node's process cannot load the model, data or strategy: {error}. What is defined in the main script or "
+            f"a process of the run cannot load the model, data or strategy: {error}. What is defined in the main script or "
             "a notebook is shipped; everything else must be importable by its name from sys.path. Custom operators and "
             "other registrations with torch must be made when the module that defines the model is imported"
         ) from error
-    register_recorders(spec.model)
-    return spec
+    for spec in [loaded] if isinstance(loaded, RunSpec) else [entry.spec for entry in loaded.entries]:
+        register_recorders(spec.model)
+    return loaded
 
 
 def _say(parent: Connection, kind: str, content: Any) -> None:

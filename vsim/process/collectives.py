@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -52,10 +53,20 @@ def open_group(backend: str, store: dist.Store, rank: int, size: int, timeout: t
             del os.environ[name]
 
 
-class ProcessCollectives(Collectives):
-    """Collectives between the processes of the default process group, each of which holds a share of the nodes.
+def even_ranges(num_nodes: int, num_processes: int) -> list[range]:
+    """Divide nodes into a range for each process, as equal as possible.
 
-    The shares are ranges of nodes in the order of the ranks, as equal as possible.
+    >>> even_ranges(5, 2)
+    [range(0, 2), range(2, 5)]
+    """
+    bounds = [num_nodes * rank // num_processes for rank in range(num_processes + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+class ProcessCollectives(Collectives):
+    """Collectives between the processes of the default process group, each of which holds a range of the nodes.
+
+    The ranges are in the order of the ranks, and as equal as possible.
 
     Args:
         ledger: records the calls; every rank records the same events.
@@ -66,11 +77,10 @@ class ProcessCollectives(Collectives):
     """
 
     def __init__(self, ledger: Ledger, exact: bool, active: Sequence[int] | None = None) -> None:
-        self.rank, size = dist.get_rank(), dist.get_world_size()
-        n = ledger.num_nodes if active is None else len(active)
-        self.shares = [range(r * n // size, (r + 1) * n // size) for r in range(size)]
-        self.rank_of = [r for r, share in enumerate(self.shares) for _ in share]
-        super().__init__(ledger, self.shares[self.rank], active)
+        self.rank = dist.get_rank()
+        self._ranges = even_ranges(ledger.num_nodes if active is None else len(active), dist.get_world_size())
+        self.rank_of = [rank for rank, nodes in enumerate(self._ranges) for _ in nodes]
+        super().__init__(ledger, self._ranges[self.rank], active)
         self.exact = exact
         # The device on which the group's backend can access tensors.
         self.device = torch.device(_DEVICES.get(dist.get_backend(), "cpu"))
@@ -82,18 +92,24 @@ class ProcessCollectives(Collectives):
             with completing(f"the first collective of rank {self.rank}"):
                 dist.all_reduce(torch.ones(1, device=self.device))
 
+    @property
+    def ranges(self) -> list[range]:
+        return self._ranges
+
     def anew(self, active: Sequence[int]) -> ProcessCollectives:
         return ProcessCollectives(self.ledger, self.exact, active)
 
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
         if self.exact or stacked.dtype not in _NATIVE:
-            rows = self._all_gather(stacked)
+            rows = self._all_gather(stacked.expand(len(self.nodes), *stacked.shape[1:]))
             return lambda: reduce_rows(rows(), op, shares)
         own = stacked.to(self.device, copy=True, memory_format=torch.contiguous_format)
         if shares is not None:
             for row, share in zip(own, shares[self.nodes.start : self.nodes.stop].tolist(), strict=True):
                 row *= share
         total = own[0] if len(own) == 1 else reduce_rows(own, "sum" if op == "mean" else op, None)
+        if len(own) < len(self.nodes):  # one row, the mean of the nodes held here
+            total *= len(self.nodes)
         wait = self._issue("all_reduce", lambda: [dist.all_reduce(total, _OPERATIONS[op], async_op=True)])
 
         def finish() -> Tensor:
@@ -104,13 +120,13 @@ class ProcessCollectives(Collectives):
         return finish
 
     def _all_gather(self, stacked: Tensor) -> Finish:
-        own, size = self._as_bytes(stacked), len(self.shares)
+        own, size = self._as_bytes(stacked), len(self.ranges)
         rows = own.new_empty(self.num_nodes, own.shape[1])
-        by_rank = [rows[share.start : share.stop] for share in self.shares]
+        by_rank = [rows[nodes.start : nodes.stop] for nodes in self.ranges]
         if self._gathers_at_once:  # nccl knows the links between GPUs
-            if len({len(share) for share in self.shares}) == 1:
+            if len({len(nodes) for nodes in self.ranges}) == 1:
                 wait = self._issue("all_gather", lambda: [dist.all_gather_into_tensor(rows, own, async_op=True)])
-            else:  # nccl, unlike gloo, takes shares of different sizes
+            else:  # nccl, unlike gloo, takes ranges of different sizes
                 wait = self._issue("all_gather", lambda: [dist.all_gather(by_rank, own, async_op=True)])
             return lambda: self._from_bytes(rows, stacked, wait)
         # Exchange in turns, so that a connection carries one message each way. In gloo's own ring, a node's request

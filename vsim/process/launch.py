@@ -1,8 +1,9 @@
-"""Start a process for every node on this machine, receive their messages, and leave no process behind."""
+"""Start the processes of a run on this machine, receive their messages, and leave no process behind."""
 
 from __future__ import annotations
 
 import builtins
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -29,9 +30,11 @@ import torch.distributed as dist
 from vsim.engine.memory import check_room
 from vsim.private_torch import NAMES_OF_OPERATORS
 from vsim.process.child import Descriptor, Setup, main, torch_settings
-from vsim.process.collectives import CollectiveFailure
-from vsim.process.node import Outcome, ProcessOptions, backend_for
-from vsim.records.progress import Reporter
+from vsim.process.collectives import CollectiveFailure, even_ranges
+from vsim.process.node import Outcome
+from vsim.process.options import ProcessOptions, backend_for
+from vsim.records.progress import StepReport
+from vsim.training.entries import Entries
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.setup import plan_of
 from vsim.training.spec import RunSpec
@@ -52,10 +55,10 @@ _POLL_SECONDS = 0.5
 
 
 class NodeFailure(RuntimeError):
-    """A node's process ended before the run.
+    """A process of a run ended before the run.
 
     Attributes:
-        rank: the node's number.
+        rank: the number of the process; with a process for every node, the node's number.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -67,25 +70,25 @@ class NodeFailure(RuntimeError):
 
 
 class ForkServerFailure(RuntimeError):
-    """The interpreter that forks the nodes' processes has ended, or does not answer."""
+    """The interpreter that forks the processes has ended, or does not answer."""
 
 
 class _Failure(NamedTuple):
-    """The report of a failed node."""
+    """The report of a failed process."""
 
     pickled: bytes | None  # the exception, if it can be pickled
     text: str  # its traceback
-    lost: bool  # whether another node's failure caused it
+    lost: bool  # whether another process's failure caused it
 
 
 @dataclass(eq=False)
-class _Node:
-    """The process of one node as its parent sees it."""
+class _Child:
+    """A process as its parent sees it."""
 
     rank: int
     process: BaseProcess
     connection: Connection
-    held: Connection  # closes when this process ends, which ends the node's process, too
+    held: Connection  # closes when this process ends, which ends the child, too
     interrupted: bool = False  # whether it was told to stop after the current step
     done: bool = False
     ended: bool = False  # no more messages will come
@@ -103,34 +106,39 @@ class _Node:
             self.process.kill()
 
 
-def train_in_processes(spec: RunSpec, options: ProcessOptions, report: Reporter) -> Outcome:
-    """Train every node in its own process on this machine; return the outcome of the first node.
+def train_in_processes(
+    content: RunSpec | Entries, options: ProcessOptions, report: Callable[[int, Any], None]
+) -> list[Outcome | None]:
+    """Train in processes on this machine; return the outcomes of the runs, None for runs that did not reach their end.
 
-    With a plan (`fit(participation=…)`), a node has a process only while it takes part.
+    With `num_processes`, each process trains a range of the nodes; else each trains one node. With a plan
+    (`fit(participation=…)`), a node has a process only while it takes part.
 
     multiprocessing's fork server starts the processes, and continues to run for later runs until the caller's program
     ends. The processes do not run the caller's main module again; its definitions (models, datasets, strategies) are
     shipped by value. Warnings of the processes are issued here. However this call ends, even if this process is killed,
-    the nodes' processes and their children end, too.
+    the processes and their children end, too.
 
     Args:
-        spec: the run.
-        options: devices, threads and timeout.
-        report: gets the report of every step, from the first node that takes part.
+        content: the run, or the runs of a comparison.
+        options: number of processes, devices, threads and timeout.
+        report: called as report(number of the run, its `StepReport` or `Ended`), as the first process sends them.
 
     Raises:
-        TypeError: an option in `spec`, which the message names, cannot be pickled.
-        Exception: the error that a node raised; its cause is a `NodeFailure` with the rank and traceback.
+        TypeError: an option of the run, which the message names, cannot be pickled.
+        Exception: the error that a process raised; its cause is a `NodeFailure` with the rank and traceback.
         NodeFailure: a process was killed, or exited without a message.
         ForkServerFailure: the fork server was killed, is stopped, or cannot import vsim.
-        Interrupted: after a Ctrl-C, when the nodes have completed their step. A second Ctrl-C ends the nodes at once.
+        Interrupted: after a Ctrl-C, when the step is completed. A second Ctrl-C ends the processes at once.
     """
     if os.name != "posix":
         raise RuntimeError(f"backend='process' runs on Linux and macOS; this is {sys.platform}")
-    check_room(spec.num_nodes, _LEAST_BYTES, torch.device("cpu"))
-    plan, first = plan_of(spec, None), spec.first_step
+    spec = content if isinstance(content, RunSpec) else content.entries[0].spec
+    of = "nodes" if spec.num_processes is None else "processes"
+    check_room(options.num_processes, _LEAST_BYTES, torch.device("cpu"), of)
+    plan, first = (None if spec.num_processes else plan_of(spec, None)), spec.first_step
     with tempfile.TemporaryFile(prefix="vsim-") as file, ExitStack() as ending:
-        _ship(spec, file)
+        _ship(content, file)
         # The store where the processes meet; it accepts connections only from this machine.
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -140,26 +148,27 @@ def train_in_processes(spec: RunSpec, options: ProcessOptions, report: Reporter)
         run = _Run(spec, options, report, Descriptor(file.fileno()), port)
         ending.callback(run.end)
         with run.interrupt:
-            nodes = range(spec.num_nodes) if plan is None else plan.machines(first)
-            run.start(nodes, nodes, first)
+            ranks = range(options.num_processes) if plan is None else plan.machines(first)
+            run.start(ranks, ranks, first)
             return run.listen()
 
 
-def _ship(spec: RunSpec, file: IO[bytes]) -> None:
+def _ship(content: RunSpec | Entries, file: IO[bytes]) -> None:
     try:
-        cloudpickle.dump(spec, file)
+        cloudpickle.dump(content, file)
         file.flush()
     except OSError:
         raise
     except Exception as whole:
-        for field in fields(spec):
+        specs = [content] if isinstance(content, RunSpec) else [entry.spec for entry in content.entries]
+        for spec, field in itertools.product(specs, fields(RunSpec)):
             try:
                 cloudpickle.dumps(getattr(spec, field.name))
             except Exception as error:
                 raise TypeError(
-                    f"backend='process' cannot ship {field.name} to the nodes' processes: {error}{_advice(error)}"
+                    f"backend='process' cannot ship {field.name} to the processes: {error}{_advice(error)}"
                 ) from error
-        raise TypeError(f"backend='process' cannot ship the run to the nodes' processes: {whole}") from whole
+        raise TypeError(f"backend='process' cannot ship the run to the processes: {whole}") from whole
 
 
 def _advice(error: Exception) -> str:
@@ -201,42 +210,47 @@ def _starting(threads: int) -> Iterator[None]:
 
 
 class _Run:
-    """The parent of the nodes' processes: starts them, receives their messages, and ends them."""
+    """The parent of a run's processes: starts them, receives their messages, and ends them."""
 
     def __init__(
-        self, spec: RunSpec, options: ProcessOptions, report: Reporter, shipped: Descriptor, port: int
+        self,
+        spec: RunSpec,
+        options: ProcessOptions,
+        report: Callable[[int, Any], None],
+        shipped: Descriptor,
+        port: int,
     ) -> None:
         self.spec, self.options, self.report, self.shipped, self.port = spec, options, report, shipped, port
         self.context: Any = multiprocessing.get_context(START_METHOD)
-        self.nodes: list[_Node] = []
-        self.failures: list[_Node] = []  # in the order in which they were noticed
-        self.outcome: Outcome | None = None
+        self.children: list[_Child] = []
+        self.failures: list[_Child] = []  # in the order in which they were noticed
+        self.outcomes: list[Outcome | None] | None = None
         self.last_step = 0
         self.warned: set[Any] = set()
         self.interrupt = Interrupt()
 
-    def start(self, joining: Sequence[int], nodes: Sequence[int], step: int, copying: Sequence[int] = ()) -> None:
-        """Start processes for the `joining` nodes among the `nodes` that take part from a step on; see `Setup`."""
+    def start(self, joining: Sequence[int], ranks: Sequence[int], step: int, copying: Sequence[int] = ()) -> None:
+        """Start the `joining` processes among the `ranks` that take part from a step on; see `Setup`."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads)}
-        # The nodes of one machine communicate only over its loopback interface.
+        # The processes of one machine communicate only over its loopback interface.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         setups = [
             Setup(
-                node,
-                nodes,
+                rank,
+                ranks,
                 step,
                 copying,
                 self.port,
-                backend_for(self.options.devices, self.spec.num_nodes),
+                backend_for(self.options.devices, self.options.num_processes),
                 self.options.timeout_seconds,
-                self.options.devices[node % len(self.options.devices)],
+                self.options.devices[rank % len(self.options.devices)],
                 self.options.threads,
                 torch_settings(),
                 environment,
                 signal.pthread_sigmask(signal.SIG_BLOCK, []),
                 multiprocessing.get_start_method(),
             )
-            for node in joining
+            for rank in joining
         ]
         if START_METHOD == "forkserver":
             self.context.set_forkserver_preload(PRELOAD)
@@ -252,102 +266,114 @@ class _Run:
             process = self.context.Process(target=main, args=(setup, self.shipped, outputs, its_end, alive))
             with its_end, alive:
                 process.start()
-            self.nodes.append(_Node(setup.node, process, connection, held))
+            self.children.append(_Child(setup.rank, process, connection, held))
 
-    def listen(self) -> Outcome:
-        """Pass on the first node's reports until all nodes are done, or until the grace time after a failure."""
+    def listen(self) -> list[Outcome | None]:
+        """Pass on the first process's reports until all are done, or until the grace time after a failure."""
         deadline: float | None = None
-        while running := [node for node in self.nodes if not node.ended]:
-            ready = wait([f for node in running for f in (node.connection, node.process.sentinel)], _POLL_SECONDS)
+        while running := [child for child in self.children if not child.ended]:
+            ready = wait([f for child in running for f in (child.connection, child.process.sentinel)], _POLL_SECONDS)
             if self.interrupt.requested:
                 self._tell_interrupt()
-            for node in running:
-                if node.connection in ready:
-                    self._receive(node)
-                elif node.process.sentinel in ready and not node.connection.poll():
-                    node.ended = True  # worker processes of a DataLoader may keep the pipe open
-                if node.failed and node not in self.failures:
-                    self.failures.append(node)
+            for child in running:
+                if child.connection in ready:
+                    self._receive(child)
+                elif child.process.sentinel in ready and not child.connection.poll():
+                    child.ended = True  # worker processes of a DataLoader may keep the pipe open
+                if child.failed and child not in self.failures:
+                    self.failures.append(child)
             if self.failures and deadline is None:
                 deadline = time.monotonic() + _GRACE_SECONDS
             if deadline is not None and time.monotonic() > deadline and not ready:
                 break
         if self.failures:
             self._raise()
-        for node in self.nodes:
-            node.process.join(_EXIT_SECONDS)
-        if self.interrupt.requested or self.outcome is None:  # Ctrl-C, here or in a node's process
+        for child in self.children:
+            child.process.join(_EXIT_SECONDS)
+        if self.interrupt.requested or self.outcomes is None:  # Ctrl-C, here or in a process of the run
             raise Interrupted(self.last_step, self.spec.saving)
-        return self.outcome
+        return self.outcomes
 
     def end(self) -> None:
         """Kill all processes that are left."""
-        for node in self.nodes:
-            node.kill()
-        for node in self.nodes:  # a Ctrl-C may end this loop, as all processes are killed already
-            node.process.join(_EXIT_SECONDS)
-            if node.process.exitcode is None:  # the fork server does not report the end of the process
+        for child in self.children:
+            child.kill()
+        for child in self.children:  # a Ctrl-C may end this loop, as all processes are killed already
+            child.process.join(_EXIT_SECONDS)
+            if child.process.exitcode is None:  # the fork server does not report the end of the process
                 _kill_fork_server()
-                node.process.join()
-            node.process.close()
-            node.connection.close()
-            node.held.close()
+                child.process.join()
+            child.process.close()
+            child.connection.close()
+            child.held.close()
 
     def _tell_interrupt(self) -> None:
-        """Tell the nodes to stop after their step, but only once, so that no send can block this process."""
-        for node in [node for node in self.nodes if not (node.ended or node.interrupted)]:
-            node.interrupted = True
+        """Tell the processes to stop after their step, but only once, so that no send can block this process."""
+        for child in [child for child in self.children if not (child.ended or child.interrupted)]:
+            child.interrupted = True
             with suppress(OSError):  # the process has ended, which `listen` notices
-                node.connection.send_bytes(b"!")
+                child.connection.send_bytes(b"!")
 
-    def _receive(self, node: _Node) -> None:
+    def _receive(self, child: _Child) -> None:
         try:
-            kind, content = pickle.loads(node.connection.recv_bytes())
+            kind, content = pickle.loads(child.connection.recv_bytes())
         except (EOFError, OSError):
-            node.ended = True
+            child.ended = True
             return
         if kind == "report":
-            self.last_step = int(content.row["step"])
+            number, report = content
+            if isinstance(report, StepReport):
+                self.last_step = int(report.row["step"])
             with self.interrupt.requested_inside():
-                self.report(content)
+                self.report(number, report)
         elif kind == "warning":
             self._warn(*content)
         elif kind == "joining":
-            copying, nodes, step = content
-            self.start(copying[1:], nodes, step, copying)
+            copying, ranks, step = content
+            self.start(copying[1:], ranks, step, copying)
         elif kind == "interrupted":
-            node.done = node.ended = True
+            child.done = child.ended = True
         elif kind == "done":
-            node.done = node.ended = True
-            self.outcome = content or self.outcome  # only the first of the last segment's nodes sends an outcome
+            child.done = child.ended = True
+            self.outcomes = content or self.outcomes  # only the first of the last segment's processes sends outcomes
         else:
             pickled, text = content
-            node.failure = _Failure(pickled, text, lost=kind == "lost")
+            child.failure = _Failure(pickled, text, lost=kind == "lost")
 
     def _warn(self, message: str, category: str, filename: str, lineno: int) -> None:
-        """Issue a node's warning, unless another node has sent the same one."""
+        """Issue a process's warning, unless another process has sent the same one."""
         if (message, category, filename, lineno) not in self.warned:
             self.warned.add((message, category, filename, lineno))
             warnings.warn_explicit(message, getattr(builtins, category), filename, lineno)
 
     def _raise(self) -> NoReturn:
         """Raise the first failure that no other failure caused, or else the first failure."""
-        causes = [node for node in self.failures if node.failure is None or not node.failure.lost]
-        node = (causes or self.failures)[0]
-        where = f"after step {self.last_step} of the run"
-        if node.failure is None:
-            raise NodeFailure(f"node {node.rank}'s process {_how_it_ended(node.process)}, {where}", node.rank)
-        failure = NodeFailure(f"node {node.rank} failed {where}:\n\n{node.failure.text}", node.rank)
+        causes = [child for child in self.failures if child.failure is None or not child.failure.lost]
+        child = (causes or self.failures)[0]
+        where, rank = f"after step {self.last_step} of the run", child.rank
+        name, process = self._names(rank)
+        if child.failure is None:
+            raise NodeFailure(f"{process} {_how_it_ended(child.process)}, {where}", rank)
+        failure = NodeFailure(f"{name} failed {where}:\n\n{child.failure.text}", rank)
         error = None
-        if node.failure.pickled is not None:
+        if child.failure.pickled is not None:
             with suppress(Exception):
-                error = cloudpickle.loads(node.failure.pickled)
+                error = cloudpickle.loads(child.failure.pickled)
         if not isinstance(error, Exception):  # a child's SystemExit or KeyboardInterrupt must not be raised here
             raise failure
-        late = [n.rank for n in self.nodes if not n.ended and not n.failed]
+        late = [one.rank for one in self.children if not one.ended and not one.failed]
         if isinstance(error, CollectiveFailure) and late:
-            error = CollectiveFailure(f"{error}; nodes {late} did not get there")
+            ranks = "nodes" if self.spec.num_processes is None else "ranks"
+            error = CollectiveFailure(f"{error}; {ranks} {late} did not get there")
         raise error from failure
+
+    def _names(self, rank: int) -> tuple[str, str]:
+        """Return what messages call a rank, and its process."""
+        if self.spec.num_processes is None:
+            return f"node {rank}", f"node {rank}'s process"
+        nodes = even_ranges(self.spec.num_nodes, self.options.num_processes)[rank]
+        held = f"nodes {nodes[0]} to {nodes[-1]}" if len(nodes) > 1 else f"node {nodes[0]}"
+        return f"rank {rank} ({held})", f"the process of rank {rank} ({held})"
 
 
 def _is_open(descriptor: int) -> bool:
@@ -379,12 +405,12 @@ def within(seconds: float, start: Callable[[], Any]) -> None:
     if thread.is_alive():
         _kill_fork_server()
         raise ForkServerFailure(
-            f"the interpreter that starts the nodes' processes has not answered for {seconds:g} seconds: it is "
+            f"the interpreter that starts the processes has not answered for {seconds:g} seconds: it is "
             "stopped, or the machine is too busy"
         )
     if errors and isinstance(errors[0], EOFError | ConnectionError):
         raise ForkServerFailure(
-            "the interpreter that starts the nodes' processes has ended; if it could not start them, its standard "
+            "the interpreter that starts the processes has ended; if it could not start them, its standard "
             "error says why"
         ) from errors[0]
     if errors:
@@ -405,7 +431,7 @@ def _how_it_ended(process: BaseProcess) -> str:
     if status is None:
         return "closed its connection"
     if status == 255 and _is_alive(process):  # multiprocessing returns 255 if the fork server does not answer
-        raise ForkServerFailure("the interpreter that starts the nodes' processes has ended")
+        raise ForkServerFailure("the interpreter that starts the processes has ended")
     if status >= 0:
         return f"exited with {status}"
     name = next((f" ({s.name})" for s in signal.Signals if s == -status), "")

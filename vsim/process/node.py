@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -19,39 +16,48 @@ import torch.distributed as dist
 # optimizer imported it in its first step, gloo's threads would outlive the group, and a process that ends while one of
 # these threads frees a tensor aborts.
 import torch.distributed.nn.functional
-from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from vsim.arguments import is_factory
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import LOADER, drawing_from, generator, isolated
-from vsim.cluster.replicas import Views
+from vsim.cluster.replicas import Replicas, Views
 from vsim.data.batches import OfNode, check_tensors, digest_of, loader_options, resolve
 from vsim.data.order import Order
 from vsim.engine import Executor
 from vsim.engine.executor import check_depends, write_or_add
-from vsim.engine.machine import using_threads
 from vsim.engine.objective import keep_assigned
-from vsim.process.collectives import ProcessCollectives, open_group
+from vsim.process.collectives import ProcessCollectives
 from vsim.process.segments import Left, Meeting, NodeRun
 from vsim.records.history import History
 from vsim.records.progress import Recorder, Reporter, StepReport
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import train
-from vsim.training.resume import savable
+from vsim.training.callbacks import savable
 from vsim.training.setup import assemble, client_datasets, plan_of
 from vsim.training.spec import RunSpec
 
 
 @dataclass
 class Outcome:
-    """The result of a node's process: the mean model's weights (P,) and buffers, and the states of callbacks."""
+    """The result of a run in processes: the mean model's weights (P,) and buffers, and the states of callbacks."""
 
     weights: Tensor
     buffers: Views
     callbacks: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, callbacks: Sequence[Any]) -> Outcome:
+        """Return the outcome of a run with this mean model."""
+        weights = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad]).cpu()
+        buffers = {name: b.cpu() for name, b in model.named_buffers()}
+        return cls(weights, buffers, {name: one.state_dict() for name, one in savable(callbacks).items()})
+
+    def model(self, like: nn.Module) -> nn.Module:
+        """Return the mean model, as a copy of the model that was trained."""
+        return Replicas.of(like, 1, torch.device("cpu")).as_module(self.weights, self.buffers, like=like)
 
 
 def run_node(
@@ -101,9 +107,7 @@ def run_node(
         except Left:
             return None
         (done,) = ensemble.runs
-        buffers = {name: b.cpu() for name, b in done.cluster.mean_buffers().items()}
-        states = {name: one.state_dict() for name, one in savable(spec.callbacks).items()}
-        return Outcome(done.mean_weights().cpu(), buffers, states)
+        return Outcome.of(done.mean_model(), spec.callbacks)
 
 
 class EagerExecutor(Executor):
@@ -177,6 +181,8 @@ class NodeBatches:
         self.lengths, self.shard_sizes = order.lengths, order.shard_sizes
         self._order, self._node, self._missed, self._drop_last = order, rank, 0, drop_last
 
+    num_rows = 1
+
     @cached_property
     def digests(self) -> list[int]:
         """See `Batches`. All processes must ask at the same time."""
@@ -234,91 +240,3 @@ class _From:
 
     def __iter__(self) -> Iterator[list[int]]:
         return itertools.islice(iter(self.batches), self.start, None)
-
-
-@dataclass(frozen=True)
-class ProcessOptions:
-    """Options of a run's processes: devices, threads, timeout.
-
-    Attributes:
-        devices: node k of this machine computes on devices[k mod len(devices)].
-        threads: CPU threads of every process.
-        timeout_seconds: how long a collective waits for the other nodes.
-    """
-
-    devices: Sequence[torch.device]
-    threads: int
-    timeout_seconds: float
-
-    def most_on_a_device(self, nodes_here: int) -> int:
-        """Return the largest number of processes of this machine that share the memory of a device."""
-        places = [self.devices[node % len(self.devices)] for node in range(nodes_here)]
-        return max(Counter(str(place) if place.type == "cuda" else place.type for place in places).values())
-
-
-def default_threads(nodes_here: int) -> int:
-    """Return the number of CPU threads of a process: this machine's cores divided by its nodes, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // nodes_here)
-
-
-def backend_for(devices: Sequence[torch.device], nodes_here: int) -> str:
-    """Return the backend of torch.distributed: "nccl" if each node of this machine has its own GPU, else "gloo"."""
-    own_gpus = {device for device in devices[:nodes_here] if device.type == "cuda"}
-    return "nccl" if len(own_gpus) == nodes_here else "gloo"
-
-
-# torchrun ------------------------------------------------------------------------------------------------------------
-
-# The store of this process's world, and a counter of the runs that used it. torch.distributed gives all process groups
-# the same name, so a second group would find the first group's keys in the store.
-_meeting: list[dist.Store] = []
-_runs = itertools.count()
-
-
-def under_torchrun() -> bool:
-    """Return whether this process was started as a rank, by torchrun or another launcher that sets its variables."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-def local_ranks() -> tuple[int, int]:
-    """Return (this process's number on its machine, the number of ranks there), as torchrun sets them."""
-    rank = os.environ.get("LOCAL_RANK", os.environ["RANK"])
-    return int(rank), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-
-
-def join(spec: RunSpec, options: ProcessOptions, report: Reporter) -> Outcome:
-    """Train as the rank that this process was started as. Use the existing process group, if there is one.
-
-    Raises:
-        ValueError: the number of ranks is not num_nodes.
-    """
-    num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    if num_ranks != spec.num_nodes:
-        raise ValueError(
-            f"num_nodes is {spec.num_nodes}, but torchrun has started {num_ranks} processes, a node each: give "
-            f"num_nodes={num_ranks}, or a torchrun --nnodes and --nproc_per_node that make {spec.num_nodes} together"
-        )
-    local_rank, ranks_here = local_ranks()
-    device = options.devices[local_rank % len(options.devices)]
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    made = not dist.is_initialized()
-    if made:
-        _init_process_group(backend_for(options.devices, ranks_here), timedelta(seconds=options.timeout_seconds))
-    try:
-        with using_threads(options.threads):
-            outcome = run_node(spec, device, report)
-        assert outcome is not None  # all take part in all steps
-        return outcome
-    finally:
-        if made:
-            dist.destroy_process_group()
-
-
-def _init_process_group(backend: str, timeout: timedelta) -> None:
-    if not _meeting:
-        store, _, _ = next(rendezvous("env://"))
-        _meeting.append(store)
-    store = dist.PrefixStore(f"vsim run {next(_runs)}", _meeting[0])
-    open_group(backend, store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)

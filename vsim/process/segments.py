@@ -85,13 +85,12 @@ class NodeRun(Run):
         if meeting.node not in nodes:
             raise Left
         meeting.meet(nodes, f"step {step}")
-        spec = replace(self.spec, start=replace(start, together=False))
-        return replace(self, spec=spec, continues=[0]).attended(step)  # type: ignore[return-value]
+        return replace(self, continues=[0]).attended(step)  # type: ignore[return-value]
 
 
 def joined(spec: RunSpec, meeting: Meeting, copying: Sequence[int], step: int) -> tuple[RunSpec, int | None]:
     """Return the options and minibatch size of a node that joins at a step; it starts from its peer's state."""
     text, contents, minibatch_size = meeting.passed_on(None, copying, step)
     tree = unpacked(text, contents)
-    start = Checkpoint(tree["step"], History.from_plain(tree["history"]), {}, tree["state"], together=False)
+    start = Checkpoint(tree["step"], History.from_plain(tree["history"]), {}, tree["state"])
     return replace(spec, start=start, max_memory_usage=None), minibatch_size

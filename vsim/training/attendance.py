@@ -235,5 +235,5 @@ def snapshot(run: Run) -> Run:
         collectives=run.collectives.anew(run.cluster.active),
         globals=None if run.globals is None else run.globals.anew(),
         starts=True,
-        continues=run.nodes,
+        continues=range(len(run.nodes)),
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.engine.objective import changed, kept_in_python, listed
-from vsim.records.progress import Hook
+from vsim.records.progress import Hook, Recorder, StepReport
 from vsim.training.run import Run
 from vsim.training.spec import RunSpec
 
@@ -266,8 +266,50 @@ def with_hooks(spec: RunSpec) -> list[Any]:
     return [*callbacks, Originals(spec.model, spec.loss_fn)] if callbacks else []
 
 
-def by_place(callbacks: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split callbacks for backend="process": some work in the process of `fit`, some in the nodes' processes."""
-    here = [one for one in callbacks if getattr(one, "here", False)]
-    # A callback in a node's process may change the wrong copies of the model and loss, so the guard is there, too.
-    return here, [one for one in callbacks if one not in here or isinstance(one, Originals)]
+class Relay:
+    """Passes a run's reports from other processes on to its record here, and to the callbacks that work here.
+
+    Args:
+        recorder: keeps the record.
+        callbacks: of the run. Some work in the process of `fit`, such as loggers; the others where the run trains.
+
+    Attributes:
+        here, there: the callbacks that work here, and where the run trains.
+    """
+
+    def __init__(self, recorder: Recorder, callbacks: Sequence[Any]) -> None:
+        self.recorder = recorder
+        self.here = [one for one in callbacks if getattr(one, "here", False)]
+        # A callback in another process may change the wrong copies of the model and loss, so the guard is there, too.
+        self.there = [one for one in callbacks if one not in self.here or isinstance(one, Originals)]
+
+    def __call__(self, report: StepReport) -> None:
+        history = self.recorder.history
+        for event in report.events:
+            history.ledger.record(event)
+        if report.segment is not None:
+            history.ledger.attend(report.segment)
+        is_first = not len(history)
+        self.recorder(report)
+        for callback in self.here if is_first else ():
+            tell(callback, "on_start", report)
+        if not report.amends:
+            tell_row(self.here, report)
+
+    def end(self, states: Mapping[str, Any]) -> None:
+        """Tell the callbacks here that the run has ended, and give the others the states that they had there."""
+        for callback in self.here:
+            tell(callback, "on_end", None)
+        for name, callback in savable(self.there).items():
+            callback.load_state_dict(states[name])
+
+
+def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return name → callback, for callbacks with a state. Names are class names, numbered from a class's second on."""
+    found: dict[str, Any] = {}
+    for one in callbacks:
+        if all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
+            name = type(one).__name__
+            number = sum(known.split(" ")[0] == name for known in found)
+            found[f"{name} {number + 1}" if number else name] = one
+    return found

@@ -9,7 +9,7 @@ import re
 import statistics
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,13 +21,16 @@ from torch import nn
 from vsim.arguments import naming
 from vsim.checkpoint.files import Checkpoint, load_checkpoint
 from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, folder_at, held, replacing, step_of
+from vsim.cluster.collectives import Collectives
+from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
+from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import CheckpointError
 from vsim.engine.memory import available_bytes
 from vsim.records.history import History, write_json
-from vsim.records.progress import LiveRace, LiveTable, Recorder
+from vsim.records.progress import LiveRace, LiveTable, Recorder, Reporter, StepReport
 from vsim.training.callbacks import tell
-from vsim.training.interrupt import Interrupted
+from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.loop import train
 from vsim.training.run import Ensemble, Run
 from vsim.training.setup import prepare
@@ -68,6 +71,11 @@ class Entry:
         """Whether its history has a row."""
         return len(self.history) > 0
 
+    def is_over(self, max_steps: int) -> bool:
+        """Whether it will take no more of `max_steps` steps."""
+        ended = (self.error, self.stopped_at, self.interrupted_at, self.finished_at)
+        return any(one is not None for one in ended) or len(self.history) > max_steps
+
     @property
     def diverged_at(self) -> int | None:
         """The first step with a loss or weights that are not finite."""
@@ -80,6 +88,40 @@ class Entry:
     def folder(self) -> Path | None:
         """The folder of its checkpoints; None if the run is not saved."""
         return None if self.spec.saving is None else self.spec.saving.folder
+
+
+class Processes:
+    """The processes that compute a comparison: here, only this one."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first process, which writes files."""
+        return True
+
+    def connect(self, ledger: Ledger, spec: RunSpec) -> Collectives:
+        """Return the collectives of a run."""
+        return StackedCollectives(ledger)
+
+    def agreed(self, value: Any) -> Any:
+        """Return the first process's value, when all processes have called this."""
+        return value
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A message from the first process: the record of a run before this process trains it, as plain values."""
+
+    history: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A message from the first process: how a run has ended; see the attributes of `Entry`."""
+
+    error: Exception | None
+    stopped_at: int | None
+    interrupted_at: int | None
+    finished_at: int | None
 
 
 @dataclass
@@ -95,6 +137,9 @@ class Entries:
         progress: True for a bar, "plot" for a figure, "table" for a table in a terminal, or False. title: its title.
         folder: where all entries are saved together, each in a folder of its own.
         resume: whether to resume from that folder.
+        processes: which process this is of those that compute the comparison.
+        tell: called as tell(number of an entry, its `StepReport`, `Begun` or `Ended`).
+        interrupt: the request to stop after a step.
     """
 
     entries: Sequence[Entry]
@@ -106,19 +151,30 @@ class Entries:
     title: str = ""
     folder: Path | None = None
     resume: bool = False
+    processes: Processes = field(default_factory=Processes)
+    tell: Callable[[int, Any], None] = lambda number, message: None
+    interrupt: Interrupt | None = None
+    _told: dict[Entry, Ended] = field(default_factory=dict, init=False)
 
-    def run(self) -> None:
+    def run(self, train: Callable[[], None] | None = None) -> None:
         """Train all entries to their ends.
+
+        Args:
+            train: trains them; default `train_here`.
 
         Raises:
             Interrupted: on Ctrl-C; the entries hold their steps so far.
             Exception: an entry fails in its first step, when no progress is lost; a non-finite loss raises nothing.
         """
-        with held(self.folder, self._folders()):
-            self._check_folder()
-            self._run()
+        with ExitStack() as holding:
+            if self.processes.is_first:
+                holding.enter_context(held(self.folder, self._folders()))
+                self._check_folder()
+            self.processes.agreed(None)  # wait for the first process's check
+            (train or self.train_here)()
 
-    def _run(self) -> None:
+    def train_here(self) -> None:
+        """Train all entries, or in one of several processes this process's rows of them."""
         ensembles = self._ensembles()
         if len(ensembles) > 1 and self.together and self.rungs:
             raise ValueError(
@@ -137,19 +193,37 @@ class Entries:
     def _prepared(self, configs: Sequence[RunSpec], entries: Sequence[tuple[Recorder, Entry]] = ()) -> Ensemble:
         """Set up an ensemble of these configurations, which reports to `entries`."""
         if entries:
-            recorders, own = [recorder for recorder, _ in entries], [entry for _, entry in entries]
-            return prepare(configs, recorders, [r.history for r in own], self.device)
+            own = [entry for _, entry in entries]
+            reporters = [self._reporter(recorder, entry) for recorder, entry in entries]
+            histories = [entry.history for entry in own]
+            return prepare(configs, reporters, histories, self.device, self.processes.connect, self.interrupt)
         alone = configs[0].label if len(configs) == 1 else ""  # named here: with several runs, `prepare` names them
         with isolated(configs[0].seed, self.device), naming(alone):
             histories = [History(spec.label, spec.num_nodes, spec.population) for spec in configs]
-            return prepare(configs, [Recorder(history) for history in histories], histories, self.device)
+            recorders = [Recorder(history) for history in histories]
+            return prepare(configs, recorders, histories, self.device, self.processes.connect)
+
+    def _reporter(self, recorder: Recorder, entry: Entry) -> Reporter:
+        number = self.entries.index(entry)
+
+        def report(report: StepReport) -> None:
+            recorder(report)
+            self.tell(number, report)
+
+        return report
 
     def _train(self, entries: Sequence[Entry], watch: _Watch) -> None:
         running = self._resumed(entries)
+        for entry in entries:
+            if entry.has_begun:
+                self.tell(self.entries.index(entry), Begun(entry.history.as_plain()))
+                self._tell_end(entry)
         if not running:
             return
         with ExitStack() as ending:
             recorders = {r: Recorder(r.history, False, r.spec.label) for r in running}
+            for recorder in recorders.values():
+                recorder.has_warned = not self.processes.is_first
             # Tell every callback how its own run ended.
             for entry, recorder in recorders.items():
                 ending.push(lambda kind, error, trace, own=entry, recorder=recorder: _finish(recorder, own, error))
@@ -192,12 +266,23 @@ class Entries:
                 entry.stopped_at = run.done
             if run.trains and run.is_over and run.done < run.steps:
                 entry.finished_at = run.done
+            self._tell_end(entry)
+            if not self.processes.is_first:
+                continue
             if not run.is_running and entry.folder is not None and not (entry.folder / "end.json").exists():
                 try:
                     write_end(entry)
                 except OSError as error:  # for instance, the disk is full; the record is still in memory
                     warnings.warn(f"how {entry.spec.label} ended is not saved: {error}", UserWarning, stacklevel=2)
-        watch.show(ensemble)
+        best = [loss for run in ensemble.training if (loss := run.row.get("train_loss", math.nan)) == loss]
+        preparing = next(filter(None, (stack.executor.preparing for stack in ensemble.stacks)), "")
+        watch.show(ensemble.max_steps, min(best, default=None), preparing)
+
+    def _tell_end(self, entry: Entry) -> None:
+        ended = Ended(entry.error, entry.stopped_at, entry.interrupted_at, entry.finished_at)
+        if ended != self._told.get(entry, Ended(None, None, None, None)):
+            self._told[entry] = ended
+            self.tell(self.entries.index(entry), ended)
 
     def _stopped(self, ensemble: Ensemble, running: Sequence[Entry]) -> Collection[Run]:
         """Return the runs that a rung stops: their names are not among the best."""
@@ -210,7 +295,7 @@ class Entries:
         for run, entry in pairs:
             if not run.stopped:
                 scores.setdefault(entry.name, []).append(_score(entry) if run.trains else float("inf"))
-        best = sorted(scores, key=lambda name: statistics.fmean(scores[name]))[:keep]
+        best = self.processes.agreed(sorted(scores, key=lambda name: statistics.fmean(scores[name]))[:keep])
         return [run for run, entry in pairs if run in ensemble.unfinished and entry.name not in best]
 
     # Memory ----------------------------------------------------------------------------------------------------------
@@ -219,7 +304,7 @@ class Entries:
         """Cut the entries into groups whose matrices fit into memory."""
         if not self.together:
             return [[entry] for entry in self.entries]
-        room = _SHARE_OF_MATRICES * available_bytes(self.device, self.memory_share)
+        room = self.processes.agreed(_SHARE_OF_MATRICES * available_bytes(self.device, self.memory_share))
         ensembles: list[list[Entry]] = []
         taken = 0.0
         for entry in self.entries:
@@ -286,17 +371,18 @@ class Entries:
         steps = sorted(set().union(*saved.values()), reverse=True)
         shared = [step for step in steps if all(step in saved[r] or ended_by(ends[r], step) for r in entries)]
         common, starts = self._starts(shared, ends)
+        self.processes.agreed(None)  # all have read the folders
         running = []
         for entry in entries:
             assert entry.folder is not None
-            for path in checkpoints_in(entry.folder):
+            for path in checkpoints_in(entry.folder) if self.processes.is_first else ():
                 if step_of(path) > common:
                     path.unlink()
             end = ends[entry] if ended_by(ends[entry], common) else None
             if common and end is not None and not end["finished"]:
                 take_end(entry, end)
                 continue
-            if not common or end is None:
+            if self.processes.is_first and (not common or end is None):
                 (entry.folder / "end.json").unlink(missing_ok=True)
             if common:
                 entry.finished_at = end["step"] if end is not None and end["early"] else None
@@ -461,34 +547,36 @@ class _Watch:
         elif progress == "table":
             self.live = LiveTable(title)
 
-    def show(self, ensemble: Ensemble) -> None:
-        """Update the figure, table or bar, unless it was updated a moment ago."""
+    def show(self, max_steps: int, best: float | None = None, preparing: str = "") -> None:
+        """Update the figure, table or bar, unless it was updated a moment ago.
+
+        Args:
+            max_steps: of every run. best: the lowest training loss. preparing: other work before the next step.
+        """
+        over = all(entry.is_over(max_steps) for entry in self.entries)
         if self.live is not None:
             for entry in self.entries:
                 own = self.histories.setdefault(entry.name, [])
                 if entry.has_begun and entry.history not in own:
                     own.append(entry.history)
             if isinstance(self.live, LiveTable):
-                self.live.update(self.histories, ensemble.max_steps, last=not ensemble.training)
+                self.live.update(self.histories, max_steps, last=over)
             else:
-                self.live.update(ensemble.max_steps)
+                self.live.update(max_steps)
             return
         now = time.perf_counter()
-        if not self.progress or (now < self._next and ensemble.training):
+        if not self.progress or (now < self._next and not over):
             return
         self._next = now + _SECONDS_BETWEEN
         if self.bar is None:
             from tqdm.auto import tqdm
 
             self.bar = tqdm(total=0, unit="step", desc=self.title, dynamic_ncols=True, disable=None)
-        self.bar.total = ensemble.max_steps * len(self.entries)
+        self.bar.total = max_steps * len(self.entries)
         self.bar.n = sum(max(0, len(entry.history) - 1) for entry in self.entries)
-        known = [m.row.get("train_loss", math.nan) for m in ensemble.training]
-        losses = [loss for loss in known if loss == loss]
-        left = sum(not run.trains for run in ensemble.runs)
-        preparing = next(filter(None, (stack.executor.preparing for stack in ensemble.stacks)), "")
-        best = f"best loss {min(losses):.3f}" if losses else preparing
-        self.bar.set_postfix_str(best + (f", {left} not training" if left else ""), refresh=False)
+        left = sum(entry.error is not None or entry.stopped_at is not None for entry in self.entries)
+        shown = preparing if best is None else f"best loss {best:.3f}"
+        self.bar.set_postfix_str(shown + (f", {left} not training" if left else ""), refresh=False)
         self.bar.update(0)
 
     def __enter__(self) -> _Watch:

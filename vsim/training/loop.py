@@ -192,7 +192,7 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
             taking = (row for row in range(rows.start, rows.stop) if row - rows.start not in resting)
             sizes = sizes_of(batch, taking)
         else:
-            run.node_losses, stops, of_nodes = _of_all_nodes(losses, batch, ensemble, run)
+            run.node_losses, stops, of_nodes = _of_all_nodes(losses, batch, rows, ensemble, run)
             examples, tokens = (sum(n for node, n in enumerate(own) if node not in resting) for own in of_nodes)
             sizes = int(examples), int(tokens)
         run.examples, run.tokens = run.examples + sizes[0], run.tokens + sizes[1]
@@ -246,8 +246,8 @@ class _own(AbstractContextManager[None]):
 def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
     """Remove a run while the others continue; raise the error if it is alone, or if nothing would be lost."""
     nothing_lost = ensemble.ends_early and run.done == 0
-    if not ensemble.tolerant or (nothing_lost and not isinstance(error, FloatingPointError)):
-        raise error
+    if not ensemble.tolerant or not (isinstance(error, FloatingPointError) or (ensemble.is_alone and not nothing_lost)):
+        raise error  # with several processes, others may not have this error
     run.error = error
     # Until the others are regrouped, the run's rows are still computed: fill them with zeros, which are harmless.
     replicas = run.cluster.replicas
@@ -418,14 +418,15 @@ def _of_clients(stack: Stack, runs: Sequence[Run], first: int | None = None) -> 
 
 
 def _of_all_nodes(
-    losses: Tensor, batch: Any, ensemble: Ensemble, run: Run
+    losses: Tensor, batch: Any, rows: slice, ensemble: Ensemble, run: Run
 ) -> tuple[list[float], bool, tuple[list[float], list[float]]]:
     """Return the losses of all nodes (K,), whether any was asked to stop after this step, and their batch sizes.
 
     The batch sizes are the numbers of examples and of tokens of every node.
     """
-    of_node = torch.tensor([ensemble.interrupt.requested, *sizes_of(batch)], dtype=torch.float64)
-    own = torch.cat([losses.cpu().double()[:, None], of_node.expand(len(losses), -1)], 1)  # (R, 4): one message
+    asked = [ensemble.interrupt.requested]
+    of_nodes = [[*asked, *sizes_of(batch, [row])] for row in range(rows.start, rows.stop)]
+    own = torch.cat([losses[rows].cpu().double()[:, None], torch.tensor(of_nodes).double()], 1)  # (R, 4): one message
     with run.cluster.collectives.unbilled():
         values, requests, *sizes = run.cluster.collectives.all_gather(own, label="losses").T.tolist()
     return values, any(requests), (sizes[0], sizes[1])

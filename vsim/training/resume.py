@@ -25,19 +25,9 @@ from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import CheckpointError, name_of
 from vsim.private_torch import mark_stepped
 from vsim.records.history import History
+from vsim.training.callbacks import savable
 from vsim.training.clients import owners
 from vsim.training.run import Run
-
-
-def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return name → callback, for callbacks with a state. Names are class names, numbered from a class's second on."""
-    found: dict[str, Any] = {}
-    for one in callbacks:
-        if all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
-            name = type(one).__name__
-            number = sum(known.split(" ")[0] == name for known in found)
-            found[f"{name} {number + 1}" if number else name] = one
-    return found
 
 
 def _roots(run: Run) -> dict[str, tuple[Any, str | None]]:
@@ -153,11 +143,14 @@ def captured(run: Run, apart: bool = False) -> Checkpoint:
                 "make it in the setup, or hold tensors, numbers, lists and dicts instead"
             )
     state = snapshot.tree if run.is_alone or apart else _gathered(run, snapshot.tree)
-    return Checkpoint(run.done, history or History(), {} if apart else _settings(run), state, run.is_alone)
+    return Checkpoint(run.done, history or History(), {} if apart else _settings(run), state)
 
 
 def _snapshot(run: Run) -> Snapshot:
-    return Snapshot({**_roots(run), "process": (run.random_states, "shared")}, _known(run), len(run.streams))
+    roots = {**_roots(run), "process": (run.random_states, "shared")}
+    if not run.is_alone:  # one row for each node, so that the checkpoint tells which process held how many
+        roots["weights"] = run.cluster.weights, "stacked"
+    return Snapshot(roots, _known(run), len(run.streams))
 
 
 def _gathered(run: Run, tree: dict[str, Any]) -> dict[str, Any]:
@@ -222,9 +215,9 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
 
 def _restore(run: Run, checkpoint: Checkpoint) -> None:
     restorer, rows, moved = _restorer(run, checkpoint)
-    state, replicas = checkpoint.state, run.cluster.replicas
+    state, held, replicas = checkpoint.state, checkpoint.held, run.cluster.replicas
     restored = {
-        name: restorer.root(cut(state[name], rows), live, name, placement)
+        name: restorer.root(cut(state[name], rows, held), live, name, placement)
         for name, (live, placement) in _roots(run).items()
         if name in state or not name.startswith("callback ")  # a callback may be new
     }
@@ -237,17 +230,19 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
             other.load_state_dict(copy.deepcopy(own[0].state_dict()))
     run.objective.set_extra_states(run.rows, restored["extra state"])
     if not moved:
-        states = restorer.root(cut(state["process"], rows), {}, "process", "shared")
+        states = restorer.root(cut(state["process"], rows, held), {}, "process", "shared")
         set_global_states(states, replicas.weights.device)
 
 
 def _restorer(run: Run, checkpoint: Checkpoint) -> tuple[Restorer, list[int], bool]:
     """Return a Restorer, the checkpoint's rows for the nodes of this process, and whether the rows have moved."""
-    continues, saved = run.continues, len(checkpoint.state["streams"]["items"])
-    rows = list(run.cluster.replicas.nodes if continues is None else continues)
-    moved = (continues is None and checkpoint.together != run.is_alone) or (
-        checkpoint.together and rows != list(range(saved))
-    )
+    held = checkpoint.held
+    if run.continues is None:
+        rows = list(run.cluster.replicas.nodes)
+        moved = held != [len(nodes) for nodes in run.cluster.collectives.ranges]
+    else:
+        rows = list(run.continues)
+        moved = rows != list(range(sum(held)))
     return Restorer(_known(run), moved), rows, moved
 
 
@@ -298,13 +293,13 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
         if checkpoint.settings.get(name) == _settings(run).get(name)
     ]
     if "device" in alike:
-        restorer.root(cut(checkpoint.state["streams"], rows), run.streams, "streams", "rows")
+        restorer.root(cut(checkpoint.state["streams"], rows, checkpoint.held), run.streams, "streams", "rows")
     for name, buffer in checkpoint.buffers.items():
         replicas.buffers[name].copy_(buffer[own])
     if not replicas.shares_weights:
         replicas.weights.copy_(checkpoint.weights[own])
         if checkpoint.keeps_optimizer and len(alike) == 3:
-            _keep_state(run, cut(checkpoint.state["optimizer"], rows), restorer)
+            _keep_state(run, cut(checkpoint.state["optimizer"], rows, checkpoint.held), restorer)
 
 
 def _carry(run: Run, checkpoint: Checkpoint, restorer: Restorer) -> None:

@@ -244,8 +244,8 @@ class Run:
     @property
     def shares(self) -> tuple[bool, bool]:
         """Whether the nodes share one row of weights, and whether they share one row of gradients."""
-        # Separate processes hold a row each. An exact run does too, so that it sums in the same order as processes.
-        in_one = not self.spec.deterministic and len(self.nodes) == self.collectives.num_nodes > 1
+        # In an exact run every node has its row, so that it sums in the same order as with a process for each node.
+        in_one = not self.spec.deterministic and min(map(len, self.collectives.ranges)) > 1
         strategy = self.spec.strategy
         return in_one and strategy.shares_weights, in_one and strategy.shares_grads
 

@@ -16,9 +16,11 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
-from vsim.arguments import naming
+from vsim.arguments import is_factory, naming
 from vsim.checkpoint.settings import settings_of
 from vsim.cluster.cluster import Cluster
+from vsim.cluster.collectives import Collectives
+from vsim.cluster.ledger import Ledger
 from vsim.cluster.participation import Schedule, Trace
 from vsim.cluster.plan import Plan, Round
 from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
@@ -68,11 +70,15 @@ def prepare(
     reports: Sequence[Reporter],
     histories: Sequence[History],
     device: torch.device,
+    connect: Callable[[Ledger, RunSpec], Collectives] = lambda ledger, spec: StackedCollectives(ledger),
+    interrupt: Interrupt | None = None,
 ) -> Ensemble:
-    """Set up runs that train together, all their nodes in this process.
+    """Set up runs that train together.
 
     Args:
         specs, reports, histories: one per run; reports and histories receive the outcomes.
+        connect: makes the collectives of a run, which say which nodes this process holds; default: all nodes.
+        interrupt: the request to stop that all runs share.
 
     Raises:
         CheckpointError: a run does not fit the checkpoint that it starts from.
@@ -82,14 +88,12 @@ def prepare(
     for spec, report, history in zip(specs, reports, histories, strict=True):
         weights = [p.nbytes for p in spec.model.parameters() if p.requires_grad]
         of_node = generator(spec.seed, NODE).get_state().nbytes
-        check_room(spec.num_nodes, of_node + (0 if spec.strategy.shares_weights else sum(weights)), device)
+        collectives = connect(history.ledger, spec)  # the ledger may be of another run
+        num_held = min(spec.num_nodes, len(collectives.nodes))
+        check_room(num_held, of_node + (0 if spec.strategy.shares_weights else sum(weights)), device)
         own = None if len(specs) == 1 else OwnGlobals(spec.seed, device)
-        everyone = spec.population
         with nullcontext() if own is None else own.here():
-            datasets = resolve(spec.train_dataset, everyone, range(everyone), True, "train_dataset")
-            noun = "num_nodes" if everyone == spec.num_nodes else "of"
-            options = spec.batch_size, spec.shuffle, spec.seed, spec.dataloader_kwargs, noun
-            batches = Batches(datasets, everyone, *options)
+            batches = _batches(spec, collectives)
             client_data = client_datasets(spec)
         if own is not None:
             own.at_setup = own.states
@@ -97,10 +101,27 @@ def prepare(
             plan = plan_of(spec, batches)
         if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
             history.ledger.clock = {"compute": spec.compute.as_plain()}  # decides which nodes are late
-        collectives = StackedCollectives(history.ledger, range(everyone))  # the ledger may be of another run
-        run = Run(spec, report, history, range(everyone), collectives, batches, plan, own, client_data=client_data)
+        run = Run(spec, report, history, collectives.nodes, collectives, batches, plan, own, client_data=client_data)
         runs.append(run if plan is None else run.attended(spec.first_step))
-    return assemble(runs, executor_class(specs[0].executor, specs[0].compile), device)
+    return assemble(runs, executor_class(specs[0].executor, specs[0].compile), device, interrupt)
+
+
+def _batches(spec: RunSpec, collectives: Collectives) -> Batches:
+    """Return the batches of the nodes that this process holds."""
+    held, everyone = collectives.nodes, spec.population
+    datasets = resolve(spec.train_dataset, everyone, held, True, "train_dataset")
+    apart = is_factory(spec.train_dataset) and len(held) < everyone
+
+    def of_all(own: list[int]) -> list[int]:
+        if not apart:
+            return own
+        with collectives.unbilled():
+            numbers: list[int] = collectives.all_gather(torch.tensor(own)).tolist()
+        return numbers
+
+    noun = "num_nodes" if everyone == spec.num_nodes else "of"
+    options = spec.batch_size, spec.shuffle, spec.seed, spec.dataloader_kwargs, noun
+    return Batches(datasets, everyone, *options, held=held, of_all=of_all)
 
 
 def client_datasets(spec: RunSpec) -> list[Dataset[Any]]:

@@ -80,6 +80,7 @@ class RunSpec:
     compile: bool = False
     chunk_size: int | None = None
     backend: str = "stacked"
+    num_processes: int | str | None = None
     devices: Sequence[str | torch.device] | None = None
     threads_per_process: int | None = None
     timeout_seconds: float | None = None
@@ -195,14 +196,26 @@ class RunSpec:
         changing = isinstance(self.participation, Sample) and isinstance(self.participation.stragglers, Deadline)
         if changing and self.backend == "process":
             raise ValueError(f"{self.participation}: cohorts of changing size are simulated only, not in processes")
-        of_processes = ("devices", "threads_per_process", "timeout_seconds")
+        of_processes = ("num_processes", "devices", "threads_per_process", "timeout_seconds")
         if self.backend == "stacked":
             idle = [name for name in of_processes if getattr(self, name) is not None]
             if idle:
                 raise ValueError(f"{', '.join(idle)} has no effect with backend='stacked'")
+        elif self.num_processes is not None:
+            if self.num_processes != "auto":
+                number = whole_number("num_processes", self.num_processes, at_most=self.num_nodes)
+                self._set("num_processes", number)
+            if self.participation is not None:
+                raise ValueError(
+                    f"{self.participation}: nodes come and go in the simulator, or with a process for every node "
+                    "(num_processes=None), but not where processes hold ranges of nodes"
+                )
         elif self.executor != "auto" or self.chunk_size is not None:
             given = f"executor={self.executor!r}" if self.chunk_size is None else f"chunk_size={self.chunk_size}"
-            raise ValueError(f"{given} has no effect with backend='process', which runs eager PyTorch")
+            raise ValueError(
+                f"{given} has no effect with backend='process', which runs eager PyTorch; with num_processes= each "
+                "process holds several nodes, and computes them by an executor"
+            )
         elif self.device is not None and self.devices is not None:
             raise TypeError("device and devices say the same thing; give one of them")
         if self.timeout_seconds is not None:

@@ -1,0 +1,80 @@
+"""A range of the nodes in each process: the rows of the matrix lie in several processes.
+
+Each process computes its rows as the simulator does, in the executor of the user's choice. Only the collectives differ:
+they reduce the rows held here first, and then between the processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vsim.cluster.ledger import Ledger
+from vsim.cluster.randomness import isolated
+from vsim.process.collectives import ProcessCollectives, completing
+from vsim.process.node import Outcome
+from vsim.records.history import History
+from vsim.records.progress import Recorder, StepReport
+from vsim.training.entries import Entries, Processes
+from vsim.training.interrupt import Interrupt
+from vsim.training.loop import train
+from vsim.training.setup import prepare
+from vsim.training.spec import RunSpec
+
+Tell = Callable[[int, Any], None]  # number of a run, its `StepReport` or what else happens to it
+
+
+class Ranks(Processes):
+    """The ranks of the default process group, each of which holds a range of every run's nodes."""
+
+    @property
+    def is_first(self) -> bool:
+        return dist.get_rank() == 0
+
+    def connect(self, ledger: Ledger, spec: RunSpec) -> ProcessCollectives:
+        return ProcessCollectives(ledger, spec.deterministic)
+
+    def agreed(self, value: Any) -> Any:
+        message = [value]
+        with completing("agreeing with the first process"):
+            dist.broadcast_object_list(message, 0)
+        return message[0]
+
+
+def run_ranges(
+    content: RunSpec | Entries, device: torch.device, tell: Tell, interrupt: Interrupt | None = None
+) -> list[Outcome | None]:
+    """Train this process's nodes of a run, or of the runs of a comparison, as a rank of the default process group.
+
+    Returns:
+        The outcomes of the runs, the same in all processes; None for a run that did not reach its end.
+    """
+    if isinstance(content, RunSpec):
+        return [_run(content, device, tell, interrupt)]
+    entries = replace(content, device=device, processes=Ranks(), tell=tell, interrupt=interrupt, progress=False)
+    entries.train_here()
+    return [
+        None if entry.model is None else Outcome.of(entry.model, entry.spec.callbacks) for entry in entries.entries
+    ]
+
+
+def _run(spec: RunSpec, device: torch.device, tell: Tell, interrupt: Interrupt | None) -> Outcome:
+    history = History(type(spec.strategy).__name__, spec.num_nodes, spec.population)
+    if spec.start is not None:
+        spec.start.fill(history)
+    recorder = Recorder(history)
+    recorder.has_warned = True  # the caller's own warns
+
+    def report(report: StepReport) -> None:
+        recorder(report)
+        tell(0, report)
+
+    with isolated(spec.seed, device):
+        ensemble = prepare([spec], [report], [history], device, Ranks().connect, interrupt)
+        train(ensemble)
+        (run,) = ensemble.runs
+        return Outcome.of(run.mean_model(), spec.callbacks)

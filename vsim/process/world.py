@@ -1,0 +1,122 @@
+"""The processes of a run: how many there are, and this process as one of them under torchrun."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from vsim.engine.machine import check_repeats, devices_of_nodes, using_threads
+from vsim.process.collectives import open_group
+from vsim.process.options import ProcessOptions, backend_for, default_threads, num_cores
+from vsim.training.spec import RunSpec
+
+# num_processes="auto" takes several processes on a CPU for models of at least this many weights.
+LARGE_MODEL = 200_000
+
+# The store of this process's world, and a counter of the runs that used it. torch.distributed gives all process groups
+# the same name, so a second group would find the first group's keys in the store.
+_meeting: list[dist.Store] = []
+_runs = itertools.count()
+
+
+def under_torchrun() -> bool:
+    """Return whether this process was started as a rank, by torchrun or another launcher that sets its variables."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def world_rank() -> int:
+    """Return this process's number among all ranks; 0 if it was not started as a rank."""
+    return int(os.environ["RANK"]) if under_torchrun() else 0
+
+
+def world_size() -> int:
+    """Return the number of ranks, on all machines."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+
+
+def local_ranks() -> tuple[int, int]:
+    """Return (this process's number on its machine, the number of ranks there), as torchrun sets them."""
+    rank = os.environ.get("LOCAL_RANK", os.environ["RANK"])
+    return int(rank), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+
+def number_of_processes(spec: RunSpec, device: torch.device) -> int:
+    """Return the number of processes of a run, on all machines; 1 with "auto" if the simulator is the better choice.
+
+    Raises:
+        ValueError: torchrun has started another number.
+    """
+    given = spec.num_processes
+    if not under_torchrun():
+        return auto_processes(spec, device) if given == "auto" else int(given or spec.num_nodes)
+    ranks, wanted = world_size(), spec.num_nodes if given is None else given
+    if wanted not in ("auto", ranks):
+        raise ValueError(
+            f"num_nodes is {wanted}, but torchrun has started {ranks} processes, a node each: give num_nodes={ranks}, a "
+            f"torchrun --nnodes and --nproc_per_node that make {wanted} together, or num_processes={ranks}, so that "
+            "each process holds several nodes"
+            if given is None
+            else f"num_processes is {wanted}, but torchrun has started {ranks}: give num_processes={ranks} or 'auto'"
+        )
+    if given is not None and ranks > spec.num_nodes:
+        raise ValueError(f"torchrun has started {ranks} processes for num_nodes={spec.num_nodes} nodes: start fewer")
+    return ranks
+
+
+def auto_processes(spec: RunSpec, device: torch.device) -> int:
+    """Return the number of processes for num_processes="auto".
+
+    Each GPU gets a process, and on the CPU each core, if there are as many nodes. On the CPU, this pays only for models
+    whose steps take long enough: a process then computes its rows without waiting at the barriers of an operation.
+    """
+    if device.type == "cuda":
+        return min(spec.num_nodes, len(spec.devices or ()) or torch.cuda.device_count())
+    weights = sum(p.numel() for p in spec.model.parameters() if p.requires_grad)
+    return min(spec.num_nodes, num_cores()) if device.type == "cpu" and weights >= LARGE_MODEL else 1
+
+
+def options_of(spec: RunSpec, device: str | torch.device | None, num_processes: int) -> ProcessOptions:
+    """Return the options of the run's processes on this machine.
+
+    Args:
+        device: of the run; None: a GPU for every process if there are enough, else the CPU.
+    """
+    here = local_ranks()[1] if under_torchrun() else num_processes
+    devices = devices_of_nodes(spec.devices, device, here)
+    for each in devices if spec.deterministic else ():
+        check_repeats(each)
+    threads = spec.threads_per_process or default_threads(here)
+    return ProcessOptions(here, devices, threads, spec.timeout_seconds or 600.0)
+
+
+@contextmanager
+def joined_group(options: ProcessOptions) -> Iterator[torch.device]:
+    """Within a block, be a rank of a process group; yields the device of this rank. An existing group is used."""
+    device = options.devices[local_ranks()[0] % len(options.devices)]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    made = not dist.is_initialized()
+    if made:
+        backend = backend_for(options.devices, options.num_processes)
+        _init_process_group(backend, timedelta(seconds=options.timeout_seconds))
+    try:
+        with using_threads(options.threads):
+            yield device
+    finally:
+        if made:
+            dist.destroy_process_group()
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    if not _meeting:
+        store, _, _ = next(rendezvous("env://"))
+        _meeting.append(store)
+    store = dist.PrefixStore(f"vsim run {next(_runs)}", _meeting[0])
+    open_group(backend, store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
