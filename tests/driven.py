@@ -114,6 +114,10 @@ class _SplitCollectives(Collectives):
         super().__init__(Ledger(num_nodes), range(rank, rank + 1))
         self.meeting, self.rank = meeting, rank
 
+    @property
+    def ranges(self) -> list[range]:
+        return [range(node, node + 1) for node in range(self.num_nodes)]
+
     def anew(self, active: Sequence[int]) -> _SplitCollectives:
         return _SplitCollectives(self.meeting, self.rank, len(active))
 

@@ -1,10 +1,11 @@
-"""Processes that stay: many runs with a process a node, without the start of each."""
+"""Processes that stay: many runs in processes, without the start of each."""
 
 from __future__ import annotations
 
 import pickle
 import tempfile
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -13,41 +14,43 @@ import forked
 import torch
 import torch.distributed as dist
 
-from vsim.process import ProcessOptions
-from vsim.process.node import Outcome, run_node
-from vsim.records.progress import Reporter, StepReport
+from vsim.process import ProcessOptions, run_node, run_ranges
+from vsim.process.node import Outcome
+from vsim.records.progress import StepReport
 from vsim.training.spec import RunSpec
 
 
 class Ranks:
-    """K processes that train one run after another: what `train_in_processes` does, without the start of each."""
+    """Processes that train one run after another: what `train_in_processes` does, without the start of each."""
 
-    def __init__(self, num_nodes: int) -> None:
+    def __init__(self, number: int) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="vsim-test-")
         context = forked.context()
         self.connections: list[Connection] = []
         self.processes = []
-        for rank in range(num_nodes):
+        for rank in range(number):
             here, there = context.Pipe()
-            arguments = (rank, num_nodes, f"{self.folder.name}/store", there)
+            arguments = (rank, number, f"{self.folder.name}/store", there)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self.connections.append(here)
             self.processes.append(process)
 
-    def train(self, spec: RunSpec, options: ProcessOptions, report: Reporter) -> Outcome:
-        assert options.threads == 1
+    def train(
+        self, spec: RunSpec, options: ProcessOptions, report: Callable[[int, StepReport], None]
+    ) -> list[Outcome | None]:
+        assert (options.num_processes, options.threads) == (len(self.processes), 1)
         shipped = cloudpickle.dumps(spec)
         for connection in self.connections:
             connection.send_bytes(shipped)
         answers = [pickle.loads(connection.recv_bytes()) for connection in self.connections]
         for error, _, _ in answers:
             assert not error, error
-        _, reports, outcome = answers[0]
+        _, reports, outcomes = answers[0]
         for each in reports:
-            report(each)
-        return outcome
+            report(0, each)
+        return outcomes
 
     def end(self) -> None:
         for process in self.processes:
@@ -70,11 +73,16 @@ def _serve(rank: int, num_nodes: int, store: str, connection: Connection) -> Non
     )
     while True:
         reports: list[StepReport] = []
-        outcome = error = None
+        outcomes: list[Outcome | None] = []
+        error = None
         try:
-            outcome = run_node(cloudpickle.loads(connection.recv_bytes()), torch.device("cpu"), reports.append)
+            spec = cloudpickle.loads(connection.recv_bytes())
+            if spec.num_processes is None:
+                outcomes = [run_node(spec, torch.device("cpu"), reports.append)]
+            else:
+                outcomes = run_ranges(spec, torch.device("cpu"), lambda _, report, to=reports: to.append(report))
         except EOFError:
             return
         except Exception:
             error = traceback.format_exc()
-        connection.send_bytes(pickle.dumps((error, reports, outcome)))
+        connection.send_bytes(pickle.dumps((error, reports, outcomes)))

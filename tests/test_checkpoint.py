@@ -353,7 +353,7 @@ def test_a_file_says_all_without_running_anything(tmp_path: Path) -> None:
     trainer = fit(DiLoCoStrategy(H=3, optim_spec=ADAMW), max_steps=7, save_dir=tmp_path)
     checkpoint = load_checkpoint(tmp_path)
     assert repr(checkpoint).startswith("Checkpoint(step 7, 3 nodes, vsim.strategy.diloco.DiLoCoStrategy from ")
-    assert (checkpoint.step, checkpoint.num_nodes, checkpoint.together) == (7, 3, True)
+    assert (checkpoint.step, checkpoint.num_nodes, checkpoint.held) == (7, 3, [3])
     assert torch.equal(checkpoint.weights, weights(trainer))
     assert len(checkpoint.history) == 8 and list(checkpoint.ledger) == list(trainer.ledger)
     model, own = checkpoint.model(small_cnn()), checkpoint.model(small_cnn(), node=1)
@@ -633,7 +633,7 @@ def test_a_fork_moves_between_processes_and_simulator_too(tmp_path: Path) -> Non
     for options in ({"deterministic": True}, PROCESSES):
         forked = fit(strategy, resume=load_checkpoint(tmp_path).fork(), **options)
         assert all(map(torch.equal, forked.final.state_dict().values(), straight.final.state_dict().values()))  # type: ignore[attr-defined]
-    assert half.strategy is None and not load_checkpoint(tmp_path).together
+    assert half.strategy is None and load_checkpoint(tmp_path).held == [1] * 3
 
 
 @pytest.mark.slow

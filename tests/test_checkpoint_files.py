@@ -93,7 +93,7 @@ def swapped(path: Path) -> None:
 
 
 def senseless(path: Path) -> None:
-    rewritten(path, lambda text: text.replace('"together"', '"apart"'), valid=True)
+    rewritten(path, lambda text: text.replace('"settings": {', '"apart": {'), valid=True)
 
 
 def rewritten(path: Path, change: Callable[[str], str], valid: bool) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from vsim.arguments import naming, one_of, true_or_false, whole_number
@@ -21,6 +22,16 @@ from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
 from vsim.grid import made, merged, points, settings_of
 from vsim.network import Compute, Network
+from vsim.process import (
+    Ranks,
+    joined_group,
+    number_of_processes,
+    options_of,
+    run_ranges,
+    train_in_processes,
+    under_torchrun,
+    world_rank,
+)
 from vsim.records.comparison import ComparedRun, Comparison, no_comparison
 from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
 from vsim.records.provenance import Conditions, check_same_strategy
@@ -298,7 +309,8 @@ def train_entries(
             # What callbacks hold is copied, but not what all runs share.
             shared = {id(one): one for one in (models[seed], train_dataset, val_dataset, loss_fn)}
             spec = replace(spec, saving=saving, callbacks=copy.deepcopy(spec.callbacks, shared))
-            entry = Entry(name, trainer.logged(spec, own, spec.loggers))
+            others = spec.backend == "process" and world_rank() > 0
+            entry = Entry(name, trainer.logged(spec, own, [] if others else spec.loggers))
             config = partial(_config, trainer, own, started, problems)
             if extend is not None and fitting is not None:
                 fitting.check(name, seed, config())
@@ -306,8 +318,11 @@ def train_entries(
                     continue
             running.append(entry)
             configs[entry] = config
-    if spec.backend != "stacked":
-        raise ValueError("compare() runs in the simulator; backend='process' is for Trainer.fit and verify()")
+    if spec.backend == "process" and spec.num_processes is None:
+        raise ValueError(
+            "a comparison trains all its runs together, and backend='process' alone gives each node of one run a "
+            "process: give num_processes=, too, so that each process computes its nodes of all runs"
+        )
     folders = [entry.folder for entry in running if entry.folder is not None]
     if len({str(own).casefold() for own in folders}) < len(folders):  # not every file system knows upper case
         raise ValueError("the names of strategies become folders, and two of them are the same there")
@@ -331,7 +346,7 @@ def train_entries(
     )
     with suppress(Interrupted):
         if running:
-            trained.run()
+            _train(trained, trainer.device)
     trainable = [p for p in models[seeds[0]].parameters() if p.requires_grad]
     comparison = Comparison(sum(p.numel() * p.element_size() for p in trainable))
     if priced is not None:
@@ -341,6 +356,29 @@ def train_entries(
             entry.history.config = configs[entry]()
             comparison._add(entry.name, _compared(entry))
     return comparison
+
+
+def _train(entries: Entries, device: torch.device | None) -> None:
+    """Train in this process or, with backend="process", in several."""
+    specs = [entry.spec for entry in entries.entries]
+    device = entries.device if specs[0].device is not None else device
+    number = min(number_of_processes(spec, entries.device) for spec in specs) if specs[0].num_processes else 1
+    if number == 1 and specs[0].num_processes in (None, "auto") and not under_torchrun():
+        entries.run()
+        return
+    options = options_of(specs[0], device, number)
+    entries.portion = options.most_on_a_device / number
+    share = entries.memory_share and entries.memory_share / options.most_on_a_device
+    entries.memory_share = share
+    for entry in entries.entries:
+        entry.spec = replace(entry.spec, num_processes=number, max_memory_usage=share)
+    if under_torchrun():
+        with joined_group(options) as own:
+            entries.processes = Ranks()
+            entries.progress = entries.processes.is_first and entries.progress
+            entries.run(lambda: entries.train_elsewhere(lambda content, tell: run_ranges(content, own, tell)))
+    else:
+        entries.run(lambda: entries.train_elsewhere(lambda content, tell: train_in_processes(content, options, tell)))
 
 
 def _config(

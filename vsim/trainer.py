@@ -41,6 +41,7 @@ from vsim.records.progress import Recorder
 from vsim.strategy.base import Strategy
 from vsim.training.callbacks import Relay, telling_exit, with_hooks
 from vsim.training.configuration import describe_problem, describe_run
+from vsim.training.entries import for_elsewhere
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import steps, train
 from vsim.training.resume import captured
@@ -323,8 +324,7 @@ class Trainer:
         if spec.max_memory_usage is not None:
             spec = replace(spec, max_memory_usage=spec.max_memory_usage / options.most_on_a_device)
         relay = Relay(recorder, spec.callbacks)
-        spec = replace(spec, callbacks=relay.there, logger=None, run_name=None, wandb_project=None, log_x_axis="step")
-        spec = replace(spec, log_interval=1, train_loss_hook=None, eval_loss_hook=None)
+        spec = for_elsewhere(spec, relay)
         if spec.num_processes is not None:
             spec = replace(spec, num_processes=number)
         self._last = None
@@ -338,9 +338,7 @@ class Trainer:
         else:
             saving = spec.saving or Saving(Path(tempfile.gettempdir(), f"vsim-{uuid.uuid4().hex}"), None, wanted=False)
             try:
-                (outcome,) = train_in_processes(
-                    replace(spec, saving=saving), options, lambda _, report: relay(report)
-                )
+                (outcome,) = train_in_processes(replace(spec, saving=saving), options, lambda _, report: relay(report))
             except Interrupted:
                 if checkpoints_in(saving.folder):
                     last = load_checkpoint(saving.folder)

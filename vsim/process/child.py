@@ -228,9 +228,10 @@ def _load(shipped: Descriptor) -> Any:
             loaded = cloudpickle.loads(content)
     except (ImportError, AttributeError) as error:
         raise type(error)(
-            f"a process of the run cannot load the model, data or strategy: {error}. What is defined in the main script or "
-            "a notebook is shipped; everything else must be importable by its name from sys.path. Custom operators and "
-            "other registrations with torch must be made when the module that defines the model is imported"
+            f"a process of the run cannot load the model, data or strategy: {error}. What is defined in the main "
+            "script or a notebook is shipped; everything else must be importable by its name from sys.path. Custom "
+            "operators and other registrations with torch must be made when the module that defines the model is "
+            "imported"
         ) from error
     for spec in [loaded] if isinstance(loaded, RunSpec) else [entry.spec for entry in loaded.entries]:
         register_recorders(spec.model)

@@ -33,9 +33,9 @@ from vsim.process.collectives import ProcessCollectives
 from vsim.process.segments import Left, Meeting, NodeRun
 from vsim.records.history import History
 from vsim.records.progress import Recorder, Reporter, StepReport
+from vsim.training.callbacks import savable
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import train
-from vsim.training.callbacks import savable
 from vsim.training.setup import assemble, client_datasets, plan_of
 from vsim.training.spec import RunSpec
 

@@ -57,9 +57,7 @@ def run_ranges(
         return [_run(content, device, tell, interrupt)]
     entries = replace(content, device=device, processes=Ranks(), tell=tell, interrupt=interrupt, progress=False)
     entries.train_here()
-    return [
-        None if entry.model is None else Outcome.of(entry.model, entry.spec.callbacks) for entry in entries.entries
-    ]
+    return [None if entry.model is None else Outcome.of(entry.model, entry.spec.callbacks) for entry in entries.entries]
 
 
 def _run(spec: RunSpec, device: torch.device, tell: Tell, interrupt: Interrupt | None) -> Outcome:

@@ -57,13 +57,15 @@ def number_of_processes(spec: RunSpec, device: torch.device) -> int:
     if not under_torchrun():
         return auto_processes(spec, device) if given == "auto" else int(given or spec.num_nodes)
     ranks, wanted = world_size(), spec.num_nodes if given is None else given
+    if wanted not in ("auto", ranks) and given is None:
+        raise ValueError(
+            f"num_nodes is {wanted}, but torchrun has started {ranks} processes, a node each: give num_nodes={ranks}, "
+            f"a torchrun --nnodes and --nproc_per_node that make {wanted} together, or num_processes={ranks}, so that "
+            "each process holds several nodes"
+        )
     if wanted not in ("auto", ranks):
         raise ValueError(
-            f"num_nodes is {wanted}, but torchrun has started {ranks} processes, a node each: give num_nodes={ranks}, a "
-            f"torchrun --nnodes and --nproc_per_node that make {wanted} together, or num_processes={ranks}, so that "
-            "each process holds several nodes"
-            if given is None
-            else f"num_processes is {wanted}, but torchrun has started {ranks}: give num_processes={ranks} or 'auto'"
+            f"num_processes is {wanted}, but torchrun has started {ranks}: give num_processes={ranks} or 'auto'"
         )
     if given is not None and ranks > spec.num_nodes:
         raise ValueError(f"torchrun has started {ranks} processes for num_nodes={spec.num_nodes} nodes: start fewer")

@@ -29,7 +29,7 @@ from vsim.cluster.state import CheckpointError
 from vsim.engine.memory import available_bytes
 from vsim.records.history import History, write_json
 from vsim.records.progress import LiveRace, LiveTable, Recorder, Reporter, StepReport
-from vsim.training.callbacks import tell
+from vsim.training.callbacks import Relay, tell
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.loop import train
 from vsim.training.run import Ensemble, Run
@@ -133,6 +133,7 @@ class Entries:
         device: where they are computed.
         together: whether they train at the same time, as rows of one matrix; if not, one after the other.
         memory_share: the share of the device's memory that this process may hold; None: half of the free memory.
+        portion: the portion of every run's nodes that the device holds.
         rungs: pairs (step, number of names that continue); all other names stop after that step, see `vsim.sweep`.
         progress: True for a bar, "plot" for a figure, "table" for a table in a terminal, or False. title: its title.
         folder: where all entries are saved together, each in a folder of its own.
@@ -146,6 +147,7 @@ class Entries:
     device: torch.device
     together: bool = True
     memory_share: float | None = None
+    portion: float = 1.0
     rungs: Sequence[tuple[int, int]] = ()
     progress: bool | str = True
     title: str = ""
@@ -189,6 +191,54 @@ class Entries:
         with _Watch(self.entries, self.progress, self.title) as watch:
             for entries in ensembles:
                 self._train(entries, watch)
+
+    def train_elsewhere(self, launch: Callable[[Entries, Callable[[int, Any], None]], Sequence[Any]]) -> None:
+        """Train all entries in several processes, and keep their records here.
+
+        If the processes fail after the first step, the entries keep their records and the error.
+
+        Args:
+            launch: called with the entries to train and with a function that gets the messages of the first process
+                (see `tell`); returns the `vsim.process.node.Outcome` of each entry, None if it did not reach its end.
+        """
+        recorders = [Recorder(entry.history, False, entry.spec.label) for entry in self.entries]
+        relays = [
+            Relay(recorder, entry.spec.callbacks) for recorder, entry in zip(recorders, self.entries, strict=True)
+        ]
+        losses: dict[int, float] = {}
+        with _Watch(self.entries, self.progress, self.title) as watch, ExitStack() as ending:
+            for recorder, entry in zip(recorders, self.entries, strict=True):
+                ending.push(lambda kind, error, trace, own=entry, recorder=recorder: _finish(recorder, own, error))
+
+            def receive(number: int, message: Any) -> None:
+                entry = self.entries[number]
+                if isinstance(message, Begun):
+                    entry.history.continue_from(History.from_plain(message.history))
+                elif isinstance(message, Ended):
+                    for name, value in vars(message).items():
+                        setattr(entry, name, value)
+                else:
+                    relays[number](message)
+                    losses[number] = message.row.get("train_loss", math.inf)
+                    known = [loss for loss in losses.values() if math.isfinite(loss)]
+                    watch.show(message.max_steps, min(known, default=None), message.preparing)
+
+            entries = [
+                Entry(e.name, for_elsewhere(e.spec, relay)) for e, relay in zip(self.entries, relays, strict=True)
+            ]
+            try:
+                outcomes = launch(replace(self, entries=entries), receive)
+            except Exception as error:
+                if not any(len(entry.history) > 1 for entry in self.entries):
+                    raise
+                for entry in self.entries:
+                    ended = entry.stopped_at is not None or entry.finished_at is not None
+                    entry.error = entry.error or (None if ended else error)
+                return
+            for entry, relay, outcome in zip(self.entries, relays, outcomes, strict=True):
+                if outcome is not None:
+                    relay.end(outcome.callbacks)
+                    entry.model = outcome.model(like=entry.spec.model)
 
     def _prepared(self, configs: Sequence[RunSpec], entries: Sequence[tuple[Recorder, Entry]] = ()) -> Ensemble:
         """Set up an ensemble of these configurations, which reports to `entries`."""
@@ -308,7 +358,7 @@ class Entries:
         ensembles: list[list[Entry]] = []
         taken = 0.0
         for entry in self.entries:
-            own = matrix_bytes(entry.spec)
+            own = self.portion * matrix_bytes(entry.spec)
             if not ensembles or taken + own > room:
                 ensembles.append([])
                 taken = 0.0
@@ -418,6 +468,12 @@ class Entries:
         if problem is not None:
             raise problem
         return 0, {}
+
+
+def for_elsewhere(spec: RunSpec, relay: Relay) -> RunSpec:
+    """Return the options of a run for the processes where it trains; loggers and hooks work here."""
+    spec = replace(spec, callbacks=relay.there, train_loss_hook=None, eval_loss_hook=None)
+    return replace(spec, logger=None, run_name=None, wandb_project=None, log_x_axis="step", log_interval=1)
 
 
 def saving_in(save_dir: str | Path, name: str, interval: int | None) -> Saving:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
