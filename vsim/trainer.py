@@ -319,7 +319,10 @@ class Trainer:
         device = self.device if spec.device is None else spec.device
         number = number_of_processes(spec, pick_device(device))
         if number == 1 and spec.num_processes == "auto" and not under_torchrun():
-            return self._simulate(spec, pick_device(device), recorder)
+            chosen = pick_device(device)
+            if spec.deterministic:
+                check_repeats(chosen)
+            return self._simulate(spec, chosen, recorder)
         options = options_of(spec, device, number)
         if spec.max_memory_usage is not None:
             spec = replace(spec, max_memory_usage=spec.max_memory_usage / options.most_on_a_device)

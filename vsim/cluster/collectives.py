@@ -375,6 +375,14 @@ class Collectives(ABC):
     def anew(self, active: Sequence[int]) -> Collectives:
         """Return collectives for the nodes that take part from now on, with the same ledger."""
 
+    def of_processes(self, value: Any) -> list[Any]:
+        """Return the value of every process, in their order, when all have called this; it is not billed."""
+        return [value]
+
+    def from_process(self, tensor: Tensor, rank: int) -> Tensor:
+        """Return the tensor of one process, when all have called this with tensors of its shape; it is not billed."""
+        return tensor
+
     @abstractmethod
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
         """(R, …) → shared (…); `shares` (K,) sum to 1."""

@@ -99,6 +99,17 @@ class ProcessCollectives(Collectives):
     def anew(self, active: Sequence[int]) -> ProcessCollectives:
         return ProcessCollectives(self.ledger, self.exact, active)
 
+    def of_processes(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        with completing(f"exchanging values at step {self.step}"):
+            dist.all_gather_object(values, value)
+        return values
+
+    def from_process(self, tensor: Tensor, rank: int) -> Tensor:
+        there = tensor.to(self.device, copy=True)
+        self._issue("broadcast", lambda: [dist.broadcast(there, rank, async_op=True)])()
+        return there.to(tensor.device)
+
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
         if self.exact or stacked.dtype not in _NATIVE:
             rows = self._all_gather(stacked.expand(len(self.nodes), *stacked.shape[1:]))

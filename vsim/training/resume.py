@@ -110,8 +110,7 @@ def _save(run: Run, folder: Path) -> None:
             prune(folder, run.done)
     finally:
         if not run.is_alone:  # wait until the file is written, as other processes may read the folder
-            with run.cluster.collectives.unbilled():
-                run.cluster.collectives.all_gather(torch.zeros(1, 1), label="checkpoint written")
+            run.cluster.collectives.of_processes(None)
 
 
 def captured(run: Run, apart: bool = False) -> Checkpoint:
@@ -156,18 +155,15 @@ def _gathered(run: Run, tree: dict[str, Any]) -> dict[str, Any]:
     """Return the tree of all processes, in the first node's process. The other processes send their parts."""
     collectives = run.cluster.collectives
     text, contents = packed(tree)
-    own = f"[{text}, {json.dumps({digest: len(flat) for digest, flat in contents.items()})}]".encode()
-    with collectives.unbilled():
-        longest = int(collectives.all_gather(torch.tensor([len(own)]), label="checkpoint").max())
-        row = torch.frombuffer(bytearray(own.ljust(longest)), dtype=torch.uint8)
-        told = [json.loads(row.numpy().tobytes()) for row in collectives.all_gather(row[None], label="checkpoint")]
-        # Each content is sent once, by the first process that has it.
-        first = {d: (node, n) for node, (_, sizes) in reversed([*enumerate(told)]) for d, n in sizes.items()}
-        for digest, (node, size) in first.items():
-            flat = contents.get(digest, torch.empty(size, dtype=torch.uint8))
-            flat = collectives.broadcast(flat[None], collectives.active[node], label="checkpoint")
-            if 0 in run.nodes:
-                contents[digest] = flat
+    own = [json.loads(text), {digest: len(flat) for digest, flat in contents.items()}]
+    told = collectives.of_processes(own)
+    # Each content is sent once, by the first process that has it.
+    first = {d: (rank, n) for rank, (_, sizes) in reversed([*enumerate(told)]) for d, n in sizes.items()}
+    for digest, (rank, size) in first.items():
+        flat = contents.get(digest, torch.empty(size, dtype=torch.uint8))
+        flat = collectives.from_process(flat, rank)
+        if 0 in run.nodes:
+            contents[digest] = flat
     if 0 not in run.nodes:
         return {}
     return dict(unpacked(json.dumps({name: merged([own[name] for own, _ in told]) for name in tree}), contents))
