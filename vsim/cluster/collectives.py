@@ -108,7 +108,8 @@ class Collectives(ABC):
     def attend(self, active: Sequence[int]) -> None:
         """Set the nodes that take part from now on, by their number in the ledger."""
         self.num_nodes, everyone = len(active), range(self.ledger.num_nodes)
-        self.active = everyone if len(active) == len(everyone) and list(active) == list(everyone) else active
+        is_everyone = active == everyone if isinstance(active, range) else [*active] == [*everyone[: len(active) + 1]]
+        self.active = everyone if is_everyone else active
 
     @_awaited
     def all_reduce(

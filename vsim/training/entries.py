@@ -632,7 +632,8 @@ class _Watch:
         self.bar.n = sum(max(0, len(entry.history) - 1) for entry in self.entries)
         left = sum(entry.error is not None or entry.stopped_at is not None for entry in self.entries)
         shown = preparing if best is None else f"best loss {best:.3f}"
-        self.bar.set_postfix_str(shown + (f", {left} not training" if left else ""), refresh=False)
+        more = f", {left} not training" if left else ""
+        self.bar.set_postfix_str(shown + more, refresh=best is None and bool(preparing))
         self.bar.update(0)
 
     def __enter__(self) -> _Watch:
