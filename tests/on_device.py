@@ -22,7 +22,7 @@ from vsim_kernels import alignment
 from vsim import Callback, Compute, Network, Sample, Schedule, Trainer, load_checkpoint
 from vsim.engine import batched
 from vsim.engine.machine import devices_of_nodes, moved
-from vsim.process.node import backend_for
+from vsim.process.options import backend_for
 from vsim.records.history import OF_THE_MACHINE
 from vsim.strategy import (
     AsyncDiLoCoStrategy,

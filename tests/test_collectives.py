@@ -24,7 +24,7 @@ from vsim.cluster.stacked import StackedCollectives
 from vsim.engine.machine import devices_of_nodes
 from vsim.process import collectives as process_collectives
 from vsim.process.collectives import CollectiveFailure, ProcessCollectives, completing, open_group
-from vsim.process.node import backend_for
+from vsim.process.options import backend_for
 
 
 def test_what_a_collective_returns() -> None:
