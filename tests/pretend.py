@@ -28,7 +28,6 @@ from torch.utils.backend_registration import _DummyDeviceGuard, _setup_privateus
 from vsim_kernels import lowrank
 
 import vsim.trainer
-from vsim.training import evaluate
 
 aten = torch.ops.aten
 _CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -43,6 +42,7 @@ class Device:
         launches: how often each operation was started on a device. Views and allocations start nothing.
         reads: how often the host has waited for each operation that brings values to it.
         uploads: how often the host has waited for a copy of its memory to a device.
+        unrepeatable: operations that have added numbers in an order that differs from run to run on CUDA.
         error: of the device, if it is lost.
     """
 
@@ -50,12 +50,14 @@ class Device:
     launches: ClassVar[Counter[str]] = Counter()
     reads: ClassVar[Counter[str]] = Counter()
     uploads = 0
+    unrepeatable: ClassVar[set[str]] = set()
     error: str | None = None
 
     @classmethod
     def begin(cls, profile: str) -> None:
         """Forget everything."""
         cls.profile, cls.launches, cls.reads, cls.uploads, cls.error = profile, Counter(), Counter(), 0, None
+        cls.unrepeatable = set()
         _PENDING.clear()
 
     @classmethod
@@ -187,6 +189,8 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     random = torch.Tag.nondeterministic_seeded in func.tags
     with _below(), _as_default(device) if random else nullcontext():
+        if _collides(name, tree_map(here, args), kwargs):
+            Device.unrepeatable.add(name)
         result = _called(func, name, tree_map(here, args), tree_map(here, kwargs))
     for there, own in theirs.values():
         if there.shape != own.shape:  # an `out` that had no size yet
@@ -205,6 +209,24 @@ def _counts_mask(args: Any) -> bool:
     has_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     fills = Device.profile == "cuda" and len(args) > 2 and args[2].dim() == 0
     return has_mask and not fills
+
+
+def _collides(name: str, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation adds several numbers at one place, and the sum depends on their order."""
+    name = name.rstrip("_")
+    if name in ("scatter_add", "index_add"):
+        target, dim, index, source = args[:4]
+        if name == "index_add":
+            index = index.view(-1, *[1] * (target.dim() - 1 - dim % target.dim())).expand_as(source)
+        sent = torch.zeros_like(target).scatter_add(dim, index, torch.ones_like(source)).gather(dim, index)
+    elif name in ("index_put", "_index_put_impl") and (args[3:4] == (True,) or kwargs.get("accumulate")):
+        target, index, source = args[:3]
+        places = torch.arange(target.numel()).view(target.shape)[tuple(slice(None) if i is None else i for i in index)]
+        source = source.expand_as(places)
+        sent = torch.bincount(places.flatten(), minlength=target.numel())[places]
+    else:
+        return False
+    return bool(((sent > 1) & (source != source.round())).any())  # whole numbers add up in any order
 
 
 @contextmanager
@@ -379,13 +401,14 @@ def _implemented(func: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: _compute(func, args, kwargs)
 
 
-def _convolution(*args: Any) -> Tensor:
-    return _compute(aten.convolution.default, args, {})  # type: ignore[no-any-return]
+def _convolution(*args: Any) -> Any:
+    return _compute(aten.convolution.default, args, {})
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *geometry: Any) -> Any:
-    bias_sizes = [weight.shape[0]]  # of a convolution that is not transposed
-    return _compute(aten.convolution_backward.default, (grad, x, weight, bias_sizes, *geometry), {})
+    *others, needed = geometry
+    sizes = [weight.shape[1] * others[-1] if others[3] else weight.shape[0]]  # of the bias: transposed or not
+    return _compute(aten.convolution_backward.default, (grad, x, weight, sizes, *others, needed), {})
 
 
 _BY_HAND: dict[Any, Callable[..., Any]] = {
@@ -416,6 +439,62 @@ for _func in {*_operations(), *_BY_HAND}:
 _REST = torch.library.Library("_", "IMPL")
 _REST.fallback(lambda func, *args, **kwargs: _compute(func, args, kwargs), "PrivateUse1")
 _REST.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention in one kernel where the CPU has one, as a GPU has, or in steps."""
+    if dropout_p == 0.0 and not enable_gqa and query.dim() == 4 and attn_mask is None:
+        fused = aten._scaled_dot_product_flash_attention_for_cpu
+        return fused(query, key, value, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    steps = aten._scaled_dot_product_attention_math
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    return steps(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]  # type: ignore[no-any-return]
+
+
+for _key in ("PrivateUse1", "AutogradPrivateUse1"):
+    _LIBRARY.impl("scaled_dot_product_attention", _attention, _key)
+
+
+# Autocast -----------------------------------------------------------------------------------------------------------
+
+# What each device casts is listed in PyTorch's documentation ("Automatic Mixed Precision"). These are of the CPU's
+# list, so that numbers can be compared, and the models of the tests call no others.
+_TO_LOWER = {
+    *("conv1d", "conv2d", "conv3d", "bmm", "mm", "baddbmm", "addmm", "addbmm", "linear", "matmul", "prelu"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention"),
+}
+_TO_FLOAT32 = {"nll_loss", "nll_loss2d", "cross_entropy_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"}
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+
+def _casting(func: Any, lowers: bool) -> Callable[..., Any]:
+    def cast(t: Any) -> Any:
+        if not is_there(t) or not t.is_floating_point() or t.dtype == torch.float64:
+            return t
+        return t.to(torch.get_autocast_dtype("pretend") if lowers else torch.float32)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return func(*tree_map(cast, args), **tree_map(cast, kwargs))
+
+    return kernel
+
+
+for _name in (*_TO_LOWER, *_TO_FLOAT32):
+    for _overload in getattr(aten, _name).overloads():
+        if not _overload.endswith("out"):
+            _func = getattr(getattr(aten, _name), _overload)
+            _LIBRARY.impl(_func, _casting(_func, _name in _TO_LOWER), "AutocastPrivateUse1")
 
 
 # Random numbers -----------------------------------------------------------------------------------------------------
@@ -543,7 +622,6 @@ def accelerator(profile: str = "cuda") -> Iterator[torch.device]:
                 mock.patch.object(vsim.trainer, "pick_device", lambda device: torch.device(device or DEVICE))
             )
             if profile == "mps":  # what vsim knows of it by its name
-                stack.enter_context(mock.patch.object(evaluate, "_where_doubles_are", return_value=torch.device("cpu")))
                 stack.enter_context(mock.patch.object(lowrank, "_WITHOUT_QR", {"pretend"}))
             yield DEVICE
         for generator in list(_STREAMS.values()):

@@ -14,6 +14,7 @@ from .quantize import _max_magnitude, _ratio
 # Sign and three bits of exponent, no mantissa: ±2^−6 … ±1, with the smallest exponent for 0. Codes 8 … 15 are negative.
 E3M0 = torch.tensor([0.0, *(2.0**e for e in range(-6, 1)), 0.0, *(-(2.0**e) for e in range(-6, 1))])
 _HALFWAY: list[float] = ((E3M0[:7] + E3M0[1:8]) / 2).tolist()  # from which on a magnitude is nearer to the next code
+_CODES_AT_ONCE = 16  # bounds the temporaries to that many times the entries
 
 
 def statistical_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -49,9 +50,22 @@ def statistical_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     centered = y - y.mean(-1, keepdim=True)
     scale = torch.linalg.vector_norm(centered, dim=-1, keepdim=True) * (6 / 2**bits / max(x.shape[-1] - 1, 1) ** 0.5)
     codes = _ratio(centered, scale).add_(2**bits / 2).round_().clamp_(0, 2**bits - 1).long()
-    sums = y.new_zeros(*y.shape[:-1], 2**bits).scatter_add_(-1, codes, y)
-    counts = torch.zeros_like(sums).scatter_add_(-1, codes, torch.ones_like(y))
+    sums = _sums_by_code(y, codes, 2**bits)
+    counts = torch.zeros_like(sums).scatter_add_(-1, codes, torch.ones_like(y))  # whole numbers add up in any order
     return codes.to(torch.uint8), sums.div_(counts.clamp_(min=1)).mul_(largest)
+
+
+def _sums_by_code(y: Tensor, codes: Tensor, number: int) -> Tensor:
+    """The sum of the y (…, n) with each of a number of codes (…, n), (…, number), bitwise equal on every run.
+
+    A CPU scatters in the order of the entries. Elsewhere entries that collide add up in any order, so each code sums a
+    row of its own, in which the others are 0.
+    """
+    if y.device.type in ("cpu", "meta"):
+        return y.new_zeros(*y.shape[:-1], number).scatter_add_(-1, codes, y)
+    parts = torch.arange(number, device=y.device).split(_CODES_AT_ONCE)
+    zero = y.new_zeros(())
+    return torch.cat([torch.where(codes[..., None, :] == c[:, None], y[..., None, :], zero).sum(-1) for c in parts], -1)
 
 
 def fp4_codes(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -100,7 +100,7 @@ class Batches:
         return own
 
     def from_step(self, start_step: int = 0) -> Iterator[Any]:
-        """Yield the stacked batch of every step from the 0-based `start_step` on, without end, on the CPU.
+        """Yield the stacked batch of every step from the 0-based `start_step` on, without end, where the dataset is.
 
         It is an `Uneven` where the nodes' batches differ in size.
         """
@@ -305,8 +305,14 @@ def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] 
         return lambda positions: inner(chosen[positions])
     if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
         tensors = dataset.tensors
-        # Whole rows at a time: indexing by a matrix of positions copies number by number.
-        return lambda positions: [t.index_select(0, positions.flatten()).unflatten(0, positions.shape) for t in tensors]
+        devices = dict.fromkeys(t.device for t in tensors)
+
+        def gather(positions: Tensor) -> list[Tensor]:
+            # Whole rows at a time: indexing by a matrix of positions copies number by number.
+            flat = {device: positions.flatten().to(device) for device in devices}
+            return [t.index_select(0, flat[t.device]).unflatten(0, positions.shape) for t in tensors]
+
+        return gather
     return None
 
 

@@ -203,18 +203,19 @@ def _measured_together(
     """Measure rows in one call per piece of the data; also return whether the model drew random numbers."""
     weights = torch.cat([own.weights for own in rows])  # a copy, which the model may change
     buffers = {name: torch.cat([own.buffers[name] for own in rows]) for name in rows[0].buffers}
-    doubles = _where_doubles_are(weights.device)
-    totals: list[Tensor] = []  # losses and, if known, accuracies
+    found: list[Tensor] = []  # of each piece, losses and, if known, accuracies (1 | 2, R)
     stream = generator(rows[0].seed, EVALUATION, device=weights.device)
     before, objective = stream.get_state(), objective or executor.for_evaluation(rows[0].python[0])
     examples = sum(len(tree_leaves(piece)[0]) for piece in pieces)
     for piece in pieces:
-        share = len(tree_leaves(piece)[0]) / examples
-        outcomes = executor.evaluate(weights, buffers, piece, stream, objective)
-        shares = [share * outcome.to(doubles).double() for outcome in outcomes if outcome is not None]
-        totals = [total + own for total, own in zip(totals, shares, strict=False)] if totals else shares
+        outcome = executor.evaluate(weights, buffers, piece, stream, objective)
+        found.append(torch.stack([own for own in outcome if own is not None]))
     drew = not torch.equal(stream.get_state(), before)
-    losses, *accuracies = torch.stack(totals).cpu()
+    # Read once, and sum on the CPU, as MPS does not have float64.
+    known = min(map(len, found))
+    outcomes = torch.stack([own[:known] for own in found]).cpu().double()
+    first, *others = (len(tree_leaves(piece)[0]) / examples * own for piece, own in zip(pieces, outcomes, strict=True))
+    losses, *accuracies = sum(others, first)
     for row in (~losses.isfinite()).nonzero().flatten().tolist() if is_off_cpu(weights) else ():
         own = executor.replicas.views(weights[row]), {name: b[row] for name, b in buffers.items()}
         for piece in pieces:
@@ -359,28 +360,27 @@ def replica_spread(weights: Tensor) -> dict[str, float]:
     {'divergence': 0.0, 'correlation': 1.0}
     """
     num_nodes = len(weights)
-    # Subtract row 0 first, so that equal rows are exactly 0 apart, however their mean is rounded.
-    distance = length = 0.0
+    # Subtract row 0 first, so that equal rows are exactly 0 apart, however their mean is rounded. Sums over blocks of
+    # columns are read at once, and added up in float64 on the CPU, as MPS does not have it.
     means = weights.mean(1, keepdim=True)
-    squares = torch.zeros(num_nodes, dtype=torch.float64, device=_where_doubles_are(weights.device))
-    for block in weights.split(_COLUMNS_AT_ONCE, dim=1):
+    blocks = weights.split(_COLUMNS_AT_ONCE, dim=1)
+    lengths, squares = [], []
+    for block in blocks:
         apart = block - block[0]
         mean = apart.mean(0)
-        distance += float((apart - mean).square().sum())
-        length += float((block[0] + mean).square().sum())
-        squares += (block - means).square().sum(1).to(squares)
+        lengths.append(torch.stack([(apart - mean).square().sum(), (block[0] + mean).square().sum()]))
+        squares.append((block - means).square().sum(1))
+    distance, length = sum(torch.stack(lengths).cpu().double())
     # For rows z_k with mean 0 and length 1, the correlation of a pair is 1 − |z_j − z_k|² / 2. Its mean over all pairs
     # is 1 − sum_k |z_k − z̄|² / (K − 1).
-    deviations, standardized_distance = squares.sqrt().to(weights)[:, None], 0.0
-    for block in weights.split(_COLUMNS_AT_ONCE, dim=1):
+    deviations = sum(torch.stack(squares).cpu().double()).sqrt().to(weights)[:, None]
+    distances = []
+    for block in blocks:
         standardized = (block - means) / deviations
         apart = standardized - standardized[0]
-        standardized_distance += float((apart - apart.mean(0)).square().sum())
+        distances.append((apart - apart.mean(0)).square().sum())
+    standardized_distance = sum(torch.stack(distances).tolist())
     return {
         "divergence": math.sqrt(distance / num_nodes / length) if length else math.nan,
         "correlation": 1 - standardized_distance / (num_nodes - 1) if num_nodes > 1 else math.nan,
     }
-
-
-def _where_doubles_are(device: torch.device) -> torch.device:
-    return torch.device("cpu") if device.type == "mps" else device
