@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pretend import DEVICE, accelerator, is_there, on_cpu, reads
+from pretend import DEVICE, OTHER, Device, accelerator, is_there, launches, on_cpu, reads
 from test_strategies_common import STEPS, Row, every_row, examples, model, uneven
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
-from vsim_kernels import alignment
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from vsim_kernels import alignment, codebooks
 
 from vsim import Callback, Compute, Network, Sample, Schedule, Trainer, load_checkpoint
 from vsim.engine import batched
 from vsim.engine.machine import devices_of_nodes, moved
+from vsim.models import CNN, GPT, MLP
 from vsim.process.options import backend_for
 from vsim.records.history import OF_THE_MACHINE
 from vsim.strategy import (
@@ -75,6 +76,7 @@ def forms_of_accelerators() -> Iterator[None]:
     with (
         mock.patch.object(batched, "favors_loops", return_value=False),
         mock.patch.object(alignment, "matters", return_value=False),
+        mock.patch.object(codebooks, "_adds_in_order", return_value=False),
     ):
         yield
 
@@ -83,11 +85,12 @@ def on_both(make: Any, profile: str = "cuda", **options: Any) -> list[int]:
     """Count the reads from the device in each step but the first and last, of a run bitwise equal to the CPU's."""
     with forms_of_accelerators():
         here = bits(run(make(), "cpu", **options))
-    noting = Noting()
+    noting, device = Noting(), OTHER if profile == "cuda" else DEVICE  # the current device is the first
     with accelerator(profile):
-        trainer = run(make(), DEVICE, callbacks=[noting], **options)
-        assert trainer.strategy is not None and is_there(trainer.strategy.cluster.weights)
-    assert bits(trainer) == here
+        there = run(make(), device, callbacks=[noting], **options)
+        assert there.strategy is not None and there.strategy.cluster.weights.device == device
+        assert not Device.unrepeatable
+    assert bits(there) == here
     return np.diff(noting.counts)[:-1].tolist()  # type: ignore[no-any-return]
 
 
@@ -123,11 +126,85 @@ def test_validation() -> None:
     on_both(diloco, val_interval=2, correlation_interval=3)
 
 
-def test_autocast() -> None:
-    with accelerator():
-        trainer = run(diloco(), DEVICE, autocast=True)
-    theirs = run(diloco(), "cpu", autocast=True).history["train_loss"]
-    assert trainer.history["train_loss"] == pytest.approx(theirs, rel=0.05, nan_ok=True)
+def images(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+    stream = torch.Generator().manual_seed(rank)
+    return TensorDataset(torch.randn(24, 1, 8, 8, generator=stream), torch.randint(0, 10, (24,), generator=stream))
+
+
+def texts(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+    tokens = torch.randint(0, 11, (24, 9), generator=torch.Generator().manual_seed(rank))
+    return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def gpt(**more: Any) -> GPT:
+    return GPT(11, block_size=8, layers=2, width=16, heads=2, seed=3, **more)
+
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "MLP, dropout": (lambda: MLP(hidden=(16,), dropout=0.3, seed=3), uneven),
+    "CNN": (lambda: CNN(channels=(4, 8), seed=3), images),
+    "CNN, batch norm": (lambda: CNN(channels=(4, 8), batch_norm=True, dropout=0.1, seed=3), images),
+    "GPT": (gpt, texts),
+    "GPT, dropout": (lambda: gpt(dropout=0.2), texts),
+}
+
+
+@profiles
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"executor": "vmap"},
+        {"executor": "loop"},
+        {"deterministic": True, "executor": "auto"},
+        {"minibatch_size": 4},
+        {"autocast": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_reads_losses_once_a_step(name: str, options: dict[str, Any], profile: str) -> None:
+    make, data = MODELS[name]
+
+    def fit(device: Any, **more: Any) -> Trainer:
+        trainer = Trainer(make(), data, data(9, 1, False), device=device)
+        kept = {"max_steps": 6, "batch_size": 8, "val_interval": None, "executor": "vmap", "progress": False}
+        trainer.fit(strategy=DiLoCoStrategy(H=3, lr=1e-3), num_nodes=4, **{**kept, **options, **more})
+        return trainer
+
+    with forms_of_accelerators():
+        here, noting = fit("cpu").history, Noting()
+    device = OTHER if profile == "cuda" else DEVICE
+    with accelerator(profile):
+        there = fit(device, callbacks=[noting])
+        assert there.strategy is not None and there.strategy.cluster.weights.device == device
+        tied = dict(there.strategy.cluster.replicas.module.named_parameters(remove_duplicate=False))
+        assert name[:3] != "GPT" or tied["lm_head.weight"] is tied["tokens.weight"]
+    assert set(np.diff(noting.counts)[:-1]) == {1}
+    rtol = 1e-2 if "autocast" in options else 2e-5  # products of another order
+    np.testing.assert_allclose(there.history.node_losses, here.node_losses, rtol=rtol)
+    if name != "CNN, batch norm":  # whose biases before a norm have gradients of nothing but rounding
+        np.testing.assert_allclose(there.history["global_loss"][-1], here["global_loss"][-1], rtol=rtol)
+
+
+@profiles
+@pytest.mark.parametrize("kind", ["whole", "part", "two"])
+def test_datasets_on_the_device(kind: str, profile: str) -> None:
+    def fit(device: Any) -> Trainer:
+        def placed(data: TensorDataset) -> TensorDataset:
+            return TensorDataset(*[t.to(device) for t in data.tensors])
+
+        def data(rank: int, num_nodes: int, train: bool) -> Any:
+            own = placed(uneven(rank, num_nodes, train))
+            return {"whole": own, "part": Subset(own, range(3, 20)), "two": ConcatDataset([own, own])}[kind]
+
+        trainer = Trainer(model(), data, placed(examples(40, seed=9)), device=device)
+        trainer.fit(strategy=diloco(), num_nodes=4, max_steps=STEPS, batch_size=8, executor="vmap", progress=False)
+        return trainer
+
+    with forms_of_accelerators():
+        here = bits(fit("cpu"))
+    with accelerator(profile):
+        assert bits(fit(DEVICE)) == here
 
 
 @pytest.mark.parametrize(
@@ -173,17 +250,18 @@ def test_processes_take_a_gpu_each_where_there_are_enough(monkeypatch: pytest.Mo
     assert backend_for(gpus, 3) == backend_for([torch.device("cpu")], 1) == "gloo"
 
 
-@pytest.mark.parametrize(
-    ("device", "pinned", "waits"), [("cuda", True, False), ("cuda", False, True), ("mps", True, True)]
-)
-def test_the_host_waits_for_copies_of_memory_that_others_may_get(
-    device: str, pinned: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_pinned", [False, True])
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_only_copies_of_pinned_memory_to_cuda_are_asynchronous(
+    device: str, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies = []
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *to, non_blocking: copies.append((*to, non_blocking)) or self)
-    moved({"x": torch.ones(2), "y": [torch.zeros(1)]}, torch.device(device))
-    assert copies == 2 * [(torch.device(device), not waits)]
+    calls: list[Any] = []
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self: is_pinned)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: calls.append("pin") or self)
+    monkeypatch.setattr(Tensor, "to", lambda self, *to, **how: calls.append((*to, how)) or self)
+    moved({"x": torch.ones(2)}, torch.device(device))
+    pins, how = ["pin"] * (device == "cuda" and not is_pinned), {"non_blocking": True} if device == "cuda" else {}
+    assert calls == [*pins, (torch.device(device), how)]
 
 
 class Lookup(nn.Module):
@@ -231,11 +309,108 @@ def test_an_index_out_of_range_is_the_error_of_the_cpu(profile: str, odd: str, o
         fit(DEVICE, lookups(), lookups())
 
 
+# The devices themselves -----------------------------------------------------------------------------------------------
+
+
 def test_what_is_mixed_is_refused() -> None:
     with accelerator() as device:
-        there, here = torch.ones(2, device=device), torch.ones(2)
-        with pytest.raises(RuntimeError, match="on the same device"):
-            there + here
+        there, other, here = torch.ones(2, device=device), torch.ones(2, device=OTHER), torch.ones(2)
+        for one, two in ((there, here), (here, there), (there, other)):
+            with pytest.raises(RuntimeError, match="to be on the same device, but found at least two"):
+                one + two
+        assert (there * torch.tensor(2.0)).tolist() == [2, 2]  # a number from the host
         with pytest.raises(TypeError, match="to numpy"):
             there.numpy()
-        assert there.sum().item() == 2 and reads() == 1
+
+
+def test_what_is_counted() -> None:
+    with accelerator() as device:
+        x = torch.arange(6.0, device=device).view(2, 3)
+        assert (x.shape, launches(), reads(), Device.uploads) == ((2, 3), 1, 0, 0)
+        y = x[0] * 2
+        assert (launches(), reads()) == (2, 0)
+        for read in (
+            y.tolist,
+            y.sum().item,
+            y.cpu,
+            y.nonzero,
+            lambda: bool(y[1]),
+            lambda: y[y > 0],
+            lambda: y.equal(y),
+        ):
+            before = reads()
+            read()
+            assert reads() == before + 1
+        torch.ones(2).to(device)
+        x[torch.tensor([0, 0])]
+        assert Device.uploads == 2
+        x.index_add_(0, torch.tensor([0, 0], device=device), x / 3)
+        assert Device.unrepeatable == {"index_add_"}
+
+
+@profiles
+def test_generators_of_another_device_are_refused(profile: str) -> None:
+    with accelerator(profile) as device:
+        own, cpu, other = (torch.Generator(d).manual_seed(1) for d in (device, "cpu", OTHER))
+        assert torch.rand(3, generator=own, device=device).tolist() == torch.rand(3, generator=cpu).tolist()
+        for wrong in (cpu, other):
+            with pytest.raises(RuntimeError, match=r"but found '(cpu|cuda:1|mps:1)'"):
+                torch.empty(3, device=device).uniform_(generator=wrong)
+    with pytest.raises(RuntimeError, match="Expected a 'cpu'"), accelerator(profile) as device:  # noqa: PT012
+        own = torch.Generator(device)
+        torch.rand(3, generator=own)
+
+
+def test_what_mps_does_not_have_is_refused() -> None:
+    with accelerator("mps") as device:
+        for make in (
+            lambda: torch.ones(2, dtype=torch.float64, device=device),
+            lambda: torch.ones(2, dtype=torch.float64).to(device),
+            lambda: torch.ones(2, device=device).double(),
+        ):
+            with pytest.raises(TypeError, match="the MPS framework doesn't support float64"):
+                make()
+        for call in (
+            lambda: torch._assert_async(torch.ones(1, device=device)),
+            lambda: torch.linalg.qr(torch.eye(2, device=device)),
+        ):
+            with pytest.raises(NotImplementedError, match="PYTORCH_ENABLE_MPS_FALLBACK=1"):
+                call()
+    with accelerator("cuda") as device:
+        assert torch.ones(2, device=device).double().dtype == torch.float64
+
+
+def test_an_index_out_of_range_is_an_error_of_later_operations_on_cuda_and_none_on_mps() -> None:
+    for call in (
+        lambda x, i: F.embedding(i, x),
+        lambda x, i: x[i],
+        lambda x, i: x.gather(0, i[:, None]),
+        lambda x, i: F.cross_entropy(x[:1], i[:1]),
+    ):
+        with accelerator("mps") as device:
+            call(torch.ones(2, 3, device=device), torch.tensor([7, 0], device=device))
+            assert torch.ones(2, device=device).tolist() == [1, 1]
+        with accelerator("cuda") as device:
+            x = torch.ones(2, 3, device=device)
+            call(x, torch.tensor([7, 0], device=device))
+            for later in (x.exp, x.tolist, lambda: torch.ones(2, device=DEVICE)):
+                with pytest.raises(torch.AcceleratorError, match="device-side assert triggered"):
+                    later()
+
+
+def test_memory_that_is_still_to_be_copied_must_stay() -> None:
+    with accelerator("mps") as device:
+        source = torch.ones(2)
+        there = source.to(device, non_blocking=True)
+        assert there.tolist() == [1, 1]  # still here
+        there = source.to(device, non_blocking=True)
+        source.zero_()
+        with pytest.raises(AssertionError, match="freed or written"):
+            there.tolist()
+        there = torch.full((2,), 3.0).to(device, non_blocking=True)
+        with pytest.raises(AssertionError, match="freed or written"):
+            there.tolist()
+        here = torch.empty(2).copy_(there, non_blocking=True)
+        assert here.isnan().all()  # not there yet
+        torch.pretend.synchronize()  # type: ignore[attr-defined]
+        assert here.tolist() == [3, 3]

@@ -157,7 +157,7 @@ _INDEXED = {
 # Operations that PyTorch lets take indices from the host.
 _MAY_MIX = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 # What MPS does not have.
-_MISSING = {"mps": {"_assert_async", "_fused_adagrad_", "linalg_eig", "linalg_eigvals", "_linalg_svd"}}
+_MISSING = {"mps": {"_assert_async", "_fused_adagrad_", "linalg_qr", "linalg_eig", "linalg_eigvals", "_linalg_svd"}}
 
 
 def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -306,8 +306,9 @@ def _raise_if_lost() -> None:
 
 # Copies -------------------------------------------------------------------------------------------------------------
 
-# Copies that the host does not wait for: source, its values, target, whether the device keeps the source's memory.
-_PENDING: list[tuple[torch.UntypedStorage, Tensor, Tensor, Tensor, bool]] = []
+# Copies that the host does not wait for: the source's memory, offset, shape and strides, its values, the target, and
+# whether the device keeps the memory.
+_PENDING: list[tuple[torch.UntypedStorage, Any, Tensor, Tensor, bool]] = []
 
 
 def _wait(name: str) -> None:
@@ -330,9 +331,10 @@ def synchronize(device: Any = None) -> None:
     _raise_if_lost()
     pending = _PENDING.copy()
     _PENDING.clear()
-    for storage, source, values, target, is_kept in pending:
+    for storage, place, values, target, is_kept in pending:
         if is_there(target):
-            freed = not is_kept and torch._C._storage_Use_Count(storage._cdata) <= 2  # of this list, and of `source`
+            freed = not is_kept and torch._C._storage_Use_Count(storage._cdata) == 1  # of this list
+            source = torch.empty(0, dtype=values.dtype).set_(storage, *place)
             if freed or not torch.equal(_bytes(source), _bytes(values)):
                 raise AssertionError("memory was freed or written to before the device had copied it")
         else:
@@ -361,7 +363,8 @@ def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         with _below():
             values = source.clone() if is_there(target) else here.clone()
         keeps = source.is_pinned() or Device.profile == "cuda"
-        _PENDING.append((source.untyped_storage(), source, values, target, keeps))
+        place = source.storage_offset(), source.shape, source.stride()
+        _PENDING.append((source.untyped_storage(), place, values, target, keeps))
         if is_there(source) and own.is_floating_point():
             with _below():
                 own.fill_(torch.nan)  # its values come later
@@ -588,7 +591,7 @@ class _Generator(metaclass=_Either):
 torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # type: ignore[attr-defined]
 torch.pretend.device_count = lambda: 2  # type: ignore[attr-defined]
 torch.pretend.init = lambda: None  # type: ignore[attr-defined]
-torch.pretend.synchronize = synchronize  # type: ignore[attr-defined]
+torch.pretend.synchronize = lambda device=None: _wait("synchronize")  # type: ignore[attr-defined]
 torch.pretend.default_generators = [_OfDevice(DEVICE), _OfDevice(OTHER)]  # type: ignore[attr-defined]
 
 

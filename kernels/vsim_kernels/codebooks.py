@@ -61,11 +61,15 @@ def _sums_by_code(y: Tensor, codes: Tensor, number: int) -> Tensor:
     A CPU scatters in the order of the entries. Elsewhere entries that collide add up in any order, so each code sums a
     row of its own, in which the others are 0.
     """
-    if y.device.type in ("cpu", "meta"):
+    if _adds_in_order(y):
         return y.new_zeros(*y.shape[:-1], number).scatter_add_(-1, codes, y)
     parts = torch.arange(number, device=y.device).split(_CODES_AT_ONCE)
     zero = y.new_zeros(())
     return torch.cat([torch.where(codes[..., None, :] == c[:, None], y[..., None, :], zero).sum(-1) for c in parts], -1)
+
+
+def _adds_in_order(y: Tensor) -> bool:
+    return y.device.type in ("cpu", "meta")
 
 
 def fp4_codes(x: Tensor) -> tuple[Tensor, Tensor]:

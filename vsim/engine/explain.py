@@ -139,6 +139,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
     a = torch.ones(_PEAK_SIDE, _PEAK_SIDE, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(5):
+        synchronize(device)
         started = time.perf_counter()
         a @ a
         synchronize(device)

@@ -124,18 +124,22 @@ def repeating(device: torch.device) -> Iterator[None]:
 def moved(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device.
 
-    Only copies of pinned memory to CUDA are asynchronous, because CUDA keeps that memory until the copy is done. Other
-    memory might be reused too early.
+    Copies to CUDA go through pinned memory and are asynchronous: PyTorch keeps that memory until the copy is done.
+    Other memory might be reused too early, and the host would wait for all earlier steps
+    [github.com/pytorch/pytorch/issues/139550, 189690].
     """
-    return tree_map(lambda t: t.to(device, non_blocking=device.type == "cuda" and t.is_pinned()), batch)
+    if device.type != "cuda":
+        return tree_map(lambda t: t.to(device), batch)
+    pinned = tree_map(lambda t: t.pin_memory() if t.device.type == "cpu" and not t.is_pinned() else t, batch)
+    return tree_map(lambda t: t.to(device, non_blocking=True), pinned)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has computed all that was issued, as before a clock is read."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu":  # there is one
-        getattr(torch, device.type).synchronize()
+    """Wait until a device has computed everything that was started on it, as before reading a clock."""
+    if device.type == "mps":
+        torch.mps.synchronize()
+    elif device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).synchronize(device)
 
 
 @contextmanager

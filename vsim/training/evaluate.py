@@ -370,16 +370,21 @@ def replica_spread(weights: Tensor) -> dict[str, float]:
         mean = apart.mean(0)
         lengths.append(torch.stack([(apart - mean).square().sum(), (block[0] + mean).square().sum()]))
         squares.append((block - means).square().sum(1))
-    distance, length = sum(torch.stack(lengths).cpu().double())
+    distance = length = standardized_distance = 0.0
+    for own_distance, own_length in torch.stack(lengths).tolist():
+        distance, length = distance + own_distance, length + own_length
+    total = torch.zeros(num_nodes, dtype=torch.float64)
+    for own in torch.stack(squares).cpu():
+        total += own
     # For rows z_k with mean 0 and length 1, the correlation of a pair is 1 − |z_j − z_k|² / 2. Its mean over all pairs
     # is 1 − sum_k |z_k − z̄|² / (K − 1).
-    deviations = sum(torch.stack(squares).cpu().double()).sqrt().to(weights)[:, None]
-    distances = []
+    deviations, distances = total.sqrt().to(weights)[:, None], []
     for block in blocks:
         standardized = (block - means) / deviations
         apart = standardized - standardized[0]
         distances.append((apart - apart.mean(0)).square().sum())
-    standardized_distance = sum(torch.stack(distances).tolist())
+    for own_distance in torch.stack(distances).tolist():
+        standardized_distance += own_distance
     return {
         "divergence": math.sqrt(distance / num_nodes / length) if length else math.nan,
         "correlation": 1 - standardized_distance / (num_nodes - 1) if num_nodes > 1 else math.nan,

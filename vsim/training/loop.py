@@ -18,7 +18,7 @@ from vsim.arguments import naming, retold
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import global_states, same_states
 from vsim.data.batches import Uneven, sizes_of
-from vsim.engine.machine import keeping_freed_memory, moved, repeating
+from vsim.engine.machine import keeping_freed_memory, moved, repeating, synchronize
 from vsim.engine.objective import explained
 from vsim.records.progress import StepReport
 from vsim.training import resume
@@ -147,6 +147,8 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
         stops = _keep_losses(ensemble, stack, losses, step, batch)
         _take_own_steps(ensemble, stack)
     runs = [run for run in runs if run.trains]
+    if any(run.is_over or run.is_validated for run in runs):
+        synchronize(device)  # or the time of a validation would have the rest of these steps
     seconds = time.perf_counter() - started
     num_nodes = sum(run.cluster.num_nodes for run in runs)
     for run in runs:
