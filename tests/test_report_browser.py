@@ -327,6 +327,7 @@ def test_a_watched_page_follows_its_files(browser: Any, comparison: vsim.Compari
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.goto(watch.url)
+        page.locator("#table tbody tr").nth(1).wait_for(timeout=10_000)
         page.evaluate("vsim.set({bw: 5e6})")
         comparison.to_json(tmp_path / "comparison.json")
         page.locator("#table tbody tr").nth(3).wait_for(timeout=10_000)

@@ -21,9 +21,12 @@ from compared import compared, three_strategies
 import vsim
 from vsim.checkpoint.folder import held
 from vsim.cli import main
+from vsim.network.planes import planes
+from vsim.records.cache import Cache
 from vsim.records.loggers import CSVLogger
-from vsim.records.report.page import report
-from vsim.saved import read_comparison, read_comparisons, read_log
+from vsim.records.report import data
+from vsim.records.report.page import data_of, report
+from vsim.saved import read_comparison, read_comparisons, read_log, select
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from vsim.watch import Watch
 
@@ -65,6 +68,9 @@ def test_a_log_has_losses_and_no_hours(trained: tuple[vsim.Comparison, Path]) ->
     page = json.loads(report({"logs": logs}).html.split('id="data">')[1].split("</script>")[0])[0]
     assert all(planes == [None] for ledger in page["ledgers"] for planes in ledger["planes"])
     assert "no hours" in page["ledgers"][0]["fixed"]
+    sent = {run["name"]: page["ledgers"][run["seeds"][0]["ledger"]]["wire"][-1] for run in page["runs"]}
+    assert sent == {name: pytest.approx(logs[name].history["wire_bytes"][-1]) for name in logs}
+    assert len(set(sent.values())) == 2
 
 
 def test_runs_that_go_on_say_so(trained: tuple[vsim.Comparison, Path], tmp_path: Path) -> None:
@@ -81,6 +87,56 @@ def test_runs_that_go_on_say_so(trained: tuple[vsim.Comparison, Path], tmp_path:
     stopped = read_comparison(tmp_path / "saved")
     assert {run.note for name in stopped for run in stopped.runs(name)} == {f"interrupted, step {STEPS - 2}"}
     assert "interrupted" in stopped.table()
+
+
+def test_only_runs_that_changed_are_read_and_priced(trained: tuple[vsim.Comparison, Path], tmp_path: Path) -> None:
+    shutil.copytree(trained[1] / "saved", tmp_path / "saved")
+    ends = sorted((tmp_path / "saved").glob("*/end.json"))
+    cache, priced = Cache(), []
+
+    def page() -> tuple[dict[str, list[vsim.History]], str]:
+        priced.clear()
+        runs = read_comparison(tmp_path / "saved", cache)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(data, "planes", lambda *given: [priced.append(given[0]), planes(*given)][1])
+            shown = data_of({"saved": runs}, "1 Gbit/s", 1, cache)
+        cache.end_round()
+        return {name: [run.history for run in runs.runs(name)] for name in runs}, shown
+
+    before, shown = page()
+    assert len(priced) == 2  # seeds of a strategy sent the same
+    again, as_shown = page()
+    assert (as_shown, priced) == (shown, [])
+    assert all(own is other for name in before for own, other in zip(before[name], again[name], strict=True))
+    content = json.loads(ends[0].read_text())
+    content["history"]["ledger"]["events"] = content["history"]["ledger"]["events"][:-1]
+    ends[0].write_text(json.dumps(content))
+    after, _ = page()
+    assert len(priced) == 1
+    same = [own is other for name in before for own, other in zip(before[name], after[name], strict=True)]
+    assert sorted(same) == [False, True, True, True]
+    assert page()[1] == data_of({"saved": read_comparison(tmp_path / "saved")}, "1 Gbit/s", 1)
+
+
+def test_runs_are_chosen_by_words_of_their_names(
+    trained: tuple[vsim.Comparison, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = read_comparisons([trained[1] / "comparison.json", trained[1] / "saved"])
+    names = {only: [list(one) for one in select(read, [only]).values()] for only in ("allreduce", "h=2 DILOCO", "*d*")}
+    assert names == {
+        "allreduce": 2 * [["AllReduce"]],
+        "h=2 DILOCO": 2 * [["DiLoCo, H = 2"]],
+        "*d*": 2 * [list(read["saved"])],
+    }
+    assert select(read, []) == read
+    with pytest.raises(ValueError, match=r"'H=20'.*there are 'AllReduce', 'DiLoCo, H = 2'"):
+        select(read, ["allreduce", "H=20"])
+    assert main(["watch", str(trained[1] / "saved"), "--only", "H=20"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith("http://127.0.0.1:")
+    assert "'DiLoCo, H = 2'" in printed.err
+    assert main(["watch", str(trained[1] / "absent")]) == 2
+    assert "absent" in capsys.readouterr().err
 
 
 def test_a_line_that_is_half_written_is_not_read(trained: tuple[vsim.Comparison, Path], tmp_path: Path) -> None:

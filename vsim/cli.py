@@ -479,6 +479,7 @@ def watch(
     every: Annotated[float, arg(metavar="SECONDS")] = 5.0,
     network: Annotated[str | None, _optional("'BANDWIDTH, LATENCY'", "that of the comparison")] = None,
     compute: Annotated[str | None, _optional("SECONDS", "that of the comparison")] = None,
+    only: Annotated[tuple[str, ...], arg(metavar="WORDS …", help_behavior_hint="(default: all)")] = (),
 ) -> int:
     """Show a page of runs in this machine's browser, which follows as they train; Ctrl-C ends it.
 
@@ -488,10 +489,12 @@ def watch(
         every: how often to look at the files
         network: where the sliders stand at first, "200 Mbit/s, 50 ms"
         compute: time that a node computes in a step: 0.8, or '800 ms'
+        only: show runs with these words in their names, such as diloco, 'H=10 lr=0.001' or '*avg'
     """
-    server = Watch(paths, port, every, network, None if compute is None else _number_or_text(compute))
+    given = None if compute is None else _number_or_text(compute)
+    server = Watch(paths, port, every, network, given, only)
     with suppress(KeyboardInterrupt):
-        print(f"{server.url}\nwith this address the page can be seen on this machine; Ctrl-C ends it", flush=True)
+        print(f"{server.url}\nshows the runs to browsers on this machine; reading them now; Ctrl-C ends it", flush=True)
         server.serve()
     return 0
 

@@ -11,9 +11,10 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from vsim.checkpoint.files import load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.cluster.state import CheckpointError
 from vsim.network import Timeline
+from vsim.records.cache import Cache
 from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.history import COLUMNS, History, file_path, holding_a_record, read_json
 from vsim.records.sweep import Sweep
@@ -54,34 +56,34 @@ class SavedRun(ComparedRun):
         return f"{self.state}, step {self.stopped_at}" if self.stopped_at is not None else self.failure
 
 
-def read_comparison(path: str | Path) -> Comparison:
+def read_comparison(path: str | Path, cache: Cache | None = None) -> Comparison:
     """Read a comparison: what `to_json` wrote, or runs that save checkpoints or log to CSV files, and may still train.
 
     Args:
         path: a file of `to_json`; or a folder: of `vsim compare` or `vsim sweep`, a `save_dir`, or the folder of a
             `CSVLogger`. A log has no events: its runs have losses and bytes, and no hours.
+        cache: what earlier calls read. Files that have not changed since are not read again.
 
     Raises:
         FileNotFoundError: there is nothing of that kind.
         ValueError: it holds something else.
     """
-    path = file_path(path)
-    if not path.is_dir():
-        return _read_file(path)
-    found = [path / name for name in NAMES if (path / name).is_file()]
+    path, cache = file_path(path), Cache() if cache is None else cache
+    found = [path / name for name in NAMES if (path / name).is_file()] if path.is_dir() else [path]
     if len(found) == 1:
-        return _read_file(found[0])
+        comparison: Comparison = cache.get(_stamp(found[0]), _read_file, found[0])
+        return comparison
     if found:
         raise FileNotFoundError(f"{path} holds {' and '.join(NAMES)}: name one of them")
-    readers: dict[str, Callable[[Path], SavedRun | None]] = {"checkpoints": _of_checkpoints, "logs": _of_log}
-    for read in readers.values():
-        runs = [(folder, run) for folder in [path, *_folders(path)] if (run := read(folder)) is not None]
+    readers: tuple[Callable[[Path, Cache], SavedRun | None], ...] = (_of_checkpoints, _of_log)
+    for read in readers:
+        runs = [(folder, run) for folder in [path, *_folders(path)] if (run := read(folder, cache)) is not None]
         if runs:
             return _gathered(path, runs)
     raise FileNotFoundError(f"{path} holds no {', no '.join(NAMES)}, and no run with checkpoints or a CSV log")
 
 
-def read_comparisons(paths: Sequence[str | Path]) -> dict[str, Comparison]:
+def read_comparisons(paths: Sequence[str | Path], cache: Cache | None = None) -> dict[str, Comparison]:
     """Read several comparisons; return name → comparison, the names as short as they can be while they differ.
 
     Raises:
@@ -100,7 +102,44 @@ def read_comparisons(paths: Sequence[str | Path]) -> dict[str, Comparison]:
         for depth in range(1, 1 + max(len(one.parts) for one in told))
         if len(set(names := ["/".join(one.parts[-depth:]) for one in told])) == len(told)
     )
-    return {name: read_comparison(path) for name, path in zip(names, paths, strict=True)}
+    return {name: read_comparison(path, cache) for name, path in zip(names, paths, strict=True)}
+
+
+def select(comparisons: Mapping[str, Comparison], only: Sequence[str]) -> dict[str, Comparison]:
+    """Return the comparisons with the runs that have the words of one of the texts in their names; all without texts.
+
+    Args:
+        only: such as "fedavg", "diloco H=10" or "*diloco": capitals do not count, and * is any number of letters.
+
+    Raises:
+        ValueError: no run has these words.
+    """
+    if not only:
+        return dict(comparisons)
+    for text in only:
+        if not any(_has_words(name, text) for one in comparisons.values() for name in one):
+            there = ", ".join(dict.fromkeys(repr(name) for one in comparisons.values() for name in one))
+            raise ValueError(f"no run has the words {text!r} in its name; there are {there}")
+    chosen = {
+        key: [name for name in one if any(_has_words(name, text) for text in only)] for key, one in comparisons.items()
+    }
+    return {key: comparisons[key][names] for key, names in chosen.items() if names}
+
+
+def _has_words(name: str, text: str) -> bool:
+    own, asked = (re.split(r"[,\s]+", re.sub(r"\s*=\s*", "=", one.strip()).lower()) for one in (name, text))
+    return all(any(fnmatchcase(word, one) for word in own) for one in asked)
+
+
+def _stamp(*files: Path) -> tuple[Any, ...]:
+    """Return what changes with the content of files: path, time and size of each."""
+    found: list[Any] = []
+    for file in files:
+        found.append(str(file))
+        with suppress(OSError):  # there is none
+            stat = file.stat()
+            found.append((stat.st_mtime_ns, stat.st_size))
+    return tuple(found)
 
 
 def read_log(folder: str | Path) -> History:
@@ -160,28 +199,46 @@ def _folders(path: Path) -> list[Path]:
     return sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
 
 
-def _of_checkpoints(folder: Path) -> SavedRun | None:
+def _of_checkpoints(folder: Path, cache: Cache) -> SavedRun | None:
     """Return the run that saves in a folder: from its end, or its newest checkpoint that is whole; None without one."""
     end = folder / "end.json"
     if end.is_file():
-        content = read_json(end, "a comparison's run", ("step", "history"))
-        with holding_a_record(end, "a comparison"):
-            history = History.from_plain(content["history"])
-            stopped = int(content["step"]) if content.get("stopped") else None
-            diverged = history.ledger.steps if content.get("diverged") else None
-            failure = str(content.get("error") or "")
-            state = "failed" if failure else "stopped" if stopped is not None else "ended"
-            return SavedRun(history, failure=failure, diverged_at=diverged, stopped_at=stopped, state=state)
+        ended: SavedRun = cache.get(_stamp(end), _ended, end)
+        return ended
     for path in reversed(checkpoints_in(folder)):
         with suppress(CheckpointError):  # half of it is gone: the run continues, and removes old ones
-            found = load_checkpoint(path)
+            history, step = cache.get(_stamp(path), _reached, path)
             state = "running" if _is_held(folder) or _is_held(folder.parent) else "interrupted"
-            return SavedRun(found.history, stopped_at=found.step, state=state)
+            return SavedRun(history, stopped_at=step, state=state)
     return None
 
 
-def _of_log(folder: Path) -> SavedRun | None:
-    return SavedRun(read_log(folder)) if (folder / "train.csv").is_file() else None
+def _ended(end: Path) -> SavedRun:
+    content = read_json(end, "a comparison's run", ("step", "history"))
+    with holding_a_record(end, "a comparison"):
+        history = History.from_plain(content["history"])
+        stopped = int(content["step"]) if content.get("stopped") else None
+        diverged = history.ledger.steps if content.get("diverged") else None
+        failure = str(content.get("error") or "")
+        state = "failed" if failure else "stopped" if stopped is not None else "ended"
+        return SavedRun(history, failure=failure, diverged_at=diverged, stopped_at=stopped, state=state)
+
+
+def _reached(checkpoint: Path) -> tuple[History, int]:
+    found = load_checkpoint(checkpoint)
+    return found.history, found.step
+
+
+def _of_log(folder: Path, cache: Cache) -> SavedRun | None:
+    files = [folder / name for name in ("train.csv", "validation.csv", "config.json")]
+    if not files[0].is_file():
+        return None
+    run: SavedRun = cache.get(_stamp(*files), _logged, folder)
+    return run
+
+
+def _logged(folder: Path) -> SavedRun:
+    return SavedRun(read_log(folder))
 
 
 def _is_held(folder: Path) -> bool:

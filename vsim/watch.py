@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 import threading
 import time
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from vsim.arguments import real_number, whole_number
+from vsim.records.cache import Cache
 from vsim.records.history import file_path
 from vsim.records.report.data import AnyCompute, AnyNetwork
-from vsim.records.report.page import data_of, report
-from vsim.saved import read_comparisons
+from vsim.records.report.page import data_of, served
+from vsim.saved import read_comparisons, select
 
 HOST = "127.0.0.1"
 # What runs write, and how deep below a path that is watched.
@@ -34,18 +36,20 @@ class Watch:
     """A server of one page, at an address that cannot be guessed.
 
     It answers requests of this machine alone, for its own host name and with its token, and reads files, nothing else.
+    Files and clocks of runs that have not changed are kept.
 
     Args:
         paths: comparisons, saved or still training; see `vsim.saved.read_comparison`.
         port: to listen at; 0: any that is free.
         every: seconds between two looks at the files.
         network, compute: where the sliders stand at first.
+        only: words in the names of the runs to show, see `vsim.saved.select`; default: all runs.
 
     Attributes:
         url: the address of the page.
 
     Raises:
-        FileNotFoundError, ValueError: there is nothing to show yet, or something else. OSError: the port is taken.
+        FileNotFoundError: a path does not exist. OSError: the port is taken.
     """
 
     def __init__(
@@ -55,15 +59,19 @@ class Watch:
         every: float = 5.0,
         network: AnyNetwork = None,
         compute: AnyCompute = None,
+        only: Sequence[str] = (),
     ) -> None:
         self.paths, self.network, self.compute = [file_path(path) for path in paths], network, compute
         self.every = real_number("every", every, at_least=0.1, at_most=3600)
         self._lock = threading.Lock()
         self._token = secrets.token_urlsafe(24)
-        self._looked, self._files = time.monotonic(), self._stamps()
-        comparisons = read_comparisons(self.paths)
-        self._data = self._encoded(data_of(comparisons, network, compute))
-        self._page = report(comparisons, network, compute, "vsim watch", every=self.every).html.encode()
+        for path in self.paths:
+            if not path.exists():
+                raise FileNotFoundError(f"there is no file or folder {str(path)!r}")
+        self.only, self._cache = list(only), Cache()
+        self._looked, self._files, self._data = -math.inf, dict[str, tuple[int, int]](), b""
+        self._failed: Exception | None = None
+        self._page = served("vsim watch", self.every).html.encode()
         port = whole_number("port", port, at_least=0, at_most=65535)
         self._server = ThreadingHTTPServer((HOST, port), _handler(self))
         self._server.daemon_threads = True
@@ -83,28 +91,52 @@ class Watch:
         return None
 
     def serve(self) -> None:
-        """Answer until `close`, or Ctrl-C."""
+        """Answer until `close`, or Ctrl-C; the page is there at once, and its data once the files have been read.
+
+        Raises:
+            FileNotFoundError, ValueError: there is nothing to show yet, or something else.
+        """
+        threading.Thread(target=self._begin, daemon=True).start()
         try:
             self._server.serve_forever(poll_interval=0.2)
         finally:
             self._server.server_close()
+        if self._failed is not None:
+            raise self._failed
 
     def close(self) -> None:
         """End `serve`, which runs in another thread."""
         self._server.shutdown()
 
+    def _begin(self) -> None:
+        """Read the files; end `serve` if there is nothing to show."""
+        try:
+            with self._lock:
+                self._read()
+        except Exception as error:
+            self._failed = error
+            self.close()
+
     def _current(self) -> bytes:
         """Return the data of the page, from files that were looked at not long ago."""
         with self._lock:
-            if time.monotonic() - self._looked >= 0.9 * self.every:
-                self._looked, stamps = time.monotonic(), self._stamps()
-                if stamps != self._files:
-                    try:
-                        self._data = self._encoded(data_of(read_comparisons(self.paths), self.network, self.compute))
-                        self._files = stamps
-                    except (OSError, ValueError, TypeError) as error:  # a file is being replaced: the next look tells
-                        return json.dumps({"error": str(error)}).encode()
+            if not self._data or time.monotonic() - self._looked >= 0.9 * self.every:
+                try:
+                    self._read()
+                except (OSError, ValueError, TypeError) as error:  # a file is being replaced: the next look tells
+                    return json.dumps({"error": str(error)}).encode()
             return self._data
+
+    def _read(self) -> None:
+        """Look at the files, and make the data anew if they have changed."""
+        stamps = self._stamps()
+        self._looked = time.monotonic()
+        if stamps != self._files or not self._data:
+            comparisons = select(read_comparisons(self.paths, self._cache), self.only)
+            self._data = self._encoded(data_of(comparisons, self.network, self.compute, self._cache))
+            self._files = stamps
+            self._cache.end_round()
+            self._looked = time.monotonic()
 
     @staticmethod
     def _encoded(data: str) -> bytes:

@@ -16,6 +16,7 @@ from vsim.network import Compute, Network, timeline
 from vsim.network.clock import Clock, Span
 from vsim.network.planes import Planes, planes
 from vsim.network.timeline import around_first_event
+from vsim.records.cache import Cache
 from vsim.records.history import History
 from vsim.records.plots import Y_LABELS, Look, rounds
 from vsim.records.statistics import ranking
@@ -50,11 +51,14 @@ _LABELS = {
 }
 
 
-def content(comparison: Comparison, network: AnyNetwork = None, compute: AnyCompute = None) -> dict[str, Any]:
+def content(
+    comparison: Comparison, network: AnyNetwork = None, compute: AnyCompute = None, cache: Cache | None = None
+) -> dict[str, Any]:
     """Return the content of the page of a comparison or sweep, as dicts, lists, numbers and text for JSON.
 
     Args:
         network, compute: initial values of the sliders; default: the comparison's, or else `NETWORK` and `COMPUTE`.
+        cache: the clocks of earlier pages.
 
     Raises:
         ValueError: there is no run, or the network or compute has another number of nodes.
@@ -66,17 +70,22 @@ def content(comparison: Comparison, network: AnyNetwork = None, compute: AnyComp
     assumed = [what for what, own in (("network", network), ("compute", compute)) if own is None]
     on = Network.of(network or NETWORK, "server" if comparison._of_clients else "ring")
     total = sum(len(comparison.runs(name)) for name in comparison)
-    page = _Page(comparison, on, Compute.of(compute or COMPUTE), _FEW if total <= _MANY_RUNS else _MANY)
+    most = _FEW if total <= _MANY_RUNS else _MANY
+    page = _Page(comparison, on, Compute.of(compute or COMPUTE), most, Cache() if cache is None else cache)
     return {**page.as_plain(), "assumed": assumed}
 
 
 class _Page:
     """Collects the content of the page of one comparison; equal ledgers are priced once."""
 
-    def __init__(self, comparison: Comparison, network: Network, compute: Compute, most: dict[str, int]) -> None:
+    def __init__(
+        self, comparison: Comparison, network: Network, compute: Compute, most: dict[str, int], cache: Cache
+    ) -> None:
         self.comparison, self.network, self.compute, self.most = comparison, network, compute, most
         self.ledgers: list[dict[str, Any]] = []
-        self.places: dict[str, int] = {}  # digest of a ledger and the steps that are asked for → place in `ledgers`
+        self.places: dict[str, int] = {}  # digest of what a clock depends on → place in `ledgers`
+        self.cache = cache
+        self.priced_on = [network.as_plain(), compute.as_plain()]
         self.columns = self._columns()
 
     def _columns(self) -> list[str]:
@@ -202,11 +211,13 @@ class _Page:
         ledger = history.ledger
         last = int(history.last("step")) if len(history) else 0
         steps = self._steps(ledger, last, measured)
-        text = json.dumps([ledger.as_plain(), history.num_nodes, steps], default=list)
-        digest = hashlib.sha256(text.encode()).hexdigest()
+        rows = np.searchsorted(history["step"], steps) if len(history) else np.zeros(len(steps), dtype=int)
+        sent = [history.bytes_per_node(way)[rows] if len(history) else np.zeros(1) for way in ("wire", "payload")]
+        plain = [ledger.as_plain(), history.num_nodes, steps, [own.tolist() for own in sent], self.priced_on]
+        digest = hashlib.sha256(json.dumps(plain, default=list).encode()).hexdigest()
         if digest not in self.places:
             self.places[digest] = len(self.ledgers)
-            self.ledgers.append(self._clock(history, steps))
+            self.ledgers.append(self.cache.get(digest, self._clock, history, steps, sent))
         return self.places[digest]
 
     def _steps(self, ledger: Any, last: int, measured: NDArray[np.float64]) -> list[int]:
@@ -219,7 +230,7 @@ class _Page:
         kept = chosen if len(chosen) <= room else chosen[:: -(-len(chosen) // room)]
         return sorted({0, last, *kept, *(int(step) for step in measured)})
 
-    def _clock(self, history: History, steps: list[int]) -> dict[str, Any]:
+    def _clock(self, history: History, steps: list[int], sent: list[NDArray[np.float64]]) -> dict[str, Any]:
         """Return time and bytes of a run at some of its steps, between which both are linear."""
         fixed, unknown = "", not len(history.ledger) and history.last("wire_bytes") > 0
         if unknown:
@@ -232,8 +243,6 @@ class _Page:
             flat = tuple(np.array([[line.seconds[step] / mean, 0.0, 0.0]]) for step in steps)
             own = Planes(np.array(steps), flat, float(line.compute_seconds.sum()) / mean, mean, "both")
             fixed = f"its hours are for {line.network!r} and {line.compute!r}: {error}"
-        rows = np.searchsorted(history["step"], steps) if len(history) else np.zeros(len(steps), dtype=int)
-        sent = [history.bytes_per_node(way)[rows] if len(history) else np.zeros(1) for way in ("wire", "payload")]
         kept = _bends(steps, own.planes, np.stack(sent, 1))
         return {
             "steps": [steps[i] for i in kept],

@@ -1016,7 +1016,7 @@
   };
   let waiting = false, drawn = "", mapping = null;
   const later = () => {
-    if (waiting) return;
+    if (waiting || !P) return;
     waiting = true;
     requestAnimationFrame(() => { waiting = false; render(); });
   };
@@ -1041,6 +1041,7 @@
     document.body.dataset.took = String(performance.now() - began);
   };
   const begin = () => {
+    $("page").hidden = false;
     restore();
     $("subtitle").textContent = P.title;
     $("which").hidden = pages.length < 2;
@@ -1070,7 +1071,7 @@
     try { await navigator.clipboard.writeText(url); $("copied").textContent = "copied"; } catch (error) { location.hash = written(); $("copied").textContent = "in the address bar"; }
     setTimeout(() => { $("copied").textContent = ""; }, 2500);
   };
-  window.addEventListener("hashchange", () => { if (location.hash.slice(1) !== written()) begin(); });
+  window.addEventListener("hashchange", () => { if (P && location.hash.slice(1) !== written()) begin(); });
   // A page that is served asks again; `vsim watch` reads the files of runs that go on.
   const every = Number(document.body.dataset.watch || 0);
   let digest = "";
@@ -1080,7 +1081,7 @@
       const answer = await (await fetch("data", { cache: "no-store" })).json();
       said.textContent = answer.error ? `waiting for files: ${answer.error}` : `read at ${new Date().toLocaleTimeString()}`;
       if (answer.error || answer.digest === digest || document.querySelector("#sliders :active")) return;
-      const kept = written(), focused = document.activeElement && document.activeElement.id;
+      const kept = P ? written() : location.hash.slice(1), focused = document.activeElement && document.activeElement.id;
       digest = answer.digest;
       pages.splice(0, pages.length, ...answer.pages);
       drawn = "";
@@ -1091,9 +1092,10 @@
       if (focused && $(focused)) $(focused).focus();
     } catch (error) {
       said.textContent = "the server has ended: this is what it last sent";
+      if (!P) $("subtitle").textContent = "the server has ended";
     }
+    setTimeout(look, 1000 * every);
   };
-  if (every) setInterval(look, 1000 * every);
   let width = 0;
   new ResizeObserver(() => { if (Math.abs(document.body.clientWidth - width) > 2) { width = document.body.clientWidth; later(); } }).observe(document.body);
   dark.addEventListener("change", later);
@@ -1103,5 +1105,10 @@
       const { found, spots } = racers();
       return found.length ? race(found, spots, { ...place(), bw, lat }).tied.map((k) => found[k].run.name) : [];
     } };
-  begin();
+  if (pages.length) begin();
+  else {
+    $("page").hidden = true;
+    $("subtitle").textContent = "reading the runs";
+  }
+  if (every) look();
 })();

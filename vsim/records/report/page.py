@@ -12,6 +12,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from vsim.records.cache import Cache
 from vsim.records.history import file_path
 from vsim.records.report.data import AnyCompute, AnyNetwork, Comparison, content
 from vsim.version import __version__
@@ -57,8 +58,6 @@ def report(
     network: AnyNetwork = None,
     compute: AnyCompute = None,
     title: str | None = None,
-    *,
-    every: float | None = None,
 ) -> Report:
     """Return the page of comparisons or sweeps; with several, a list on the page selects one.
 
@@ -67,7 +66,6 @@ def report(
         network, compute: initial values of the sliders; default: each comparison's, or else 1 Gbit/s, 20 ms and 1 s per
             step, which the page then states.
         title: the title of the page; default: the names of the comparisons.
-        every: interval in seconds at which the page asks its server for new data; default: the page has no server.
 
     Raises:
         TypeError: the title is no text.
@@ -75,27 +73,40 @@ def report(
     """
     if title is not None and not isinstance(title, str):
         raise TypeError(f"title must be a text, got {title!r}")
-    data = data_of(comparisons, network, compute)
+    return _page(title or ", ".join(comparisons), data_of(comparisons, network, compute), watch="", server="'none'")
+
+
+def served(title: str, every: float) -> Report:
+    """Return a page without data, which asks its server for them every so many seconds."""
+    return _page(title, "[]", watch=f' data-watch="{every:g}"', server="'self'")
+
+
+def data_of(
+    comparisons: Mapping[str, Comparison],
+    network: AnyNetwork = None,
+    compute: AnyCompute = None,
+    cache: Cache | None = None,
+) -> str:
+    """Return the data of the page of comparisons as JSON; see `report`."""
+    if not comparisons:
+        raise ValueError("there is no comparison to report")
+    pages = [{"name": name, **content(one, network, compute, cache)} for name, one in comparisons.items()]
+    # "<" could end the script that holds the data; json escapes everything that is not ASCII.
+    return json.dumps(pages, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _page(title: str, data: str, watch: str, server: str) -> Report:
     style, script = _part("page.css"), _part("page.js")
     parts = {
-        "title": html.escape(title or ", ".join(comparisons)),
+        "title": html.escape(title),
         "version": html.escape(__version__),
-        "policy": _policy(style, script, "'none'" if every is None else "'self'"),
-        "watch": "" if every is None else f' data-watch="{every:g}"',
+        "policy": _policy(style, script, server),
+        "watch": watch,
         "style": style,
         "script": script,
         "data": data,
     }
     return Report(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part("page.html")))
-
-
-def data_of(comparisons: Mapping[str, Comparison], network: AnyNetwork = None, compute: AnyCompute = None) -> str:
-    """Return the data of the page of comparisons as JSON; see `report`."""
-    if not comparisons:
-        raise ValueError("there is no comparison to report")
-    pages = [{"name": name, **content(one, network, compute)} for name, one in comparisons.items()]
-    # "<" could end the script that holds the data; json escapes everything that is not ASCII.
-    return json.dumps(pages, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _policy(style: str, script: str, server: str) -> str:
