@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from links import CABLE, address, linked
 from separate import images, small_cnn
 from torch import nn
 
 from vsim import Trainer, load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in
+from vsim.process import world
+from vsim.process.collectives import CollectiveFailure
 from vsim.strategy import DiLoCoStrategy, OptimSpec
 
 SECONDS = 120
@@ -213,3 +218,24 @@ def test_ranks_save_and_resume(tmp_path: Path) -> None:
     _, trainer = simulated()
     assert trainer.strategy is not None
     assert torch.equal(load_checkpoint(folder).weights, trainer.strategy.cluster.weights)
+
+
+@pytest.mark.parametrize("theirs", ["nccl", "gloo", None])
+def test_ranks_with_other_backends_are_told(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, opened = dist.HashStore(), []
+    monkeypatch.setattr(world, "_meeting", [store])
+    monkeypatch.setattr(world, "_runs", itertools.count())
+    monkeypatch.setattr(world, "open_group", lambda backend, _, *ranks: opened.append((backend, *ranks[:2])))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if theirs is not None:
+        store.set("vsim run 0/backend 1", theirs)
+    seconds = timedelta(seconds=0.1)
+    if theirs == "gloo":
+        world._init_process_group("gloo", seconds)
+        assert opened == [("gloo", 0, 2)]
+        return
+    message = "rank 0 by gloo, rank 1 by nccl" if theirs else "meeting the other ranks on rank 0 did not complete"
+    with pytest.raises(ValueError if theirs else CollectiveFailure, match=message):
+        world._init_process_group("gloo", seconds)
+    assert not opened

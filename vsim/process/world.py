@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from vsim.engine.machine import check_repeats, devices_of_nodes, using_threads
-from vsim.process.collectives import open_group
+from vsim.process.collectives import completing, open_group
 from vsim.process.options import ProcessOptions, backend_for, default_threads, num_cores
 from vsim.training.spec import RunSpec
 
@@ -121,4 +121,16 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
         store, _, _ = next(rendezvous("env://"))
         _meeting.append(store)
     store = dist.PrefixStore(f"vsim run {next(_runs)}", _meeting[0])
-    open_group(backend, store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Ranks that choose different backends, on machines with different GPUs, would wait for each other in vain.
+    store.set(f"backend {rank}", backend)
+    with completing(f"meeting the other ranks on rank {rank}"):
+        store.wait([f"backend {other}" for other in range(size)], timeout)
+    ranks_by = {store.get(f"backend {other}").decode(): other for other in range(size)}
+    if len(ranks_by) > 1:
+        chosen = ", ".join(f"rank {other} by {name}" for name, other in sorted(ranks_by.items()))
+        raise ValueError(
+            f"the ranks must communicate by one backend, got {chosen}; nccl needs a GPU for each rank of a machine: "
+            "start as many ranks on each machine as it has GPUs, or give device='cpu'"
+        )
+    open_group(backend, store, rank, size, timeout)
