@@ -16,7 +16,7 @@ from test_process_exactness import DESIGN, ROWS, Result, Variant, fit, own_datas
 from test_strategies_common import Row
 
 import vsim
-from vsim import Callback, Compute, EarlyStopping, KeepBest, Sample, Trainer, load_checkpoint
+from vsim import Callback, Compute, EarlyStopping, KeepBest, Sample, Trainer, cli, load_checkpoint
 from vsim.cluster.state import CheckpointError
 from vsim.data.partition import partition
 from vsim.logger import CSVLogger
@@ -408,3 +408,50 @@ def test_a_comparison_keeps_its_records_if_a_process_fails() -> None:
         )
     assert all("out of luck" in run.failure for name in comparison for run in comparison.runs(name))
     assert len(comparison.runs("DiLoCo")[0].history) == 3
+
+
+# Three ways ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_simulator_ranges_and_nodes_agree() -> None:
+    strategy = FedAvgStrategy(H=2, inner_optim="adamw", lr=1e-3)
+    report = vsim.verify(
+        small_cnn(), TASKS[1].data(), strategy, 4, 6, num_processes=2, batch_size=4, threads=1, progress=False
+    )
+    assert report.identical and (report.steps, report.num_processes) == (6, 2)
+    assert str(report).endswith(": the simulator, a process for every node, num_processes=2")
+
+
+class Counting(FedAvgStrategy):
+    """Wrong where a process holds two nodes."""
+
+    def finish_step(self) -> None:
+        if self.cluster.step == 3 and len(self.cluster.weights) == 2:
+            self.cluster.weights.mul_(1.5)
+        super().finish_step()
+
+
+@pytest.mark.slow
+def test_a_difference_of_ranges_is_found() -> None:
+    report = vsim.verify(
+        small_mlp(), vectors(), Counting(H=2), 4, 6, num_processes=2, batch_size=4, threads=1, progress=False
+    )
+    first = report.first_difference
+    assert first is not None and (first.step, first.what) == (3, "weights") and not first.rounding
+    assert {d.node for d in report.differences} == {0, 1, 2, 3}
+    assert "num_processes=2" in str(report).splitlines()[0]
+
+
+@pytest.mark.slow
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = ["--data", "digits", "--model", "mlp", "--nodes", "4", "--steps", "6", "--quiet"]
+    for name, more in (("one", []), ("two", ["--processes", "2"])):
+        run = [*problem, "--deterministic", "--strategies", "diloco:H=2", "--out", str(tmp_path / name), *more]
+        assert cli.main(["compare", *run]) == 0
+    tables = capsys.readouterr().out.split("data:")
+    assert tables[0].split("seconds")[0] == tables[1].split("\n", 1)[1].split("seconds")[0]
+    assert cli.main(["verify", *problem, "--strategy", "diloco:H=2", "--processes", "2"]) == 0
+    assert "num_processes=2" in capsys.readouterr().out
+    assert cli.main(["compare", *problem, "--processes", "x"]) == 2
+    assert "num_processes must be a whole number or 'auto', got 'x'" in capsys.readouterr().err

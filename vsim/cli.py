@@ -36,7 +36,7 @@ from vsim.models import CNN, GPT, MLP
 from vsim.network import Compute, Network
 from vsim.network.timeline import duration
 from vsim.price import price
-from vsim.process import NodeFailure
+from vsim.process import CollectiveFailure, ForkServerFailure, NodeFailure, under_torchrun
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
 from vsim.records.report.page import report as page_of
@@ -93,6 +93,7 @@ def _optional(metavar: str | None = None, default: str = "") -> Any:
 
 
 _Names = Annotated[tuple[str, ...], arg(metavar="NAME …", help_behavior_hint=f"(default: {' '.join(COMPARED)})")]
+_OF_PROCESSES = NodeFailure, CollectiveFailure, ForkServerFailure
 _DATA, _SEED = tyro.conf.create_mutex_group(required=False), tyro.conf.create_mutex_group(required=False)
 
 
@@ -103,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vsim {__version__}")
         return 0
     command = argv[0] if argv else ""
+    if under_torchrun():
+        print("vsim: torchrun starts scripts that call vsim.compare or Trainer.fit, not this command", file=sys.stderr)
+        return 2
     _COMMAND.set(shlex.join(["vsim", *argv]))
     try:
         _reject_repeated(argv)
@@ -117,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command in ("compare", "sweep", "time", "verify") and not end.code:
             print(_about_strategies())
         raise
-    except (ValueError, TypeError, OSError, ImportError, ArithmeticError, MemoryError, NodeFailure) as error:
+    except (ValueError, TypeError, OSError, ImportError, ArithmeticError, MemoryError, *_OF_PROCESSES) as error:
         print(f"vsim {command}: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
@@ -241,6 +245,16 @@ class Training:
     """compute in bfloat16"""
     compile: bool = False
     """compile losses, gradients and kernels, which takes ten seconds or more"""
+    processes: Annotated[str | None, _optional("N", "1")] = None
+    """share the nodes out to this number of processes, or 'auto'"""
+
+    def backend(self) -> dict[str, Any]:
+        """Return the backend, and the number of its processes."""
+        if self.processes is None:
+            return {}
+        number = self.processes if self.processes == "auto" else _number_or_text(self.processes)
+        whole = isinstance(number, float) and number.is_integer()
+        return {"backend": "process", "num_processes": int(number) if whole else number}
 
 
 @dataclass
@@ -554,6 +568,7 @@ def verify(
     problem: Problem = Problem(steps=50),  # noqa: B008
     strategy: str = "diloco",
     threads: Annotated[int | None, _optional(default="the machine's / K")] = None,
+    processes: Annotated[int | None, _optional("N", "none")] = None,
     executor: Literal["auto", "vmap", "loop"] = "auto",
 ) -> int:
     """Train in the simulator and in one process per node, and compare the bits after every step.
@@ -561,6 +576,7 @@ def verify(
     Args:
         strategy: what to verify
         threads: CPU threads of every process
+        processes: compare with this number of processes, too, which hold several nodes each
         executor: how the simulator computes gradients
     """
     train, _ = problem.datasets()
@@ -571,6 +587,7 @@ def verify(
         problem.num_nodes,
         problem.steps,
         threads=threads,
+        num_processes=processes,
         executor=executor,
         batch_size=problem.examples_per_step,
         seed=problem.seed,
@@ -723,6 +740,7 @@ def _fit_options(problem: Problem, training: Training, priced: Price, output: Ou
         "val_interval": every,
         "participation": _attending(training.participation, problem.num_nodes),
         **{name: getattr(training, name) for name in ("device", "executor", "deterministic", "autocast", "compile")},
+        **training.backend(),
         **priced.clock(),
         "logger": output.loggers(),
         "run_name": output.run_name,

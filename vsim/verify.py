@@ -1,4 +1,4 @@
-"""The simulator against one process a node: weights, state, losses and ledger compared after every step."""
+"""The simulator against processes: weights, state, losses and ledger compared after every step."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ class VerifyReport:
         steps: the number of steps that were compared and found equal.
         compared: the kinds that were compared, of KINDS.
         differences: all differences at the first step that has any: by kind, then node, then name.
+        num_processes: the processes of the last comparison; None: one for every node.
+        agreed: what agreed with the simulator before the last comparison, in words.
     """
 
     num_nodes: int
@@ -49,6 +51,8 @@ class VerifyReport:
     steps: int
     compared: tuple[str, ...]
     differences: tuple[Difference, ...] = ()
+    num_processes: int | None = None
+    agreed: tuple[str, ...] = ()
 
     @property
     def identical(self) -> bool:
@@ -65,10 +69,12 @@ class VerifyReport:
     def __str__(self) -> str:
         what = f"{self.num_nodes} nodes, {self.num_parameters:,} parameters: {', '.join(self.compared)}"
         first = self.first_difference
+        against = ["the simulator", *self.agreed, _backend(self.num_processes)]
+        told = "" if against[1:] == [_backend(None)] else f": {', '.join(against)}"
         if first is None:
-            return f"bit-identical over {self.steps} steps ({what})"
+            return f"bit-identical over {self.steps} steps ({what}){told}"
         verdict = "by no more than rounding" if first.rounding else "by more than rounding"
-        lines = [f"different after step {first.step}, {verdict} ({what})", f"first difference: {first}"]
+        lines = [f"different after step {first.step}, {verdict} ({what}){told}", f"first difference: {first}"]
         for kind in KINDS:
             own = [d for d in self.differences if d.what == kind]
             if own:
@@ -88,6 +94,10 @@ class VerifyReport:
         raise TypeError("a VerifyReport is neither true nor false: ask for its .identical")
 
 
+def _backend(num_processes: int | None) -> str:
+    return "a process for every node" if num_processes is None else f"num_processes={num_processes}"
+
+
 def verify(
     model: nn.Module,
     train_dataset: Data,
@@ -98,23 +108,28 @@ def verify(
     val_dataset: Data | None = None,
     loss_fn: LossFunction | None = None,
     threads: int | None = None,
+    num_processes: int | None = None,
     executor: str = "auto",
     chunk_size: int | None = None,
     **fit_options: Any,
 ) -> VerifyReport:
-    """Train in the simulator, then in one process a node, and compare the two after every step.
+    """Train in the simulator, then with a process for every node, and compare the two after every step.
 
     Both train on the CPU with `deterministic=True`, and should be bitwise equal: the simulator keeps all nodes in one
-    matrix, the processes are ordinary PyTorch over torch.distributed. Compared are, in this order, the nodes' losses,
-    weights, buffers, optimizer state (also of optimizers that are attributes of the strategy or its modules), the
-    global weights that the strategy evaluates, the ledger's events, and the measurements of the history. The processes
-    are ended at the first step with a difference. Two entries are equal if they compare equal or are both NaN: the
-    sign of a zero is ignored.
+    matrix, the processes are ordinary PyTorch over torch.distributed. With `num_processes`, the run is also trained in
+    that many processes, which compute ranges of the nodes as the simulator does.
+
+    Compared are, in this order, the nodes' losses, weights, buffers, optimizer state (also of optimizers that are
+    attributes of the strategy or its modules), the global weights that the strategy evaluates, the ledger's events, and
+    the measurements of the history. The processes are ended at the first step with a difference. Two entries are equal
+    if they compare equal or are both NaN: the sign of a zero is ignored.
 
     Args:
         model, train_dataset, val_dataset, loss_fn: see `Trainer`.
         strategy: yours or a built-in one. num_nodes: K, also the number of processes. max_steps: optimizer steps.
         threads: CPU threads of the simulator and of every process; default the machine's cores over K, at least 1.
+        num_processes: also compare with this number of processes, from 1 to K; default: with a process for every node
+            only.
         executor, chunk_size: of the simulator, see `Trainer.fit`; "vmap" tests the step of all nodes at once.
         fit_options: of `Trainer.fit`: batch_size, minibatch_size, gradient_accumulation, shuffle, val_size,
             val_interval, seed, participation, compute, correlation_interval, dataloader_kwargs, timeout_seconds,
@@ -155,46 +170,64 @@ def verify(
         "deterministic": True,
         "device": "cpu",
     }
-    simulator, processes = (Trainer(model, train_dataset, val_dataset, loss_fn=loss_fn) for _ in range(2))
-    simulator.run_label, processes.run_label = "simulator", "processes"
+    if num_processes is not None:
+        whole_number("num_processes", num_processes, at_most=num_nodes)
+    simulator = Trainer(model, train_dataset, val_dataset, loss_fn=loss_fn)
+    simulator.run_label = "simulator"
+    of_engine: dict[str, Any] = {"executor": executor, "chunk_size": chunk_size}
+    of_processes = {"backend": "process", "threads_per_process": threads, "timeout_seconds": timeout_seconds}
+    if num_processes is not None:
+        simulator.spec(**options, **of_processes, **of_engine, num_processes=num_processes)  # may be refused
+    agreed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="vsim-verify-") as name:
         folder = Path(name)
         with using_threads(threads):
-            simulator.fit(**options, executor=executor, chunk_size=chunk_size, callbacks=[KeepStates(folder)])
+            simulator.fit(**options, **of_engine, callbacks=[KeepStates(folder)])
         assert simulator.strategy is not None
         replicas = simulator.strategy.cluster.replicas
-        found: list[Difference] = []
-        steps = 0  # that were compared, the start included
-
-        def compare_through(last: int) -> None:
-            nonlocal steps, found
-            while not found and steps <= min(last, len(processes.history) - 1):
-                found = differences_at(steps, simulator.history, processes.history, replicas.weights.dtype, folder)
-                steps += 1
-
-        def compare_so_far(step: int, _: float) -> None:
-            compare_through(step - 1)  # the losses of `step` are known: every node has completed step − 1
-            if found:
-                raise _Different
-
-        try:
-            processes.fit(
-                **options,
-                backend="process",
-                threads_per_process=threads,
-                timeout_seconds=timeout_seconds,
-                callbacks=[CompareStates(folder)],
-                train_loss_hook=compare_so_far,
-            )
-            compare_through(max_steps)
-        except _Different:
-            pass
-        except Exception:
-            compare_through(max_steps)
-            if not found:
-                raise
+        for number in [None] if num_processes is None else [None, num_processes]:
+            own = {} if number is None else {"num_processes": number, **of_engine}
+            processes = Trainer(model, train_dataset, val_dataset, loss_fn=loss_fn)
+            processes.run_label = "processes"
+            steps, found = _compared(simulator, processes, folder, max_steps, {**options, **of_processes, **own})
+            if found or number == num_processes:
+                break
+            agreed.append(_backend(number))
         equal = max(0, steps - 1 - bool(found))
-        return VerifyReport(num_nodes, replicas.num_parameters, equal, compared_kinds(folder), tuple(found))
+        kinds = compared_kinds(folder)
+    return VerifyReport(num_nodes, replicas.num_parameters, equal, kinds, tuple(found), number, tuple(agreed))
+
+
+def _compared(
+    simulator: Trainer, processes: Trainer, folder: Path, max_steps: int, options: dict[str, Any]
+) -> tuple[int, list[Difference]]:
+    """Train in processes; return how many steps were compared, the start included, and the differences found."""
+    assert simulator.strategy is not None
+    dtype = simulator.strategy.cluster.replicas.weights.dtype
+    found: list[Difference] = []
+    steps = 0
+
+    def compare_through(last: int) -> None:
+        nonlocal steps, found
+        while not found and steps <= min(last, len(processes.history) - 1):
+            found = differences_at(steps, simulator.history, processes.history, dtype, folder)
+            steps += 1
+
+    def compare_so_far(step: int, _: float) -> None:
+        compare_through(step - 1)  # the losses of `step` are known: every node has completed step − 1
+        if found:
+            raise _Different
+
+    try:
+        processes.fit(**options, callbacks=[CompareStates(folder)], train_loss_hook=compare_so_far)
+        compare_through(max_steps)
+    except _Different:
+        pass
+    except Exception:
+        compare_through(max_steps)
+        if not found:
+            raise
+    return steps, found
 
 
 class _Different(Exception):

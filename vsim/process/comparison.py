@@ -218,19 +218,21 @@ class KeepStates:
 
 @dataclass(frozen=True)
 class CompareStates:
-    """A callback in a node's process that compares its state with the simulator's, and writes differences to a file."""
+    """A callback in a process that compares its nodes' state with the simulator's, and writes differences to a file."""
 
     folder: Path
 
     def __call__(self, run: Run) -> None:
-        step, row = run.cluster.step, run.cluster.replicas.first_node
-        node, (simulated, events) = run.cluster.active[row], torch.load(self.folder / f"step-{step}.pt")
-        found = [d for kind, own in _state(run).items() for d in _of_state(run, node, row, kind, simulated[kind], own)]
-        found += _of_events(step, node, events, _events(run))
-        if found:
-            path = self.folder / f"part-{node}"
-            path.write_bytes(pickle.dumps(found))
-            os.replace(path, self.folder / f"different-{step}-{node:06}")
+        step, state = run.cluster.step, _state(run)
+        simulated, events = torch.load(self.folder / f"step-{step}.pt")
+        for row, place in enumerate(run.cluster.replicas.nodes):
+            node = run.cluster.active[place]
+            found = [d for kind, own in state.items() for d in _of_state(run, node, row, kind, simulated[kind], own)]
+            found += _of_events(step, node, events, _events(run))
+            if found:
+                path = self.folder / f"part-{node}"
+                path.write_bytes(pickle.dumps(found))
+                os.replace(path, self.folder / f"different-{step}-{node:06}")
 
 
 def compared_kinds(folder: Path) -> tuple[str, ...]:
@@ -259,14 +261,15 @@ def _of_state(
     run: Run, node: int, row: int, kind: str, simulated: dict[str, Tensor], own: dict[str, Tensor]
 ) -> Iterator[Difference]:
     step, replicas = run.cluster.step, run.cluster.replicas
+    held, num_nodes = replicas.num_held, run.cluster.num_nodes
     for name in dict.fromkeys([*simulated, *own]):
         if name not in simulated or name not in own:
             has = ["present" if name in side else "absent" for side in (simulated, own)]
             yield unlike(step, node, kind, name, *has)
             continue
         pair = simulated[name], own[name].detach().cpu()
-        if pair[0].shape == (run.cluster.num_nodes, *pair[1].shape[1:]) and pair[1].shape[:1] == (1,):  # stacked
-            pair = pair[0][row], pair[1][0]
+        if pair[0].shape == (num_nodes, *pair[1].shape[1:]) and pair[1].shape[:1] == (held,):  # stacked
+            pair = pair[0][replicas.first_node + row], pair[1][row]
         if pair[0].dtype == pair[1].dtype and torch.equal(*pair):
             continue
         # A layer's gradient may be nothing but rounding of larger gradients: scale optimizer state by all parameters.

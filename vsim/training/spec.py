@@ -203,6 +203,8 @@ class RunSpec:
                 raise ValueError(f"{', '.join(idle)} has no effect with backend='stacked'")
         elif self.num_processes is not None:
             if self.num_processes != "auto":
+                if isinstance(self.num_processes, str):
+                    raise ValueError(f"num_processes must be a whole number or 'auto', got {self.num_processes!r}")
                 number = whole_number("num_processes", self.num_processes, at_most=self.num_nodes)
                 self._set("num_processes", number)
             if self.participation is not None:
