@@ -229,13 +229,14 @@ def test_memory_is_estimated() -> None:
 GPUS = torch.cuda.device_count() if DEVICE.type == "cuda" else 0
 
 
+@pytest.mark.parametrize("shares", [{"num_nodes": 2}, {"num_nodes": NODES, "num_processes": 2}], ids=str)
 @pytest.mark.parametrize("devices", [[str(DEVICE)], *([["cuda:0", "cuda:1"]] if GPUS > 1 else [])], ids=str)
-@pytest.mark.parametrize("strategy", [diloco, lambda: SimpleReduceStrategy(optim_spec=OPTIMIZER)])
-def test_processes(strategy: Callable[[], Strategy], devices: list[str]) -> None:
+@pytest.mark.parametrize("make", [diloco, lambda: SimpleReduceStrategy(optim_spec=OPTIMIZER)], ids=["H = 3", "H = 1"])
+def test_processes(make: Callable[[], Strategy], devices: list[str], shares: dict[str, int]) -> None:
     """One device for both processes, which gloo connects; and where there are two GPUs, nccl."""
-    here, there = run(strategy(), num_nodes=2), Trainer(MODELS["mlp"][0](), examples(), examples())
-    options: dict[str, Any] = {"max_steps": STEPS, "batch_size": 8, "num_nodes": 2, "progress": False}
-    there.fit(strategy=strategy(), backend="process", devices=devices, **options)
+    here, there = run(make(), num_nodes=shares["num_nodes"]), Trainer(MODELS["mlp"][0](), examples(), examples())
+    options: dict[str, Any] = {"max_steps": STEPS, "batch_size": 8, "progress": False, **shares}
+    there.fit(strategy=make(), backend="process", devices=devices, **options)
     np.testing.assert_allclose(there.history.node_losses, here.history.node_losses, rtol=RTOL, atol=RTOL)
 
 

@@ -22,7 +22,7 @@ from vsim.data.partition import partition
 from vsim.logger import CSVLogger
 from vsim.process import NodeFailure
 from vsim.process.collectives import even_ranges
-from vsim.process.world import LARGE_MODEL, auto_processes
+from vsim.process.world import LARGE_MODEL, auto_processes, first_device, number_of_processes
 from vsim.records.comparison import Comparison
 from vsim.records.history import OF_THE_MACHINE, History
 from vsim.strategy import (
@@ -34,6 +34,7 @@ from vsim.strategy import (
     Strategy,
 )
 from vsim.training.run import Run
+from vsim.training.spec import RunSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 
@@ -362,14 +363,32 @@ def test_auto_takes_a_process_for_each_core_only_for_large_models(monkeypatch: p
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     small, large = torch.nn.Linear(2, 2), torch.nn.Linear(LARGE_MODEL, 1)
 
-    def number(model: torch.nn.Module, num_nodes: int, device: str) -> int:
-        spec = Trainer(model, vectors()).spec(
-            strategy=FedAvgStrategy(), num_nodes=num_nodes, backend="process", num_processes="auto"
+    def spec_of(model: torch.nn.Module, num_nodes: int, **options: Any) -> RunSpec:
+        return Trainer(model, vectors()).spec(
+            strategy=FedAvgStrategy(), num_nodes=num_nodes, backend="process", num_processes="auto", **options
         )
-        return auto_processes(spec, torch.device(device))
+
+    def number(model: torch.nn.Module, num_nodes: int, device: str) -> int:
+        return auto_processes(spec_of(model, num_nodes), torch.device(device))
 
     assert [number(small, 8, "cpu"), number(large, 8, "cpu"), number(large, 3, "cpu")] == [1, 4, 3]
     assert [number(small, 16, "cuda"), number(small, 3, "cuda"), number(large, 8, "mps")] == [8, 3, 1]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert number_of_processes(spec_of(small, 16), None) == 8
+    assert number_of_processes(spec_of(small, 16), "cuda:1") == 1  # one device for all nodes was asked for
+    assert number_of_processes(spec_of(small, 16, devices=["cuda:1", "cuda:2"]), None) == 2
+    assert number_of_processes(spec_of(large, 16, devices=["cpu"]), None) == 4
+    assert first_device(spec_of(small, 16, devices=["cuda:1"]), None) == torch.device("cuda:1")
+    with pytest.raises(TypeError, match="device and devices say the same thing"):
+        spec_of(small, 16, device="cpu", devices=["cpu"])
+
+
+def test_one_process_by_auto_computes_on_the_device_that_was_given() -> None:
+    trainer, run = Trainer(torch.nn.Linear(2, 2), vectors()), {"num_nodes": 2, "max_steps": 1, **in_processes("auto")}
+    with pytest.raises(ValueError, match="'cuda:5' is not available"):
+        trainer.fit(strategy=FedAvgStrategy(), **run, devices=["cuda:5"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'cuda:5' is not available"):
+        vsim.compare(trainer.model, vectors(), strategies={"A": FedAvgStrategy()}, **run, devices=["cuda:5"])
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from vsim.grid import made, merged, points, settings_of
 from vsim.network import Compute, Network
 from vsim.process import (
     Ranks,
+    first_device,
     joined_group,
     number_of_processes,
     options_of,
@@ -362,8 +363,9 @@ def _train(entries: Entries, device: torch.device | None) -> None:
     """Train in this process or, with backend="process", in several."""
     specs = [entry.spec for entry in entries.entries]
     device = entries.device if specs[0].device is not None else device
-    number = min(number_of_processes(spec, entries.device) for spec in specs) if specs[0].num_processes else 1
+    number = min(number_of_processes(spec, device) for spec in specs) if specs[0].num_processes else 1
     if number == 1 and specs[0].num_processes in (None, "auto") and not under_torchrun():
+        entries.device = first_device(specs[0], device)
         entries.run()
         return
     options = options_of(specs[0], device, number)

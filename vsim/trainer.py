@@ -26,6 +26,7 @@ from vsim.engine.machine import check_repeats, pick_device
 from vsim.engine.objective import LossFunction
 from vsim.private_torch import uncompiled
 from vsim.process import (
+    first_device,
     joined_group,
     number_of_processes,
     options_of,
@@ -317,12 +318,9 @@ class Trainer:
         if under_torchrun() and spec.participation is not None:
             raise ValueError("participation: nodes cannot join or leave under torchrun, only on this machine without")
         device = self.device if spec.device is None else spec.device
-        number = number_of_processes(spec, pick_device(device))
+        number = number_of_processes(spec, device)
         if number == 1 and spec.num_processes == "auto" and not under_torchrun():
-            chosen = pick_device(device)
-            if spec.deterministic:
-                check_repeats(chosen)
-            return self._simulate(spec, chosen, recorder)
+            return self._simulate(spec, first_device(spec, device), recorder)
         options = options_of(spec, device, number)
         if spec.max_memory_usage is not None:
             spec = replace(spec, max_memory_usage=spec.max_memory_usage / options.most_on_a_device)

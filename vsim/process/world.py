@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from vsim.engine.machine import check_repeats, devices_of_nodes, using_threads
+from vsim.engine.machine import check_repeats, devices_of_nodes, pick_device, using_threads
 from vsim.process.collectives import completing, open_group
 from vsim.process.options import ProcessOptions, backend_for, default_threads, num_cores
 from vsim.training.spec import RunSpec
@@ -47,15 +47,22 @@ def local_ranks() -> tuple[int, int]:
     return int(rank), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 
-def number_of_processes(spec: RunSpec, device: torch.device) -> int:
+def number_of_processes(spec: RunSpec, device: str | torch.device | None) -> int:
     """Return the number of processes of a run, on all machines; 1 with "auto" if the simulator is the better choice.
+
+    Args:
+        device: where the run shall compute; None: anywhere.
 
     Raises:
         ValueError: torchrun has started another number.
     """
     given = spec.num_processes
+    if not under_torchrun() and given == "auto":
+        first = first_device(spec, device)
+        on_one_gpu = first.type == "cuda" and device is not None and spec.devices is None
+        return 1 if on_one_gpu else auto_processes(spec, first)
     if not under_torchrun():
-        return auto_processes(spec, device) if given == "auto" else int(given or spec.num_nodes)
+        return int(given or spec.num_nodes)
     ranks, wanted = world_size(), spec.num_nodes if given is None else given
     if wanted not in ("auto", ranks) and given is None:
         raise ValueError(
@@ -70,6 +77,14 @@ def number_of_processes(spec: RunSpec, device: torch.device) -> int:
     if given is not None and ranks > spec.num_nodes:
         raise ValueError(f"torchrun has started {ranks} processes for num_nodes={spec.num_nodes} nodes: start fewer")
     return ranks
+
+
+def first_device(spec: RunSpec, device: str | torch.device | None) -> torch.device:
+    """Return where the first process computes, or the only one: on the first of `devices`, else on `device`."""
+    first = pick_device(device) if spec.devices is None else devices_of_nodes(spec.devices, None, 1)[0]
+    if spec.deterministic:
+        check_repeats(first)
+    return first
 
 
 def auto_processes(spec: RunSpec, device: torch.device) -> int:

@@ -218,7 +218,7 @@ class RunSpec:
                 f"{given} has no effect with backend='process', which runs eager PyTorch; with num_processes= each "
                 "process holds several nodes, and computes them by an executor"
             )
-        elif self.device is not None and self.devices is not None:
+        if self.device is not None and self.devices is not None:
             raise TypeError("device and devices say the same thing; give one of them")
         if self.timeout_seconds is not None:
             self._set("timeout_seconds", real_number("timeout_seconds", self.timeout_seconds, above=0))
