@@ -170,6 +170,17 @@ def test_sorts_hides_and_shows(opened: Any, comparison: vsim.Comparison) -> None
             shown = [float(cell.get_attribute("data-value")) for cell in opened.locator(column).all()]
             assert shown == sorted(shown, reverse=direction == "descending")
             assert opened.locator("th[aria-sort]").get_attribute("aria-sort") == direction
+    opened.locator('th button[data-key="hours"]').click()
+    orders = set()
+    for seconds, rate in ((0.8, 2e8), (1e-4, 1e5), (100.0, 1e12)):  # rows move with what they are sorted by
+        opened.evaluate("([sec, bw]) => vsim.set({sec, bw, target: sec})", [seconds, rate])
+        shown = [float(cell.get_attribute("data-value")) for cell in opened.locator('td[data-key="hours"]').all()]
+        assert shown == sorted(shown)
+        orders.add(tuple(opened.locator("#table tbody .name").all_inner_texts()))
+        assert f"{seconds:g}" in opened.locator('th button[data-key="hours to target"]').inner_text()
+    assert len(orders) > 1
+    check(opened, comparison)
+    opened.evaluate("vsim.set({target: 1})")
     lines = opened.locator("#curves svg path[fill=none]").count()
     opened.locator("#legend button").first.click()
     assert opened.locator("#curves svg path[fill=none]").count() < lines

@@ -260,9 +260,13 @@
   };
   const tick = (v) => (v === 0 ? "0" : Math.abs(v) >= 1e6 || Math.abs(v) < 1e-3 ? digits(v, 2) : String(Number(v.toPrecision(4))));
 
+  // Read before anything is drawn: between two plots, the browser would lay out the whole page to answer.
+  const widths = new Map();
+  const measure = () => { for (const host of document.querySelectorAll(".plot")) widths.set(host, host.clientWidth); };
+
   /** A frame with axes: {root, plot, x, y, box}; `root` is an image to those who cannot see it. */
   const frame = (host, options) => {
-    const width = Math.max(260, host.clientWidth || 600), height = options.height || clamp(width * 0.52, 250, 430);
+    const width = Math.max(260, widths.get(host) || 600), height = options.height || clamp(width * 0.52, 250, 430);
     const box = { right: width - (options.right || 14), top: options.top || 12, bottom: height - 42 };
     const y = options.y(box.bottom, box.top), heights = y.ticks(Math.max(3, Math.floor(height / 55))).map((v) => [v, (options.ytext || tick)(v)]);
     box.left = Math.max(options.left || 54, 30 + 7 * Math.max(0, ...heights.map(([, text]) => text.length)));
@@ -506,9 +510,9 @@
       return tied.length <= 4 ? tied.join(" or ") : `${tied.length} runs, among them ${tied.slice(0, 2).join(" and ")}`;
     };
     const summary = `Which run is first to the target, over bandwidth and latency: ${order.slice(0, 8).map((own) => `${text(own)} on ${Math.round((100 * counts.get(own)) / cells.flat().length)} % of the map`).join("; ")}`;
-    const f = frame(host, { summary, height: clamp(host.clientWidth * 0.66, 240, 380), left: 62,
+    const f = frame(host, { summary, height: clamp(widths.get(host) * 0.66, 240, 380), left: 62,
       xlabel: unit ? "bandwidth" : "bandwidth, times the given", ylabel: unit ? "latency" : "latency, times the given",
-      xtext: unit ? (v) => scaled(v, RATES).replace("bit/s", "").replace(" ", "") : tick, ytext: unit ? (v) => delay(v) : tick, xticks: Math.max(3, Math.floor(host.clientWidth / 75)),
+      xtext: unit ? (v) => scaled(v, RATES).replace("bit/s", "").replace(" ", "") : tick, ytext: unit ? (v) => delay(v) : tick, xticks: Math.max(3, Math.floor(widths.get(host) / 75)),
       x: (a, b) => scale(bits[0] / half[0], bits[bits.length - 1] * half[0], a, b, true), y: (a, b) => scale(delays[0] / half[1], delays[delays.length - 1] * half[1], a, b, true) });
     const fills = new Map();
     const fill = (own) => {
@@ -597,7 +601,7 @@
     const label = COSTS[key][1]();
     const summary = `${P.lossTitle} against ${label}. On the front: ${front.map((one) => `${one.run.name} ${digits(one.loss, 4)} for ${digits(one.cost)}`).join("; ")}`;
     let slot = 0;
-    const f = frame(host, { summary, height: clamp(host.clientWidth * 0.66, 240, 380), xlabel: label, ylabel: P.lossTitle, right: 20,
+    const f = frame(host, { summary, height: clamp(widths.get(host) * 0.66, 240, 380), xlabel: label, ylabel: P.lossTitle, right: 20,
       x: (a, b) => {
         if (!log) return scale(0, Math.max(...costs, 1e-12) * 1.08, a, b, false);
         slot = free ? 34 : 0;
@@ -647,7 +651,6 @@
 
   const drawNodes = () => {
     const able = P.runs.map((run, i) => [run, i]).filter(([run]) => run.nodes || run.timeline);
-    $("inside").hidden = !able.length;
     if (!able.length) return;
     const [run] = able.find(([, i]) => i === state.run) || able[0], own = run.nodes, line = run.timeline;
     $("run").value = String(P.runs.indexOf(run));
@@ -691,7 +694,6 @@
   };
   const SHADES = { loss: "loss", hours: "hours", "hours to target": "hours to target", "wire MB to target": "wire MB to target" };
   const drawSweep = (rows) => {
-    $("sweep").hidden = !P.varied.length;
     if (!P.varied.length) return;
     const values = P.runs.map((run, i) => metric(run, rows[i])), known = values.filter(finite);
     const low = Math.min(...known), high = Math.max(...known);
@@ -709,7 +711,7 @@
       const better = old === undefined || (finite(values[i]) && !(values[old] <= values[i]));
       if (better) best.set(key, i);
     });
-    const width = Math.max(260, host.clientWidth), left = Math.min(130, 24 + 7 * Math.max(...ys.map((v) => v.length))), tall = clamp(300 / ys.length, 22, 54), height = 20 + tall * ys.length + 46, broad = (width - left - 8) / xs.length;
+    const width = Math.max(260, widths.get(host)), left = Math.min(130, 24 + 7 * Math.max(...ys.map((v) => v.length))), tall = clamp(300 / ys.length, 22, 54), height = 20 + tall * ys.length + 46, broad = (width - left - 8) / xs.length;
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name} over ${across} and ${down}, from ${digits(Math.min(...values.filter(finite)))} to ${digits(Math.max(...values.filter(finite)))}` });
     for (const [key, i] of best) {
       const [cx, cy] = key.split(",").map(Number), v = values[i], fill = finite(v) ? colour(v) : panel();
@@ -728,7 +730,7 @@
     host.replaceChildren(root);
   };
   const drawParallel = (rows, values, colour, name) => {
-    const host = $("parallel"), width = Math.max(260, host.clientWidth), height = 320, top = 34, bottom = height - 18;
+    const host = $("parallel"), width = Math.max(260, widths.get(host)), height = 320, top = 34, bottom = height - 18;
     const numeric = (title, own) => {
       const known = own.filter(finite), low = Math.min(...known), high = Math.max(...known);
       return { title, y: (i) => (finite(own[i]) ? bottom - (high > low ? (own[i] - low) / (high - low) : 0.5) * (bottom - top) : null), ends: [digits(low), digits(high)] };
@@ -774,7 +776,7 @@
   };
   const heading = (key) => key.replace("to target", `to ${digits(state.target, 4)}`);
 
-  let table = { form: "", cells: [] }; // what was built, and its cells: of the same form they get new numbers
+  let table = { form: "" }; // what was built: of the same form, its cells get new numbers
   const drawTable = (rows) => {
     const columns = columnsShown(), down = state.sort.startsWith("-"), by = state.sort.replace(/^-/, "");
     const order = P.runs.map((_, i) => i);
@@ -791,7 +793,8 @@
       const [value, sd] = valueOf(P.runs[i], rows[i], key);
       return [cell(key, value, sd) + (key === P.lossTitle && P.runs[i].mark === "tied" ? " †" : ""), finite(value) ? value : null];
     };
-    const form = [pages.indexOf(P), dark.matches, columns, order, [...state.hide], state.sort, state.target].join("|");
+    const arrow = (key) => (by === key ? (down ? " ▼" : " ▲") : "");
+    const form = [pages.indexOf(P), dark.matches, columns, [...state.hide], state.sort].join("|");
     if (form === table.form) {
       for (const { i, key, node } of table.cells) {
         const [text, value] = said(i, key);
@@ -799,17 +802,23 @@
         if (value === null) node.removeAttribute("data-value");
         else node.setAttribute("data-value", value);
       }
+      for (const { key, node } of table.heads) node.textContent = heading(key) + arrow(key);
+      if (order.join() !== table.order.join()) table.body.append(...order.map((i) => table.rows[i])); // which moves them
+      table.order = order;
       return;
     }
-    table = { form, cells: [] };
+    table = { form, order, cells: [], heads: [], rows: [], body: el("tbody") };
     const notes = P.runs.some((run) => run.note) || P.ledgers.some((ledger) => ledger.fixed || ledger.decided);
-    const head = (key, text) => el("th", { scope: "col", class: [text ? "text" : "", isLive(key) ? "live" : ""].join(" ").trim() || null, "aria-sort": by === key ? (down ? "descending" : "ascending") : null },
-      el("button", { type: "button", "data-key": key, onclick: () => { set({ sort: by === key && !down ? `-${key}` : by === key ? "" : key }); render(); focusOn(key); } }, heading(key) + (by === key ? (down ? " ▼" : " ▲") : "")));
+    const head = (key, text) => {
+      const node = el("button", { type: "button", "data-key": key, onclick: () => { set({ sort: by === key && !down ? `-${key}` : by === key ? "" : key }); render(); focusOn(key); } }, heading(key) + arrow(key));
+      table.heads.push({ key, node });
+      return el("th", { scope: "col", class: [text ? "text" : "", isLive(key) ? "live" : ""].join(" ").trim() || null, "aria-sort": by === key ? (down ? "descending" : "ascending") : null }, node);
+    };
     const remark = (run) => {
       const own = new Set(run.seeds.map((seed) => P.ledgers[seed.ledger]).map((ledger) => ledger.fixed || (ledger.decided === "both" ? "asynchronous: hours as recorded" : ledger.decided ? `stragglers were decided by ${digits(ledger.seconds)} s a step` : "")));
       return [run.note, ...own].filter(Boolean).join("; ");
     };
-    const body = order.map((i) => {
+    table.body.append(...order.map((i) => {
       const run = P.runs[i], off = state.hide.has(i);
       const box = el("input", { type: "checkbox", "aria-label": `show ${run.name}`, onchange: () => toggle(i) });
       box.checked = !off;
@@ -821,16 +830,20 @@
         table.cells.push({ i, key, node });
         return node;
       });
-      return el("tr", { class: off ? "off" : null, "data-run": i }, first, ...titles, ...cells, notes ? el("td", { class: "text" }, remark(run)) : null);
-    });
+      return (table.rows[i] = el("tr", { class: off ? "off" : null, "data-run": i }, first, ...titles, ...cells, notes ? el("td", { class: "text" }, remark(run)) : null));
+    }));
     const headings = P.titles.length > 1 ? [el("th", { class: "text" }, el("span", {}, "show")), ...P.titles.map((key) => head(key, true))] : [head(P.titles[0], true)];
-    $("table").replaceChildren(el("thead", {}, el("tr", {}, ...headings, ...columns.map((key) => head(key, false)), notes ? el("th", { class: "text" }, "note") : null)), el("tbody", {}, ...body));
+    $("table").replaceChildren(el("thead", {}, el("tr", {}, ...headings, ...columns.map((key) => head(key, false)), notes ? el("th", { class: "text" }, "note") : null)), table.body);
     const tied = P.runs.some((run) => run.mark === "tied");
     $("marks").textContent = `${tied ? "† not told from the best by these seeds (p > 0.05, paired t-test, Holm). " : !P.tested && P.runs.length > 1 ? "One seed: no interval says whether losses differ. " : ""}◆ follows the sliders.${P.runs.some((run) => run.seeds.length > 1) ? " Mean ± standard deviation over the seeds." : ""}`;
   };
   const focusOn = (key) => { const node = [...document.querySelectorAll("th button")].find((own) => own.dataset.key === key); if (node) node.focus(); };
 
+  let legend = ""; // what it was made of
   const drawLegend = () => {
+    const form = [pages.indexOf(P), dark.matches, ...state.hide].join();
+    if (form === legend) return;
+    legend = form;
     const host = $("legend"), had = document.activeElement && document.activeElement.dataset.run;
     if (P.runs.length <= 12) {
       host.replaceChildren(...P.runs.map((run, i) => el("button", { type: "button", "data-run": i, "aria-pressed": String(!state.hide.has(i)), onclick: () => toggle(i) },
@@ -1022,6 +1035,7 @@
   };
   const render = () => {
     const began = performance.now(), rows = P.runs.map(priced);
+    measure();
     drawSliders();
     $("logy").checked = state.logy === "1";
     $("all").checked = state.all === "1";
@@ -1033,7 +1047,7 @@
     if (P.runs.length > 40) mapping = setTimeout(drawMap, 120); // of many runs, once the slider rests
     else drawMap();
     drawFront(rows);
-    const inside = [pages.indexOf(P), state.run, dark.matches, document.body.clientWidth].join();
+    const inside = [pages.indexOf(P), state.run, dark.matches, widths.get($("nodes"))].join();
     if (drawn !== inside) drawNodes(); // which no slider moves
     drawn = inside;
     drawSweep(rows);
@@ -1041,8 +1055,11 @@
     document.body.dataset.took = String(performance.now() - began);
   };
   const begin = () => {
-    $("page").hidden = false;
+    drawn = legend = table.form = raced.key = "";
     restore();
+    $("page").hidden = false;
+    $("sweep").hidden = !P.varied.length;
+    $("inside").hidden = !P.runs.some((run) => run.nodes || run.timeline);
     $("subtitle").textContent = P.title;
     $("which").hidden = pages.length < 2;
     fill($("comparison"), pages.map((own, i) => [String(i), own.name || own.title]), String(pages.indexOf(P)));
@@ -1084,9 +1101,6 @@
       const kept = P ? written() : location.hash.slice(1), focused = document.activeElement && document.activeElement.id;
       digest = answer.digest;
       pages.splice(0, pages.length, ...answer.pages);
-      drawn = "";
-      raced = { key: "" };
-      table.form = "";
       history.replaceState(null, "", `#${kept}`);
       begin();
       if (focused && $(focused)) $(focused).focus();
