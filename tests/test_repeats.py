@@ -13,6 +13,7 @@ from torch import Tensor
 import vsim
 from vsim import Trainer
 from vsim.data import digits
+from vsim.engine import Settings, batched
 from vsim.engine.machine import repeating
 from vsim.models import MLP
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
@@ -89,6 +90,20 @@ def test_all_that_trains_is_made_to_repeat(way: str, deterministic: bool, monkey
         getattr(Trainer(model, train, val), way)(strategy=DiLoCoStrategy(H=2), **options)
     assert deterministic in SEEN  # a first look at the model is taken before
     assert deterministic or True not in SEEN
+
+
+def test_on_an_accelerator_nodes_are_not_cut_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def settings_of(**options: Any) -> Settings:
+        trainer = Trainer(MLP(hidden=(8,), seed=0), digits()[0])
+        return (
+            trainer.prepare(strategy=DiLoCoStrategy(H=2), num_nodes=4, max_steps=2, **options).only[1].executor.settings
+        )
+
+    assert settings_of(deterministic=True) == Settings(exact=True)
+    monkeypatch.setattr(batched, "favors_loops", lambda device: False)
+    assert settings_of() == Settings()
+    assert settings_of(deterministic=True) == Settings(chunk_size=4)
+    assert settings_of(deterministic=True, chunk_size=2) == Settings(chunk_size=2)
 
 
 def test_on_mps_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,8 +247,10 @@ def _stacked(
     objective = Objective(whole.module, copy.deepcopy(spec.loss_fn)).to(device)
     objective.originals = tuple(run.spec.model for run in runs)
     # On an accelerator a run only repeats (see `repeating`): the forms for all nodes have other kernels than one node.
-    exact = spec.deterministic and batched.favors_loops(device)
-    settings = Settings(spec.autocast, exact, spec.chunk_size, spec.compile)
+    # It takes all nodes at once, because pieces that follow from free memory would not repeat.
+    repeats = spec.deterministic and not batched.favors_loops(device)
+    chunk_size = spec.chunk_size or (whole.num_held if repeats else None)
+    settings = Settings(spec.autocast, spec.deterministic and not repeats, chunk_size, spec.compile)
     first = 0
     for run, replicas in zip(runs, rows.parts, strict=True):
         run.rows, run.objective, run.interrupt = range(first, first + len(run.nodes)), objective, interrupt
