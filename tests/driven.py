@@ -112,11 +112,8 @@ class _SplitCollectives(Collectives):
 
     def __init__(self, meeting: _Meeting, rank: int, num_nodes: int) -> None:
         super().__init__(Ledger(num_nodes), range(rank, rank + 1))
+        self.ranges = [range(node, node + 1) for node in range(num_nodes)]
         self.meeting, self.rank = meeting, rank
-
-    @property
-    def ranges(self) -> list[range]:
-        return [range(node, node + 1) for node in range(self.num_nodes)]
 
     def anew(self, active: Sequence[int]) -> _SplitCollectives:
         return _SplitCollectives(self.meeting, self.rank, len(active))

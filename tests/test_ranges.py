@@ -474,3 +474,20 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "num_processes=2" in capsys.readouterr().out
     assert cli.main(["compare", *problem, "--processes", "x"]) == 2
     assert "num_processes must be a whole number or 'auto', got 'x'" in capsys.readouterr().err
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node of AdamW keeps four rows of 293 weights (weights, gradients, two moments) and a generator: 9,744 bytes."""
+    monkeypatch.setattr("vsim.engine.memory.total_bytes", lambda device: 80_000)
+    trainer = Trainer(small_mlp(), vectors())
+    run: dict[str, Any] = {"strategy": FedAvgStrategy(lr=1e-3), "max_steps": 1, "batch_size": 2, "progress": False}
+    trainer.fit(num_nodes=8, **run)
+    for options in ({}, in_processes(3)):
+        with pytest.raises(ValueError, match=r"num_nodes=9 nodes take .* at most 8 fit.*num_processes="):
+            trainer.fit(num_nodes=9, **run, **options)
+    monkeypatch.setattr("vsim.engine.memory.total_bytes", lambda device: 9_000)
+    with pytest.raises(ValueError, match=r"not even one fits.*has to fit on a device whole"):
+        trainer.fit(num_nodes=1, **run)

@@ -90,7 +90,7 @@ class Collectives(ABC):
 
     Attributes:
         active: the numbers, as in the ledger, of the nodes that take part now. num_nodes: their number n. nodes: the R
-            nodes held here.
+            nodes held here. ranges: the nodes that each process holds, in the order of the processes.
         ledger: records the calls.
         step, moment: the step that calls now belong to, and whether they come before its optimizer step ("gradients")
             or after it ("weights"). The cluster and the strategy set both.
@@ -98,7 +98,7 @@ class Collectives(ABC):
     """
 
     def __init__(self, ledger: Ledger, nodes: range, active: Sequence[int] | None = None) -> None:
-        self.ledger, self.nodes = ledger, nodes
+        self.ledger, self.nodes, self.ranges = ledger, nodes, [nodes]
         self.attend(range(ledger.num_nodes) if active is None else active)
         self.step, self.moment = 0, "weights"
         self.label = ""
@@ -366,11 +366,6 @@ class Collectives(ABC):
         return finish
 
     # What a backend defines -----------------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def ranges(self) -> list[range]:
-        """The nodes that each process holds, in the order of the processes."""
 
     @abstractmethod
     def anew(self, active: Sequence[int]) -> Collectives:

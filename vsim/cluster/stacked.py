@@ -18,10 +18,6 @@ class StackedCollectives(Collectives):
     def __init__(self, ledger: Ledger, active: Sequence[int] | None = None) -> None:
         super().__init__(ledger, range(ledger.num_nodes if active is None else len(active)), active)
 
-    @property
-    def ranges(self) -> list[range]:
-        return [self.nodes]
-
     def anew(self, active: Sequence[int]) -> StackedCollectives:
         return StackedCollectives(self.ledger, active)
 

@@ -44,12 +44,15 @@ def total_bytes(device: torch.device) -> int:
     return int(min(limits))
 
 
-def check_room(number: int, bytes_each: int, device: torch.device, of: str = "nodes") -> None:
+def check_room(number: int, bytes_each: int, device: torch.device, of: str = "nodes", advice: str = "") -> None:
     """Raise a ValueError if a device has no room for this many nodes, or processes, of at least `bytes_each` bytes."""
-    if number * bytes_each > total_bytes(device):
+    total = total_bytes(device)
+    if number * bytes_each > total:
+        most = total // bytes_each
+        fitting = f"at most {most} fit" if most else "not even one fits"
         raise ValueError(
-            f"num_{of}={number} {of} take {number * bytes_each / 1e9:.3g} GB at the least, and {device.type} "
-            f"has {total_bytes(device) / 1e9:.3g} GB; at most {total_bytes(device) // bytes_each} fit"
+            f"num_{of}={number} {of} take {number * bytes_each / 1e9:.3g} GB at the least, and {device.type} has "
+            f"{total / 1e9:.3g} GB; {fitting}{advice}"
         )
 
 

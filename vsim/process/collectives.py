@@ -78,9 +78,10 @@ class ProcessCollectives(Collectives):
 
     def __init__(self, ledger: Ledger, exact: bool, active: Sequence[int] | None = None) -> None:
         self.rank = dist.get_rank()
-        self._ranges = even_ranges(ledger.num_nodes if active is None else len(active), dist.get_world_size())
-        self.rank_of = [rank for rank, nodes in enumerate(self._ranges) for _ in nodes]
-        super().__init__(ledger, self._ranges[self.rank], active)
+        ranges = even_ranges(ledger.num_nodes if active is None else len(active), dist.get_world_size())
+        self.rank_of = [rank for rank, nodes in enumerate(ranges) for _ in nodes]
+        super().__init__(ledger, ranges[self.rank], active)
+        self.ranges = ranges
         self.exact = exact
         # The device on which the group's backend can access tensors.
         self.device = torch.device(_DEVICES.get(dist.get_backend(), "cpu"))
@@ -91,10 +92,6 @@ class ProcessCollectives(Collectives):
             # of them would wait for the others. If two ranks have the same GPU, this call says so.
             with completing(f"the first collective of rank {self.rank}"):
                 dist.all_reduce(torch.ones(1, device=self.device))
-
-    @property
-    def ranges(self) -> list[range]:
-        return self._ranges
 
     def anew(self, active: Sequence[int]) -> ProcessCollectives:
         return ProcessCollectives(self.ledger, self.exact, active)

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from vsim.engine.machine import check_repeats, devices_of_nodes, pick_device, using_threads
+from vsim.engine.memory import check_room
 from vsim.process.collectives import completing, open_group
 from vsim.process.options import ProcessOptions, backend_for, default_threads, num_cores
+from vsim.training.setup import WAYS_OUT, bytes_of_node
 from vsim.training.spec import RunSpec
 
 # num_processes="auto" takes several processes on a CPU for models of at least this many weights.
@@ -110,7 +112,11 @@ def options_of(spec: RunSpec, device: str | torch.device | None, num_processes: 
     for each in devices if spec.deterministic else ():
         check_repeats(each)
     threads = spec.threads_per_process or default_threads(here)
-    return ProcessOptions(here, devices, threads, spec.timeout_seconds or 600.0)
+    options = ProcessOptions(here, devices, threads, spec.timeout_seconds or 600.0)
+    if spec.num_processes is not None:
+        nodes_on_device = options.most_on_a_device * -(-spec.num_nodes // num_processes)
+        check_room(nodes_on_device, bytes_of_node(spec), devices[0], advice=WAYS_OUT)
+    return options
 
 
 @contextmanager

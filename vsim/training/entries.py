@@ -24,7 +24,6 @@ from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, fold
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
-from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import CheckpointError
 from vsim.engine.memory import available_bytes
 from vsim.records.history import History, write_json
@@ -98,9 +97,7 @@ class Processes:
         """Whether this is the first process, which writes files."""
         return True
 
-    def connect(self, ledger: Ledger, spec: RunSpec) -> Collectives:
-        """Return the collectives of a run."""
-        return StackedCollectives(ledger)
+    connect: Callable[[Ledger, RunSpec], Collectives] | None = None  # makes the collectives of a run
 
     def agreed(self, value: Any) -> Any:
         """Return the first process's value, when all processes have called this."""

@@ -60,6 +60,10 @@ from vsim.training.rows import FewRows, Rows
 from vsim.training.run import Ensemble, Run, Stack
 from vsim.training.spec import RunSpec
 
+WAYS_OUT = (
+    ". Fewer nodes, or more devices or machines (num_processes=, see docs/scaling.md), take less each; a node's model "
+    "has to fit on a device whole"
+)
 # Models of at most this many weights get a row per node even if the nodes are equal, because copying the row is faster
 # than a separate call.
 _SMALL = 2**16
@@ -70,14 +74,14 @@ def prepare(
     reports: Sequence[Reporter],
     histories: Sequence[History],
     device: torch.device,
-    connect: Callable[[Ledger, RunSpec], Collectives] = lambda ledger, spec: StackedCollectives(ledger),
+    connect: Callable[[Ledger, RunSpec], Collectives] | None = None,
     interrupt: Interrupt | None = None,
 ) -> Ensemble:
     """Set up runs that train together.
 
     Args:
         specs, reports, histories: one per run; reports and histories receive the outcomes.
-        connect: makes the collectives of a run, which say which nodes this process holds; default: all nodes.
+        connect: makes the collectives of a run, which say which nodes this process holds; None: all nodes.
         interrupt: the request to stop that all runs share.
 
     Raises:
@@ -86,11 +90,9 @@ def prepare(
     """
     runs = []
     for spec, report, history in zip(specs, reports, histories, strict=True):
-        weights = [p.nbytes for p in spec.model.parameters() if p.requires_grad]
-        of_node = generator(spec.seed, NODE).get_state().nbytes
-        collectives = connect(history.ledger, spec)  # the ledger may be of another run
-        num_held = min(spec.num_nodes, len(collectives.nodes))
-        check_room(num_held, of_node + (0 if spec.strategy.shares_weights else sum(weights)), device)
+        ledger = history.ledger  # may be of another run
+        collectives = StackedCollectives(ledger) if connect is None else connect(ledger, spec)
+        check_room(min(spec.num_nodes, len(collectives.nodes)), bytes_of_node(spec), device, advice=WAYS_OUT)
         own = None if len(specs) == 1 else OwnGlobals(spec.seed, device)
         with nullcontext() if own is None else own.here():
             batches = _batches(spec, collectives)
@@ -106,6 +108,18 @@ def prepare(
     return assemble(runs, executor_class(specs[0].executor, specs[0].compile), device, interrupt)
 
 
+def bytes_of_node(spec: RunSpec) -> int:
+    """Return the bytes that a node takes at the least: for weights, gradients, buffers and the optimizer's state."""
+    row = sum(p.nbytes for p in spec.model.parameters() if p.requires_grad)
+    in_one = not spec.deterministic
+    optim = spec.strategy.optim_spec
+    moments = len(optim.state_names() - {"step"}) if optim.elementwise else 0  # others may keep less than a row
+    weights = 0 if in_one and spec.strategy.shares_weights else row * (1 + moments)
+    grads = 0 if in_one and spec.strategy.shares_grads else row
+    of_generator = generator(spec.seed, NODE).get_state().nbytes
+    return of_generator + weights + grads + sum(b.nbytes for b in spec.model.buffers())
+
+
 def _batches(spec: RunSpec, collectives: Collectives) -> Batches:
     """Return the batches of the nodes that this process holds."""
     held, everyone = collectives.nodes, spec.population
@@ -113,15 +127,13 @@ def _batches(spec: RunSpec, collectives: Collectives) -> Batches:
     apart = is_factory(spec.train_dataset) and len(held) < everyone
 
     def of_all(own: list[int]) -> list[int]:
-        if not apart:
-            return own
         with collectives.unbilled():
             numbers: list[int] = collectives.all_gather(torch.tensor(own)).tolist()
         return numbers
 
     noun = "num_nodes" if everyone == spec.num_nodes else "of"
     options = spec.batch_size, spec.shuffle, spec.seed, spec.dataloader_kwargs, noun
-    return Batches(datasets, everyone, *options, held=held, of_all=of_all)
+    return Batches(datasets, everyone, *options, held=held, of_all=of_all if apart else list)
 
 
 def client_datasets(spec: RunSpec) -> list[Dataset[Any]]:
