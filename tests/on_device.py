@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from vsim_kernels import alignment, codebooks
 
 from vsim import Callback, Compute, Network, Sample, Schedule, Trainer, load_checkpoint
+from vsim.cluster.optim import OPTIMIZERS
 from vsim.engine import batched
 from vsim.engine.machine import devices_of_nodes, moved
 from vsim.models import CNN, GPT, MLP
@@ -184,6 +185,42 @@ def test_every_model_reads_losses_once_a_step(name: str, options: dict[str, Any]
     np.testing.assert_allclose(there.history.node_losses, here.node_losses, rtol=rtol)
     if name != "CNN, batch norm":  # whose biases before a norm have gradients of nothing but rounding
         np.testing.assert_allclose(there.history["global_loss"][-1], here["global_loss"][-1], rtol=rtol)
+
+
+@profiles
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"adafactor", "lbfgs", "muon", "sparseadam"}))
+def test_optimizers(name: str, profile: str) -> None:
+    def fit(device: Any, **more: Any) -> Trainer:
+        return run(DiLoCoStrategy(inner_optim=name, H=3), device, **more)
+
+    here, noting = fit("cpu").history.node_losses, Noting()
+    with accelerator(profile):
+        there = fit(DEVICE, callbacks=[noting]).history.node_losses
+    np.testing.assert_allclose(there, here, rtol=1e-4)  # separate operations round otherwise than fused ones
+    # torch's own ASGD reads the number of its step, and its Rprop writes to what three masks select.
+    more = {("asgd", "cuda"): 1, ("asgd", "mps"): 1, ("rprop", "mps"): 3}.get((name, profile), 0)
+    assert set(np.diff(noting.counts)[:-1]) == {1 + more}
+
+
+@profiles
+def test_a_model_is_explained(profile: str) -> None:
+    with accelerator(profile):
+        found = Trainer(gpt(), texts, device=DEVICE).explain(strategy=diloco(), num_nodes=4, batch_size=8)
+    assert (found.executor, found.reason) == ("vmap", "")
+
+
+@profiles
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+def test_errors_of_a_model_are_those_of_the_cpu(executor: str, profile: str) -> None:
+    def fit(device: Any) -> None:
+        trainer = Trainer(MLP(in_features=63, hidden=(), seed=0).layers, uneven, loss_fn=F.cross_entropy, device=device)
+        trainer.fit(strategy=diloco(), num_nodes=4, max_steps=2, batch_size=8, executor=executor, progress=False)
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as here:
+        fit("cpu")
+    with accelerator(profile), pytest.raises(RuntimeError) as there:
+        fit(DEVICE)
+    assert str(there.value) == str(here.value)
 
 
 @profiles

@@ -38,8 +38,9 @@ ELEMENTWISE = frozenset(
 )
 # Fused kernels pass over memory once, not once for each operation; the last bits may differ from separate operations.
 # Less precise weights would differ more, because separate operations each round, and torch's fused SGD is wrong for
-# bfloat16.
-_FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
+# bfloat16. Adagrad has a fused kernel on CPU and CUDA only.
+_FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW})
+_FUSED_ON_SOME = frozenset({*_FUSED, torch.optim.Adagrad})
 _PRECISE = (torch.float32, torch.float64)
 _CHOICE_OF_KERNEL = {"fused", "foreach", "differentiable", "capturable"}
 
@@ -237,7 +238,8 @@ class OptimSpec:
             raise ValueError(f"{self} tells parameters by name, which an outer optimizer does not; leave out rest=")
         kwargs = copy.deepcopy(self.kwargs)
         picks = not (deterministic or _CHOICE_OF_KERNEL & kwargs.keys() or weights[0].is_meta)
-        if picks and self.cls in _FUSED and weights[0].dtype in _PRECISE:
+        fused = _FUSED_ON_SOME if weights[0].device.type in ("cpu", "cuda") else _FUSED
+        if picks and self.cls in fused and weights[0].dtype in _PRECISE:
             kwargs["fused"] = True
         return in_training(self.cls([_with_grad(w, g) for w, g in zip(weights, grads, strict=True)], **kwargs))
 

@@ -443,6 +443,8 @@ def explained(error: Exception, objective: Objective, batch: Any, nodes: int, wh
         when: names the step.
     """
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    while len(frames) > 1 and frames[-1].co_name == "__torch_function__":  # the operation itself has no frame
+        frames.pop()
     kept = _attached_in(objective.model) if re.search("escaped|graph a second time", str(error)) else []
     raised_there = Objective.forward.__code__ in frames and Path(frames[-1].co_filename).parent != Path(__file__).parent
     if not (kept or raised_there) or type(error).__module__ != "builtins":

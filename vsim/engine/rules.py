@@ -430,7 +430,10 @@ def _empty(nodes: Nodes, operation: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _is_of_torch() -> bool:
     """Return whether torch's own code is asking, to which a wrapper always answers that no gradient is needed."""
-    return str(sys._getframe(3).f_globals.get("__name__")).startswith("torch.")
+    frame = sys._getframe(3)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # of another mode
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__")).startswith("torch.")
 
 
 @rule_of_wrapped(torch.Tensor.requires_grad.__get__)  # type: ignore[attr-defined]
