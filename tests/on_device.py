@@ -21,8 +21,11 @@ from vsim_kernels import alignment, codebooks
 
 from vsim import Callback, Compute, Network, Sample, Schedule, Trainer, load_checkpoint
 from vsim.cluster.optim import OPTIMIZERS
-from vsim.engine import batched
+from vsim.cluster.replicas import Replicas
+from vsim.engine import LoopExecutor, VmapExecutor, batched
+from vsim.engine.executor import Settings
 from vsim.engine.machine import devices_of_nodes, moved
+from vsim.engine.objective import Objective
 from vsim.models import CNN, GPT, MLP
 from vsim.process.options import backend_for
 from vsim.records.history import OF_THE_MACHINE
@@ -299,6 +302,31 @@ def test_only_copies_of_pinned_memory_to_cuda_are_asynchronous(
     moved({"x": torch.ones(2)}, torch.device(device))
     pins, how = ["pin"] * (device == "cuda" and not is_pinned), {"non_blocking": True} if device == "cuda" else {}
     assert calls == [*pins, (torch.device(device), how)]
+
+
+def test_tables_that_mps_cannot_look_up_in() -> None:
+    def at_once(rows: int, width: int, chunk_size: int | None = None, device: str = "mps", num_nodes: int = 64) -> int:
+        module = nn.ModuleDict({"table": nn.Embedding(rows, width, device="meta"), "head": nn.Linear(2, 2)})
+        replicas = Replicas.of(module.to("meta"), num_nodes, torch.device("meta"))
+        replicas.weights = mock.Mock(device=torch.device(device), shape=replicas.weights.shape)
+        return VmapExecutor.nodes_at_once(replicas, Settings(chunk_size=chunk_size))
+
+    assert at_once(2**20, 2**6, chunk_size=31) == 31
+    for too_many in (32, 64):
+        with pytest.raises(ValueError, match=f"chunk_size={too_many} nodes .* at most chunk_size=31"):
+            at_once(2**20, 2**6, chunk_size=too_many)
+    assert at_once(2**20, 2**6, chunk_size=64, device="cuda") == 64
+    assert at_once(2**20, 2**11 - 1, num_nodes=2) == 1
+    with pytest.raises(ValueError, match=r"table.weight has 2147483648 entries.*device='cpu'"):
+        at_once(2**20, 2**11)
+
+
+def test_no_weights_are_copied_for_their_place_in_memory() -> None:
+    with accelerator() as device:
+        replicas = Replicas.of(MLP(in_features=3, hidden=(5,), num_classes=3, seed=0), 3, device)
+        streams = [torch.Generator(device) for _ in range(3)]
+        for executor in (VmapExecutor, LoopExecutor):
+            assert executor(replicas, Objective(replicas.module), streams)._moved == []
 
 
 class Lookup(nn.Module):

@@ -4,6 +4,8 @@ On the CPU, a lookup checks its indices and raises an IndexError. CUDA checks th
 no later operation of the process works. MPS does not check them. Therefore indices and class labels are clamped to
 their range there, and the loss of a node that has others becomes NaN, all without a read by the host. When the host
 reads a NaN, `Objective.check_indices` computes the loss again on the CPU, which raises the error.
+
+On MPS, lookups in large tables are wrong, too: `tables_at_once` keeps them small.
 """
 
 from __future__ import annotations
@@ -16,6 +18,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from vsim.cluster.replicas import Replicas
+
+# Up to 2.13, PyTorch returns zeros for lookups in larger tables on MPS [github.com/pytorch/pytorch/issues/188756].
+_ENTRIES_ON_MPS = 2**31 - 1
 _LOOKUPS = (F.embedding, F.embedding_bag)
 _LOSSES = (F.cross_entropy, F.nll_loss)
 
@@ -24,6 +30,24 @@ def is_off_cpu(batch: Any) -> bool:
     """Return whether the tensors of a batch lie on an accelerator."""
     first = next((t for t in tree_leaves(batch) if isinstance(t, Tensor)), None)
     return first is not None and first.device.type not in ("cpu", "meta")
+
+
+def tables_at_once(replicas: Replicas) -> int:
+    """Return the number of nodes whose embedding tables a device can look up in as one.
+
+    Raises:
+        ValueError: a single node's table is too large.
+    """
+    tables = {c.name: c.shape.numel() for c in replicas.layout if c.name in replicas.embeddings}
+    if replicas.weights.device.type != "mps" or not tables:
+        return replicas.num_held
+    name, largest = max(tables.items(), key=lambda table: table[1])
+    if largest > _ENTRIES_ON_MPS:
+        raise ValueError(
+            f"the embedding table {name} has {largest} entries, and on MPS PyTorch looks up zeros in tables of more "
+            f"than {_ENTRIES_ON_MPS}: give device='cpu'"
+        )
+    return min(replicas.num_held, _ENTRIES_ON_MPS // largest)
 
 
 class InRange(TorchFunctionMode):

@@ -21,6 +21,7 @@ from vsim.engine.batched import NodesDifferError, VmapError
 from vsim.engine.executor import Before, Executor, Settings, check_depends, cloned, write_gradients
 from vsim.engine.loop import LoopExecutor, agrees_with_loop, rounding
 from vsim.engine.objective import Objective, listed
+from vsim.engine.ranges import tables_at_once
 from vsim.engine.rules import InexactError, Lowering
 from vsim.private_torch import has_backward_hooks, version, without_performance_warnings
 
@@ -125,10 +126,21 @@ class VmapExecutor(Executor):
 
     @staticmethod
     def nodes_at_once(replicas: Replicas, settings: Settings) -> int:
-        """Return the largest number of nodes in a vmapped call."""
+        """Return the largest number of nodes in a vmapped call.
+
+        Raises:
+            ValueError: the device cannot look up in tables of this size.
+        """
         on_cpu = replicas.weights.device.type in ("cpu", "meta")
         most = WEIGHTS_AT_ONCE if on_cpu else WEIGHTS_AT_ONCE_ON_ACCELERATORS
-        return min(replicas.num_held, settings.chunk_size or max(1, most // replicas.num_parameters))
+        wanted = min(replicas.num_held, settings.chunk_size or max(1, most // replicas.num_parameters))
+        fitting = tables_at_once(replicas)
+        if settings.chunk_size is not None and fitting < wanted:
+            raise ValueError(
+                f"chunk_size={settings.chunk_size} nodes at once have an embedding table with more entries than "
+                f"PyTorch looks up on MPS; at most chunk_size={fitting} here"
+            )
+        return min(wanted, fitting)
 
     @property
     def name(self) -> str:  # type: ignore[override]
