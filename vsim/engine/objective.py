@@ -15,7 +15,7 @@ import random
 import re
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from traceback import walk_tb
@@ -164,23 +164,19 @@ class Objective(nn.Module):
     def forward(self, batch: Any, with_accuracy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the scalars (loss, accuracy); accuracy is None unless it is requested and known."""
         batch = as_given(batch)
-        if not is_off_cpu(batch):
-            return self._outcome(batch, with_accuracy)
-        in_range = InRange()
-        with in_range:
-            loss, accuracy = self._outcome(batch, with_accuracy)
-        return in_range.spoiled(loss), accuracy
-
-    def _outcome(self, batch: Any, with_accuracy: bool) -> tuple[Tensor, Tensor | None]:
-        if self.loss_fn is None:
-            both = getattr(self.model, "loss_and_accuracy", None) if with_accuracy else None
-            loss, accuracy = (self._outputs(batch), None) if both is None else both(batch)
-        else:
-            x, y = _inputs_and_targets(batch)
-            outputs = self.model(x)
-            loss = self.loss_fn(outputs, y)
-            accuracy = _accuracy(outputs, y) if with_accuracy else None
-        return _scalar(_loss_of(loss), "the loss"), None if accuracy is None else _scalar(accuracy, "the accuracy")
+        in_range = InRange() if is_off_cpu(batch) else None
+        with in_range or nullcontext():
+            if self.loss_fn is None:
+                both = getattr(self.model, "loss_and_accuracy", None) if with_accuracy else None
+                loss, accuracy = (self._outputs(batch), None) if both is None else both(batch)
+            else:
+                x, y = _inputs_and_targets(batch)
+                outputs = self.model(x)
+                loss = self.loss_fn(outputs, y)
+                accuracy = _accuracy(outputs, y) if with_accuracy else None
+            loss = _scalar(_loss_of(loss), "the loss")
+        loss = loss if in_range is None else in_range.spoiled(loss)
+        return loss, None if accuracy is None else _scalar(accuracy, "the accuracy")
 
     def check_indices(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
         """Raise the IndexError that the loss of one node raises on the CPU, if any, see `vsim.engine.ranges`.

@@ -33,13 +33,13 @@ def is_off_cpu(batch: Any) -> bool:
 
 
 def tables_at_once(replicas: Replicas) -> int:
-    """Return the number of nodes whose embedding tables a device can look up in as one.
+    """Return the number of nodes whose embedding tables MPS can look up in as one.
 
     Raises:
         ValueError: a single node's table is too large.
     """
     tables = {c.name: c.shape.numel() for c in replicas.layout if c.name in replicas.embeddings}
-    if replicas.weights.device.type != "mps" or not tables:
+    if not tables:
         return replicas.num_held
     name, largest = max(tables.items(), key=lambda table: table[1])
     if largest > _ENTRIES_ON_MPS:

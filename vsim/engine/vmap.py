@@ -134,7 +134,7 @@ class VmapExecutor(Executor):
         on_cpu = replicas.weights.device.type in ("cpu", "meta")
         most = WEIGHTS_AT_ONCE if on_cpu else WEIGHTS_AT_ONCE_ON_ACCELERATORS
         wanted = min(replicas.num_held, settings.chunk_size or max(1, most // replicas.num_parameters))
-        fitting = tables_at_once(replicas)
+        fitting = tables_at_once(replicas) if replicas.weights.device.type == "mps" else wanted
         if settings.chunk_size is not None and fitting < wanted:
             raise ValueError(
                 f"chunk_size={settings.chunk_size} nodes at once have an embedding table with more entries than "
