@@ -375,6 +375,14 @@ class Collectives(ABC):
         """Return the value of every process, in their order, when all have called this; it is not billed."""
         return [value]
 
+    def all_rows(self, stacked: Tensor, held: Sequence[int], label: str) -> Tensor:
+        """Return the rows (n, …) of all processes, in their order, when all have called this; it is not billed.
+
+        Args:
+            stacked: the rows of this process. held: the number of rows of every process. label: for error messages.
+        """
+        return stacked
+
     def from_process(self, tensor: Tensor, rank: int) -> Tensor:
         """Return the tensor of one process, when all have called this with tensors of its shape; it is not billed."""
         return tensor

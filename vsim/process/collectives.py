@@ -74,9 +74,16 @@ class ProcessCollectives(Collectives):
             are bitwise equal to the simulator's. Otherwise reduce the rows held here, then use the process group's
             reduction.
         active: the nodes that take part; default all.
+        tags: numbers of messages, if several runs send messages between the same processes.
     """
 
-    def __init__(self, ledger: Ledger, exact: bool, active: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        exact: bool,
+        active: Sequence[int] | None = None,
+        tags: Iterator[int] | None = None,
+    ) -> None:
         self.rank = dist.get_rank()
         ranges = even_ranges(ledger.num_nodes if active is None else len(active), dist.get_world_size())
         self.rank_of = [rank for rank, nodes in enumerate(ranges) for _ in nodes]
@@ -86,7 +93,8 @@ class ProcessCollectives(Collectives):
         # The device on which the group's backend can access tensors.
         self.device = torch.device(_DEVICES.get(dist.get_backend(), "cpu"))
         self._gathers_at_once = dist.get_backend() == "nccl"
-        self._messages = 0
+        # All processes number their messages alike, so that messages are not confused. After a join they begin at 1.
+        self._common_tags, self._tags = tags, itertools.count(1) if tags is None else tags
         if self._gathers_at_once:
             # nccl connects the ranks at the first call, which must therefore be one of all ranks: messages between some
             # of them would wait for the others. If two ranks have the same GPU, this call says so.
@@ -94,7 +102,7 @@ class ProcessCollectives(Collectives):
                 dist.all_reduce(torch.ones(1, device=self.device))
 
     def anew(self, active: Sequence[int]) -> ProcessCollectives:
-        return ProcessCollectives(self.ledger, self.exact, active)
+        return ProcessCollectives(self.ledger, self.exact, active, self._common_tags)
 
     def of_processes(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * dist.get_world_size()
@@ -127,12 +135,20 @@ class ProcessCollectives(Collectives):
 
         return finish
 
+    def all_rows(self, stacked: Tensor, held: Sequence[int], label: str) -> Tensor:
+        self.label = label
+        return self._gathered(stacked, held)()
+
     def _all_gather(self, stacked: Tensor) -> Finish:
-        own, size = self._as_bytes(stacked), len(self.ranges)
-        rows = own.new_empty(self.num_nodes, own.shape[1])
-        by_rank = [rows[nodes.start : nodes.stop] for nodes in self.ranges]
+        return self._gathered(stacked, [len(nodes) for nodes in self.ranges])
+
+    def _gathered(self, stacked: Tensor, held: Sequence[int]) -> Finish:
+        """Gather the rows of all processes, which hold that many."""
+        own, size = self._as_bytes(stacked), len(held)
+        rows = own.new_empty(sum(held), own.shape[1])
+        by_rank = list(rows.split([*held]))
         if self._gathers_at_once:  # nccl knows the links between GPUs
-            if len({len(nodes) for nodes in self.ranges}) == 1:
+            if len(set(held)) == 1:
                 wait = self._issue("all_gather", lambda: [dist.all_gather_into_tensor(rows, own, async_op=True)])
             else:  # nccl, unlike gloo, takes ranges of different sizes
                 wait = self._issue("all_gather", lambda: [dist.all_gather(by_rank, own, async_op=True)])
@@ -140,8 +156,7 @@ class ProcessCollectives(Collectives):
         # Exchange in turns, so that a connection carries one message each way. In gloo's own ring, a node's request
         # waits behind the data that it sends, which takes up to 1.5 times as long.
         by_rank[self.rank].copy_(own)
-        self._messages += 1  # as in `_delivered`
-        tag = self._messages
+        tag = next(self._tags)
 
         def turn(by: int) -> Callable[[], None]:
             src, dst = (self.rank - by) % size, (self.rank + by) % size
@@ -186,7 +201,7 @@ class ProcessCollectives(Collectives):
             like: a stacked tensor (R, …); every part has the shape and dtype of its rows. The result is (n, …).
         """
         # Send from node to node, because groups that change with each call would need a new process group each time.
-        self._messages += 1  # a tag, the same in all processes, so that messages are not confused
+        tag = next(self._tags)
         arriving = [src for src, dst in pairs if dst in self.nodes]
         width = math.prod(like.shape[1:]) * like.element_size()
         rows = torch.empty(len(arriving), width, dtype=torch.uint8, device=self.device)
@@ -196,11 +211,11 @@ class ProcessCollectives(Collectives):
             if dst in self.nodes:
                 place = next(places)
                 if sent is None:
-                    messages.append(dist.P2POp(dist.irecv, place, self.rank_of[src], tag=self._messages))
+                    messages.append(dist.P2POp(dist.irecv, place, self.rank_of[src], tag=tag))
                 else:
                     place.copy_(sent)
             elif sent is not None:
-                messages.append(dist.P2POp(dist.isend, sent, self.rank_of[dst], tag=self._messages))
+                messages.append(dist.P2POp(dist.isend, sent, self.rank_of[dst], tag=tag))
         wait = self._issue("messages", lambda: dist.batch_isend_irecv(messages) if messages else [])
         return lambda: self._from_bytes(rows, like, wait)
 

@@ -6,6 +6,7 @@ they reduce the rows held here first, and then between the processes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -31,12 +32,15 @@ Tell = Callable[[int, Any], None]  # number of a run, its `StepReport` or what e
 class Ranks(Processes):
     """The ranks of the default process group, each of which holds a range of every run's nodes."""
 
+    def __init__(self) -> None:
+        self.tags = itertools.count(1)
+
     @property
     def is_first(self) -> bool:
         return dist.get_rank() == 0
 
     def connect(self, ledger: Ledger, spec: RunSpec) -> ProcessCollectives:
-        return ProcessCollectives(ledger, spec.deterministic)
+        return ProcessCollectives(ledger, spec.deterministic, tags=self.tags)
 
     def agreed(self, value: Any) -> Any:
         message = [value]

@@ -184,17 +184,18 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
         Whether a process of the run has been asked to stop after this step.
     """
     stops = False
+    stepping = [(run, rows) for run, rows in stack.rows if run.trains and run.cluster.step == step]
     values = losses.tolist() if ensemble.is_alone else []
-    for run, rows in stack.rows:
-        if not run.trains or run.cluster.step != step:
-            continue
+    others = {} if ensemble.is_alone else _of_all_nodes(losses, batch, stepping, ensemble.interrupt.requested)
+    for run, rows in stepping:
         resting = run.cluster.resting_nodes
         if ensemble.is_alone:
             run.node_losses = values[rows]
             taking = (row for row in range(rows.start, rows.stop) if row - rows.start not in resting)
             sizes = sizes_of(batch, taking)
         else:
-            run.node_losses, stops, of_nodes = _of_all_nodes(losses, batch, rows, ensemble, run)
+            run.node_losses, requests, *of_nodes = others[run].T.tolist()
+            stops = any(requests)
             examples, tokens = (sum(n for node, n in enumerate(own) if node not in resting) for own in of_nodes)
             sizes = int(examples), int(tokens)
         run.examples, run.tokens = run.examples + sizes[0], run.tokens + sizes[1]
@@ -420,15 +421,19 @@ def _of_clients(stack: Stack, runs: Sequence[Run], first: int | None = None) -> 
 
 
 def _of_all_nodes(
-    losses: Tensor, batch: Any, rows: slice, ensemble: Ensemble, run: Run
-) -> tuple[list[float], bool, tuple[list[float], list[float]]]:
-    """Return the losses of all nodes (K,), whether any was asked to stop after this step, and their batch sizes.
+    losses: Tensor, batch: Any, stepping: Sequence[tuple[Run, slice]], requested: bool
+) -> dict[Run, Tensor]:
+    """Return run → a row for each of its nodes (K, 4), of all processes, in one message for all runs of a stack.
 
-    The batch sizes are the numbers of examples and of tokens of every node.
+    The columns are the loss, whether the node's process was asked to stop after this step, and the numbers of examples
+    and of tokens in the node's batch.
     """
-    asked = [ensemble.interrupt.requested]
-    of_nodes = [[*asked, *sizes_of(batch, [row])] for row in range(rows.start, rows.stop)]
-    own = torch.cat([losses[rows].cpu().double()[:, None], torch.tensor(of_nodes).double()], 1)  # (R, 4): one message
-    with run.cluster.collectives.unbilled():
-        values, requests, *sizes = run.cluster.collectives.all_gather(own, label="losses").T.tolist()
-    return values, any(requests), (sizes[0], sizes[1])
+    rows = [row for _, own in stepping for row in range(own.start, own.stop)]
+    of_rows = torch.tensor([[requested, *sizes_of(batch, [row])] for row in rows]).double()
+    own = torch.cat([losses[rows].cpu().double()[:, None], of_rows], 1)
+    ranges = [run.cluster.collectives.ranges for run, _ in stepping]
+    counts = [[len(nodes) for nodes in column] for column in zip(*ranges, strict=True)]  # by process, then run
+    found = stepping[0][0].cluster.collectives.all_rows(own, [sum(of_process) for of_process in counts], "losses")
+    parts = iter(found.split([count for of_process in counts for count in of_process]))
+    by_process = [[next(parts) for _ in of_process] for of_process in counts]
+    return {run: torch.cat(own) for (run, _), *own in zip(stepping, *by_process, strict=True)}
