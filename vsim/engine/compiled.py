@@ -19,18 +19,17 @@ from vsim_kernels.alignment import rows_apart
 
 from vsim.cluster.randomness import default_generator, drawing_from
 from vsim.cluster.replicas import Views
+from vsim.engine.batched import favors_loops
 from vsim.engine.executor import Before, cloned
 from vsim.engine.loop import agrees_with_loop, rounding
-from vsim.engine.memory import activation_bytes
 from vsim.engine.rules import cast, is_cast
-from vsim.engine.vmap import Piece, VmapExecutor, even_pieces
+from vsim.engine.vmap import Piece, VmapExecutor
 from vsim.private_torch import (
     allow_saved_tensors_hooks,
     guarding_hooks,
     is_of_compiler,
     is_watched,
     recompile_limit,
-    unwatched,
     what_changed,
     without_guards_on_torch,
     without_messages,
@@ -96,7 +95,7 @@ class CompiledExecutor(VmapExecutor):
         self.known: set[Any] = set()  # shapes for which there is a graph
         self._casts = self.settings.autocast  # or the model itself turns autocast on
         self.changes = 0  # times that the model's Python changed and was compiled again
-        self._pieces_of: dict[Any, list[slice]] = {}  # by the shapes of a batch
+        self._cuts_by_batch = self.settings.chunk_size is None
         of_weights = None if self.replicas.shares_grads else 0
         for module in self.objective.model.modules():
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -178,22 +177,19 @@ class CompiledExecutor(VmapExecutor):
         super()._cut(pieces)
         self._operands = [_Operands.of(piece) for piece in self.pieces]
 
-    def _cut_for(self, batch: Any, shapes: Any) -> None:
-        """Choose the pieces for batches of these shapes. Equal shapes get equal pieces, also in a resumed run."""
-        if shapes not in self._pieces_of:
-            with unwatched():  # a mode that counts the operations of this step must not see this
-                of_node = activation_bytes(self, tree_map(lambda t: t[0], batch))
-            at_once = min(self.at_once, max(1, ACTIVATIONS_AT_ONCE // max(1, of_node)))
-            # Pieces of equal size share a graph.
-            equal = max(n for n in range(1, at_once + 1) if self.replicas.num_held % n == 0)
-            self._pieces_of[shapes] = even_pieces(self.replicas.num_held, equal if 2 * equal >= at_once else at_once)
-        if self._pieces_of[shapes] != [piece.rows for piece in self.pieces]:
-            self._cut(self._pieces_of[shapes])
+    def _at_once_with(self, activations: int) -> int:
+        if favors_loops(self.replicas.weights.device):
+            at_once = min(self.at_once, max(1, ACTIVATIONS_AT_ONCE // max(1, activations)))
+        else:
+            at_once = super()._at_once_with(activations)
+        # Pieces of equal size share a graph.
+        equal = max(n for n in range(1, at_once + 1) if self.replicas.num_held % n == 0)
+        return equal if 2 * equal >= at_once else at_once
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         shapes = tuple(t.shape for t in tree_leaves(batch))
-        if self.settings.chunk_size is None and self.replicas.weights.device.type == "cpu":
-            self._cut_for(batch, shapes)
+        if self._cuts_by_batch:
+            self._cut_for(batch)
         if is_watched():  # a mode counts operations or memory, which a compiled graph hides
             return super()._backward(batch, share, first)
         losses = []
