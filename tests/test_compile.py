@@ -111,7 +111,8 @@ def test_on_cuda_a_graph_of_launches_is_asked_for(monkeypatch: pytest.MonkeyPatc
         losses = ours.losses_and_grads(batch, size)
         torch.testing.assert_close(losses, theirs.losses_and_grads(batch, size))
         torch.testing.assert_close(ours.replicas.grads, theirs.replicas.grads, rtol=1e-4, atol=1e-6)
-    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 2  # a graph for whole batches, one for minibatches
+    # A graph for whole batches, and one for minibatches.
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 2
     weights, grads = ours._operands[0]
     stay = [*weights.values(), *grads.values(), *ours.pieces[0].buffers.values()]
     assert len(stay) > 10 and all(hasattr(t, "_dynamo_static_input_type") for t in stay)

@@ -76,9 +76,9 @@ class CompiledExecutor(VmapExecutor):
     """`VmapExecutor` with losses and gradients compiled by torch.compile into one graph, by functorch's own rules.
 
     On a CPU, a call takes as many nodes as keep ACTIVATIONS_AT_ONCE bytes, unless `settings.chunk_size` gives their
-    number. On CUDA, PyTorch is asked to capture the graph as a CUDA graph, see `captures`. Random operations of the model draw from one stream, different numbers for each node. The draws are
-    reproducible, but differ from those of the other executors. The first step must agree with the loop's up to
-    rounding, unless the model draws.
+    number. On CUDA, PyTorch is asked to capture the graph as a CUDA graph, see `captures`. Random operations of the
+    model draw from one stream, different numbers for each node. The draws are reproducible, but differ from those of
+    the other executors. The first step must agree with the loop's up to rounding, unless the model draws.
 
     Attributes:
         compile_seconds: the duration of the first step; None before it.
