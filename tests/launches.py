@@ -57,7 +57,7 @@ def total(steps: list[Counter[str]]) -> list[int]:
 
 
 # More nodes are more islands, each of which reduces by itself.
-OF_ISLANDS = {"index", "mean", "_index_put_impl_", "index_put_"}
+OF_ISLANDS = {"copy_", "index", "mean", "_index_put_impl_", "index_put_"}
 OF_MEDIANS = {"cat", "ne", "sum", "eq", "abs", "mul", "_local_scalar_dense", "sort"}
 GROW = {
     "FedAvg, median": OF_ISLANDS | OF_MEDIANS,
