@@ -45,6 +45,7 @@ from vsim.strategy import (
     compress,
 )
 from vsim.strategy.communicate import all_reduce
+from vsim.training.run import Diverged
 
 
 class Bad(NamedTuple):
@@ -309,7 +310,7 @@ TABLE = [
     Bad(
         "weights that are not numbers",
         lambda: fit(lost_weight()),
-        FloatingPointError,
+        Diverged,
         r"non-finite loss at step 1 on nodes \[0, 1\]",
     ),
     Bad(
@@ -378,13 +379,13 @@ TABLE = [
     Bad(
         "a loss that is not a number",
         lambda: fit(Model(not_finite)),
-        FloatingPointError,
+        Diverged,
         r"non-finite loss at step 1 on nodes \[0, 1\] \(node 0: nan, node 1: nan\)",
     ),
     Bad(
         "a step that is too large",
         lambda: fit(strategy=Strategy(inner_optim="sgd", lr=1e30), max_steps=9),
-        FloatingPointError,
+        Diverged,
         r"non-finite loss at step \d on nodes \[0, 1\]",
     ),
     # Strategies

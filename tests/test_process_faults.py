@@ -13,7 +13,7 @@ import time
 import types
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -428,14 +428,14 @@ def script(pause: float = 0.0, error_after: int = -1) -> str:
     return textwrap.dedent(text)
 
 
-def started(folder: Path, text: str, mark: str = "") -> subprocess.Popen[str]:
+def started(folder: Path, text: str, mark: str = "", arguments: Sequence[str] = ()) -> subprocess.Popen[str]:
     """Run it as a file, from a folder whose modules are not to be imported."""
     (folder / "code").mkdir()
     (folder / "elsewhere").mkdir()
     for module in ("pickle", "types", "contextlib", "socket"):
         (folder / "elsewhere" / f"{module}.py").write_text("raise ImportError('this is not on the path')")
     (folder / "code" / "script.py").write_text(text)
-    command = [sys.executable, str(folder / "code" / "script.py")]
+    command = [sys.executable, str(folder / "code" / "script.py"), *arguments]
     return subprocess.Popen(
         command,
         cwd=folder / "elsewhere",

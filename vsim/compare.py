@@ -23,6 +23,7 @@ from vsim.engine.objective import LossFunction
 from vsim.grid import made, merged, points, settings_of
 from vsim.network import Compute, Network
 from vsim.process import (
+    NodeFailure,
     Ranks,
     first_device,
     joined_group,
@@ -43,6 +44,7 @@ from vsim.trainer import Trainer
 from vsim.training.configuration import describe_problem
 from vsim.training.entries import Entries, Entry, saving_in
 from vsim.training.interrupt import Interrupted
+from vsim.training.run import Diverged
 from vsim.training.spec import takes_options
 
 
@@ -433,9 +435,10 @@ def _compared(entry: Entry) -> ComparedRun:
     """Return the outcome of an entry, with a UserWarning if it did not reach its end."""
     failure, error = "", entry.error
     if error is not None:
-        diverged = isinstance(error, FloatingPointError)
-        failure = str(error).split(" (")[0] if diverged else f"{type(error).__name__}: {_first_line(error)}"
-        warnings.warn(f"{entry.spec.label}: {error}", UserWarning, stacklevel=4)
+        where = f" ({_first_line(error.__cause__).rstrip(':')})" if isinstance(error.__cause__, NodeFailure) else ""
+        diverged = isinstance(error, Diverged)
+        failure = str(error).split(" (")[0] if diverged else f"{type(error).__name__}: {_first_line(error)}{where}"
+        warnings.warn(f"{entry.spec.label}: {error}{where}", UserWarning, stacklevel=4)
     elif entry.interrupted_at is not None:
         failure = f"interrupted after step {entry.interrupted_at}"
         text = f"{entry.spec.label}: {failure}; the comparison holds its steps so far"
@@ -482,5 +485,5 @@ def _made(model: Any, seed: int) -> nn.Module:
     return made
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]

@@ -34,7 +34,7 @@ from vsim.process.collectives import CollectiveFailure, even_ranges
 from vsim.process.node import Outcome
 from vsim.process.options import ProcessOptions, backend_for
 from vsim.records.progress import StepReport
-from vsim.training.entries import Entries
+from vsim.training.entries import Begun, Entries
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.setup import plan_of
 from vsim.training.spec import RunSpec
@@ -133,7 +133,7 @@ def train_in_processes(
     """
     if os.name != "posix":
         raise RuntimeError(f"backend='process' runs on Linux and macOS; this is {sys.platform}")
-    spec = content if isinstance(content, RunSpec) else content.entries[0].spec
+    spec, *_ = _specs(content)
     of = "nodes" if spec.num_processes is None else "processes"
     check_room(options.num_processes, _LEAST_BYTES, torch.device("cpu"), of)
     plan, first = (None if spec.num_processes else plan_of(spec, None)), spec.first_step
@@ -145,7 +145,7 @@ def train_in_processes(
         store = dist.TCPStore(  # noqa: F841 (serves as long as it is referenced)
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-        run = _Run(spec, options, report, Descriptor(file.fileno()), port)
+        run = _Run(_specs(content), options, report, Descriptor(file.fileno()), port)
         ending.callback(run.end)
         with run.interrupt:
             ranks = range(options.num_processes) if plan is None else plan.machines(first)
@@ -160,8 +160,7 @@ def _ship(content: RunSpec | Entries, file: IO[bytes]) -> None:
     except OSError:
         raise
     except Exception as whole:
-        specs = [content] if isinstance(content, RunSpec) else [entry.spec for entry in content.entries]
-        for spec, field in itertools.product(specs, fields(RunSpec)):
+        for spec, field in itertools.product(_specs(content), fields(RunSpec)):
             try:
                 cloudpickle.dumps(getattr(spec, field.name))
             except Exception as error:
@@ -169,6 +168,10 @@ def _ship(content: RunSpec | Entries, file: IO[bytes]) -> None:
                     f"backend='process' cannot ship {field.name} to the processes: {error}{_advice(error)}"
                 ) from error
         raise TypeError(f"backend='process' cannot ship the run to the processes: {whole}") from whole
+
+
+def _specs(content: RunSpec | Entries) -> list[RunSpec]:
+    return [content] if isinstance(content, RunSpec) else [entry.spec for entry in content.entries]
 
 
 def _advice(error: Exception) -> str:
@@ -214,18 +217,19 @@ class _Run:
 
     def __init__(
         self,
-        spec: RunSpec,
+        specs: Sequence[RunSpec],
         options: ProcessOptions,
         report: Callable[[int, Any], None],
         shipped: Descriptor,
         port: int,
     ) -> None:
-        self.spec, self.options, self.report, self.shipped, self.port = spec, options, report, shipped, port
+        self.spec, self.options, self.report, self.shipped, self.port = specs[0], options, report, shipped, port
+        self.num_nodes = {spec.num_nodes for spec in specs}
         self.context: Any = multiprocessing.get_context(START_METHOD)
         self.children: list[_Child] = []
         self.failures: list[_Child] = []  # in the order in which they were noticed
         self.outcomes: list[Outcome | None] | None = None
-        self.last_step = 0
+        self.last_step = 0 if self.spec.start is None else self.spec.start.step
         self.warned: set[Any] = set()
         self.interrupt = Interrupt()
 
@@ -324,6 +328,8 @@ class _Run:
             number, report = content
             if isinstance(report, StepReport):
                 self.last_step = int(report.row["step"])
+            elif isinstance(report, Begun):
+                self.last_step = max(self.last_step, report.step)
             with self.interrupt.requested_inside():
                 self.report(number, report)
         elif kind == "warning":
@@ -371,6 +377,8 @@ class _Run:
         """Return what messages call a rank, and its process."""
         if self.spec.num_processes is None:
             return f"node {rank}", f"node {rank}'s process"
+        if len(self.num_nodes) > 1:  # the runs of a sweep
+            return f"rank {rank}", f"the process of rank {rank}"
         nodes = even_ranges(self.spec.num_nodes, self.options.num_processes)[rank]
         held = f"nodes {nodes[0]} to {nodes[-1]}" if len(nodes) > 1 else f"node {nodes[0]}"
         return f"rank {rank} ({held})", f"the process of rank {rank} ({held})"

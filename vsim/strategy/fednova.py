@@ -29,8 +29,7 @@ class NormalizedAverage(CommunicationModule):
 
     def communicate(self, cluster: Cluster) -> None:
         taken = torch.ones_like(self.steps)
-        if cluster.resting:
-            taken[cluster.resting] = 0
+        taken[cluster.resting] = 0
         self.steps.add_(taken)
         super().communicate(cluster)
         if self.when.is_warmup(cluster.step):

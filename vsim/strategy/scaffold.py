@@ -58,8 +58,7 @@ class ControlVariates(CommunicationModule):
 
     def communicate(self, cluster: Cluster) -> None:
         steps = torch.ones_like(self.rates)
-        if cluster.resting:
-            steps[cluster.resting] = 0
+        steps[cluster.resting] = 0
         self.rates.add_(steps, alpha=cluster.lr)
         super().communicate(cluster)
 

@@ -31,7 +31,7 @@ from vsim.records.progress import LiveRace, LiveTable, Recorder, Reporter, StepR
 from vsim.training.callbacks import Relay, tell
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.loop import train
-from vsim.training.run import Ensemble, Run
+from vsim.training.run import Diverged, Ensemble, Run
 from vsim.training.setup import prepare
 from vsim.training.spec import RunSpec
 
@@ -78,7 +78,7 @@ class Entry:
     @property
     def diverged_at(self) -> int | None:
         """The first step with a loss or weights that are not finite."""
-        if not isinstance(self.error, FloatingPointError):
+        if not isinstance(self.error, Diverged):
             return None
         at = re.search(r"step (\d+)", str(self.error))
         return int(at[1]) if at else len(self.history)
@@ -106,9 +106,13 @@ class Processes:
 
 @dataclass(frozen=True)
 class Begun:
-    """A message from the first process: the record of a run before this process trains it, as plain values."""
+    """A message from the first process: the record of a run before the processes train it, and its last step.
+
+    The record consists of plain values.
+    """
 
     history: dict[str, Any]
+    step: int
 
 
 @dataclass(frozen=True)
@@ -263,7 +267,7 @@ class Entries:
         running = self._resumed(entries)
         for entry in entries:
             if entry.has_begun:
-                self.tell(self.entries.index(entry), Begun(entry.history.as_plain()))
+                self.tell(self.entries.index(entry), Begun(entry.history.as_plain(), int(entry.history["step"][-1])))
                 self._tell_end(entry)
         if not running:
             return
@@ -522,7 +526,7 @@ def write_end(entry: Entry) -> None:
         "finished": _length(entry) if entry.error is None and entry.stopped_at is None else None,
         "stopped": entry.stopped_at is not None,
         "early": entry.finished_at is not None,
-        "diverged": isinstance(entry.error, FloatingPointError),
+        "diverged": isinstance(entry.error, Diverged),
         "error": "" if entry.error is None else str(entry.error),
         "history": entry.history.as_plain(),
     }
@@ -580,7 +584,7 @@ def take_end(entry: Entry, end: dict[str, Any]) -> None:
     if end["stopped"]:
         entry.stopped_at = int(end["step"])
     elif end["error"]:
-        entry.error = (FloatingPointError if end["diverged"] else RuntimeError)(end["error"])
+        entry.error = (Diverged if end["diverged"] else RuntimeError)(end["error"])
 
 
 # What a user sees while they train ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from vsim.training.attendance import attend, regroup
 from vsim.training.callbacks import tell, tell_row
 from vsim.training.evaluate import replica_spread, validate, validate_clients
 from vsim.training.interrupt import Interrupted
-from vsim.training.run import Ensemble, Run, Stack
+from vsim.training.run import Diverged, Ensemble, Run, Stack
 
 
 def train(ensemble: Ensemble) -> None:
@@ -185,9 +185,6 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
     """
     stops = False
     stepping = [(run, rows) for run, rows in stack.rows if run.trains and run.cluster.step == step]
-    # The one read of the device in a step. Reading the losses of several steps at once would let the host run ahead,
-    # but a run with a non-finite loss would train on: it must leave with the weights of its last good step, and
-    # callbacks, loggers and early stopping get every step's losses in that step.
     values = losses.tolist() if ensemble.is_alone else []
     others = {} if ensemble.is_alone else _of_all_nodes(losses, batch, stepping, ensemble.interrupt.requested)
     for run, rows in stepping:
@@ -204,7 +201,7 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
         run.examples, run.tokens = run.examples + sizes[0], run.tokens + sizes[1]
         try:
             run.check_losses(dict(zip(run.cluster.active, run.node_losses, strict=True)), batch, rows)
-        except (FloatingPointError, IndexError) as error:
+        except (Diverged, IndexError) as error:
             _leave(ensemble, run, error)
         for node in resting:
             run.node_losses[node] = math.nan
@@ -252,7 +249,7 @@ class _own(AbstractContextManager[None]):
 def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
     """Remove a run while the others continue; raise the error if it is alone, or if nothing would be lost."""
     nothing_lost = ensemble.ends_early and run.done == 0
-    if not ensemble.tolerant or not (isinstance(error, FloatingPointError) or (ensemble.is_alone and not nothing_lost)):
+    if not ensemble.tolerant or not (isinstance(error, Diverged) or (ensemble.is_alone and not nothing_lost)):
         raise error  # with several processes, others may not have this error
     run.error = error
     # Until the others are regrouped, the run's rows are still computed: fill them with zeros, which are harmless.

@@ -38,6 +38,10 @@ _WHAT_HELPS = "A lower learning rate, warmup_steps or max_norm usually helps"
 _IGNORED = -100  # the label of an example that torch's cross_entropy leaves out
 
 
+class Diverged(FloatingPointError):
+    """Losses or weights of a run are not finite. All processes of the run find this at the same time."""
+
+
 @dataclass(eq=False)
 class Run:
     """One strategy with one seed on K nodes. Its state and record are independent of the runs that train with it.
@@ -302,7 +306,7 @@ class Run:
             return self.cluster.mean_weights()
 
     def check_losses(self, losses: Mapping[int, float], batch: Any, rows: slice = slice(None)) -> None:
-        """Raise a FloatingPointError if a loss of the current step is not finite.
+        """Raise `Diverged` if a loss of the current step is not finite.
 
         Args:
             losses: node → loss. batch: the step's stacked batch. rows: this run's rows of the batch.
@@ -324,7 +328,7 @@ class Run:
             unlabelled = [name for name, t in whole.items() if _has_row_of(t, _IGNORED)]
             if unlabelled and not odd_data and any(map(math.isnan, odd.values())):
                 told = f"No label is left in the batch of a node: {', '.join(unlabelled)} is {_IGNORED} throughout"
-            raise FloatingPointError(
+            raise Diverged(
                 f"non-finite loss at step {step} on nodes {list(odd)} ({given}); the history up to step {step - 1} is "
                 f"kept. {told}"
             )
@@ -348,7 +352,7 @@ class Run:
                 raise explained(error, objective, own, 0, f"at step {self.cluster.step} on node {node}")  # noqa: B904
 
     def check_weights(self) -> None:
-        """Raise a FloatingPointError if weights are not finite, which no loss shows after the last step."""
+        """Raise `Diverged` if weights are not finite, which no loss shows after the last step."""
         cluster = self.cluster
         if bool(cluster.mean_weights().isfinite().all()):
             return
@@ -361,7 +365,7 @@ class Run:
             if odd
             else f"mean of the nodes' weights after step {self.done}"
         )
-        raise FloatingPointError(f"non-finite {where}. {_WHAT_HELPS}")
+        raise Diverged(f"non-finite {where}. {_WHAT_HELPS}")
 
 
 def _first(stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -82,8 +80,7 @@ class BlockQuantizer(Compressor):
         gathered = gather_message(self.encoded(means, cluster), cluster, f"{label}: means", self._bytes(means))
         decoded = self.decoded(gathered, means, cluster)  # (K, C)
         nodes = cluster.replicas.nodes
-        own = errors.diagonal(nodes.start, 0, 1).T  # (R, C): the chunk that each node averages
-        own += num_nodes * (means - decoded[nodes.start : nodes.stop])
+        errors[range(len(rows)), nodes] += num_nodes * (means - decoded[nodes.start : nodes.stop])
         rows.copy_(errors.flatten(1)[:, :size])
         return decoded.flatten()[:size]
 
@@ -184,12 +181,7 @@ class FP4(BlockQuantizer):
         return fp4_codes(x)
 
     def decode(self, codes: Tensor, scales: Tensor, cluster: Cluster) -> Tensor:
-        return look_up(codes, _e3m0(scales.device, scales.dtype) * scales)
-
-
-@functools.cache
-def _e3m0(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return E3M0.to(device, dtype)
+        return look_up(codes, E3M0.to(scales) * scales)
 
 
 class StatisticalQuantizer(BlockQuantizer):
