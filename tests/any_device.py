@@ -1,5 +1,7 @@
 """What must hold on every device: on_real_device.py runs these tests on one, named by VSIM_DEVICE.
 
+"pretend" is the accelerator of pretend.py, which shows that the tests themselves would run elsewhere.
+
 The CPU's runs are the reference, and the other tests compare these with plain PyTorch. A device rounds differently, so
 losses are compared up to RTOL, with an optimizer in which no step is the sign of a rounding error.
 """
@@ -12,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,12 +24,15 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import vsim
+import vsim.process.world
 from vsim import Compute, Network, Sample, Schedule, Trainer
 from vsim.engine.machine import pick_device
 from vsim.models import CNN, GPT, MLP
 from vsim.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 
-DEVICE = pick_device(os.environ.get("VSIM_DEVICE", "cpu"))
+NAME = os.environ.get("VSIM_DEVICE", "cpu")
+PRETENDED = NAME == "pretend"
+DEVICE = torch.device("privateuseone", 0) if PRETENDED else pick_device(NAME)
 QUICK = bool(os.environ.get("VSIM_QUICK"))
 STEPS, NODES, RTOL = 6, 4, 2e-3
 OPTIMIZER = OptimSpec("adamw", lr=1e-2, eps=1e-3)
@@ -35,6 +41,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # torch itself, while compiling
 ]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _pretended() -> Iterator[None]:
+    if not PRETENDED:
+        yield
+        return
+    from pretend import accelerator  # registers the device for the whole process
+
+    with accelerator(), mock.patch.object(vsim.process.world, "pick_device", torch.device):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from pretend import DEVICE, Device, accelerator
+from pretend import DEVICE, Device, accelerator, reads
 from separate import images, small_cnn, small_gpt, small_mlp, tokens, vectors
 from test_strategies_common import STEPS, Row, every_row
+from torch import Tensor, nn
 
 from vsim import Callback, Trainer
 from vsim.strategy import DiLoCoStrategy, HierarchicalStrategy, Strategy
@@ -21,23 +23,26 @@ every_task = pytest.mark.parametrize("task", TASKS)
 
 
 class Noting(Callback):
-    """Notes how often the device had launched each operation after each step."""
+    """Notes how often the device had launched each operation after each step, and the host had waited for it."""
 
     def __init__(self) -> None:
         self.noted: list[Counter[str]] = []
+        self.reads: list[int] = []
 
     def on_step(self, run: Any) -> None:
         self.noted.append(Device.launches.copy())
+        self.reads.append(reads())
 
 
 def launches(strategy: Strategy, num_nodes: int, task: str, dropout: float = 0.0, **options: Any) -> list[Counter[str]]:
     """Count the launches of each step but the first and the last, which do more."""
     model, data = TASKS[task]
     noting = Noting()
+    options["callbacks"] = [noting, *options.get("callbacks", [])]
     options = {"max_steps": STEPS, "batch_size": 4, "val_interval": None, "executor": "vmap", **options}
     with accelerator():
         trainer = Trainer(model(dropout), data(8 * num_nodes), device=DEVICE)
-        trainer.fit(strategy=strategy, num_nodes=num_nodes, progress=False, callbacks=[noting], **options)
+        trainer.fit(strategy=strategy, num_nodes=num_nodes, progress=False, **options)
         assert not trainer.history.executor_reason
     return [after - before for before, after in zip(noting.noted[:-2], noting.noted[1:-1], strict=True)]
 
@@ -52,7 +57,7 @@ def total(steps: list[Counter[str]]) -> list[int]:
 
 
 # More nodes are more islands, each of which reduces by itself.
-OF_ISLANDS = {"index", "mean", "_index_put_impl_", "index_put_"}
+OF_ISLANDS = {"copy_", "index", "mean", "_index_put_impl_", "index_put_"}
 OF_MEDIANS = {"cat", "ne", "sum", "eq", "abs", "mul", "_local_scalar_dense", "sort"}
 GROW = {
     "FedAvg, median": OF_ISLANDS | OF_MEDIANS,
@@ -93,6 +98,28 @@ def test_autocast_does_not_add_launches_for_each_node(task: str) -> None:
 def test_a_step_takes_so_many_launches(task: str, most: int) -> None:
     steps = launches(DiLoCoStrategy(H=10, lr=1e-2), 16, task)
     assert max(total(steps)) <= most
+
+
+class Reading(nn.Module):
+    """A model whose Python reads values of its tensors, equal on all nodes."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        out = self.layer(batch[0])
+        if out.isfinite().all() and int((batch[1] >= 0).sum()) == len(batch[1]):
+            return nn.functional.cross_entropy(out, batch[1])
+        return out.sum()
+
+
+def test_values_of_all_nodes_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "reading", (Reading, vectors))
+    for num_nodes in (4, 16):
+        noting = Noting()
+        launches(DiLoCoStrategy(H=3, lr=1e-2), num_nodes, "reading", callbacks=[noting])
+        assert {b - a for a, b in pairwise(noting.reads[:-1])} == {3}  # two values, and the losses
 
 
 def test_masks_are_drawn_node_by_node() -> None:

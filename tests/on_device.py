@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from vsim_kernels import alignment, codebooks
 
+import vsim
 from vsim import Callback, Compute, Network, Sample, Schedule, Trainer, load_checkpoint
 from vsim.cluster.optim import OPTIMIZERS
 from vsim.cluster.replicas import Replicas
@@ -36,6 +37,7 @@ from vsim.strategy import (
     DiLoCoStrategy,
     FedAvgStrategy,
     ScaffoldStrategy,
+    SimpleReduceStrategy,
     Strategy,
     edit,
 )
@@ -45,13 +47,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
 
 
 class Noting(Callback):
-    """Notes how often the host had waited for the device after each step."""
+    """Notes how often the host had read from the device after each step, and had waited for a copy to it."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
+        self.uploads: list[int] = []
 
     def on_step(self, run: Any) -> None:
         self.counts.append(reads())
+        self.uploads.append(Device.uploads)
 
 
 def run(strategy: Strategy, device: Any = None, num_nodes: int = 4, module: Any = None, **options: Any) -> Trainer:
@@ -85,11 +89,11 @@ def forms_of_accelerators() -> Iterator[None]:
         yield
 
 
-def on_both(make: Any, profile: str = "cuda", **options: Any) -> list[int]:
+def on_both(make: Any, profile: str = "cuda", noting: Noting | None = None, **options: Any) -> list[int]:
     """Count the reads from the device in each step but the first and last, of a run bitwise equal to the CPU's."""
     with forms_of_accelerators():
         here = bits(run(make(), "cpu", **options))
-    noting, device = Noting(), OTHER if profile == "cuda" else DEVICE  # the current device is the first
+    noting, device = noting or Noting(), OTHER if profile == "cuda" else DEVICE  # the current device is the first
     with accelerator(profile):
         there = run(make(), device, callbacks=[noting], **options)
         assert there.strategy is not None and there.strategy.cluster.weights.device == device
@@ -106,28 +110,58 @@ def reads_vectors(strategy: Strategy) -> bool:
     return by_rule or any(average.limit is not None and average.limit.norm == "median" for average in own)
 
 
+# What some strategies copy to the device at a sync: numbers that all nodes draw on the CPU, rows that are not adjacent,
+# shares of nodes.
+COPIES = {"SPARTA, random": 1, "random-k": 1, "DP-FedAvg": 1, "FedNova": 2}
+COPIES |= dict.fromkeys(("FedAvg in islands", "FedAvg, median", "NoLoCo"), 4)
+MATRICES = {"Dion": 1, "PowerSGD": 2}  # of these sizes, which are orthogonalized on the CPU if the device cannot
+
+
 @profiles
 @every_row
 def test_every_strategy_reads_losses_once_a_step(row: Row, profile: str) -> None:
-    reads = set(on_both(row.make, profile))
-    matrices = {"Dion": 1, "PowerSGD": 2}  # of these sizes, which are orthogonalized on the CPU if the device cannot
-    if profile == "mps" and row.name in matrices:
-        assert reads == {1 + matrices[row.name]}
-    else:
-        assert reads == {1} or (reads_vectors(row.make()) and min(reads) >= 1 and max(reads) <= 3), reads
+    noting, matrices = Noting(), MATRICES.get(row.name, 0) if profile == "mps" else 0
+    reads = set(on_both(row.make, profile, noting))
+    few = reads_vectors(row.make()) and min(reads) >= 1 and max(reads) <= 3
+    assert reads == {1 + matrices} or few, reads
+    # A batch of two tensors. CUDA gets them, and numbers of rows, from pinned memory without a wait.
+    uploads = set(np.diff(noting.uploads)[:-1])
+    assert uploads == {2 + matrices} or max(uploads) <= 2 + COPIES.get(row.name, 0), uploads
 
 
+@profiles
 @pytest.mark.parametrize(
     "options",
-    [{"executor": "loop"}, {"executor": "auto"}, {"deterministic": True}, {"minibatch_size": 4}],
+    [{"executor": "loop"}, {"executor": "auto"}, {"deterministic": True}, {"minibatch_size": 4}, {"chunk_size": 2}],
     ids=str,
 )
-def test_executors(options: dict[str, Any]) -> None:
-    assert set(on_both(diloco, **options)) == {1}
+def test_executors(options: dict[str, Any], profile: str) -> None:
+    assert set(on_both(diloco, profile, **options)) == {1}
 
 
-def test_validation() -> None:
-    on_both(diloco, val_interval=2, correlation_interval=3)
+@profiles
+def test_validation(profile: str) -> None:
+    metric = {"two": lambda module, batch: 2 * module(batch)}
+    reads = on_both(diloco, profile, val_interval=2, correlation_interval=3, metrics=metric)
+    assert max(reads) <= 16  # a number for each, not for each batch or parameter
+
+
+@profiles
+def test_runs_that_train_together(profile: str, tmp_path: Path) -> None:
+    def compare(device: Any, **more: Any) -> vsim.Comparison:
+        strategies = {"DiLoCo": diloco(), "AllReduce": SimpleReduceStrategy(lr=1e-2), "FedAvg": FedAvgStrategy(H=2)}
+        kept = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 8, "seeds": [0, 1], "progress": False}
+        data = uneven, examples(40, seed=9)
+        return vsim.compare(model(), *data, strategies=strategies, device=device, **kept, **more)
+
+    with forms_of_accelerators():
+        here = compare("cpu")
+    with accelerator(profile):
+        there, saved = compare(DEVICE), compare(DEVICE, together=False, save_dir=tmp_path)
+    for comparison in (there, saved):
+        for name in here:
+            for one, other in zip(comparison.runs(name), here.runs(name), strict=True):
+                np.testing.assert_allclose(one.history.node_losses, other.history.node_losses, rtol=1e-5)
 
 
 def images(rank: int, num_nodes: int, train: bool) -> TensorDataset:
@@ -250,31 +284,35 @@ def test_datasets_on_the_device(kind: str, profile: str) -> None:
 @pytest.mark.parametrize(
     "plan", [Schedule({0: [0, 1], 3: [1, 2, 3]}), Sample(4, of=9, rounds=3)], ids=lambda plan: type(plan).__name__
 )
-def test_participation(plan: Any) -> None:
-    assert set(on_both(diloco, participation=plan)) == {1}
+@profiles
+def test_participation(plan: Any, profile: str) -> None:
+    assert set(on_both(diloco, profile, participation=plan)) == {1}
 
 
-def test_state_of_clients_is_read_once_a_round() -> None:
-    reads = on_both(lambda: ScaffoldStrategy(H=2, lr=0.1), participation=Sample(4, of=9, rounds=2))
+@profiles
+def test_state_of_clients_is_read_once_a_round(profile: str) -> None:
+    reads = on_both(lambda: ScaffoldStrategy(H=2, lr=0.1), profile, participation=Sample(4, of=9, rounds=2))
     assert reads == [1, 1 + 2, 1, 1 + 2]  # of two tensors each client has its own
 
 
 @pytest.mark.parametrize("cls", [AsyncDiLoCoStrategy, DecoupledDiLoCoStrategy])
-def test_asynchronous(cls: Any) -> None:
+@profiles
+def test_asynchronous(cls: Any, profile: str) -> None:
     apart = Compute(0.8, speeds=[1, 2, 1, 4], jitter=0.3), Network("1 Mbit/s", "20 ms")
-    on_both(lambda: cls(H=4, lr=1e-2), compute=apart[0], network=apart[1])
+    on_both(lambda: cls(H=4, lr=1e-2), profile, compute=apart[0], network=apart[1])
 
 
-def test_resume_and_fork(tmp_path: Path) -> None:
+@profiles
+def test_resume_and_fork(profile: str, tmp_path: Path) -> None:
     with forms_of_accelerators():
         whole = run(diloco(), "cpu", max_steps=8)
-    with accelerator():
+    with accelerator(profile):
         run(diloco(), DEVICE, max_steps=5, save_dir=tmp_path)
         (saved,) = tmp_path.glob("**/*.safetensors")
         resumed = run(diloco(), DEVICE, max_steps=8, resume=saved)
     weights, _, losses, events = bits(resumed)  # the columns have the validation at step 5, too
     assert (weights, losses, events) == (bits(whole)[0], *bits(whole)[2:])
-    with accelerator():
+    with accelerator(profile):
         forked = run(FedAvgStrategy(H=2), DEVICE, num_nodes=3, max_steps=8, resume=load_checkpoint(saved).fork())
     with forms_of_accelerators():
         theirs = run(FedAvgStrategy(H=2), "cpu", num_nodes=3, max_steps=8, resume=load_checkpoint(saved).fork())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,7 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyDeviceGuard, _setup_privateuseone_for_python_backend
 from vsim_kernels import lowrank
 
-import vsim.trainer
+import vsim  # noqa: F401  # all that picks a device
+from vsim.engine import machine
 
 aten = torch.ops.aten
 _CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -606,6 +608,10 @@ def _storage_clone(storage: Any) -> Any:
 _STORAGE_CLONE = torch.storage._StorageBase.clone
 
 
+def _picked(device: Any) -> torch.device:
+    return torch.device(device or DEVICE)
+
+
 @contextmanager
 def accelerator(profile: str = "cuda") -> Iterator[torch.device]:
     """Within this context PyTorch and vsim have devices pretend:0 and pretend:1.
@@ -621,9 +627,12 @@ def accelerator(profile: str = "cuda") -> Iterator[torch.device]:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
             stack.enter_context(mock.patch.object(torch.storage._StorageBase, "clone", _storage_clone))
-            stack.enter_context(
-                mock.patch.object(vsim.trainer, "pick_device", lambda device: torch.device(device or DEVICE))
-            )
+            for module in [
+                m
+                for m in list(sys.modules.values())
+                if getattr(m, "__dict__", {}).get("pick_device") is machine.pick_device
+            ]:
+                stack.enter_context(mock.patch.object(module, "pick_device", _picked))
             if profile == "mps":  # what vsim knows of it by its name
                 stack.enter_context(mock.patch.object(lowrank, "_WITHOUT_QR", {"pretend"}))
             yield DEVICE

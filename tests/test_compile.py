@@ -100,6 +100,25 @@ def test_pieces_of_nodes_and_of_batches_add_up(share_grads: bool) -> None:
 
 
 @pytest.mark.slow
+def test_on_cuda_a_graph_of_launches_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Here PyTorch captures none, and says so; what a CUDA graph needs is there nevertheless, and changes no number.
+    theirs, batch = make(VmapExecutor, small_cnn(0.0), 4), batch_of(TASKS[1], 4, 4)  # with BatchNorm
+    monkeypatch.setattr(CompiledExecutor, "captures", True)
+    ours = make(CompiledExecutor, small_cnn(0.0), 4)
+    assert isinstance(ours, CompiledExecutor)
+    torch._dynamo.utils.counters.clear()
+    for size in (None, 2, None):  # minibatches add to the gradients
+        losses = ours.losses_and_grads(batch, size)
+        torch.testing.assert_close(losses, theirs.losses_and_grads(batch, size))
+        torch.testing.assert_close(ours.replicas.grads, theirs.replicas.grads, rtol=1e-4, atol=1e-6)
+    # A graph for whole batches, and one for minibatches.
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 2
+    weights, grads = ours._operands[0]
+    stay = [*weights.values(), *grads.values(), *ours.pieces[0].buffers.values()]
+    assert len(stay) > 10 and all(hasattr(t, "_dynamo_static_input_type") for t in stay)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS[:2], ids=lambda task: task.name)  # the second has BatchNorm
 def test_pieces_follow_from_what_a_batch_keeps(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     model = {"mlp": small_mlp, "cnn": small_cnn}[task.name](0.0)

@@ -26,6 +26,8 @@ from vsim.engine import (
     Settings,
     VmapError,
     VmapExecutor,
+    batched,
+    memory,
     vmap,
 )
 from vsim.engine.executor import minibatches
@@ -186,6 +188,38 @@ def test_some_nodes_at_a_time_are_all_nodes_at_once(task: Task, at_once: int, mo
     shared = [t[0] for t in batch]
     for ours, theirs in zip(*(evaluated(e, shared) for e in (pieces, whole)), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_on_an_accelerator_pieces_follow_from_free_memory(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = make(VmapExecutor, task.model(), 5)
+    weights, of_node = whole.replicas.weights, {}
+    for size in (4, 2):
+        of_node[size] = memory.activation_bytes(whole, [t[0] for t in batch_of(task, 5, size)])
+    assert of_node[4] > 1.5 * of_node[2]
+    room = 2.5 * memory._ALLOWANCE * (of_node[4] + 2 * weights[0].nbytes)  # for two nodes with four examples
+    monkeypatch.setattr(batched, "favors_loops", lambda device: False)
+    # In its first step a run keeps room for the state of the optimizer.
+    free = memory._WORKSPACES + 2 * weights.nbytes + room
+    monkeypatch.setattr(vmap, "available_bytes", lambda device: free)
+    pieces = make(VmapExecutor, task.model(), 5)
+    assert isinstance(pieces, VmapExecutor) and len(pieces.pieces) == 1
+    fitting = int(2.5 * (of_node[4] + 2 * weights[0].nbytes) / (of_node[2] + 2 * weights[0].nbytes))
+    for size, count in ((4, 3), (2, -(-5 // fitting)), (4, 3)):
+        batch = batch_of(task, 5, size)
+        torch.testing.assert_close(pieces.losses_and_grads(batch), whole.losses_and_grads(batch))
+        torch.testing.assert_close(pieces.replicas.grads, whole.replicas.grads, rtol=1e-4, atol=1e-6)
+        assert len(pieces.pieces) == count
+        free = memory._WORKSPACES + room  # with state, less is free
+    given = VmapExecutor(pieces.replicas, pieces.objective, pieces.generators, Settings(chunk_size=4))
+    given.losses_and_grads(batch_of(task, 5, 4))
+    assert len(given.pieces) == 2
+
+
+@pytest.mark.parametrize(("free", "nodes"), [(0, 1), (2**28 + 219, 1), (2**28 + 221, 2), (2**28 + 1101, 10)])
+def test_nodes_that_fit_by_hand(free: int, nodes: int) -> None:
+    # 256 MiB are the libraries'. A node takes 80 bytes of activations and twice 10 of weights, and a tenth more: 110.
+    assert memory.nodes_that_fit(free, 10, 80) == nodes
 
 
 # Evaluation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +36,17 @@ def test_a_page_about_the_cpu(tmp_path: Path) -> None:
     (memory,) = re.findall(r"^\| mlp +\| 4 +\| vmap +\| ([\d.]+) +\| ([\d.]+)", text, re.M)
     assert 0 < float(memory[0]) < float(memory[1])
     assert "Output of" not in text
+
+
+@pytest.mark.slow
+def test_the_tests_of_a_device_run_on_a_pretended_one() -> None:
+    """Except processes, which do not know of it."""
+    tests = [str(SCRIPT.with_name("any_device.py")), "-k", "not processes"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=short", *tests]
+    environment = {**os.environ, "VSIM_DEVICE": "pretend", "VSIM_QUICK": "1"}
+    done = subprocess.run(command, cwd=SCRIPT.parent, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 30
 
 
 def python(name: str, code: str, limit: float = 60.0) -> Part:

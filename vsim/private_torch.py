@@ -102,6 +102,14 @@ def without_guards_on_torch(guards: Sequence[Any]) -> list[bool]:
 _TRANSFORMS = ("_dot__functorch", "_dot__dynamo", "_pytree", "__import_contextlib", "__builtins_dict__")
 
 
+def mark_static_address(tensor: Tensor) -> None:
+    """Tell CUDA graphs that a tensor stays where it is, so that a graph may write to it and need not copy it.
+
+    PyTorch's page on CUDAGraph Trees names this function. An argument of torch.compile would replace it.
+    """
+    torch._dynamo.mark_static_address(tensor)
+
+
 def is_of_compiler(error: Exception) -> bool:
     """Return whether torch.compile itself has raised an error. A public base class of its errors would replace it."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster.ledger import Event, Ledger
-from vsim.cluster.reductions import check_reduction, groups_of, is_whole, pairs_of, reduce_rows, shares_of
+from vsim.cluster.reductions import check_reduction, groups_of, is_whole, pairs_of, reduce_rows, rows_on, shares_of
 
 Nodes = Sequence[int] | Tensor | None  # numbers of nodes; None: all nodes
 Among = Nodes | Sequence[Sequence[int] | Tensor]
@@ -243,7 +243,8 @@ class Collectives(ABC):
 
         def finish() -> Tensor:
             result = stacked.clone()
-            result[here] = arriving()  # always wait, so that a node that only sends has sent its row
+            arrived = arriving()  # always wait, so that a node that only sends has sent its row
+            result[rows_on(result.device, here)] = arrived
             return result
 
         return finish
@@ -360,7 +361,7 @@ class Collectives(ABC):
             for nodes, received in parts:
                 here = [node - self.nodes.start for node in nodes if node in self.nodes]
                 if here:
-                    result[here] = received()
+                    result[rows_on(result.device, here)] = received()
             return result
 
         return finish

@@ -14,6 +14,26 @@ from vsim.arguments import one_of
 REDUCTIONS = ("mean", "sum", "max", "min")
 
 
+def rows_on(device: torch.device, rows: Sequence[int]) -> Any:
+    """Return an index of rows of a tensor on a device, with which the host does not wait for the device if possible.
+
+    On the CPU it is the list. Elsewhere a list would be copied, after everything that the device is computing; adjacent
+    rows are a slice.
+    """
+    if device.type in ("cpu", "meta"):
+        return list(rows)
+    if not len(rows) or list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows)) if len(rows) else slice(0)
+    index = torch.tensor(rows)
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
+
+
+def rows_of(stacked: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return a copy of some rows of a *stacked* tensor, see `rows_on`."""
+    index = rows_on(stacked.device, rows)
+    return stacked[index].clone() if isinstance(index, slice) else stacked[index]
+
+
 def is_whole(tensor: Tensor) -> bool:
     """Return whether the values are integers or bools."""
     return not (tensor.is_floating_point() or tensor.is_complex())

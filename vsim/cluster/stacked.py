@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vsim.cluster.collectives import Collectives, Finish, Pending
 from vsim.cluster.ledger import Ledger
-from vsim.cluster.reductions import reduce_rows
+from vsim.cluster.reductions import reduce_rows, rows_of
 
 
 class StackedCollectives(Collectives):
@@ -38,10 +38,10 @@ class StackedCollectives(Collectives):
         return lambda: stacked[src].clone()
 
     def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
-        return lambda: stacked[[src for src, _ in pairs]]
+        return lambda: rows_of(stacked, [src for src, _ in pairs])
 
     def _exchanged(self, stacked: Tensor, group: Sequence[int]) -> Finish:
-        return lambda: stacked[list(group)].transpose(0, 1)
+        return lambda: rows_of(stacked, group).transpose(0, 1)
 
     def _rows(self, stacked: Tensor, sources: Sequence[int], receivers: Sequence[int]) -> Finish:
-        return lambda: stacked[list(sources)]  # one copy for all receivers
+        return lambda: rows_of(stacked, sources)  # one copy for all receivers

@@ -19,18 +19,18 @@ from vsim_kernels.alignment import rows_apart
 
 from vsim.cluster.randomness import default_generator, drawing_from
 from vsim.cluster.replicas import Views
+from vsim.engine.batched import favors_loops
 from vsim.engine.executor import Before, cloned
 from vsim.engine.loop import agrees_with_loop, rounding
-from vsim.engine.memory import activation_bytes
 from vsim.engine.rules import cast, is_cast
-from vsim.engine.vmap import Piece, VmapExecutor, even_pieces
+from vsim.engine.vmap import Piece, VmapExecutor
 from vsim.private_torch import (
     allow_saved_tensors_hooks,
     guarding_hooks,
     is_of_compiler,
     is_watched,
+    mark_static_address,
     recompile_limit,
-    unwatched,
     what_changed,
     without_guards_on_torch,
     without_messages,
@@ -76,9 +76,9 @@ class CompiledExecutor(VmapExecutor):
     """`VmapExecutor` with losses and gradients compiled by torch.compile into one graph, by functorch's own rules.
 
     On a CPU, a call takes as many nodes as keep ACTIVATIONS_AT_ONCE bytes, unless `settings.chunk_size` gives their
-    number. Random operations of the model draw from one stream, different numbers for each node. The draws are
-    reproducible, but differ from those of the other executors. The first step must agree with the loop's up to
-    rounding, unless the model draws.
+    number. On CUDA, PyTorch is asked to capture the graph as a CUDA graph, see `captures`. Random operations of the
+    model draw from one stream, different numbers for each node. The draws are reproducible, but differ from those of
+    the other executors. The first step must agree with the loop's up to rounding, unless the model draws.
 
     Attributes:
         compile_seconds: the duration of the first step; None before it.
@@ -95,8 +95,9 @@ class CompiledExecutor(VmapExecutor):
         self.compile_seconds: float | None = None
         self.known: set[Any] = set()  # shapes for which there is a graph
         self._casts = self.settings.autocast  # or the model itself turns autocast on
+        self._added: dict[tuple[float, bool], tuple[Tensor, Tensor]] = {}  # on the device, see `_called`
         self.changes = 0  # times that the model's Python changed and was compiled again
-        self._pieces_of: dict[Any, list[slice]] = {}  # by the shapes of a batch
+        self._cuts_by_batch = self.settings.chunk_size is None
         of_weights = None if self.replicas.shares_grads else 0
         for module in self.objective.model.modules():
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -131,7 +132,18 @@ class CompiledExecutor(VmapExecutor):
         # a small model. The graph also writes the gradients to their places while they are in the caches. fullgraph,
         # because a graph break within vmap would silently leave everything uncompiled.
         options: Any = {"guard_filter_fn": without_guards_on_torch}
+        if self.captures:
+            options["triton.cudagraphs"] = True  # what mode="reduce-overhead" sets; a mode excludes options
         self.compiled = torch.compile(losses_and_grads, dynamic=False, fullgraph=True, options=options)
+
+    @property
+    def captures(self) -> bool:
+        """Whether PyTorch captures the graph as a CUDA graph, and replays its launches as one from the third step on.
+
+        A CUDA graph needs tensors that stay where they are: the batch is copied to such a place, weights, gradients and
+        buffers are there (`_cut`), and losses are copied before the next call writes over them.
+        """
+        return self.replicas.weights.device.type == "cuda"
 
     @property
     def reason(self) -> str:  # type: ignore[override]
@@ -177,32 +189,35 @@ class CompiledExecutor(VmapExecutor):
     def _cut(self, pieces: list[slice]) -> None:
         super()._cut(pieces)
         self._operands = [_Operands.of(piece) for piece in self.pieces]
+        for piece, (weights, grads) in zip(self.pieces, self._operands, strict=True):
+            for tensor in (*weights.values(), *grads.values(), *piece.buffers.values()) if self.captures else ():
+                mark_static_address(tensor)
 
-    def _cut_for(self, batch: Any, shapes: Any) -> None:
-        """Choose the pieces for batches of these shapes. Equal shapes get equal pieces, also in a resumed run."""
-        if shapes not in self._pieces_of:
-            with unwatched():  # a mode that counts the operations of this step must not see this
-                of_node = activation_bytes(self, tree_map(lambda t: t[0], batch))
-            at_once = min(self.at_once, max(1, ACTIVATIONS_AT_ONCE // max(1, of_node)))
-            # Pieces of equal size share a graph.
-            equal = max(n for n in range(1, at_once + 1) if self.replicas.num_held % n == 0)
-            self._pieces_of[shapes] = even_pieces(self.replicas.num_held, equal if 2 * equal >= at_once else at_once)
-        if self._pieces_of[shapes] != [piece.rows for piece in self.pieces]:
-            self._cut(self._pieces_of[shapes])
+    def _at_once_with(self, activations: int) -> int:
+        if favors_loops(self.replicas.weights.device):
+            at_once = min(self.at_once, max(1, ACTIVATIONS_AT_ONCE // max(1, activations)))
+        else:
+            at_once = super()._at_once_with(activations)
+        # Pieces of equal size share a graph.
+        equal = max(n for n in range(1, at_once + 1) if self.replicas.num_held % n == 0)
+        return equal if 2 * equal >= at_once else at_once
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         shapes = tuple(t.shape for t in tree_leaves(batch))
-        if self.settings.chunk_size is None and self.replicas.weights.device.type == "cpu":
-            self._cut_for(batch, shapes)
+        if self._cuts_by_batch:
+            self._cut_for(batch)
         if is_watched():  # a mode counts operations or memory, which a compiled graph hides
             return super()._backward(batch, share, first)
+        if self.captures:
+            torch.compiler.cudagraph_mark_step_begin()
         losses = []
         of_grads = share / self.replicas.num_held if self.replicas.shares_grads else share
         try:
             with drawing_from(self.generators[0]), torch.no_grad():
                 for number, piece in enumerate(self.pieces):
                     adds = not first or (self.replicas.shares_grads and number > 0)
-                    losses.append(self._called(number, self._own_batch(batch, piece), shapes, of_grads, adds))
+                    own = self._called(number, self._own_batch(batch, piece), shapes, of_grads, adds)
+                    losses.append(own.clone() if self.captures else own)
         except Exception as error:
             if self.compile_seconds is not None and not is_of_compiler(error):
                 raise
@@ -216,8 +231,7 @@ class CompiledExecutor(VmapExecutor):
         """Return the losses of a piece; write share · gradients to their places, or add them."""
         piece, (weights, grads) = self.pieces[number], self._operands[number]
         whole = share == 1.0 and not adds
-        precise = torch.promote_types(self.replicas.grads.dtype, torch.float32)  # some devices know no float64
-        added = None if whole else (torch.tensor(share, dtype=precise), torch.tensor(adds))
+        added = None if whole else self._added_of(share, adds)
         call = partial(self.compiled, weights, grads, piece.buffers, batch, added)
         graph = (len(piece.numbers), whole, shapes)
         if graph in self.known:
@@ -238,6 +252,15 @@ class CompiledExecutor(VmapExecutor):
             losses: Tensor = call()
         self.known.add(graph)
         return losses
+
+    def _added_of(self, share: float, adds: bool) -> tuple[Tensor, Tensor]:
+        """Return the share and `adds` as tensors on the device, which are made once."""
+        if (share, adds) not in self._added:
+            grads = self.replicas.grads
+            precise = torch.promote_types(grads.dtype, torch.float32)  # some devices know no float64
+            numbers = torch.tensor(share, dtype=precise, device=grads.device), torch.tensor(adds, device=grads.device)
+            self._added[share, adds] = numbers
+        return self._added[share, adds]
 
     def _try_uncompiled(self, batch: Any) -> None:
         """Run the step uncompiled, to raise the model's own error, which the compiler's error may hide."""

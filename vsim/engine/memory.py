@@ -26,6 +26,8 @@ from vsim.private_torch import TorchDispatchMode, storage_key
 # Factors for bytes besides tensors: workspaces of kernels, and fragmentation in the allocator. On the CPU, the heap of
 # the C library was measured to take 1.25 to 1.6 times the tensors.
 _ALLOWANCE, _ALLOWANCE_CPU = 1.1, 1.5
+# The workspaces of an accelerator's libraries. cuBLAS takes up to 32 MB; cuDNN asks for more where it pays.
+_WORKSPACES = 2**28
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options of optimizers that do not change their state
 # Files with a container's memory limit, in cgroups of version 2 and 1.
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -57,13 +59,16 @@ def check_room(number: int, bytes_each: int, device: torch.device, of: str = "no
 
 
 def available_bytes(device: torch.device, share: float | None = None) -> int:
-    """Return the bytes of a device that this process may still take: the free bytes, or up to a share of the total."""
+    """Return the bytes of a device that this process may still take: the free bytes, or up to a share of the total.
+
+    Blocks that PyTorch's allocator has cached are free.
+    """
     if share is not None:
         return int(share * total_bytes(device) - occupied_bytes(device))
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return int(torch.cuda.mem_get_info(device)[0]) + held_bytes(device) - occupied_bytes(device)
     if device.type == "mps":
-        return total_bytes(device) - held_bytes(device)
+        return total_bytes(device) - occupied_bytes(device)
     return int(min(psutil.virtual_memory().available, total_bytes(device) - held_bytes(device)))
 
 
@@ -94,7 +99,9 @@ class Held:
 
 def occupied_bytes(device: torch.device) -> int:
     """Return the bytes in use by tensors; on the CPU, where these are unknown, the resident set."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else held_bytes(device)
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return int(torch.mps.current_allocated_memory()) if device.type == "mps" else held_bytes(device)
 
 
 @functools.lru_cache(maxsize=1)
@@ -155,6 +162,19 @@ def activation_bytes(executor: Executor, batch: Any) -> int:
             outcome = objective(own, False)
         del outcome  # not earlier, as the address of a freed storage is reused
     return sum(kept.values())
+
+
+def nodes_that_fit(free_bytes: float, weights: float, activations: float) -> int:
+    """Return the number of nodes whose gradients fit into memory together, at least 1.
+
+    Each node takes its activations, and twice its weights: gradients before they are written to the node's row, and
+    dense copies of weights, as for convolutions.
+
+    Args:
+        free_bytes: of the device. weights, activations: bytes of a node; see `activation_bytes`.
+    """
+    room = free_bytes - _WORKSPACES
+    return max(1, int(room / (_ALLOWANCE * (activations + 2 * weights))))
 
 
 class _Moments(TorchDispatchMode):

@@ -17,19 +17,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Replicas, Views
+from vsim.engine import batched
 from vsim.engine.batched import NodesDifferError, VmapError
 from vsim.engine.executor import Before, Executor, Settings, check_depends, cloned, write_gradients
 from vsim.engine.loop import LoopExecutor, agrees_with_loop, rounding
+from vsim.engine.memory import activation_bytes, available_bytes, nodes_that_fit
 from vsim.engine.objective import Objective, listed
 from vsim.engine.ranges import tables_at_once
 from vsim.engine.rules import InexactError, Lowering
-from vsim.private_torch import has_backward_hooks, version, without_performance_warnings
+from vsim.private_torch import has_backward_hooks, unwatched, version, without_performance_warnings
 
-# A vmapped call takes as many nodes as have this many weights together. Larger pieces gain nothing, as their arithmetic
-# is in large kernels already, and their temporaries leave the caches. Accelerators have kernels that gain from more
-# nodes, and no such caches; their limit is memory.
+# On the CPU, a vmapped call takes as many nodes as have this many weights together. Larger pieces gain nothing, as
+# their arithmetic is in large kernels already, and their temporaries leave the caches. Accelerators have kernels that
+# gain from more nodes, and no such caches; their limit is memory.
 WEIGHTS_AT_ONCE = 2**22
-WEIGHTS_AT_ONCE_ON_ACCELERATORS = 2**27
 
 
 _HERE = Path(__file__).parent
@@ -71,7 +72,10 @@ class _BeforeCall:
 
 
 class VmapExecutor(Executor):
-    """Computes all nodes together: `torch.func.vmap` over a call with a node's tensors, in pieces that fit in caches.
+    """Computes all nodes together: `torch.func.vmap` over a call with a node's tensors.
+
+    Nodes are computed in pieces that fit in the caches of a CPU or, at the first batch of each shape, in the free
+    memory of an accelerator.
 
     The model's Python may read values from tensors (`if mask.all()`, `.item()`) that are the same on all nodes. If a
     value differs between nodes, or if the model handles an error of an operation, the loop computes the nodes of this
@@ -92,6 +96,9 @@ class VmapExecutor(Executor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.at_once = self.nodes_at_once(self.replicas, self.settings)
+        by_memory = not batched.favors_loops(self.replicas.weights.device)
+        self._cuts_by_batch = by_memory and self.settings.chunk_size is None
+        self._pieces_of: dict[Any, list[slice]] = {}  # by the shapes of a batch
         self.proven: set[Any] = set()  # shapes of batches that need no further check against the loop
         self.calls: Counter[tuple[str, str]] = Counter()
         self.differing: set[str] = set()
@@ -126,14 +133,15 @@ class VmapExecutor(Executor):
 
     @staticmethod
     def nodes_at_once(replicas: Replicas, settings: Settings) -> int:
-        """Return the largest number of nodes in a vmapped call.
+        """Return the largest number of nodes in a vmapped call, as far as it does not depend on memory.
 
         Raises:
             ValueError: the device cannot look up in tables of this size.
         """
-        on_cpu = replicas.weights.device.type in ("cpu", "meta")
-        most = WEIGHTS_AT_ONCE if on_cpu else WEIGHTS_AT_ONCE_ON_ACCELERATORS
-        wanted = min(replicas.num_held, settings.chunk_size or max(1, most // replicas.num_parameters))
+        most = replicas.num_held
+        if batched.favors_loops(replicas.weights.device):
+            most = max(1, WEIGHTS_AT_ONCE // replicas.num_parameters)
+        wanted = min(replicas.num_held, settings.chunk_size or most)
         fitting = tables_at_once(replicas) if replicas.weights.device.type == "mps" else wanted
         if settings.chunk_size is not None and fitting < wanted:
             raise ValueError(
@@ -141,6 +149,25 @@ class VmapExecutor(Executor):
                 f"PyTorch looks up on MPS; at most chunk_size={fitting} here"
             )
         return min(wanted, fitting)
+
+    def _cut_for(self, batch: Any) -> None:
+        """Cut the nodes for batches of these shapes. Equal shapes get equal pieces."""
+        shapes = tuple(t.shape for t in tree_leaves(batch))
+        if shapes not in self._pieces_of:
+            with unwatched():  # a mode that counts the operations of this step must not see this
+                of_node = activation_bytes(self, tree_map(lambda t: t[0], batch))
+            self._pieces_of[shapes] = even_pieces(self.replicas.num_held, self._at_once_with(of_node))
+        if self._pieces_of[shapes] != [piece.rows for piece in self.pieces]:
+            self._cut(self._pieces_of[shapes])
+
+    def _at_once_with(self, activations: int) -> int:
+        """Return the largest number of nodes in a call if each keeps this many bytes of activations."""
+        weights, free = self.replicas.weights, available_bytes(self.replicas.weights.device)
+        if self.step <= 1:  # most optimizers make their state afterwards; Adam's takes two matrices
+            free -= 2 * weights.nbytes
+        fit = nodes_that_fit(free, weights[0].nbytes, activations)
+        self.at_once = min(self.nodes_at_once(self.replicas, self.settings), fit)  # evaluation cuts rows likewise
+        return self.at_once
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -213,6 +240,8 @@ class VmapExecutor(Executor):
             self.calls, self.differing, self.unproven = lowering.calls, lowering.differing, lowering.unproven
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        if self._cuts_by_batch:
+            self._cut_for(batch)
         with self._moved_up_to_date():
             return self._computed(batch, share, first)
 

@@ -29,7 +29,8 @@ class NormalizedAverage(CommunicationModule):
 
     def communicate(self, cluster: Cluster) -> None:
         taken = torch.ones_like(self.steps)
-        taken[cluster.resting] = 0
+        if cluster.resting:
+            taken[cluster.resting] = 0
         self.steps.add_(taken)
         super().communicate(cluster)
         if self.when.is_warmup(cluster.step):

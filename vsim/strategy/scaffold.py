@@ -58,7 +58,8 @@ class ControlVariates(CommunicationModule):
 
     def communicate(self, cluster: Cluster) -> None:
         steps = torch.ones_like(self.rates)
-        steps[cluster.resting] = 0
+        if cluster.resting:
+            steps[cluster.resting] = 0
         self.rates.add_(steps, alpha=cluster.lr)
         super().communicate(cluster)
 

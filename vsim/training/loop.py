@@ -185,6 +185,9 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
     """
     stops = False
     stepping = [(run, rows) for run, rows in stack.rows if run.trains and run.cluster.step == step]
+    # The one read of the device in a step. Reading the losses of several steps at once would let the host run ahead,
+    # but a run with a non-finite loss would train on: it must leave with the weights of its last good step, and
+    # callbacks, loggers and early stopping get every step's losses in that step.
     values = losses.tolist() if ensemble.is_alone else []
     others = {} if ensemble.is_alone else _of_all_nodes(losses, batch, stepping, ensemble.interrupt.requested)
     for run, rows in stepping:

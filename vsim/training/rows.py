@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vsim.cluster.reductions import rows_on
 from vsim.cluster.replicas import Replicas, matrix
 from vsim.data.batches import Uneven
 from vsim.engine import Executor
@@ -87,7 +88,7 @@ class FewRows:
         for rows, part in zip(batch.rows, batch.parts, strict=True):
             own = self.losses_and_grads(rows, part, minibatch_size)
             losses = losses if len(losses) else own.new_empty(replicas.num_held)
-            losses[rows] = own
+            losses[rows_on(own.device, rows)] = own
         self.engine.step += 1
         return losses
 
@@ -100,16 +101,17 @@ class FewRows:
             ValueError: the model changes weights that nodes share.
         """
         whole, self.batch = self.engine.replicas, batch
+        places = rows_on(whole.weights.device, rows)
         if len(rows) not in self._made:
             self._made[len(rows)] = self._make(self._copies.rows(0, len(rows)), [])
         executor = self._made[len(rows)]
         few = executor.replicas
         executor.generators[:] = [self.engine.generators[row] for row in rows]  # type: ignore[index]
         executor.step = self.engine.step
-        weights = whole.weights.expand(whole.num_held, -1)[rows]
+        weights = whole.weights.expand(whole.num_held, -1)[places]
         few.weights.copy_(weights)
         for name, buffer in few.buffers.items():
-            buffer.copy_(whole.buffers[name][rows])
+            buffer.copy_(whole.buffers[name][places])
         executor.objective.callers = rows
         try:
             losses = executor.losses_and_grads(batch, minibatch_size)
@@ -118,11 +120,11 @@ class FewRows:
         if not torch.equal(bits_of(few.weights), bits_of(weights)):
             if whole.shares_weights:
                 raise ValueError(_SHARED)
-            whole.weights[rows] = few.weights
+            whole.weights[places] = few.weights
         if whole.shares_grads:
             whole.grads.add_(few.grads.sum(0), alpha=1 / whole.num_held)
         else:
-            whole.grads[rows] = few.grads
+            whole.grads[places] = few.grads
         for name, buffer in few.buffers.items():
-            whole.buffers[name][rows] = buffer
+            whole.buffers[name][places] = buffer
         return losses

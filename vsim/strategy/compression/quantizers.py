@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -80,7 +82,8 @@ class BlockQuantizer(Compressor):
         gathered = gather_message(self.encoded(means, cluster), cluster, f"{label}: means", self._bytes(means))
         decoded = self.decoded(gathered, means, cluster)  # (K, C)
         nodes = cluster.replicas.nodes
-        errors[range(len(rows)), nodes] += num_nodes * (means - decoded[nodes.start : nodes.stop])
+        own = errors.diagonal(nodes.start, 0, 1).T  # (R, C): the chunk that each node averages
+        own += num_nodes * (means - decoded[nodes.start : nodes.stop])
         rows.copy_(errors.flatten(1)[:, :size])
         return decoded.flatten()[:size]
 
@@ -181,7 +184,12 @@ class FP4(BlockQuantizer):
         return fp4_codes(x)
 
     def decode(self, codes: Tensor, scales: Tensor, cluster: Cluster) -> Tensor:
-        return look_up(codes, E3M0.to(scales) * scales)
+        return look_up(codes, _e3m0(scales.device, scales.dtype) * scales)
+
+
+@functools.cache
+def _e3m0(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return E3M0.to(device, dtype)
 
 
 class StatisticalQuantizer(BlockQuantizer):
