@@ -195,22 +195,30 @@ def test_on_an_accelerator_pieces_follow_from_free_memory(task: Task, monkeypatc
     whole = make(VmapExecutor, task.model(), 5)
     weights, of_node = whole.replicas.weights, {}
     for size in (4, 2):
-        of_node[size] = memory.activation_bytes(whole, [t[0] for t in batch_of(task, 5, size)])
-    assert of_node[4] > 1.5 * of_node[2]
-    room = 2.5 * memory._ALLOWANCE * (of_node[4] + 2 * weights[0].nbytes)  # for two nodes with four examples
+        of_node[size] = memory.node_bytes(whole, [t[0] for t in batch_of(task, 5, size)]) + weights[0].nbytes
+    assert of_node[4] > of_node[2]
+    room = 2.5 * memory._ALLOWANCE * of_node[4]  # for two nodes with four examples
     monkeypatch.setattr(batched, "favors_loops", lambda device: False)
     # In its first step a run keeps room for the state of the optimizer.
     free = memory._WORKSPACES + 2 * weights.nbytes + room
     monkeypatch.setattr(vmap, "available_bytes", lambda device: free)
     pieces = make(VmapExecutor, task.model(), 5)
     assert isinstance(pieces, VmapExecutor) and len(pieces.pieces) == 1
-    fitting = int(2.5 * (of_node[4] + 2 * weights[0].nbytes) / (of_node[2] + 2 * weights[0].nbytes))
-    for size, count in ((4, 3), (2, -(-5 // fitting)), (4, 3)):
+    for size, count in ((4, 3), (2, -(-5 // int(2.5 * of_node[4] / of_node[2]))), (4, 3)):
         batch = batch_of(task, 5, size)
         torch.testing.assert_close(pieces.losses_and_grads(batch), whole.losses_and_grads(batch))
         torch.testing.assert_close(pieces.replicas.grads, whole.replicas.grads, rtol=1e-4, atol=1e-6)
         assert len(pieces.pieces) == count
         free = memory._WORKSPACES + room  # with state, less is free
+    shared = [t[0].repeat(8, *[1] * (t.dim() - 2)) for t in batch_of(task, 5, 4)]  # 32 examples, as in evaluation
+    calls = []
+    vmapped = pieces._vmapped
+    monkeypatch.setattr(pieces, "_vmapped", lambda *args, **options: calls.append(args) or vmapped(*args, **options))
+    for ours, theirs in zip(*(evaluated(e, shared) for e in (pieces, whole)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    of_row = 4 * memory.node_bytes(whole, [t[:8] for t in shared], evaluating=True) + weights[0].nbytes
+    assert len(calls) == -(-5 // max(1, int(2.5 * of_node[4] / of_row)))  # of eight examples, which are measured
+    evaluated(pieces, [t[:1] for t in shared])  # of one example, which BatchNorm would not train on
     given = VmapExecutor(pieces.replicas, pieces.objective, pieces.generators, Settings(chunk_size=4))
     given.losses_and_grads(batch_of(task, 5, 4))
     assert len(given.pieces) == 2
@@ -218,8 +226,20 @@ def test_on_an_accelerator_pieces_follow_from_free_memory(task: Task, monkeypatc
 
 @pytest.mark.parametrize(("free", "nodes"), [(0, 1), (2**28 + 219, 1), (2**28 + 221, 2), (2**28 + 1101, 10)])
 def test_nodes_that_fit_by_hand(free: int, nodes: int) -> None:
-    # 256 MiB are the libraries'. A node takes 80 bytes of activations and twice 10 of weights, and a tenth more: 110.
-    assert memory.nodes_that_fit(free, 10, 80) == nodes
+    # 256 MiB are the libraries'. A node takes 90 bytes and 10 of weights, and a tenth more: 110.
+    assert memory.nodes_that_fit(free, 90, 10) == nodes
+
+
+def test_bytes_of_a_node_by_hand() -> None:
+    # P = 4·3 + 3 = 15. In evaluation, the outputs (B, 3) and their squares are there at once, then the mean.
+    model = nn.Linear(4, 3)
+    own = make(VmapExecutor, model, 2, loss_fn=lambda outputs, y: outputs.square().mean())
+    for size in (1, 7):
+        batch = [torch.ones(size, 4), torch.ones(size)]
+        evaluating = memory.node_bytes(own, batch, evaluating=True)
+        assert evaluating == 4 * 2 * 3 * size + 4
+        # Backward ends with the loss and the gradients of the weights; before, outputs and their gradient are there.
+        assert memory.node_bytes(own, batch) >= max(4 + 4 * 15, 4 + 4 * 2 * 3 * size)
 
 
 # Evaluation

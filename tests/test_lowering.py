@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
-from vsim.engine import Executor, LoopExecutor, Settings, VmapExecutor, batched
+from vsim.engine import AutoExecutor, Executor, LoopExecutor, Settings, VmapExecutor, batched, rules
 from vsim.engine.objective import Objective
 from vsim.engine.rules import _DRAWS, _WHOLE, RULES, InexactError, rule
 from vsim.models import CNN, GPT, MLP
@@ -492,7 +492,35 @@ def test_every_operation_of_torch_that_draws_is_known_as_one() -> None:
     assert len(seeded) > 40 and not unknown - {"dropout"}  # of torch
 
 
+@pytest.mark.parametrize("examples", [5, 1001])
+def test_a_loss_in_bfloat16_is_rounded_once_on_an_accelerator(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, examples, 4, generator=stream).bfloat16().requires_grad_()
+    labels = torch.randint(-1, 4, (3, examples), generator=stream)
+    monkeypatch.setattr(batched, "favors_loops", lambda device: False)
+    ours = batched.cross_entropy(logits, labels, -1)
+    (grad,) = torch.autograd.grad(ours.sum(), logits)
+    own = logits.detach().float().requires_grad_()
+    theirs = torch.stack([F.cross_entropy(x, y, ignore_index=-1) for x, y in zip(own, labels, strict=True)])
+    torch.testing.assert_close(ours.float(), theirs, rtol=0.005, atol=0)
+    torch.testing.assert_close(grad.float(), torch.autograd.grad(theirs.sum(), own)[0], rtol=0.02, atol=1e-5)
+
+
 # Nodes as groups of channels
+
+
+@pytest.mark.parametrize(("little", "name"), [(2**30, "vmap"), (100, "loop")])
+def test_large_convolutions_run_node_by_node_on_an_accelerator(
+    little: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batched, "favors_loops", lambda device: False)
+    monkeypatch.setattr(rules, "_LITTLE_WORK", little)
+    images, labels = torch.randn(3, 2, 1, 8, 8), torch.zeros(3, 2, dtype=torch.long)
+    ours = make(AutoExecutor, CNN((1, 8, 8), (4,), 5, seed=0), 3)
+    theirs = make(LoopExecutor, CNN((1, 8, 8), (4,), 5, seed=0), 3)
+    torch.testing.assert_close(ours.losses_and_grads([images, labels]), theirs.losses_and_grads([images, labels]))
+    torch.testing.assert_close(ours.replicas.grads, theirs.replicas.grads, rtol=1e-4, atol=1e-6)
+    assert ours.name == name and ("convolutions of this size" in ours.reason) == (name == "loop")
 
 
 @settings(max_examples=40)

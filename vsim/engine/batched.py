@@ -338,8 +338,9 @@ class _CrossEntropy(torch.autograd.Function):
             each_example = F.nll_loss(
                 log_probabilities.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="none"
             )
-            counts = (targets != ignore_index).sum(1, dtype=logits.dtype)
-            losses = each_example.view(targets.shape).sum(1) / counts
+            precise = torch.promote_types(logits.dtype, torch.float32)  # bfloat16 counts up to 256
+            counts = (targets != ignore_index).sum(1, dtype=precise)
+            losses = (each_example.view(targets.shape).sum(1, dtype=precise) / counts).to(logits.dtype)
         ctx.save_for_backward(log_probabilities, targets, counts)
         ctx.ignore_index = ignore_index
         return losses

@@ -19,9 +19,9 @@ from vsim_kernels.alignment import rows_apart
 
 from vsim.cluster.randomness import default_generator, drawing_from
 from vsim.cluster.replicas import Views
-from vsim.engine.batched import favors_loops
 from vsim.engine.executor import Before, cloned
 from vsim.engine.loop import agrees_with_loop, rounding
+from vsim.engine.memory import activation_bytes
 from vsim.engine.rules import cast, is_cast
 from vsim.engine.vmap import Piece, VmapExecutor
 from vsim.private_torch import (
@@ -193,11 +193,11 @@ class CompiledExecutor(VmapExecutor):
             for tensor in (*weights.values(), *grads.values(), *piece.buffers.values()) if self.captures else ():
                 mark_static_address(tensor)
 
-    def _at_once_with(self, activations: int) -> int:
-        if favors_loops(self.replicas.weights.device):
-            at_once = min(self.at_once, max(1, ACTIVATIONS_AT_ONCE // max(1, activations)))
+    def _at_once_for(self, batch: Any) -> int:
+        if self._fits_memory:
+            at_once = super()._at_once_for(batch)
         else:
-            at_once = super()._at_once_with(activations)
+            at_once = min(self.at_once, max(1, ACTIVATIONS_AT_ONCE // max(1, activation_bytes(self, batch))))
         # Pieces of equal size share a graph.
         equal = max(n for n in range(1, at_once + 1) if self.replicas.num_held % n == 0)
         return equal if 2 * equal >= at_once else at_once

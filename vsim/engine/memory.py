@@ -164,19 +164,6 @@ def activation_bytes(executor: Executor, batch: Any) -> int:
     return sum(kept.values())
 
 
-def nodes_that_fit(free_bytes: float, weights: float, activations: float) -> int:
-    """Return the number of nodes whose gradients fit into memory together, at least 1.
-
-    Each node takes its activations, and twice its weights: gradients before they are written to the node's row, and
-    dense copies of weights, as for convolutions.
-
-    Args:
-        free_bytes: of the device. weights, activations: bytes of a node; see `activation_bytes`.
-    """
-    room = free_bytes - _WORKSPACES
-    return max(1, int(room / (_ALLOWANCE * (activations + 2 * weights))))
-
-
 class _Moments(TorchDispatchMode):
     """Notes, after every operation, the bytes of all live tensors that were made within the block."""
 
@@ -208,6 +195,36 @@ class _Moments(TorchDispatchMode):
     def _forget(self, key: int, _: Any) -> None:
         self._watched.pop(key, None)
         self.bytes_alive -= self.alive.pop(key, 0)
+
+
+def node_bytes(executor: Executor, batch: Any, evaluating: bool = False) -> int:
+    """Return the peak bytes, besides the replicas, that the loss of one node's batch takes, with its gradients.
+
+    The first node computes alone, as in `activation_bytes`.
+
+    Args:
+        batch: one node's batch (B, …), on the device of the replicas.
+        evaluating: whether only the loss is computed, in evaluation mode.
+    """
+    with executor.first_node(batch) as (objective, _, own), _Moments() as watch:
+        if evaluating:
+            objective.eval()
+        with torch.set_grad_enabled(not evaluating):
+            loss, _ = objective(own, evaluating)
+        if loss.requires_grad:
+            loss.backward()
+    return max(watch.moments, default=0)
+
+
+def nodes_that_fit(free_bytes: float, of_node: float, weights: float) -> int:
+    """Return the number of nodes that can be computed together in free memory, at least 1.
+
+    Args:
+        free_bytes: of the device. of_node: the `node_bytes` of one node.
+        weights: bytes of a node's weights, of which forms for all nodes may make a dense copy, as convolutions do.
+    """
+    room = free_bytes - _WORKSPACES
+    return max(1, int(room / (_ALLOWANCE * (of_node + weights))))
 
 
 def step_moments(executor: Executor, batch: Any) -> list[int]:

@@ -21,7 +21,7 @@ from vsim.engine import batched
 from vsim.engine.batched import NodesDifferError, VmapError
 from vsim.engine.executor import Before, Executor, Settings, check_depends, cloned, write_gradients
 from vsim.engine.loop import LoopExecutor, agrees_with_loop, rounding
-from vsim.engine.memory import activation_bytes, available_bytes, nodes_that_fit
+from vsim.engine.memory import available_bytes, node_bytes, nodes_that_fit
 from vsim.engine.objective import Objective, listed
 from vsim.engine.ranges import tables_at_once
 from vsim.engine.rules import InexactError, Lowering
@@ -31,6 +31,7 @@ from vsim.private_torch import has_backward_hooks, unwatched, version, without_p
 # their arithmetic is in large kernels already, and their temporaries leave the caches. Accelerators have kernels that
 # gain from more nodes, and no such caches; their limit is memory.
 WEIGHTS_AT_ONCE = 2**22
+_FEW = 8  # examples whose memory is measured for evaluation
 
 
 _HERE = Path(__file__).parent
@@ -96,9 +97,10 @@ class VmapExecutor(Executor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.at_once = self.nodes_at_once(self.replicas, self.settings)
-        by_memory = not batched.favors_loops(self.replicas.weights.device)
-        self._cuts_by_batch = by_memory and self.settings.chunk_size is None
+        on_accelerator = not batched.favors_loops(self.replicas.weights.device)
+        self._fits_memory = self._cuts_by_batch = on_accelerator and self.settings.chunk_size is None
         self._pieces_of: dict[Any, list[slice]] = {}  # by the shapes of a batch
+        self._rows_of: dict[Any, int] = {}  # rows that are evaluated at once, by the shapes of a batch
         self.proven: set[Any] = set()  # shapes of batches that need no further check against the loop
         self.calls: Counter[tuple[str, str]] = Counter()
         self.differing: set[str] = set()
@@ -155,19 +157,40 @@ class VmapExecutor(Executor):
         shapes = tuple(t.shape for t in tree_leaves(batch))
         if shapes not in self._pieces_of:
             with unwatched():  # a mode that counts the operations of this step must not see this
-                of_node = activation_bytes(self, tree_map(lambda t: t[0], batch))
-            self._pieces_of[shapes] = even_pieces(self.replicas.num_held, self._at_once_with(of_node))
+                at_once = self._at_once_for(tree_map(lambda t: t[0], batch))
+            self._pieces_of[shapes] = even_pieces(self.replicas.num_held, at_once)
         if self._pieces_of[shapes] != [piece.rows for piece in self.pieces]:
             self._cut(self._pieces_of[shapes])
 
-    def _at_once_with(self, activations: int) -> int:
-        """Return the largest number of nodes in a call if each keeps this many bytes of activations."""
-        weights, free = self.replicas.weights, available_bytes(self.replicas.weights.device)
+    def _at_once_for(self, batch: Any) -> int:
+        """Return the largest number of nodes in a call with one node's batch (B, …)."""
+        return self._fitting(node_bytes(self, batch))
+
+    def _fitting(self, of_node: int) -> int:
+        """Return the number of nodes, each of which takes this many bytes, that fit into the free memory."""
+        weights = self.replicas.weights
+        free = available_bytes(weights.device)
         if self.step <= 1:  # most optimizers make their state afterwards; Adam's takes two matrices
             free -= 2 * weights.nbytes
-        fit = nodes_that_fit(free, weights[0].nbytes, activations)
-        self.at_once = min(self.nodes_at_once(self.replicas, self.settings), fit)  # evaluation cuts rows likewise
-        return self.at_once
+        return min(self.at_once, nodes_that_fit(free, of_node, weights[0].nbytes))
+
+    def _rows_at_once(self, batch: Any) -> int:
+        """Return the largest number of rows that are evaluated at once on a shared batch (B, …).
+
+        A few examples are measured, as evaluation has larger batches than training.
+        """
+        if not self._fits_memory:
+            return self.at_once
+        leaves = tree_leaves(batch)
+        shapes = tuple(t.shape for t in leaves)
+        if shapes not in self._rows_of:
+            lengths = {len(t) for t in leaves if t.dim()}
+            size = min(lengths) if len(lengths) == 1 else 1  # if the tensors differ in length, they cannot be cut
+            few = min(size, _FEW)
+            own = batch if few == size else tree_map(lambda t: t[:few] if t.dim() else t, batch)
+            with unwatched():
+                self._rows_of[shapes] = self._fitting(node_bytes(self, own, evaluating=True) * size // few)
+        return self._rows_of[shapes]
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -330,7 +353,7 @@ class VmapExecutor(Executor):
 
         outcomes = []
         state = stream.get_state()
-        for rows in even_pieces(len(weights), self.at_once):
+        for rows in even_pieces(len(weights), self._rows_at_once(batch)):
             own_buffers = {name: b[rows].clone() for name, b in buffers.items()}
             numbers = torch.arange(rows.stop - rows.start, device=weights.device)
             parts = (self.replicas.views(weights[rows]), own_buffers, cloned(batch))
