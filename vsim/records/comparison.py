@@ -687,9 +687,11 @@ class Comparison(Mapping[str, ComparedRun]):
                 hours to `loss`; see `vsim.timeline`; default: the comparison's.
         """
         rows, priced = [], self._priced(network, compute)
+        of_clients = self._of_clients
+        on_clients = frozenset().union(*(one.measured_on_clients for one in self._all_histories()))
         for name in self._ordered():
             runs = self._runs[name]
-            numbers = [self._numbers(run, loss, priced) for run in _sound(runs)]
+            numbers = [self._numbers(run, loss, priced, of_clients, on_clients) for run in _sound(runs)]
             row: dict[str, Any] = {**self._titles(name)}
             for column in numbers[0]:
                 values = [own[column] for own in numbers]
@@ -852,17 +854,23 @@ class Comparison(Mapping[str, ComparedRun]):
         """The names in the order of the table."""
         return list(self._runs)
 
-    def _numbers(self, run: ComparedRun, target: float | None, priced: _Priced) -> dict[str, float]:
-        """The columns of the table for one run, in their order."""
+    def _numbers(
+        self, run: ComparedRun, target: float | None, priced: _Priced, of_clients: bool, on_clients: frozenset[str]
+    ) -> dict[str, float]:
+        """Return the columns of the table for one run, in their order.
+
+        Args:
+            of_clients: whether cohorts trained. on_clients: what was measured on each client's data, in any run.
+        """
         history, numbers = run.history, {}
         steps = int(history.last("step")) if len(history) else 0
         loss = numbers[self._loss_title] = self._loss(run)
         numbers["perplexity"] = math.inf if loss >= 700 else math.exp(loss)
         if self._validated and any(not math.isnan(h.last("global_accuracy")) for h in self._all_histories()):
             numbers["accuracy"] = math.nan if run.diverged_at is not None else history.last("global_accuracy")
-        numbers |= self._on_clients(run)
+        numbers |= _on_clients(run, on_clients)
         ledger, everyone = history.ledger, traffic("all_reduce", history.num_nodes)
-        if self._of_clients:  # the busiest client's bytes depend on the draw of clients; the mean does not
+        if of_clients:  # the busiest client's bytes depend on the draw of clients; the mean does not
             sent, of_allreduce = ledger.total_wire_bytes, float(everyone.total)
             numbers["wire MB/client"] = sent / ledger.num_nodes / 1e6
             numbers["payload MB/client"] = float(ledger.node_payload_bytes.mean()) / 1e6
@@ -890,21 +898,6 @@ class Comparison(Mapping[str, ComparedRun]):
                 known = not math.isnan(first)
                 numbers[f"hours to {target:g}"] = timeline.seconds[int(first)] / 3600 if known else math.nan
         return numbers
-
-    def _on_clients(self, run: ComparedRun) -> dict[str, float]:
-        """Return the columns on the global model's performance on each client's data; empty if it was not measured."""
-        history = run.history
-        measured = frozenset().union(*(one.measured_on_clients for one in self._all_histories()))
-        if "accuracies" in measured:
-            name, percentile, values, worst = "accuracy", 10, history.client_val_accuracies, np.min
-        elif "losses" in measured:
-            name, percentile, values, worst = "loss", 90, history.client_val_losses, np.max
-        else:
-            return {}
-        known = len(values) > 0 and run.diverged_at is None
-        found = (values.mean(), np.percentile(values, percentile), worst(values)) if known else 3 * (math.nan,)
-        titles = (f"client {name}", f"client {name}, {percentile}th percentile", f"client {name}, worst")
-        return dict(zip(titles, map(float, found), strict=True))
 
     @property
     def _of_clients(self) -> bool:
@@ -1031,3 +1024,18 @@ def _size(num_bytes: float) -> str:
 def _sound(runs: list[ComparedRun]) -> list[ComparedRun]:
     """Return the runs that did not fail, or all runs if all failed."""
     return [run for run in runs if not run.failure] or runs
+
+
+def _on_clients(run: ComparedRun, measured: frozenset[str]) -> dict[str, float]:
+    """Return the columns on the global model's performance on each client's data; empty if none was `measured`."""
+    history = run.history
+    if "accuracies" in measured:
+        name, percentile, values, worst = "accuracy", 10, history.client_val_accuracies, np.min
+    elif "losses" in measured:
+        name, percentile, values, worst = "loss", 90, history.client_val_losses, np.max
+    else:
+        return {}
+    known = len(values) > 0 and run.diverged_at is None
+    found = (values.mean(), np.percentile(values, percentile), worst(values)) if known else 3 * (math.nan,)
+    titles = (f"client {name}", f"client {name}, {percentile}th percentile", f"client {name}, worst")
+    return dict(zip(titles, map(float, found), strict=True))
