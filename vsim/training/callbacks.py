@@ -278,7 +278,7 @@ class Relay:
     """
 
     def __init__(self, recorder: Recorder, callbacks: Sequence[Any]) -> None:
-        self.recorder = recorder
+        self.recorder, self._has_begun = recorder, False
         self.here = [one for one in callbacks if getattr(one, "here", False)]
         # A callback in another process may change the wrong copies of the model and loss, so the guard is there, too.
         self.there = [one for one in callbacks if one not in self.here or isinstance(one, Originals)]
@@ -289,10 +289,10 @@ class Relay:
             history.ledger.record(event)
         if report.segment is not None:
             history.ledger.attend(report.segment)
-        is_first = not len(history)
         self.recorder(report)
-        for callback in self.here if is_first else ():
+        for callback in () if self._has_begun else self.here:
             tell(callback, "on_start", report)
+        self._has_begun = True
         if not report.amends:
             tell_row(self.here, report)
 

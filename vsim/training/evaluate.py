@@ -104,9 +104,9 @@ class Evaluator:
             columns = found[run]
             columns |= {"val_examples": count, "val_total": self.total}
             if count == self.num_examples:
-                columns["global_loss_se"] = math.nan  # only the first node's process computes it
-                if 0 in run.nodes:
-                    columns["global_loss_se"] = self._standard_error(own, columns["global_loss"])
+                # The first node's process computes it.
+                se = self._standard_error(own, columns["global_loss"]) if 0 in run.nodes else math.nan
+                columns["global_loss_se"] = se if run.is_alone else _told_by_first(run, se)
             columns |= {name: self._mean(f, name, own, pieces) for name, f in (run.spec.metrics or {}).items()}
         return found
 
@@ -329,6 +329,14 @@ def _equal(one: _Rows, other: _Rows) -> bool:
     """Return whether two rows have the same weights, buffers and Python."""
     tensors = [(one.weights, other.weights), *((b, other.buffers[n]) for n, b in one.buffers.items())]
     return one.python[0] == other.python[0] and all(torch.equal(a, b) for a, b in tensors)
+
+
+def _told_by_first(run: Run, value: float) -> float:
+    """Return the value that the first node's process gives, in all processes of a run."""
+    collectives, num_held = run.cluster.collectives, run.cluster.replicas.num_held
+    with collectives.unbilled():
+        told = torch.full((num_held, 1), value, dtype=torch.float64)
+        return float(collectives.broadcast(told, label="standard error"))
 
 
 def _columns(run: Run, nodes: _Measured, overall: _Measured) -> dict[str, float]:
