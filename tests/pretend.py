@@ -6,6 +6,10 @@ are counted. There are two profiles:
 
 * cuda: an index out of range is an asynchronous error. The operation returns, and every later one raises.
 * mps: float64 does not exist, nor do some operations; an index out of range gives wrong numbers without an error.
+
+What a pretended device cannot do: compile, recurrent layers, and errors in a hook of autograd's on saved tensors, which
+end the process, because PyTorch asks a guard in Python for the stream while the error is pending. Memory of it is never
+pinned, and code that asks for the type "cuda" or "mps" does not meet it.
 """
 
 from __future__ import annotations

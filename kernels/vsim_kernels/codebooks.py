@@ -51,7 +51,7 @@ def statistical_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     scale = torch.linalg.vector_norm(centered, dim=-1, keepdim=True) * (6 / 2**bits / max(x.shape[-1] - 1, 1) ** 0.5)
     codes = _ratio(centered, scale).add_(2**bits / 2).round_().clamp_(0, 2**bits - 1).long()
     sums = _sums_by_code(y, codes, 2**bits)
-    counts = torch.zeros_like(sums).scatter_add_(-1, codes, torch.ones_like(y))  # whole numbers add up in any order
+    counts = _sums_by_code(torch.ones_like(y), codes, 2**bits)
     return codes.to(torch.uint8), sums.div_(counts.clamp_(min=1)).mul_(largest)
 
 
