@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import textwrap
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from links import CABLE, address, linked, shape
 from separate import small_mlp, vectors
 from test_ranges import assert_same_comparison, assert_same_record, in_processes
 from test_torchrun import SECONDS, free_port, torchrun
@@ -208,3 +210,111 @@ def test_a_comparison_keeps_its_records_on_all_ranks_if_one_fails(tmp_path: Path
     assert {failure for _, failure in second} == {"ArithmeticError: out of luck"}
     assert all(failure.startswith("CollectiveFailure: ") for _, failure in first)
     assert {length for length, _ in first | second} <= {3, 4}
+
+
+# Two machines --------------------------------------------------------------------------------------------------------
+
+MACHINES, H = 2, 5
+COUNTED = """
+    import json
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    from links import CABLE
+    from vsim.strategy import Strategy
+
+    def counted():
+        counters = Path(f"/sys/class/net/{CABLE}/statistics")
+        return [int((counters / name).read_text()) for name in ("tx_bytes", "rx_bytes")]
+
+    def plain(num_bytes):
+        '''What a message of so many bytes to the other machine takes on the wire, for each byte.'''
+        message = torch.zeros(num_bytes, dtype=torch.uint8)
+        dist.barrier()
+        before = counted()
+        for src, dst in (0, 2), (2, 0):
+            if rank == src:
+                dist.send(message, dst)
+            elif rank == dst:
+                dist.recv(message, src)
+        dist.barrier()
+        return [(after - b) / num_bytes for after, b in zip(counted(), before)]
+
+    def train(strategy, **more):
+        marks = []
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64))
+        data = TensorDataset(torch.randn(64, 64), torch.randint(64, (64,)))
+        trainer = Trainer(model, data, data, loss_fn=nn.functional.cross_entropy)
+        trainer.fit(
+            strategy=strategy, num_nodes=8, max_steps=32, batch_size=4, backend="process", num_processes="auto",
+            threads_per_process=1, progress=False, train_loss_hook=lambda step, loss: marks.append(counted()),
+            **{"val_interval": None, **more},
+        )
+        a, b = marks[5], marks[30]  # after steps 6 and 31
+        weights = sum(p.numel() for p in model.parameters())
+        steps = [event for event in trainer.ledger if 6 < event.step <= 31]
+        return {
+            "sent": (b[0] - a[0]) / 25, "received": (b[1] - a[1]) / 25, "bytes of weights": 4 * weights,
+            "ledger": sum(event.wire_bytes for event in steps) / 25,
+        }
+
+    dist.init_process_group("gloo")
+    found = {
+        "plain": plain(4_000_000),
+        "losses": train(Strategy(inner_optim="sgd", lr=1e-3)),
+        "validated": train(Strategy(inner_optim="sgd", lr=1e-3), val_interval=1),
+        "AllReduce": train(SimpleReduceStrategy("sgd", lr=1e-3)),
+        "DiLoCo": train(DiLoCoStrategy("sgd", H=5, lr=1e-3)),
+        "exact": train(SimpleReduceStrategy("sgd", lr=1e-3), deterministic=True),
+    }
+    (folder / f"found by {rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+"""
+
+
+def test_the_link_between_machines_carries_the_bytes_of_ranks(tmp_path: Path) -> None:
+    """The ledger has the nodes' bytes, and the link between machines carries the ranks'.
+
+    Two machines, two ranks on each, two nodes in each rank: K = 8 nodes in G = 4 ranks on M = 2 machines. S is the
+    bytes of one node's weights. All of this is each way, and protocol overhead is that of a plain message:
+
+    - An all-reduce between nodes is 2 (K − 1) / K · S = 1.75 S for every node of the ledger, whatever G and M are.
+      The ranks first reduce their own nodes, then gloo reduces between ranks in a ring, in which every rank sends
+      2 (G − 1) / G · S to the next. Of the ring's connections one leaves each machine: 1.5 S on the link. DiLoCo sends
+      this once in H steps.
+    - With deterministic=True all rows go to all ranks, so that they are reduced in the order of the nodes: a machine
+      sends its K / M rows to each of the G − G / M ranks elsewhere, K / M · (G − G / M) · S = 8 S.
+    - A validation of nodes that differ takes the mean replica twice, for the global model and for the average of the
+      nodes; that is an all-reduce of minimum, maximum (whether nodes are equal) and mean each time: six, 9 S. The
+      ledger does not count these, as a training run without validation would not send them.
+    - Every step, ranks tell each other the losses, requests to stop and, as there is a hook here, the row of the
+      record: a few messages of some hundred bytes, whatever the size of the model.
+    """
+    with linked(MACHINES) as machines:
+        shape(machines, 200)
+        meeting = ["--nnodes=2", "--nproc_per_node=2", f"--master_addr={address(0)}", f"--master_port={free_port()}"]
+        path = script(tmp_path, COUNTED)
+        runs = [
+            torchrun(*meeting, f"--node_rank={n}", path, before=["ip", "netns", "exec", machine], interface=CABLE)
+            for n, machine in enumerate(machines)
+        ]
+        try:
+            for run in runs:
+                out, _ = run.communicate(timeout=SECONDS)
+                assert run.returncode == 0, out
+        finally:
+            for run in runs:
+                run.kill()
+                run.communicate()
+    found = json.loads((tmp_path / "found by 0.json").read_text())
+    weights = found["losses"]["bytes of weights"]
+    expected = {"AllReduce": 1.5, "DiLoCo": 1.5 / H, "exact": 8.0, "validated": 9.0}
+    for way, overhead in zip(("sent", "received"), found["plain"], strict=True):
+        assert 1 < overhead < 1.1
+        assert 4 * 64 < found["losses"][way] < 10_000
+        times = {name: (found[name][way] - found["losses"][way]) / weights / overhead for name in expected}
+        assert times == pytest.approx(expected, rel=0.03), way
+    of_a_node = {name: found[name]["ledger"] / weights for name in found if name != "plain"}
+    nodes = {"losses": 0, "validated": 0, "AllReduce": 1.75, "DiLoCo": 1.75 / H, "exact": 1.75}
+    assert of_a_node == pytest.approx(nodes)
