@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from ranks import Ranks
 from separate import TASKS, Task, small_cnn, small_mlp, vectors
 from test_process_exactness import DESIGN, ROWS, Result, Variant, fit, own_dataset
 from test_strategies_common import Row
+from test_torchrun import free_port, torchrun
 
 import vsim
 from vsim import Callback, Compute, EarlyStopping, KeepBest, Sample, Trainer, cli, load_checkpoint
@@ -246,6 +248,7 @@ def test_a_comparison_in_processes() -> None:
     ours, theirs = compared(), compared(**in_processes(2))
     assert_same_comparison(ours, theirs)
     assert theirs.runs("diverges")[0].failure.startswith("non-finite loss at step")
+    assert list(ours[["DiLoCo"]] | theirs[["AllReduce"]]) == ["DiLoCo", "AllReduce"]
 
 
 @pytest.mark.slow
@@ -280,6 +283,24 @@ def test_halving_early_stopping_and_loggers_in_processes(tmp_path: Path) -> None
     logged = swept(callbacks=[EarlyStopping(patience=2)], logger=logger, **stopping, **in_processes(2))
     assert_same_comparison(stops, logged)
     assert len([*tmp_path.glob("**/*.csv")]) >= 2
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_comparison_may_be_simulated_on_each_rank(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_ranges import assert_same_comparison, compared, in_processes
+
+        if __name__ == "__main__":
+            assert_same_comparison(compared(), compared(**in_processes(2)))
+        """)
+    )
+    run = torchrun("--nproc_per_node=2", "--master_port", str(free_port()), str(path))
+    out, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, out
 
 
 @pytest.mark.slow

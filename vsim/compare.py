@@ -365,8 +365,9 @@ def _train(entries: Entries, device: torch.device | None) -> None:
     """Train in this process or, with backend="process", in several."""
     specs = [entry.spec for entry in entries.entries]
     device = entries.device if specs[0].device is not None else device
-    number = min(number_of_processes(spec, device) for spec in specs) if specs[0].num_processes else 1
-    if number == 1 and specs[0].num_processes in (None, "auto") and not under_torchrun():
+    here = specs[0].backend == "stacked"
+    number = 1 if here else min(number_of_processes(spec, device) for spec in specs)
+    if here or (number == 1 and specs[0].num_processes == "auto" and not under_torchrun()):
         entries.device = first_device(specs[0], device)
         entries.run()
         return

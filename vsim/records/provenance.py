@@ -32,7 +32,8 @@ _FREE = frozenset(
     {
         *("strategy", "seed", "given", "started", "versions", "machine", "compute", "network"),
         *("executor", "compile", "deterministic", "chunk_size", "device", "devices", "backend"),
-        *("minibatch_size", "gradient_accumulation", "max_memory_usage", "threads_per_process", "timeout_seconds"),
+        *("num_processes", "threads_per_process", "timeout_seconds"),
+        *("minibatch_size", "gradient_accumulation", "max_memory_usage"),
         *("val_interval", "correlation_interval", "metrics", "client_val_dataset", "callbacks"),
         *("train_loss_hook", "eval_loss_hook", "progress", "group"),
         *("logger", "log_interval", "run_name", "wandb_project", "log_x_axis"),
