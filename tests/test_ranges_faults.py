@@ -34,7 +34,7 @@ from test_process_faults import (  # noqa: F401 (the fixtures are these tests', 
 )
 from test_ranges import assert_same_comparison, assert_same_record, in_processes
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 import vsim
 from vsim import Callback, Trainer, load_checkpoint
@@ -136,7 +136,7 @@ class Data(Dataset[Any]):
         return len(self.data)
 
     def __getitem__(self, index: int) -> Any:
-        fault("data")
+        fault("data" if get_worker_info() is None else "worker")
         return self.data[index]
 
 
@@ -267,6 +267,45 @@ def test_a_process_is_named_that_ends_while_others_are_in_a_collective(monkeypat
     assert caught.value.rank == RANK
 
 
+@pytest.mark.parametrize(
+    ("place", "after", "kind", "message"),
+    [
+        ("strategy", DONE, NodeFailure, r"\(SIGKILL\).* after step 3"),
+        ("worker", 0, RuntimeError, r"the batches of step 1: DataLoader worker .* exited unexpectedly"),
+    ],
+    ids=["process", "worker"],
+)
+def test_worker_processes_of_data_end(
+    place: str, after: int, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a process that is killed while its worker holds its pipes, too; and a worker is killed itself."""
+    monkeypatch.setenv("FAULT", f"{place}:SIGKILL")
+    monkeypatch.setenv("FAULT_AFTER", str(after))
+    with pytest.raises(kind, match=message) as caught:
+        fit(dataloader_kwargs={"num_workers": 1}, **in_processes(2))
+    failure = caught.value if isinstance(caught.value, NodeFailure) else caught.value.__cause__
+    assert isinstance(failure, NodeFailure) and RANK_AND_NODES in str(failure)
+
+
+def data_of(rank: int, num_nodes: int, train: bool) -> Dataset[Any]:
+    if rank == 2 and dist.is_initialized():
+        raise OutOfLuck("no data")
+    return vectors(seed=rank)
+
+
+@pytest.mark.parametrize("train", ["fit", "compare"])
+def test_the_data_of_one_node_cannot_be_made(train: str) -> None:
+    """No step is done: a comparison has no records to keep."""
+    run = {**defaults(), **in_processes(2)}
+    calls: dict[str, Callable[[], Any]] = {
+        "fit": lambda: Trainer(Model(), data_of).fit(strategy=Own(H=2), **run),
+        "compare": lambda: vsim.compare(Model(), data_of, strategies={"DiLoCo": Own(H=2)}, **run),
+    }
+    with pytest.raises(OutOfLuck, match="no data") as caught:
+        calls[train]()
+    assert f"{RANK_AND_NODES} failed after step 0" in str(caught.value.__cause__)
+
+
 @linux
 def test_a_fork_server_that_is_killed() -> None:
     def kill(step: int, loss: float) -> None:
@@ -371,6 +410,14 @@ def test_ctrl_c_stops_all_processes_after_a_step(tmp_path: Path) -> None:
         fit(trainer=trainer, **run, **slow, **in_processes(2))
     assert 2 <= load_checkpoint(tmp_path / "run").step == trainer.history["step"][-1] < LONG
     assert_same_run(fit(resume=True, **run, **in_processes(3)), fit(max_steps=LONG))
+
+
+def test_a_run_that_is_not_saved_resumes_from_memory() -> None:
+    trainer = Trainer(Model(), Data(), vectors(7, 9))
+    slow = {"callbacks": [Counts(), slowly], "train_loss_hook": press_at(2)}
+    with pytest.raises(Interrupted, match="kept in memory"):
+        fit(trainer=trainer, max_steps=LONG, **slow, **in_processes(2))
+    assert_same_run(fit(trainer=trainer, max_steps=LONG, resume=True, **in_processes(3)), fit(max_steps=LONG))
 
 
 def test_ctrl_c_stops_a_comparison_after_a_step(tmp_path: Path) -> None:
