@@ -200,7 +200,7 @@ def test_what_does_not_fit() -> None:
 
 def narrowed(value: Any, live: Any, node: int = 1) -> Any:
     """What a process has of a value that the simulator saved."""
-    return Restorer({}, moved=True).root(cut(saved(x=value)["x"], [node]), live, "x", None)
+    return Restorer({}, moved=True).root(cut(saved(x=value)["x"], [node], [3]), live, "x", None)
 
 
 def gathered(values: list[Any]) -> Any:
@@ -216,7 +216,7 @@ def gathered(values: list[Any]) -> Any:
 
 def joined(values: list[Any], live: Any) -> Any:
     """What the simulator has of a value that three processes saved."""
-    return Restorer({}, moved=True).root(cut(gathered(values), range(3)), live, "x", None)
+    return Restorer({}, moved=True).root(cut(gathered(values), range(3), [1, 1, 1]), live, "x", None)
 
 
 def rows(count: int = 3) -> Tensor:
@@ -279,8 +279,27 @@ def test_every_process_has_its_own_again(values: tuple[Any, ...], same: list[Any
     whole = gathered([{"own": value, "same": same} for value in values])
     assert whole["items"][1][1]["kind"] == "object"  # what is equal is there once
     for node, value in enumerate(values):
-        back = Restorer({}, moved=False).root(cut(whole, [node]), {}, "x", None)
+        back = Restorer({}, moved=False).root(cut(whole, [node], [1] * len(values)), {}, "x", None)
         assert repr(back) == repr({"own": value, "same": same})
+
+
+def test_rows_are_cut_from_processes_with_several() -> None:
+    """Two rows in one process, one in another; each process has its own values, too."""
+    contents: dict[str, Tensor] = {}
+    nodes = []
+    for own, name in zip(rows().split([2, 1]), ("first", "second"), strict=True):
+        tree = Snapshot({"x": (own, "stacked"), "own": ([name], None)}, {}, len(own)).tree
+        text, parts = packed(tree)
+        nodes.append(json.loads(text))
+        contents |= parts
+    whole = {key: unpacked(json.dumps(merged([node[key] for node in nodes])), contents) for key in ("x", "own")}
+    for own_rows in ([0, 1], [2], [1, 2], [0, 1, 2]):
+        restored = Restorer({}, moved=False).root(cut(whole["x"], own_rows, [2, 1]), None, "x", "stacked")
+        assert torch.equal(restored, rows()[own_rows])
+    for own_rows, name in ([[0, 1], "first"], [[2], "second"]):
+        assert Restorer({}, moved=False).root(cut(whole["own"], own_rows, [2, 1]), [], "own", None) == [name]
+    with pytest.raises(CheckpointError, match="differs between the nodes' processes"):
+        Restorer({}, moved=False).root(cut(whole["own"], [1, 2], [2, 1]), [], "own", None)
 
 
 class Declared(Stateful):

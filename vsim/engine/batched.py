@@ -239,7 +239,7 @@ class _Gelu(torch.autograd.Function):
 
 
 def _check_indices(indices: Tensor, rows: int) -> None:
-    """Raise an IndexError on the CPU for an index that is not in 0 … rows − 1; `vsim.engine.ranges` does elsewhere.
+    """Raise an IndexError on the CPU for an index that is not in 0 … rows − 1; `vsim.engine.indices` does elsewhere.
 
     An operation checks the indices, so that no number has to come to Python, and a graph has the check, too.
     """

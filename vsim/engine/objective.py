@@ -30,7 +30,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from vsim.arguments import retold
 from vsim.cluster.randomness import GENERATORS, preserved
 from vsim.cluster.state import CheckpointError, with_extra_state
-from vsim.engine.ranges import InRange, is_off_cpu
+from vsim.engine.indices import InRange, is_off_cpu
 from vsim.private_torch import hooks_of, is_wrapped, tensor_tables, unwatched, version
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -179,7 +179,7 @@ class Objective(nn.Module):
         return loss, None if accuracy is None else _scalar(accuracy, "the accuracy")
 
     def check_indices(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
-        """Raise the IndexError that the loss of one node raises on the CPU, if any, see `vsim.engine.ranges`.
+        """Raise the IndexError that the loss of one node raises on the CPU, if any, see `vsim.engine.indices`.
 
         Args:
             parameters, buffers: the node's tensors by name. batch: the node's batch (B, …).

@@ -20,10 +20,10 @@ from vsim.cluster.replicas import Replicas, Views
 from vsim.engine import batched
 from vsim.engine.batched import NodesDifferError, VmapError
 from vsim.engine.executor import Before, Executor, Settings, check_depends, cloned, write_gradients
+from vsim.engine.indices import tables_at_once
 from vsim.engine.loop import LoopExecutor, agrees_with_loop, rounding
 from vsim.engine.memory import available_bytes, node_bytes, nodes_that_fit
 from vsim.engine.objective import Objective, listed
-from vsim.engine.ranges import tables_at_once
 from vsim.engine.rules import InexactError, Lowering
 from vsim.private_torch import has_backward_hooks, unwatched, version, without_performance_warnings
 

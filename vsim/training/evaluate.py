@@ -17,8 +17,8 @@ from vsim.cluster.replicas import Views
 from vsim.data.batches import validation_examples
 from vsim.engine import Executor, VmapExecutor
 from vsim.engine.executor import check_examples
+from vsim.engine.indices import is_off_cpu
 from vsim.engine.objective import Objective, explained
-from vsim.engine.ranges import is_off_cpu
 from vsim.private_torch import without_performance_warnings
 from vsim.training.run import Run, Stack
 from vsim.training.spec import Metric

@@ -21,10 +21,10 @@ from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import OwnGlobals, global_states
 from vsim.data.batches import BatchSource, Uneven, of_rows
 from vsim.engine import Executor
+from vsim.engine.indices import is_off_cpu
 from vsim.engine.machine import Threads
 from vsim.engine.memory import Held
 from vsim.engine.objective import Objective, explained
-from vsim.engine.ranges import is_off_cpu
 from vsim.records.history import COLUMNS, SPREAD, VALIDATED, History
 from vsim.records.progress import Reporter
 from vsim.strategy.base import Strategy
