@@ -17,7 +17,7 @@ from test_ranges import assert_same_comparison, assert_same_record, in_processes
 from test_torchrun import SECONDS, free_port, torchrun
 
 import vsim
-from vsim import Trainer
+from vsim import Trainer, load_checkpoint
 from vsim.records.comparison import Comparison
 from vsim.records.history import History
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, Strategy
@@ -210,6 +210,30 @@ def test_a_comparison_keeps_its_records_on_all_ranks_if_one_fails(tmp_path: Path
     assert {failure for _, failure in second} == {"ArithmeticError: out of luck"}
     assert all(failure.startswith("CollectiveFailure: ") for _, failure in first)
     assert {length for length, _ in first | second} <= {3, 4}
+
+
+KILLED = """
+    import signal
+
+    def kill(run):
+        if run.done == 5 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    fit(callbacks=[kill], max_steps=8, save_dir=folder / "saved", checkpoint_interval=2, deterministic=True)
+"""
+
+
+def test_a_rank_that_is_killed_ends_all_and_the_run_resumes(tmp_path: Path) -> None:
+    run = torchrun("--nproc_per_node=2", "--master_port", str(free_port()), script(tmp_path, KILLED))
+    try:
+        out, _ = run.communicate(timeout=SECONDS)
+    finally:
+        run.kill()
+    assert run.returncode != 0 and "Signal 9 (SIGKILL) received by PID" in out, out
+    assert load_checkpoint(tmp_path / "saved").step == 4
+    straight: dict[str, Any] = {"max_steps": 8, "deterministic": True}
+    resumed = fit(save_dir=tmp_path / "saved", resume=True, **straight, **in_processes(3))
+    assert_same_fit(resumed, fit(**straight))
 
 
 # Two machines --------------------------------------------------------------------------------------------------------
