@@ -210,6 +210,16 @@ def test_undeclared_state_resumes_in_equal_ranges_only(tmp_path: Path) -> None:
             Trainer(small_mlp(), vectors()).fit(**run, max_steps=6, resume=tmp_path, **options)
 
 
+@pytest.mark.slow
+def test_a_comparison_that_cannot_resume_raises(tmp_path: Path) -> None:
+    """Its records are in the folder, so there is nothing to return."""
+    run: dict[str, Any] = {"strategies": {"A": Undeclared(H=2), "B": FedAvgStrategy(H=2)}, "save_dir": tmp_path}
+    compared(**run, max_steps=3, **in_processes(2))
+    for options in (in_processes(4), {}):
+        with pytest.raises(CheckpointError, match="kept"):
+            compared(**run, max_steps=6, resume=True, **options)
+
+
 # Comparisons ---------------------------------------------------------------------------------------------------------
 
 STRATEGIES = {

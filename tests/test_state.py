@@ -259,9 +259,9 @@ def test_other_values_that_changed_must_be_declared(value: Any, after_setup: Any
 
 
 def test_processes_that_differ_are_named() -> None:
-    with pytest.raises(CheckpointError, match=r"x\.value differs between the nodes' processes \(1, 1, 2\)"):
+    with pytest.raises(CheckpointError, match=r"x\.value differs between the processes that saved it \(1, 1, 2\)"):
         joined([Free(1), Free(1), Free(2)], Free(0))
-    with pytest.raises(CheckpointError, match=r"x\.value differs between the nodes' processes"):
+    with pytest.raises(CheckpointError, match=r"x\.value differs between the processes that saved it"):
         joined([Free(torch.ones(2)), Free(torch.ones(2)), Free(torch.zeros(2))], Free(torch.zeros(2)))
 
 
@@ -298,7 +298,7 @@ def test_rows_are_cut_from_processes_with_several() -> None:
         assert torch.equal(restored, rows()[own_rows])
     for own_rows, name in ([[0, 1], "first"], [[2], "second"]):
         assert Restorer({}, moved=False).root(cut(whole["own"], own_rows, [2, 1]), [], "own", None) == [name]
-    with pytest.raises(CheckpointError, match="differs between the nodes' processes"):
+    with pytest.raises(CheckpointError, match="differs between the processes that saved it"):
         Restorer({}, moved=False).root(cut(whole["own"], [1, 2], [2, 1]), [], "own", None)
 
 
@@ -326,7 +326,7 @@ def test_what_is_declared_is_moved_without_a_look_at_shapes() -> None:
     assert (all_three.counts, [t.tolist() for t in all_three.shared]) == ([5, 6, 7], [rows().tolist()])
     assert [t.tolist() for t in all_three.stacked["new"]] == [rows().tolist(), (rows() + 1).tolist()]
     apart[1].shared = [rows() + 1]
-    with pytest.raises(CheckpointError, match=r"x\.shared\[0\] differs between the nodes' processes"):
+    with pytest.raises(CheckpointError, match=r"x\.shared\[0\] differs between the processes that saved it"):
         joined(apart, Declared().setup(3, [], {}))
     with pytest.raises(ValueError, match=r"keep_stacked\(scale=…\): a scalar tensor has no row"):
         Declared().keep_stacked(scale=torch.ones(()))

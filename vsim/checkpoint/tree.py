@@ -345,8 +345,8 @@ def _misfit(path: str, was: str, live: Any) -> CheckpointError:
 def _undeclared(path: str) -> CheckpointError:
     return CheckpointError(
         f"{path} has changed since the setup and is not declared, so that nothing says which nodes it belongs to: "
-        "declare it in the setup, with self.keep_stacked() or self.keep_shared(), or resume with the backend that "
-        "saved it"
+        "declare it in the setup, with self.keep_stacked() or self.keep_shared(), or resume with the backend and the "
+        "number of processes that saved it"
     )
 
 
@@ -354,8 +354,8 @@ def _differs(path: str, items: Sequence[Node]) -> CheckpointError:
     plain = not any(isinstance(item, dict) for item in items)
     given = f" ({', '.join(map(repr, items[:4]))})" if plain else ""
     return CheckpointError(
-        f"{path} differs between the nodes' processes{given}, so the simulator has no one value for it; resume with "
-        "backend='process', or keep what is each node's own in stacked tensors"
+        f"{path} differs between the processes that saved it{given}, so there is no one value for all nodes; resume in "
+        "as many processes, or keep what is each node's own in stacked tensors"
     )
 
 

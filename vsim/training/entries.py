@@ -196,7 +196,7 @@ class Entries:
     def train_elsewhere(self, launch: Callable[[Entries, Callable[[int, Any], None]], Sequence[Any]]) -> None:
         """Train all entries in several processes, and keep their records here.
 
-        If the processes fail after the first step, the entries keep their records and the error.
+        If the processes fail after their first step, the entries keep their records and the error.
 
         Args:
             launch: called with the entries to train and with a function that gets the messages of the first process
@@ -206,7 +206,7 @@ class Entries:
         relays = [
             Relay(recorder, entry.spec.callbacks) for recorder, entry in zip(recorders, self.entries, strict=True)
         ]
-        losses: dict[int, float] = {}
+        losses: dict[int, float] = {}  # of every run that has taken a step
         with _Watch(self.entries, self.progress, self.title) as watch, ExitStack() as ending:
             for recorder, entry in zip(recorders, self.entries, strict=True):
                 ending.push(lambda kind, error, trace, own=entry, recorder=recorder: _finish(recorder, own, error))
@@ -220,7 +220,8 @@ class Entries:
                         setattr(entry, name, value)
                 else:
                     relays[number](message)
-                    losses[number] = message.row.get("train_loss", math.inf)
+                    if "train_loss" in message.row:
+                        losses[number] = message.row["train_loss"]
                     known = [loss for loss in losses.values() if math.isfinite(loss)]
                     watch.show(message.max_steps, min(known, default=None), message.preparing)
 
@@ -230,7 +231,7 @@ class Entries:
             try:
                 outcomes = launch(replace(self, entries=entries), receive)
             except Exception as error:
-                if not any(len(entry.history) > 1 for entry in self.entries):
+                if not losses:
                     raise
                 for entry in self.entries:
                     ended = entry.stopped_at is not None or entry.finished_at is not None
