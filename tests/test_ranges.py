@@ -357,6 +357,25 @@ def test_callbacks_and_hooks() -> None:
     assert heard == [1, 2, 3, 4, 5, 6] and best.best_step in (0, 2, 4, 6) and best.weights
 
 
+class Exits(Callback):
+    """Notes in a file that it was told how the run ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_exit(self, failure: str) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{failure or 'ended'}\n")
+
+
+@pytest.mark.slow
+def test_a_callback_is_told_once_how_its_run_ended(tmp_path: Path) -> None:
+    for name, options in (("here", {}), ("processes", in_processes(2))):
+        compared(callbacks=[Exits(tmp_path / name)], **options)
+        told = sorted(line.split(":")[0] for line in (tmp_path / name).read_text().splitlines())
+        assert told == ["Diverged"] * 2 + ["ended"] * 4, name
+
+
 class Interrupting(Callback):
     def on_step(self, run: Run) -> None:
         if run.done == 3 and 0 not in run.nodes:
