@@ -323,7 +323,7 @@ def test_processes_take_a_gpu_each_where_there_are_enough(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
     assert devices_of_nodes(None, None, 2) == gpus and backend_for(gpus, 2) == "nccl"
-    with pytest.warns(UserWarning, match=r"3 nodes train on the CPU, as there are 2 GPUs.*cuda:1"):
+    with pytest.warns(UserWarning, match=r"3 processes train on the CPU, as there are 2 GPUs.*cuda:1"):
         assert devices_of_nodes(None, None, 3) == [torch.device("cpu")]
     assert backend_for(gpus, 3) == backend_for([torch.device("cpu")], 1) == "gloo"
 

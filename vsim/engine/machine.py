@@ -62,7 +62,7 @@ def devices_of_nodes(
     gpus = torch.cuda.device_count()
     if 0 < gpus < nodes_here:
         warnings.warn(
-            f"{nodes_here} nodes train on the CPU, as there are {gpus} GPUs and each process takes one of its own; "
+            f"{nodes_here} processes train on the CPU, as there are {gpus} GPUs and each takes one of its own; "
             f"devices={[f'cuda:{i}' for i in range(gpus)]} shares them",
             UserWarning,
             stacklevel=4,
