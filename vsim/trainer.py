@@ -156,7 +156,9 @@ class Trainer:
             step achieves.
         """
         if options.get("backend", "stacked") != "stacked":
-            raise ValueError("explain() is about the simulator: leave out backend='process' and the options of processes")
+            raise ValueError(
+                "explain() is about the simulator: leave out backend='process' and the options of processes"
+            )
         unheard = dict.fromkeys(("callbacks", "train_loss_hook", "eval_loss_hook"))
         ensemble = self.prepare(**{"progress": False, **options, **unheard})
         run, stack = ensemble.only

@@ -276,7 +276,7 @@ class Entries:
             recorders = {r: Recorder(r.history, False, r.spec.label) for r in running}
             for recorder in recorders.values():
                 recorder.has_warned = not self.processes.is_first
-            # Tell every callback how its own run ended, unless this is not the process of the call: see `train_elsewhere`.
+            # Tell every callback how its own run ended; in another process, `train_elsewhere` tells it.
             for entry, recorder in recorders.items() if self.processes.connect is None else ():
                 ending.push(lambda kind, error, trace, own=entry, recorder=recorder: _finish(recorder, own, error))
             seed = running[0].spec.seed
