@@ -492,6 +492,13 @@ class Strategy(Configured):
                 return weights
         return self.cluster.mean_weights()
 
+    @property
+    def evaluates_mean(self) -> bool:
+        """Whether the global model is the mean replica: neither the strategy nor a module says otherwise."""
+        modules = (type(module).global_weights for module in self.communication_modules)
+        replaced = (own is not CommunicationModule.global_weights for own in modules)
+        return type(self).global_weights is Strategy.global_weights and not any(replaced)
+
     def has_global_model(self) -> bool:
         """Return whether a server has the global model now: kept by a module, or equal on all nodes after a sync."""
         cluster, collectives = self.cluster, self.cluster.collectives

@@ -301,7 +301,8 @@ def _of_nodes(run: Run, own_python: bool) -> _Rows:
 def _of_cluster(run: Run, own_python: bool) -> _Rows:
     """Return the global model and the mean replica, both computed with the first node's Python."""
     assert run.global_weights is not None
-    candidates = torch.stack([run.global_weights, run.cluster.mean_weights()])  # (2, P)
+    mean = run.global_weights if run.strategy.evaluates_mean else run.cluster.mean_weights()
+    candidates = torch.stack([run.global_weights, mean])  # (2, P)
     buffers = {n: b.expand(2, *b.shape) for n, b in run.cluster.mean_buffers().items()}
     return _Rows(candidates, buffers, run.spec.seed, 2 * [run.rows.start if own_python else 0])
 
