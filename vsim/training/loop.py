@@ -432,7 +432,8 @@ def _of_all_nodes(
     and of tokens in the node's batch.
     """
     rows = [row for _, own in stepping for row in range(own.start, own.stop)]
-    of_rows = torch.tensor([[requested, *sizes_of(batch, [row])] for row in rows]).double()
+    sizes = [sizes_of(batch, [row]) for row in rows] if isinstance(batch, Uneven) else [sizes_of(batch)] * len(rows)
+    of_rows = torch.tensor([[requested, *own] for own in sizes]).double()
     own = torch.cat([losses[rows].cpu().double()[:, None], of_rows], 1)
     ranges = [run.cluster.collectives.ranges for run, _ in stepping]
     counts = [[len(nodes) for nodes in column] for column in zip(*ranges, strict=True)]  # by process, then run
