@@ -263,9 +263,8 @@ def test_a_name_with_a_bar_is_one_cell_of_markdown() -> None:
 def test_best_and_steps_to_by_hand() -> None:
     runs = by_hand(a=[[2, 1, 0.8], [2, 0.9, 0.6]], b=[[2, 0.5, 0.75], [2, 1.5, 0.5]], c=[[2, 0.1, 0.1], 3])
     assert runs.best() == "b"  # 0.625 on average, a 0.7; of c a seed diverged
-    # The first step at which the line between measurements is that low, though it was higher later: from 0.9 to 0.6
-    # in five steps after 5/3 of them, from 2 to 0.5 after 4, from 1.5 to 0.5 after 3.5, from 2 to 0.1 after 3.2.
-    assert runs.steps_to(0.8) == {"a": [10, 7], "b": [4, 9], "c": [4, pytest.approx(math.nan, nan_ok=True)]}
+    # The first step at which a loss that low was measured, every five steps, though it was higher later.
+    assert runs.steps_to(0.8) == {"a": [10, 10], "b": [5, 10], "c": [5, pytest.approx(math.nan, nan_ok=True)]}
     assert all(math.isnan(step) for steps in runs.steps_to(0.05).values() for step in steps)
     only = by_hand(c=[[2, 0.1], 3])
     with pytest.raises(ValueError, match="no run got to its end; c: seed 1: non-finite loss at step 3"):
@@ -390,8 +389,9 @@ def test_a_table_for_a_paper() -> None:
 
 
 def test_a_table_fits_a_page(repeated: vsim.Comparison) -> None:
-    header, rule, *lines, note = repeated.table().splitlines()
-    assert max(map(len, (header, rule, *lines, note))) <= 100 and "±" in lines[0]
+    header, rule, *lines, unformed, note = repeated.table().splitlines()
+    assert max(map(len, (header, rule, *lines, unformed, note))) <= 100 and "±" in lines[0]
+    assert unformed.startswith("FedAvg: the loss is of the mean of nodes that differ")  # of five steps, H = 2
     assert header.startswith("strategy ") and [line.split()[0] for line in lines] == list(repeated)
     assert note.startswith("† not told from the best") and sum("†" in line for line in lines) == 1
     assert not any(line.startswith(" ") for line in lines)

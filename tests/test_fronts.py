@@ -75,8 +75,7 @@ def test_front_and_best_of_a_budget_are_those_of_a_search(drawn: list[tuple[list
         expected = {}
         for i, (losses, every, payload) in enumerate(drawn):
             last = max(s for s in range(2 * len(losses) - 1) if s // every * payload <= budget)
-            before, after = losses[last // 2], losses[min(last // 2 + 1, len(losses) - 1)]
-            expected[f"r{i}"] = (before + after) / 2 if last % 2 else before
+            expected[f"r{i}"] = losses[last // 2]  # between measurements the last value holds
         best = comparison.best(within={"wire": budget})
         assert best == min(expected, key=expected.__getitem__)
         assert best.loss == pytest.approx(min(expected.values()), abs=1e-12)
@@ -91,7 +90,7 @@ def test_budgets_of_time_and_dollars_follow_from_the_network() -> None:
     assert (
         comparison.best({"time": "4.1 ms"}, NETWORK, NO_TIME) == "seldom"
     )  # all of it: one sync of 4 ms, and a loss of 3
-    assert comparison.best({"time": "4.1 ms"}, NETWORK, NO_TIME).runner_up_loss == 4.0  # one step, between 5 and 3
+    assert comparison.best({"time": "4.1 ms"}, NETWORK, NO_TIME).runner_up_loss == 5.0  # one step, measured after two
     assert comparison.best({"cost": "$0.0081"}, NETWORK, compute) == "seldom"
     assert comparison.best({"cost": 0.0321}, NETWORK, compute) == "often"
     assert comparison.best({"cost": 0.0321, "step": 0}, NETWORK, compute).loss == 5.0
@@ -119,6 +118,26 @@ def test_best_says_how_sure_it_is() -> None:
     low, high = front["low"][0], front["high"][0]
     half = 3.182446 * np.std(better, ddof=1) / 2  # t of 3 degrees of freedom
     assert (low, high) == pytest.approx((1.15 - half, 1.15 + half), abs=1e-6)
+
+
+def test_a_budget_that_runs_left_unused_decides_nothing() -> None:
+    """Runs of 4 steps: "often" sends 4 kB at every step, "seldom" 4 kB once. 12 kB end "often", and not "seldom"."""
+    runs = {
+        "often": [run([5.0, 2.0, 1.0 + 0.01 * i], 1, seed=i) for i in range(4)],
+        "seldom": [run([5.0, 4.0, 3.0 + 0.02 * i], 4, seed=i) for i in range(4)],
+    }
+    best = made(**runs).best({"wire": "12 kB"})
+    assert best == "often" and best.loss == 2.0 and best.p < 0.05 and best.certain is None
+    assert best.uses["often"] == (1.0, 4, 3, False)
+    assert best.uses["seldom"] == (1 / 3, 4, 12, True)
+    assert "certain" not in repr(best) and "seldom used 33% of it in 4 steps, where about 12 would" in repr(best)
+    spent = made(**runs).best({"wire": "7.9 kB"})  # one more sync of "seldom" would be too much
+    assert not spent.uses["seldom"].ended and spent.certain and "certain" in repr(spent)
+    alone = made(often=runs["often"], none=[run([5.0, 4.0, 3.5], 9, seed=i) for i in range(4)]).best({"wire": 8000})
+    assert math.isinf(alone.uses["none"].steps_needed) and alone.uses["none"].ended
+    winner = made(seldom=[run([5.0, 0.5, 0.4], 4, seed=i) for i in range(4)], often=runs["often"])
+    assert winner.best({"wire": "12 kB"}).certain  # more steps could but lower the loss of the best
+    assert made(**runs).pareto().frame["equal_steps"].tolist() == [4, 16]
 
 
 def test_a_run_that_diverged_is_on_no_front() -> None:
@@ -172,6 +191,6 @@ def test_amounts_are_read_as_numbers_or_text() -> None:
 
 def test_no_loss_within_a_budget() -> None:
     steps, losses = np.arange(3.0), np.array([math.nan, 2.0, 1.0])
-    assert math.isnan(loss_within(steps, losses, [(steps, 0.0)]))
-    assert loss_within(steps, losses, [(steps, 1.5)]) == 2.0
+    assert math.isnan(loss_within(losses, [(steps, 0.0)]))
+    assert loss_within(losses, [(steps, 1.5)]) == 2.0
     assert dominating([], []) == []

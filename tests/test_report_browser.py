@@ -19,7 +19,7 @@ from compared import compared
 import vsim
 from vsim import Compute, Network
 from vsim.records.report.page import report
-from vsim.strategy import AloneStrategy, DiLoCoStrategy, SimpleReduceStrategy, StreamingDiLoCoStrategy
+from vsim.strategy import AloneStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, StreamingDiLoCoStrategy
 from vsim.sweep import sweep
 from vsim.watch import Watch
 
@@ -39,6 +39,7 @@ def comparison() -> vsim.Comparison:
         "AllReduce": SimpleReduceStrategy(lr=5e-3),
         "DiLoCo": DiLoCoStrategy(H=4, lr=5e-3),
         "Streaming": StreamingDiLoCoStrategy(H=6, delay=2, lr=5e-3),
+        "FedAvg": FedAvgStrategy(H=5, lr=5e-3),  # measured at a mean that no node has
         HOSTILE: AloneStrategy(lr=5e-3),
     }
     return compared(strategies, num_nodes=3, max_steps=24, val_interval=3, seeds=[0, 1])
@@ -199,7 +200,7 @@ def test_sorts_hides_and_shows(opened: Any, comparison: vsim.Comparison) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:validation every")
+@pytest.mark.filterwarnings("ignore:validation is too rare")
 def test_map_and_front_name_those_of_python(opened: Any, comparison: vsim.Comparison) -> None:
     rng, bandwidths, latencies = random.Random(7), [1e5, 3e6, 7e7, 2e9, 1e11], [1e-4, 0.003, 0.05, 1.0]
     for target in (1.2, 1.7, 2.1, rng.uniform(0.8, 2.2)):
@@ -340,6 +341,7 @@ def test_a_watched_page_follows_its_files(browser: Any, comparison: vsim.Compari
         page.goto(watch.url)
         page.locator("#table tbody tr").nth(1).wait_for(timeout=10_000)
         page.evaluate("vsim.set({bw: 5e6})")
+        page.wait_for_timeout(1000)  # looks at files that have not changed
         comparison.to_json(tmp_path / "comparison.json")
         page.locator("#table tbody tr").nth(3).wait_for(timeout=10_000)
         assert page.evaluate("vsim.state.bw") == 5e6

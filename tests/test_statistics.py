@@ -17,29 +17,20 @@ from vsim.records.statistics import crossing, holm, paired, power, ranking, seed
 losses = st.lists(st.floats(0.01, 10), min_size=1, max_size=12)
 
 
-@given(losses, st.integers(1, 30), st.floats(0, 10))
-def test_a_crossing_is_within_the_interval_of_the_loss(curve: list[float], every: int, target: float) -> None:
+@given(losses, st.integers(1, 30), st.floats(0, 10), st.data())
+def test_a_crossing_is_where_the_loss_is_measured(curve: list[float], every: int, target: float, data: Any) -> None:
     steps = [every * i for i in range(len(curve))]
-    found = crossing(steps, curve, target)
+    formed = data.draw(st.lists(st.booleans(), min_size=len(curve), max_size=len(curve)))
+    found = crossing(steps, curve, target, formed)
     below = [i for i, loss in enumerate(curve) if loss <= target]
     if not below:
         assert all(math.isnan(value) for value in found)
         return
     i = below[0]
-    assert found.last == steps[i] and found.first == (steps[i - 1] + 1 if i else 0)
-    assert found.first <= found.step <= found.last and found.step == int(found.step)
-    if every == 1:
-        assert found.step == i
-
-
-@given(losses.filter(lambda curve: len(curve) > 1), st.floats(0.01, 10))
-def test_a_crossing_is_on_the_line_between_two_measurements(curve: list[float], target: float) -> None:
-    every = 1000  # so that the step's rounding does not matter
-    found = crossing([every * i for i in range(len(curve))], curve, target)
-    i = int(found.last) // every if found.last == found.last else 0
-    if i:
-        line = np.interp(found.step, [every * (i - 1), every * i], [curve[i - 1], curve[i]])
-        assert line <= target + 1e-9 and line >= target - (curve[i - 1] - curve[i]) / every - 1e-9
+    assert found.step == steps[i] and found.first == (steps[i - 1] + 1 if i else 0)
+    exists = [steps[j] for j in below if formed[j]]
+    assert found.formed == exists[0] if exists else math.isnan(found.formed)
+    assert crossing(steps, curve, target) == (found.step, found.step, found.first)
 
 
 def comparison(**runs: list[float]) -> vsim.Comparison:

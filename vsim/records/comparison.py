@@ -28,6 +28,7 @@ from vsim.records.fronts import COSTS, Best, Front, amount, best_of, dominating,
 from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, time_axis
 from vsim.records.provenance import Conditions, Provenance, check_same_strategy, described
+from vsim.records.spent import Priced, Use, forming_bytes, forming_seconds, last, spent, until, unused, use
 from vsim.records.statistics import Crossing, differences, interval, ranking
 from vsim.records.tables import Marks, text_table
 from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners, ascending
@@ -42,11 +43,12 @@ if TYPE_CHECKING:
     from vsim.figures.paper import PaperFigure
     from vsim.records.report.page import Report
 
+_NAMED = 6  # strategies that a note names
 # Attributes of a run that files hold besides its history.
 _PLAIN = ("failure", "seed", "diverged_at", "stopped_at")
 
 
-@dataclass
+@dataclass(eq=False)
 class ComparedRun:
     """One strategy's run.
 
@@ -105,7 +107,7 @@ class ComparedRun:
 # What hours are derived from, and how both may be given.
 AnyNetwork = Network | str | float | None
 AnyCompute = Compute | float | str | None
-_Priced = tuple[Network, Compute] | None
+Floats = NDArray[np.float64]
 
 
 _KINDS: dict[str, type[Comparison]] = {}  # kinds of comparisons by name, for files that hold one in another
@@ -291,8 +293,11 @@ class Comparison(Mapping[str, ComparedRun]):
             for run in runs:
                 yield {"strategy": name, "seed": run.seed}, run
 
+    def _all_runs(self) -> list[ComparedRun]:
+        return [run for runs in self._runs.values() for run in runs]
+
     def _all_histories(self) -> list[History]:
-        return [run.history for runs in self._runs.values() for run in runs]
+        return [run.history for run in self._all_runs()]
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with a row per strategy, seed and step: strategy, seed and the columns of `History`."""
@@ -364,8 +369,9 @@ class Comparison(Mapping[str, ComparedRun]):
 
         Args:
             within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`. The loss of a run is then
-                the loss at the last step within all budgets, interpolated between measurements. Default: the final
-                loss; runs that diverged, failed or were stopped early count only if no other run is left. Keys: "wire"
+                the last loss measured within all budgets; a mean that no node has costs one more all-reduce. Default:
+                the final loss; runs that diverged, failed or were stopped early count only if no other run is left. If
+                runs ended before a budget was used up, the sentence says how many steps would use it up. Keys: "wire"
                 and "payload" bytes per node (for cohorts, per client on average), "time", "cost" in dollars, "step",
                 "examples", "tokens".
             network, compute: determine "time" and "cost", see `vsim.timeline`; default: the comparison's.
@@ -396,29 +402,21 @@ class Comparison(Mapping[str, ComparedRun]):
         else:
             priced = self._must_be_priced(network, compute)
 
-        def loss(run: ComparedRun) -> float:
-            history = run.history
-            costs = [(self._cost(history, of, priced), most) for of, most in budgets.items()]
-            return loss_within(history["step"], history.column(self._loss_column), costs)
+        costs = {
+            run: [(self._spent(run, of, priced), most) for of, most in budgets.items()] for run in self._all_runs()
+        }
 
         said = " and ".join(f"{value} ({of})" for of, value in within.items())
-        ends = [self._cost(h, of, priced)[-1] < most for of, most in budgets.items() for h in self._all_histories()]
-        return best_of(self._by_seed(loss), f"{said}, which no run uses up" if all(ends) else said)
+        losses = self._by_seed(lambda run: loss_within(run.history.column(self._loss_column), costs[run]))
+        return best_of(losses, said, self._uses(costs))
 
-    def _cost(self, history: History, of: str, priced: _Priced) -> NDArray[np.float64]:
-        """Return the cost of a run up to every row, in bytes, seconds or dollars, or a column of the history."""
-        if of in ("wire", "payload"):
-            return history.bytes_per_node(of)
-        if of not in ("time", "cost"):
-            return history.column(of)
-        assert priced is not None
-        timeline = history.time(*priced)
-        taken = timeline.seconds[history["step"].astype(int)]
-        if of == "time":
-            return taken
-        if math.isnan(timeline.dollars):
-            raise ValueError("cost needs a price: give Compute(…, dollars_per_hour=…)")
-        return taken * (timeline.dollars / timeline.seconds[-1])
+    def _uses(self, costs: Mapping[ComparedRun, Sequence[tuple[Floats, float]]]) -> dict[str, Use]:
+        """Return name → how much of their budgets the strategy's sound runs used."""
+        return {name: use([(run.history, costs[run]) for run in _sound(runs)]) for name, runs in self._runs.items()}
+
+    def _spent(self, run: ComparedRun, of: str, priced: Priced = None) -> Floats:
+        """Return what the result of every row has cost, see `spent`."""
+        return spent(run.history, of, self.allreduce_bytes, priced)
 
     def pareto(self, cost: str = "wire", *, network: AnyNetwork = None, compute: AnyCompute = None) -> Front:
         """Return the strategies that no other strategy dominates in final loss and cost.
@@ -443,35 +441,53 @@ class Comparison(Mapping[str, ComparedRun]):
         for name in self._ordered():
             runs = _sound(self._runs[name])
             losses = [self._loss(run) for run in runs]
-            spent = statistics.fmean(float(self._cost(run.history, cost, priced)[-1]) for run in runs) / kind.unit
+            cost_of_run = statistics.fmean(last(self._spent(run, cost, priced)) for run in runs) / kind.unit
             if len(runs) > 1:
                 low, high = interval(losses)
             else:
                 error = 1.96 * runs[0].history.last("global_loss_se") if self._validated else math.nan
                 low, high = losses[0] - error, losses[0] + error
-            row = {"strategy": name, kind.column: spent, "loss": statistics.fmean(losses), "low": low, "high": high}
-            rows.append({**row, "seeds": len(runs)})
+            row = {
+                "strategy": name,
+                kind.column: cost_of_run,
+                "loss": statistics.fmean(losses),
+                "low": low,
+                "high": high,
+            }
+            steps = statistics.fmean(run.ledger.steps for run in runs)
+            rows.append({**row, "seeds": len(runs), "front": False, "dominated_by": "", "steps": steps})
         sound = [row for row in rows if math.isfinite(row["loss"])]
         by = dominating([row[kind.column] for row in sound], [row["loss"] for row in sound])
-        for row in rows:
-            row |= {"front": False, "dominated_by": ""}
         for row, place in zip(sound, by, strict=True):
             row |= {"front": place is None, "dominated_by": "" if place is None else sound[place]["strategy"]}
+        dearest = max(row[kind.column] for row in rows)
+        for row in rows:
+            row["equal_steps"] = row["steps"] * dearest / row[kind.column] if row[kind.column] else math.inf
         per = "client" if self._of_clients else "node"
         return Front(cost, pandas.DataFrame(rows), self._looks(), self._loss_title, per)
 
     def steps_to(self, loss: float, of: str = "step") -> dict[str, list[float]]:
         """Return name → for each seed the first step with a validation loss of at most `loss`, NaN if there is none.
 
-        The step is interpolated between two measurements, and rounded up to a whole step. Without validation, the
-        training loss is used.
+        Between measurements the last value holds. Without validation, the training loss is used.
 
         Args:
             loss: the target.
-            of: another column of `History` to return at that step, such as "wire_bytes".
+            of: another column of `History` to return at that step, such as "wire_bytes". Bytes are those until a node
+                has the model: a mean that no node has costs one more all-reduce.
         """
+        ways = {f"{way}_bytes": way for way in ("wire", "payload")}
+        if of in ways:
+            return self._until(loss, lambda run: self._spent(run, ways[of]))
         return {
             name: [run.history.at_step(own.step, of) for run, own in zip(self.runs(name), found, strict=True)]
+            for name, found in self._crossings(loss).items()
+        }
+
+    def _until(self, loss: float, costs: Callable[[ComparedRun], Floats]) -> dict[str, list[float]]:
+        """Return name → for each seed, the cost of reaching a loss, NaN if it is not reached."""
+        return {
+            name: [until(run.history, at, costs(run)) for run, at in zip(self.runs(name), found, strict=True)]
             for name, found in self._crossings(loss).items()
         }
 
@@ -516,7 +532,7 @@ class Comparison(Mapping[str, ComparedRun]):
         """Return the strategy that reaches a loss within `hours` with the fewest bytes on the wire.
 
         Of equal strategies, return the first in alphabetical order. A warning names strategies that validation cannot
-        tell apart from it.
+        tell apart from it, and those that did not reach the loss but ended before `hours` were over.
 
         Args:
             loss: the target, which every seed must reach. hours: the limit on this network; default: no limit.
@@ -529,24 +545,29 @@ class Comparison(Mapping[str, ComparedRun]):
         priced = self._priced(network, compute) if hours is None else self._must_be_priced(network, compute)
         rows = dict(zip(self._ordered(), self.rows(loss, *(priced or ())), strict=True))
         took = {name: rows[name][f"wire MB to {loss:g}"] for name in sorted(rows) if name not in self._never(loss)}
-        within = [name for name in took if hours is None or rows[name][f"hours to {loss:g}"] <= hours]
+        within, ended = [name for name in took if hours is None or rows[name][f"hours to {loss:g}"] <= hours], ""
+        if hours is not None:
+            left = {run: [(self._spent(run, "time", priced), 3600 * hours)] for run in self._all_runs()}
+            ended = unused({name: own for name, own in self._uses(left).items() if name not in took})
+            ended = f"not all runs had {hours:g} hours to reach loss {loss:g}: {ended}" if ended else ""
         if not within:
             times = {name: rows[name].get(f"hours to {loss:g}", 0.0) for name in took}
             fastest = min(times, key=times.__getitem__, default=None)
             hint = "" if fastest is None else f"; the first is {fastest}, in {times[fastest]:.3g} hours"
+            hint += f"; {ended}" if ended else ""
             raise ValueError(f"no run reaches loss {loss:g}{'' if hours is None else f' within {hours:g} hours'}{hint}")
+        if ended:
+            warnings.warn(ended, stacklevel=2)
         best = min(within, key=took.__getitem__)
-        bounds = {
-            name: [
-                statistics.fmean(
-                    _wire_bytes_at(run.history, step) for run, step in zip(self.runs(name), ends, strict=True)
-                )
-                for ends in zip(*((own.first, own.last) for own in found), strict=True)
-            ]
+        first = {
+            name: statistics.fmean(
+                run.history.bytes_per_node("wire")[int(np.searchsorted(run.history["step"], at.first))] / 1e6
+                for run, at in zip(self.runs(name), found, strict=True)
+            )
             for name, found in self._crossings(loss).items()
             if name in within
         }
-        others = [name for name in within if took[name] > took[best] and bounds[name][0] <= bounds[best][1]]
+        others = [name for name in within if took[name] > took[best] and first[name] <= took[best]]
         if others:
             warnings.warn(
                 f"validation is too coarse to tell {best}, which takes {took[best]:.3g} MB to loss {loss:g}, from "
@@ -566,8 +587,8 @@ class Comparison(Mapping[str, ComparedRun]):
     ) -> Winners:
         """Return which strategy reaches a loss first, over bandwidth and latency; a notebook shows the result as a map.
 
-        Tied strategies are all named; see `Winners`. If validation leaves more than a tenth of the map open, a warning
-        names the `val_interval` that would settle it.
+        Tied strategies are all named; see `Winners`. A warning says if validation leaves more than a tenth of the map
+        open, which a smaller `val_interval` would settle.
 
         Args:
             loss: the target. A strategy's time is the mean over its seeds, all of which must reach the loss.
@@ -580,24 +601,35 @@ class Comparison(Mapping[str, ComparedRun]):
         delays = ascending("latencies", latencies, LATENCIES, lambda name, one: seconds(name, one, at_least=0))
         grid = np.tile(bits, len(delays)), np.repeat(delays, len(bits)), collective
         own, never = Compute.of(self.compute if compute is None else compute), self._never(loss)
-        times, interval = {}, 1
-        for name, found in self._crossings(loss).items():
-            if name not in never:
-                times[name] = {
-                    run.seed: seconds_on(run.ledger, *grid, own, [int(step) for step in (at.step, at.first, at.last)])
-                    .T.reshape(3, len(delays), len(bits))
-                    for run, at in zip(self.runs(name), found, strict=True)
-                }  # fmt: skip
-                interval = max(interval, *(int(at.last - at.first) + 1 for at in found))
-        winners = Winners(loss, bits, delays, times, never, self._looks(), interval, self._sized)
-        settled = winners.settled_by
-        if settled is not None and settled[0] > 0.1:
+        networks = Network.grid(grid[0], grid[1], collective=collective)
+        times = {
+            name: {
+                run.seed: self._seconds_until(run, at, networks, grid, own).reshape(2, len(delays), len(bits))
+                for run, at in zip(self.runs(name), found, strict=True)
+            }
+            for name, found in self._crossings(loss).items()
+            if name not in never
+        }
+        winners = Winners(loss, bits, delays, times, never, self._looks(), self._sized)
+        if winners.left_open > 0.1:
             warnings.warn(
-                f"validation every {interval} steps cannot tell which strategy is first to loss {loss:g} on "
-                f"{settled[0]:.0%} of the map; val_interval={settled[1]} would settle most of it",
+                f"validation is too rare to tell which strategy is first to loss {loss:g} on {winners.left_open:.0%} "
+                "of the map; a smaller val_interval would settle it",
                 stacklevel=2,
             )
         return winners
+
+    def _seconds_until(
+        self, run: ComparedRun, at: Crossing, networks: Network, grid: tuple[Floats, Floats, str], compute: Compute
+    ) -> Floats:
+        """Return (2, N) the seconds until a crossing on N networks, and those that it took at least."""
+        known = at.step if math.isnan(at.formed) else at.formed
+        seconds, of_formed, first = seconds_on(
+            run.ledger, *grid, compute, [int(step) for step in (at.step, known, at.first)]
+        ).T
+        if at.step != at.formed:  # no node has the model
+            seconds = seconds + forming_seconds(run.history, networks, self.allreduce_bytes)[:, 0]
+        return np.stack([seconds if math.isnan(at.formed) else np.minimum(seconds, of_formed), first])
 
     def at(
         self,
@@ -655,7 +687,7 @@ class Comparison(Mapping[str, ComparedRun]):
                 said[name] = f"{reach} of {len(steps)} runs" if reach else "never"
         return said
 
-    def _priced(self, network: AnyNetwork, compute: AnyCompute) -> _Priced:
+    def _priced(self, network: AnyNetwork, compute: AnyCompute) -> Priced:
         """Return the network and compute for deriving hours: the given ones, or else the comparison's; None without."""
         network = self.network if network is None else network
         compute = self.compute if compute is None else compute
@@ -740,7 +772,8 @@ class Comparison(Mapping[str, ComparedRun]):
                 row["validated on"] = ", ".join(dict.fromkeys(h.validated_on for h in self.histories[name]))
         titles = [title for name in self._ordered()[:1] for title in self._titles(name)]
         marks: Marks | None = None
-        if len(self) > 1 and (columns is None or (isinstance(columns, Sequence) and self._loss_title in columns)):
+        has_loss = columns is None or (isinstance(columns, Sequence) and self._loss_title in columns)
+        if len(self) > 1 and has_loss:
             losses = self._by_seed(self._loss)
             found = ranking({name: losses[name] for name in self if name not in diverged})
             places = {name: i for i, name in enumerate(self._ordered())}
@@ -748,7 +781,22 @@ class Comparison(Mapping[str, ComparedRun]):
             one = all(len(own) == 1 for own in self._runs.values())
             untested = "one seed" if one else "fewer than two common seeds"
             marks = Marks(self._loss_title, best, others, found.tested, untested)
-        return text_table(rows, format, titles, columns, digits, marks)
+        return text_table(rows, format, titles, columns, digits, marks, self._unformed() if has_loss else [])
+
+    def _unformed(self) -> list[str]:
+        """Return a note on final losses of models that no node has, if there are any."""
+        sound = {name: [run.history for run in _sound(self._runs[name])] for name in self._ordered()}
+        names = [
+            name for name, own in sound.items() if any(not h.formed.all() and h.last("global_formed") == 0 for h in own)
+        ]
+        if not names:
+            return []
+        bytes_of = max(forming_bytes(h, "wire", self.allreduce_bytes) for name in names for h in sound[name])
+        each = "client" if self._of_clients else "node"
+        shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} others" if len(names) > _NAMED else "")
+        return [
+            f"{shown}: the loss is of the mean of {each}s that differ; to form it takes {_size(bytes_of)}/{each} more"
+        ]
 
     def plot(
         self,
@@ -855,7 +903,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return list(self._runs)
 
     def _numbers(
-        self, run: ComparedRun, target: float | None, priced: _Priced, of_clients: bool, on_clients: frozenset[str]
+        self, run: ComparedRun, target: float | None, priced: Priced, of_clients: bool, on_clients: frozenset[str]
     ) -> dict[str, float]:
         """Return the columns of the table for one run, in their order.
 
@@ -886,17 +934,16 @@ class Comparison(Mapping[str, ComparedRun]):
         if self._validated:
             numbers["validation seconds"] = history.last("validation_seconds")
         if target is not None:
-            first = history.crossing(target, self._loss_column).step
-            numbers |= {f"steps to {target:g}": first}
-            numbers |= {f"wire MB to {target:g}": _wire_bytes_at(history, first) / 1e6}
+            at = history.crossing(target, self._loss_column)
+            numbers |= {f"steps to {target:g}": at.step}
+            numbers |= {f"wire MB to {target:g}": until(history, at, self._spent(run, "wire")) / 1e6}
         if priced is not None:
             timeline = history.time(*priced)
             numbers |= {"hours": float(timeline.seconds[-1]) / 3600, "utilization": timeline.utilization}
             if not math.isnan(timeline.dollars):
                 numbers["dollars"] = timeline.dollars
             if target is not None:
-                known = not math.isnan(first)
-                numbers[f"hours to {target:g}"] = timeline.seconds[int(first)] / 3600 if known else math.nan
+                numbers[f"hours to {target:g}"] = until(history, at, self._spent(run, "time", priced)) / 3600
         return numbers
 
     @property
@@ -1006,12 +1053,6 @@ def no_comparison(name: str, given: Any, kind: type[Comparison] = Comparison) ->
     """Make the error for an argument that must be a comparison, or one of its kinds, and is something else."""
     hint = f"; read it with {kind.__name__}.from_json" if isinstance(given, str | Path) else ""
     return TypeError(f"{name} must be a {kind.__name__}, got {given!r}{hint}")
-
-
-def _wire_bytes_at(history: History, step: float) -> float:
-    """Return the bytes on the wire that a node has sent up to a step, see `History.bytes_per_node`; NaN if never."""
-    place = int(np.searchsorted(history["step"], step)) if not math.isnan(step) else len(history)
-    return float(history.bytes_per_node("wire")[place]) if place < len(history) else math.nan
 
 
 def _size(num_bytes: float) -> str:

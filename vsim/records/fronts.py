@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from vsim.arguments import one_of, real_number
 from vsim.figures.style import literal, styled
 from vsim.network.links import seconds
 from vsim.records.plots import LEGEND, Looks
+from vsim.records.spent import Use, unused
 from vsim.records.statistics import differences
 
 if TYPE_CHECKING:
@@ -79,13 +81,14 @@ _TEXTS = {
 
 
 class Best(str):
-    """The name of the best strategy, as text that is displayed as a sentence on how certain the result is.
+    """The name of the best strategy, as text that is displayed as a sentence on how sure the result is.
 
     Attributes:
         loss: the strategy's loss, averaged over the seeds. within: the budget as text; "" without one.
         runner_up: the next best strategy, "" if there is none. runner_up_loss: its loss.
         p: of the paired t-test between the two, adjusted by Holm over all strategies; NaN with fewer than two common
             seeds.
+        uses: name → how much of the budget the strategy's runs used, see `vsim.records.spent.Use`; empty without one.
     """
 
     loss: float
@@ -93,29 +96,42 @@ class Best(str):
     runner_up: str
     runner_up_loss: float
     p: float
+    uses: Mapping[str, Use]
 
     @property
     def certain(self) -> bool | None:
-        """Whether seeds tell the two apart (p ≤ 0.05); None with fewer than two common seeds."""
-        return None if math.isnan(self.p) else self.p <= 0.05
+        """Whether seeds tell the two apart (p ≤ 0.05).
+
+        None with fewer than two common seeds, or if another strategy's runs ended before the budget was used up: with
+        more steps it might be the best.
+        """
+        ended = any(own.ended for name, own in self.uses.items() if name != self)
+        return None if math.isnan(self.p) or ended else self.p <= 0.05
 
     def __repr__(self) -> str:
         text = f"{self}: loss {self.loss:.4f}{f' within {self.within}' if self.within else ''}"
-        if not self.runner_up:
-            return text
-        sure = {
-            None: "fewer than two common seeds, which cannot tell whether they differ",
-            True: f"the difference is certain, p = {self.p:.2g}",
-            False: f"seeds do not tell them apart, p = {self.p:.2g}",
-        }
-        return f"{text}; runner-up {self.runner_up}: {self.runner_up_loss:.4f} ({sure[self.certain]})"
+        ended = unused(self.uses)
+        if self.runner_up:
+            text += f"; runner-up {self.runner_up}: {self.runner_up_loss:.4f} ({self._sure})"
+        return f"{text}; {ended}" if ended else text
+
+    @property
+    def _sure(self) -> str:
+        if math.isnan(self.p):
+            return "fewer than two common seeds, which cannot tell whether they differ"
+        if self.certain is None:
+            return "not decided, as runs ended before the budget"
+        told = "the difference is certain" if self.certain else "seeds do not tell them apart"
+        return f"{told}, p = {self.p:.2g}"
 
 
-def best_of(values: Mapping[str, Mapping[int, float]], within: str = "") -> Best:
+def best_of(
+    values: Mapping[str, Mapping[int, float]], within: str = "", uses: Mapping[str, Use] = MappingProxyType({})
+) -> Best:
     """Return the strategy with the lowest mean value.
 
     Args:
-        values: strategy → seed → value, NaN for a run without a value. within: the budget, as text.
+        values: strategy → seed → value, NaN for a run without a value. within: the budget, as text. uses: see `Best`.
 
     Raises:
         ValueError: no strategy has a value.
@@ -126,7 +142,7 @@ def best_of(values: Mapping[str, Mapping[int, float]], within: str = "") -> Best
         raise ValueError(f"no run has a loss{f' within {within}' if within else ''}")
     first, *others = sorted(means, key=means.__getitem__)
     best = Best(first)
-    best.loss, best.within = means[first], within
+    best.loss, best.within, best.uses = means[first], within, uses
     best.runner_up, best.runner_up_loss, best.p = "", math.nan, math.nan
     if others:
         best.runner_up, best.runner_up_loss = others[0], means[others[0]]
@@ -135,33 +151,31 @@ def best_of(values: Mapping[str, Mapping[int, float]], within: str = "") -> Best
     return best
 
 
-def loss_within(steps: Floats, losses: Floats, costs: Sequence[tuple[Floats, float]]) -> float:
-    """Return the loss at the last step whose costs are within their budgets, interpolated between measurements.
+def loss_within(losses: Floats, costs: Sequence[tuple[Floats, float]]) -> float:
+    """Return the last loss that was measured at a cost within the budgets; NaN if there is none.
 
     Args:
-        steps: (T,) of every row. losses: (T,) of every row, NaN where not measured.
-        costs: pairs of a non-decreasing cost (T,) of every row, and its budget.
-
-    Returns:
-        The loss; NaN if no row is within the budgets, or no loss was measured by then.
+        losses: (T,) of every row, NaN where not measured.
+        costs: pairs of a cost (T,) of every row, and its budget.
     """
-    rows = min((int(np.searchsorted(own, most * (1 + 1e-12), "right")) for own, most in costs), default=len(steps))
-    known = ~np.isnan(losses)
-    if not rows or not known.any() or steps[rows - 1] < steps[known][0]:
-        return math.nan
-    return float(np.interp(steps[rows - 1], steps[known], losses[known]))
+    within = ~np.isnan(losses)
+    for own, most in costs:
+        within &= own <= most * (1 + 1e-12)
+    return float(losses[within][-1]) if within.any() else math.nan
 
 
 @dataclass(frozen=True, repr=False)
 class Front:
     """Loss against cost at the end of each strategy's runs. A notebook shows it as a figure.
 
-    A run is on the front unless another run is at least as good in both loss and cost, and better in one of them.
+    A run is on the front unless another run is at least as good in both loss and cost, and better in one of them. Every
+    run is where its steps ended: with more of them, a cheap one might have gone below a dearer one.
 
     Attributes:
         cost: "wire", "payload", "time" or "cost".
         frame: strategy, the cost, loss (means over the seeds), low and high (the 95 % interval of the loss by Student's
-            t; with one seed, by its standard error over the validation examples), seeds, front, dominated_by.
+            t; with one seed, by its standard error over the validation examples), seeds, front, dominated_by, steps,
+            and equal_steps: the steps that would cost as much as the dearest run, in proportion.
         looks: of the strategies, by name. loss: which loss is shown. per: whether bytes are per node or per client.
     """
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 VALIDATED = (
     *("local_loss", "global_loss", "average_loss", "node_loss_min", "node_loss_max", "node_loss_std"),
-    *("local_accuracy", "global_accuracy", "global_loss_se", "val_examples", "val_total"),
+    *("local_accuracy", "global_accuracy", "global_loss_se", "global_formed", "val_examples", "val_total"),
 )
 SPREAD = ("divergence", "correlation")
 COLUMNS = (
@@ -54,6 +54,8 @@ class History:
         local_accuracy, global_accuracy: validation accuracy of node 0 and of the global model, if known.
         global_loss_se: standard error of global_loss over the validation examples, at the last step and wherever all
             examples are used. NaN if the loss is not a mean over examples.
+        global_formed: 1 if the global model exists, on a node or a server; 0 if it is the mean of nodes that differ,
+            which only one more all-reduce of the weights would form.
         val_examples: validation examples used. val_total: validation examples in the dataset.
         divergence: root mean square distance of the replicas from their mean, relative to the mean's length.
         correlation: mean Pearson correlation of the weights over pairs of nodes.
@@ -259,15 +261,21 @@ class History:
         return f"{used:,.0f}" if used == total or math.isnan(total) else f"{used:,.0f} of {total:,.0f}"
 
     def crossing(self, loss: float, of: str) -> Crossing:
-        """Return the step at which column `of` reaches a loss, interpolated between measurements.
+        """Return the steps at which column `of` reaches a loss; between measurements the last value holds.
 
         >>> history = History()
         >>> for step, loss in [(0, 3.0), (10, 2.0), (20, 2.5)]: history.append({"step": step, "global_loss": loss})
         >>> history.crossing(2.2, "global_loss")
-        Crossing(step=8.0, first=1.0, last=10.0)
+        Crossing(step=10.0, formed=10.0, first=1.0)
         """
-        steps, losses = self.measured("step", of)
-        return crossing(steps, losses, real_number("loss", loss))
+        known = ~np.isnan(self[of])
+        formed = self.formed[known] if of == "global_loss" else None
+        return crossing(self["step"][known], self[of][known], real_number("loss", loss), formed)
+
+    @property
+    def formed(self) -> NDArray[np.bool_]:
+        """(T,) whether the global model of every row exists; see the column `global_formed`."""
+        return self.column("global_formed") != 0
 
     def at_step(self, step: float, column: str) -> float:
         """Return the first value of a column measured at or after a step; NaN if there is none."""

@@ -17,44 +17,44 @@ POWER, MOST_SEEDS = 0.8, 10**6
 
 
 class Crossing(NamedTuple):
-    """The whole step at which a curve reaches a loss, and the certain range `first` … `last`; NaN if it never does.
+    """The steps at which a curve reaches a loss; NaN if it never does.
 
-    `first` is the step after the last measurement above the loss, and `last` is the step of the first measurement at or
-    below the loss. With a measurement at every step, all three are equal.
+    Between measurements the last value holds, so that a loss is reached where it is measured. Fewer measurements can
+    only make a step later.
+
+    Attributes:
+        step: of the first measurement at or below the loss.
+        formed: of the first such measurement of a model that exists, rather than of a mean that no node has.
+        first: the earliest step at which the loss can have been reached: the one after the last measurement above it.
     """
 
     step: float
+    formed: float
     first: float
-    last: float
 
 
 NEVER = Crossing(math.nan, math.nan, math.nan)
 
 
-def crossing(steps: ArrayLike, losses: ArrayLike, target: float) -> Crossing:
-    """Return where a curve reaches a loss, by linear interpolation between measurements.
+def crossing(steps: ArrayLike, losses: ArrayLike, target: float, formed: ArrayLike | None = None) -> Crossing:
+    """Return where a curve reaches a loss.
 
-    >>> crossing([0, 20, 40], [3.0, 2.0, 1.0], 1.75)
-    Crossing(step=25.0, first=21.0, last=40.0)
+    >>> crossing([0, 20, 40, 60], [3.0, 2.0, 1.0, 1.5], 1.75, formed=[True, True, False, True])
+    Crossing(step=40.0, formed=60.0, first=21.0)
 
     Args:
         steps: (M,) whole numbers, ascending. losses: (M,) measured at these steps. target: the loss to reach.
-
-    Returns:
-        The first crossing; the step is rounded up, as a loss belongs to a whole step.
+        formed: (M,) whether the measured model exists; default: all do.
     """
     at, measured = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
-    reached = np.flatnonzero(measured <= target)
+    low = measured <= target
+    reached = np.flatnonzero(low)
     if not len(reached):
         return NEVER
     i = int(reached[0])
-    last = float(at[i])
-    if not i:
-        return Crossing(last, last, last)
-    before, above, below = float(at[i - 1]), float(measured[i - 1]), float(measured[i])
-    share = (above - target) / (above - below) if math.isfinite(above - below) else 1.0
-    step = math.ceil(before + share * (last - before) - 1e-9)
-    return Crossing(float(min(max(step, before + 1), last)), before + 1, last)
+    exists = reached if formed is None else np.flatnonzero(low & np.asarray(formed, dtype=bool))
+    first = at[i - 1] + 1 if i else at[i]
+    return Crossing(float(at[i]), float(at[exists[0]]) if len(exists) else math.nan, float(first))
 
 
 class Difference(NamedTuple):

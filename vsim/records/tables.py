@@ -50,6 +50,7 @@ def text_table(
     columns: Sequence[str] | None = None,
     digits: int | Mapping[str, int] | None = None,
     marks: Marks | None = None,
+    notes: Sequence[str] = (),
 ) -> str:
     """Return rows of numbers and text as a table.
 
@@ -62,6 +63,7 @@ def text_table(
         digits: after the point, for all columns or by column; default by column.
         marks: a † at values that do not differ significantly from the best, the best in bold (LaTeX), and a line below
             that explains the †.
+        notes: lines below the table.
 
     Raises:
         TypeError: `columns` is not a list of names.
@@ -74,7 +76,7 @@ def text_table(
     for name in [*(columns or ()), *given]:
         one_of("a column", name, known)
     own = {name: whole_number("digits", n, at_least=0) for name, n in given.items() if n is not None}
-    below, asked = list[str](), columns
+    below, asked = list(notes), columns
     if columns is None:
         columns = [name for name in known if name not in ON_DEMAND]
     shown = [*titles, *(name for name in columns if name not in titles)]
@@ -82,7 +84,7 @@ def text_table(
     widths = [max(map(len, column)) + 2 for column in zip(shown, *cells, strict=True)]
     if asked is None and shown[-1:] == ["note"] and format == "simple" and sum(widths) - 2 > _PAGE:
         names = [", ".join(row[: len(titles)]) for row in cells]
-        below = [f"{name}: {row[-1]}" for name, row in zip(names, cells, strict=True) if row[-1]]
+        below += [f"{name}: {row[-1]}" for name, row in zip(names, cells, strict=True) if row[-1]]
         cells, shown = [row[:-1] for row in cells], shown[:-1]
     if marks is None:
         return _with_notes(aligned(cells, shown, format, len(titles)), below, format)

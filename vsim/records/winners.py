@@ -58,11 +58,10 @@ class Winners:
     Attributes:
         loss: the target.
         bandwidths: (B,) in bit/s, ascending. latencies: (L,) in seconds, ascending.
-        times: name → seed → (3, L, B): seconds until the strategy reaches the loss: by interpolation, and the earliest
-            and latest times that measurements allow. Only strategies that reach the loss with all seeds.
+        times: name → seed → (2, L, B): seconds until the strategy was measured at the loss, and the earliest time at
+            which it can have reached it. Only strategies that reach the loss with all seeds.
         never: name → text about a strategy that does not reach the loss.
-        looks: of the strategies, by name. interval: most steps between two measurements around a crossing.
-        note: added to the title.
+        looks: of the strategies, by name. note: added to the title.
     """
 
     loss: float
@@ -71,7 +70,6 @@ class Winners:
     times: Mapping[str, Mapping[int, Floats]]
     never: Mapping[str, str]
     looks: Looks
-    interval: int = 1
     note: str = ""
 
     @cached_property
@@ -94,7 +92,7 @@ class Winners:
             if i == j or not here.any():
                 continue
             one, other = ({s: own[:, here] for s, own in self.times[names[k]].items()} for k in (i, j))
-            latest, earliest = (np.mean([t[way] for t in own.values()], axis=0) for own, way in ((one, 2), (other, 1)))
+            latest, earliest = (np.mean([t[way] for t in own.values()], axis=0) for own, way in ((one, 0), (other, 1)))
             by_validation[j, here] = earliest <= latest * _EQUAL
             by_seeds[j, here] = _seeds_cannot_tell([other[seed][0] - one[seed][0] for seed in one if seed in other])
         return by_seeds, by_validation
@@ -112,24 +110,14 @@ class Winners:
         ]
 
     @property
-    def settled_by(self) -> tuple[float, int] | None:
-        """The share of the map that is tied by validation alone, and the `val_interval` that would settle most of it.
-
-        None if validation leaves nothing open.
-        """
+    def left_open(self) -> float:
+        """The share of the map in which validation alone ties strategies, which a smaller val_interval settles."""
         if not self.seconds:
-            return None
+            return 0.0
         by_seeds, by_validation = self._tied
         mean = np.array(list(self.seconds.values()))
-        gap = mean - mean.min(0)
-        coarse = by_validation & ~by_seeds & (gap > (_EQUAL - 1) * mean)
-        if not coarse.any():
-            return None
-        # The error of the interpolation grows with the steps between two measurements.
-        spread = np.array([np.mean([t[2] - t[1] for t in self.times[name].values()], axis=0) for name in self.seconds])
-        both = spread + np.take_along_axis(spread, self._first[None], 0)
-        enough = np.quantile((gap / np.maximum(both, 1e-300))[coarse], 0.1)
-        return float(coarse.any(0).mean()), 1 + int((self.interval - 1) * min(1.0, float(enough)))
+        apart = mean - mean.min(0) > (_EQUAL - 1) * mean
+        return float((by_validation & ~by_seeds & apart).any(0).mean())
 
     def stretches(self) -> list[Stretch]:
         """Return, for every latency, the first strategy from each bandwidth to the next change.

@@ -19,6 +19,7 @@ from vsim.network.timeline import around_first_event
 from vsim.records.cache import Cache
 from vsim.records.history import History
 from vsim.records.plots import Y_LABELS, Look, rounds
+from vsim.records.spent import forming_bytes, forming_seconds
 from vsim.records.statistics import ranking
 from vsim.records.tables import ON_DEMAND
 
@@ -38,7 +39,15 @@ _MANY_RUNS, _MOST_NODES, _MOST_BARS = 60, 12, 400
 # Columns that have a place of their own on the page, or say nothing of the training.
 _NO_CURVES = (
     *("step", "examples", "tokens", "payload_bytes", "wire_bytes", "seconds", "validation_seconds", "memory_bytes"),
-    *("global_loss_se", "val_examples", "val_total", "node_loss_min", "node_loss_max", "clock_seconds"),
+    *(
+        "global_loss_se",
+        "global_formed",
+        "val_examples",
+        "val_total",
+        "node_loss_min",
+        "node_loss_max",
+        "clock_seconds",
+    ),
     "compute_seconds",
 )
 _LABELS = {
@@ -136,6 +145,7 @@ class _Page:
             "more": [key for key in table if key in ON_DEMAND],
             "lossTitle": comparison._loss_title,
             "tested": found.tested,
+            "remarks": comparison._unformed(),
             "runs": runs,
             "ledgers": self.ledgers,
             "network": _network(self.network),
@@ -186,6 +196,7 @@ class _Page:
     def _seed(self, run: ComparedRun, others: Sequence[ComparedRun]) -> dict[str, Any]:
         history, loss = run.history, self.comparison._loss_column
         steps, losses = _thinned(*_measured(history, loss), self.most["losses"])
+        formed = history.formed[np.searchsorted(history["step"], steps)] if loss == "global_loss" else np.ones(0, bool)
         curves = {
             column: (steps, losses) if column == loss else _thinned(*_measured(history, column), self.most["others"])
             for column in self.columns
@@ -201,10 +212,19 @@ class _Page:
             "sound": not run.failure or all(other.failure for other in others),
             "note": run.note,
             "ledger": self._ledger(history, steps),
+            "formed": [] if formed.all() else formed.tolist(),
+            "forming": None if formed.all() else self._forming(history),
             **{what: [] for what in ("examples", "tokens", "rounds")},
             **{what: _rounded(np.interp(steps, history["step"], own)) for what, own in along.items()},
             "curves": {column: [[int(step) for step in own[0]], _rounded(own[1])] for column, own in curves.items()},
         }
+
+    def _forming(self, history: History) -> dict[str, Any]:
+        """Return what the all-reduce that forms a mean of nodes costs: bytes on the wire, and time as planes."""
+        size, network = self.comparison.allreduce_bytes, self.network.in_units()
+        latency, bits = (network.scaled(np.array([i]), np.array([a])) for a, i in ((1.0, 0.0), (0.0, 1.0)))
+        by = [float(forming_seconds(history, one, size).ravel()[0]) for one in (latency, bits)]
+        return {"planes": _rounded([0.0, *by]), "wire": forming_bytes(history, "wire", size)}
 
     def _ledger(self, history: History, measured: NDArray[np.float64]) -> int:
         """Return the place of a run's ledger among the ledgers of the page."""

@@ -1,0 +1,122 @@
+"""What a run has spent when a result exists: bytes, time or dollars up to every row of its record.
+
+A loss is a result once a node or a server has the model. Where the global model is the mean of nodes that
+differ (FedAvg between two syncs, SPARTA at any time), one more all-reduce of the weights would form it, and counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vsim.cluster.traffic import traffic
+from vsim.network import Compute, Network
+from vsim.records.history import History
+from vsim.records.statistics import Crossing
+
+Floats = NDArray[np.float64]
+Priced = tuple[Network, Compute] | None
+
+
+def forming_bytes(history: History, way: str, weights_bytes: float) -> float:
+    """Return the bytes of a node (of a client on average, for cohorts) in an all-reduce of all weights.
+
+    Args:
+        way: "payload" or "wire". weights_bytes: of one node.
+    """
+    of_all = traffic("all_reduce", history.num_nodes)
+    if history.is_of_cohorts:
+        total = of_all.total if way == "wire" else of_all.handed.sum()
+        return float(total) * weights_bytes / history.ledger.num_nodes
+    return float(of_all.busiest if way == "wire" else of_all.handed[0]) * weights_bytes
+
+
+def forming_seconds(history: History, network: Network, weights_bytes: float) -> Floats:
+    """Return how long an all-reduce of all weights takes on a network: (1,); on a `grid` (N, 1)."""
+    return network.seconds("all_reduce", network.kind(range(history.num_nodes)), weights_bytes)
+
+
+def spent(history: History, of: str, weights_bytes: float, priced: Priced = None) -> Floats:
+    """Return (T,) what the result of every row has cost, with the all-reduce that forms its model where none exists.
+
+    Args:
+        of: "wire" or "payload", in bytes; "time" in seconds or "cost" in dollars, which need `priced`; or a column.
+        weights_bytes: of one node.
+
+    Raises:
+        ValueError: "cost" without a price.
+    """
+    missing = ~history.formed
+    if of in ("wire", "payload"):
+        return history.bytes_per_node(of) + missing * forming_bytes(history, of, weights_bytes)
+    if of not in ("time", "cost"):
+        return history.column(of)
+    assert priced is not None
+    timeline = history.time(*priced)
+    taken = timeline.seconds[history["step"].astype(int)]
+    if missing.any():
+        taken = taken + missing * forming_seconds(history, priced[0], weights_bytes)
+    if of == "time":
+        return taken
+    if math.isnan(timeline.dollars):
+        raise ValueError("cost needs a price: give Compute(…, dollars_per_hour=…)")
+    return taken * (timeline.dollars / timeline.seconds[-1])
+
+
+def until(history: History, at: Crossing, costs: Floats) -> float:
+    """Return the cost of a crossing, NaN if there is none: of its first measurement, or of the first formed model.
+
+    Args:
+        costs: (T,) of every row, from `spent`.
+    """
+    rows = np.searchsorted(history["step"], [step for step in at[:2] if not math.isnan(step)])
+    return float(costs[rows].min()) if len(rows) else math.nan
+
+
+class Use(NamedTuple):
+    """How much of a budget the runs of a strategy used.
+
+    Attributes:
+        share: of the budget that is used up first, at most 1. steps: of the runs. steps_needed: that would use it up,
+            in proportion; infinite for a run that costs nothing. ended: whether the runs ended before any budget was
+            used up: one more step like the most expensive one would still be within all of them.
+    """
+
+    share: float
+    steps: float
+    steps_needed: float
+    ended: bool
+
+    def __str__(self) -> str:
+        more = "no number of steps" if math.isinf(self.steps_needed) else f"about {self.steps_needed:,.0f}"
+        return f"{self.share:.0%} of it in {self.steps:,.0f} steps, where {more} would use it up"
+
+
+def use(runs: Sequence[tuple[History, Sequence[tuple[Floats, float]]]]) -> Use:
+    """Return the mean use of budgets by runs.
+
+    Args:
+        runs: of every run its record, and pairs of a cost (T,) of every row and its budget.
+    """
+    found = []
+    for history, costs in runs:
+        steps = history.last("step") if len(history) else 0.0
+        shares = [last(own) / most if most else 1.0 for own, most in costs]
+        ended = all(last(own) + np.diff(own, prepend=0.0).max(initial=0.0) <= most for own, most in costs)
+        found.append((min(1.0, max(shares)), steps, steps / max(shares) if max(shares) else math.inf, ended))
+    share, steps, needed, _ = np.mean(found, axis=0).tolist()
+    return Use(share, steps, math.ceil(needed) if math.isfinite(needed) else needed, any(own[-1] for own in found))
+
+
+def last(costs: Floats) -> float:
+    """Return the cost of the last row, 0 of a run that took none."""
+    return float(costs[-1]) if len(costs) else 0.0
+
+
+def unused(uses: Mapping[str, Use]) -> str:
+    """Return text about the strategies whose runs ended before the budget was used up, or ""."""
+    return "; ".join(f"{name} used {own}" for name, own in uses.items() if own.ended)
