@@ -96,17 +96,24 @@
   const lastStep = (seed) => P.ledgers[seed.ledger].steps[P.ledgers[seed.ledger].steps.length - 1];
   const sound = (run) => run.seeds.filter((seed) => seed.sound);
 
-  /** As `vsim.records.statistics.crossing`: where a curve reaches a loss; null if it never does. */
-  const crossing = ([steps, losses], target) => {
-    const i = losses.findIndex((loss) => loss !== null && loss <= target);
-    if (i < 0) return null;
-    if (!i) return [steps[0], steps[0], steps[0]];
-    const before = steps[i - 1], above = losses[i - 1], last = steps[i];
-    const share = above === null ? 1 : (above - target) / (above - losses[i]);
-    const step = Math.ceil(before + share * (last - before) - 1e-9);
-    return [clamp(step, before + 1, last), before + 1, last];
+  /** The step of measurement i of the loss, and what its result costs: see `vsim.records.spent`. */
+  const stepOf = (seed, i) => seed.curves[P.loss][0][i];
+  const forming = (seed, i) => (seed.formed.length && !seed.formed[i] ? seed.forming : null);
+  const formingTime = (own, at) => (own ? highest(own.planes, [0, at.lat, at.size / at.bw]) : 0);
+  const wireOf = (seed, i) => {
+    const own = forming(seed, i);
+    return bytesAt(seed, stepOf(seed, i), "wire") + (own ? state.size * own.wire : 0);
   };
-  const crossings = (run) => run.seeds.map((seed) => crossing(seed.curves[P.loss] || [[], []], state.target));
+  const secondsOf = (seed, i, at = place()) => secondsAt(seed, stepOf(seed, i), at) + formingTime(forming(seed, i), at);
+
+  /** As `vsim.records.statistics.crossing`: the measurements that reach a loss first, of any and of a formed model. */
+  const crossing = (seed, target) => {
+    const [steps, losses] = seed.curves[P.loss] || [[], []], low = (loss) => loss !== null && loss <= target;
+    const i = losses.findIndex(low), formed = losses.findIndex((loss, k) => low(loss) && !forming(seed, k));
+    if (i < 0) return null;
+    return { step: steps[i], first: i ? steps[i - 1] + 1 : steps[0], results: formed < 0 || formed === i ? [i] : [i, formed] };
+  };
+  const crossings = (run) => run.seeds.map((seed) => crossing(seed, state.target));
   /** What is said of a run of which not all seeds reach the target; "" if they do. */
   const never = (found) => {
     const reach = found.filter(Boolean).length;
@@ -120,20 +127,26 @@
       return { hours: total / 3600, utilization: total ? (ledger.computed * own[0]) / total : 1,
                dollars: (state.price || 0) * ledger.nodes * total / 3600, wire: bytesAt(seed, lastStep(seed), "wire") / 1e6 };
     });
+    const results = sound(run).map((seed, s) => { // of the last loss
+      const more = forming(seed, seed.formed.length - 1), hours = rows[s].hours + formingTime(more, place()) / 3600;
+      return { hours, dollars: rows[s].hours ? (rows[s].dollars * hours) / rows[s].hours : 0, wire: rows[s].wire + (more ? (state.size * more.wire) / 1e6 : 0) };
+    });
     const found = {};
     for (const key of ["hours", "utilization", "dollars", "wire"]) {
       const own = rows.map((row) => row[key]);
       found[key] = [mean(own), deviation(own)];
     }
+    found.result = Object.fromEntries(Object.keys(COSTS).map((key) => [key, mean(results.map((own) => own[key]))]));
     const at = crossings(run), said = never(at), reached = run.seeds.filter((seed) => seed.sound && at[run.seeds.indexOf(seed)]);
     const to = (value) => {
       if (said || !reached.length) return said || "never";
-      const own = reached.map((seed) => value(seed, at[run.seeds.indexOf(seed)][0]));
+      const own = reached.map((seed) => value(seed, at[run.seeds.indexOf(seed)]));
       return [mean(own), deviation(own)];
     };
-    found["steps to target"] = to((seed, step) => step);
-    found["wire MB to target"] = to((seed, step) => bytesAt(seed, step, "wire") / 1e6);
-    found["hours to target"] = to((seed, step) => secondsAt(seed, step) / 3600);
+    const least = (cost) => (seed, own) => Math.min(...own.results.map((i) => cost(seed, i)));
+    found["steps to target"] = to((seed, own) => own.step);
+    found["wire MB to target"] = to(least((seed, i) => wireOf(seed, i) / 1e6));
+    found["hours to target"] = to(least((seed, i) => secondsOf(seed, i) / 3600));
     return found;
   };
 
@@ -461,7 +474,8 @@
       const timed = run.seeds.every((seed) => P.ledgers[seed.ledger].planes[0][0] !== null);
       if (said || !timed) missing.push(`${run.name} (${said || "no hours"})`);
       else if (!state.hide.has(i)) {
-        found.push({ run, i, seeds: run.seeds.map((seed, s) => ({ seed: seed.seed, spots: at[s].map((step) => spot(seed.ledger, step)) })) });
+        found.push({ run, i, seeds: run.seeds.map((seed, s) => ({ seed: seed.seed, first: spot(seed.ledger, at[s].first),
+          results: at[s].results.map((k) => [spot(seed.ledger, stepOf(seed, k)), forming(seed, k)]) })) });
       }
     });
     found.sort((a, b) => (a.run.name < b.run.name ? -1 : 1));
@@ -470,20 +484,17 @@
   const race = (found, spots, at) => {
     const common = [at.sec, at.lat, at.size / at.bw];
     const clock = spots.map(([ledger, spot]) => timeAt(ledger, spot, ledger.decided ? factors(ledger, at) : common));
-    const way = (one, which) => {
-      let sum = 0;
-      for (const own of one.seeds) sum += clock[own.spots[which]];
-      return sum / one.seeds.length;
-    };
-    const means = found.map((one) => way(one, 0)), best = means.indexOf(Math.min(...means)), latest = way(found[best], 2), tied = [];
+    const reach = (own) => Math.min(...own.results.map(([spot, more]) => clock[spot] + formingTime(more, at)));
+    const reached = found.map((one) => one.seeds.map(reach)), means = reached.map(mean);
+    const best = means.indexOf(Math.min(...means)), tied = [];
     found.forEach((one, k) => {
       if (k === best) return tied.push(k);
-      if (way(one, 1) <= latest * EQUAL) return tied.push(k);
+      if (mean(one.seeds.map((own) => clock[own.first])) <= means[best] * EQUAL) return tied.push(k);
       if (one.seeds.length < 2) return 0;
       const pairs = [];
       found[best].seeds.forEach((own, s) => {
         const j = one.seeds.findIndex((other) => other.seed === own.seed);
-        if (j >= 0) pairs.push(clock[one.seeds[j].spots[0]] - clock[own.spots[0]]);
+        if (j >= 0) pairs.push(reached[k][j] - reached[best][s]);
       });
       const quantile = P.quantiles[pairs.length];
       if (quantile && mean(pairs) <= (quantile * deviation(pairs)) / Math.sqrt(pairs.length)) tied.push(k);
@@ -589,7 +600,7 @@
   };
   const drawFront = (rows) => {
     const host = $("front"), key = state.cost;
-    const all = P.runs.map((run, i) => ({ run, i, cost: rows[i][key][0], loss: run.row[P.lossTitle], sd: run.row[`${P.lossTitle} std`] || 0 }))
+    const all = P.runs.map((run, i) => ({ run, i, cost: rows[i].result[key], loss: run.row[P.lossTitle], sd: run.row[`${P.lossTitle} std`] || 0 }))
       .filter((one) => !state.hide.has(one.i) && finite(one.loss) && finite(one.cost));
     if (!all.length) return empty(host, "No shown run has a loss.");
     const sorted = [...all].sort((a, b) => a.cost - b.cost || a.loss - b.loss);
@@ -632,6 +643,12 @@
         return true;
       });
       if (spot) f.root.append(svg("text", { class: `halo ${faint < 1 ? "soft" : ""}`, x: spot[0], y: spot[1], "text-anchor": spot[2] }, brief(one.run.name)));
+    }
+    const dearest = Math.max(...costs, 0), cheap = sorted.filter((one) => one.cost > 0 && one.cost < 0.95 * dearest);
+    const more = (one) => `${brief(one.run.name)} in about ${digits((mean(sound(one.run).map(lastStep)) * dearest) / one.cost)} steps`;
+    if (cheap.length) {
+      const others = cheap.length > 6 ? ` and ${cheap.length - 6} others` : "";
+      host.append(el("p", { class: "remark" }, `Each run is where its steps ended. It would cost as much as the dearest: ${cheap.slice(0, 6).map(more).join(", ")}${others}.`));
     }
     let cursor = -1;
     const show = (one, screen) => {
@@ -835,7 +852,7 @@
     const headings = P.titles.length > 1 ? [el("th", { class: "text" }, el("span", {}, "show")), ...P.titles.map((key) => head(key, true))] : [head(P.titles[0], true)];
     $("table").replaceChildren(el("thead", {}, el("tr", {}, ...headings, ...columns.map((key) => head(key, false)), notes ? el("th", { class: "text" }, "note") : null)), table.body);
     const tied = P.runs.some((run) => run.mark === "tied");
-    $("marks").textContent = `${tied ? "† not told from the best by these seeds (p > 0.05, paired t-test, Holm). " : !P.tested && P.runs.length > 1 ? "One seed: no interval says whether losses differ. " : ""}◆ follows the sliders.${P.runs.some((run) => run.seeds.length > 1) ? " Mean ± standard deviation over the seeds." : ""}`;
+    $("marks").textContent = `${tied ? "† not told from the best by these seeds (p > 0.05, paired t-test, Holm). " : !P.tested && P.runs.length > 1 ? "One seed: no interval says whether losses differ. " : ""}◆ follows the sliders.${P.runs.some((run) => run.seeds.length > 1) ? " Mean ± standard deviation over the seeds." : ""}${P.remarks.map((text) => ` ${text}.`).join("")}`;
   };
   const focusOn = (key) => { const node = [...document.querySelectorAll("th button")].find((own) => own.dataset.key === key); if (node) node.focus(); };
 
@@ -1107,8 +1124,9 @@
     } catch (error) {
       said.textContent = "the server has ended: this is what it last sent";
       if (!P) $("subtitle").textContent = "the server has ended";
+    } finally {
+      setTimeout(look, 1000 * every); // also where nothing has changed
     }
-    setTimeout(look, 1000 * every);
   };
   let width = 0;
   new ResizeObserver(() => { if (Math.abs(document.body.clientWidth - width) > 2) { width = document.body.clientWidth; later(); } }).observe(document.body);
