@@ -36,11 +36,12 @@ class _LossModel(nn.Module):
     def loss_and_accuracy(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The loss of a batch `(x, y)` and the share of predictions that are right, in [0, 1]; two scalars.
 
-        Runs in the mode the model is in: call `eval()` first where dropout or BatchNorm matters.
+        Labels of −100 count in neither; without any other label, both are NaN. Runs in the mode the model is in: call
+        `eval()` first where dropout or BatchNorm matters.
         """
         x, y = batch
-        logits = self.logits(x)
-        return _cross_entropy(logits, y), (logits.argmax(-1) == y).float().mean()
+        logits, counted = self.logits(x), y != -100
+        return _cross_entropy(logits, y), ((logits.argmax(-1) == y) & counted).sum() / counted.sum()
 
 
 def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:

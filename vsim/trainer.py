@@ -240,6 +240,10 @@ class Trainer:
                 `vsim.KeepBest`, or functions f(run) that are called after every step.
             metrics: further columns of the history, measured with every validation: name → f(model, batch) → number,
                 of the global model in evaluation mode, averaged over the validation examples.
+            accuracy: f(outputs, targets) → booleans, one for each prediction that counts, or the share of right
+                predictions in the batch, from 0 to 1 (NaN: none counts), averaged over the examples. Without a loss_fn
+                f(what the model returns, batch). False: no accuracy. None: of models with `loss_and_accuracy` and where
+                a loss_fn compares labels with outputs; see `vsim.engine.objective.right_predictions`.
             train_loss_hook: called as f(step, mean training loss) after every step; the short form of a callback.
             eval_loss_hook: called as f(step, global validation loss) after every validation.
 

@@ -30,6 +30,7 @@ from vsim.trainer import Trainer
 _FIT_OPTIONS = (
     *("batch_size", "minibatch_size", "gradient_accumulation", "shuffle", "val_size", "val_interval", "seed"),
     *("timeout_seconds", "correlation_interval", "dataloader_kwargs", "progress", "participation", "compute"),
+    "accuracy",
 )
 
 
@@ -133,7 +134,7 @@ def verify(
         executor, chunk_size: of the simulator, see `Trainer.fit`; "vmap" tests the step of all nodes at once.
         fit_options: of `Trainer.fit`: batch_size, minibatch_size, gradient_accumulation, shuffle, val_size,
             val_interval, seed, participation, compute, correlation_interval, dataloader_kwargs, timeout_seconds,
-            progress. With `participation` processes start and end as nodes join and leave.
+            progress, accuracy. With `participation` processes start and end as nodes join and leave.
 
     The simulator's states wait for the processes' in a temporary folder: max_steps · K times the size of a node's
     weights, buffers and optimizer state.

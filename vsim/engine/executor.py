@@ -241,10 +241,10 @@ class Executor(ABC):
         stream: torch.Generator,
         objective: Objective | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return stacked (losses, accuracies), both (R,), of weights (R, P) on one shared batch (B, …).
+        """Return stacked losses (R,) and counts (R, 2) of weights (R, P) on one shared batch (B, …).
 
-        The model draws from `stream`, the same numbers for every row. The training state does not change. `accuracies`
-        is None if the objective has none.
+        The model draws from `stream`, the same numbers for every row. The training state does not change. Counts are
+        the right predictions and those that count, None if the objective has no accuracy.
 
         Args:
             objective: the result of `for_evaluation`, to reuse it for several batches; default: a new one.
@@ -311,8 +311,8 @@ class Executor(ABC):
             stream.set_state(state)
             with self._placed(objective, own_weights, {n: b[row] for n, b in buffers.items()}, stream):
                 outcomes.append(objective(cloned(batch), True))
-        accuracies = [a for _, a in outcomes if a is not None]
-        return torch.stack([loss for loss, _ in outcomes]), torch.stack(accuracies) if accuracies else None
+        counts = [own for _, own in outcomes if own is not None]
+        return torch.stack([loss for loss, _ in outcomes]), torch.stack(counts) if counts else None
 
     @contextmanager
     def _placed(

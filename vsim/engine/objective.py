@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
+from numbers import Real
 from pathlib import Path
 from traceback import walk_tb
 from types import FunctionType, MethodType
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
@@ -34,6 +36,7 @@ from vsim.engine.indices import InRange, is_off_cpu
 from vsim.private_torch import hooks_of, is_wrapped, tensor_tables, unwatched, version
 
 LossFunction = Callable[[Any, Any], Tensor]
+Accuracy = Callable[[Any, Any], Any]  # (outputs, targets) → booleans, one a prediction, or the share of right ones
 
 
 class Objective(nn.Module):
@@ -44,8 +47,13 @@ class Objective(nn.Module):
     a tuple, even if a DataLoader makes a list of it. If the outputs have a field or key `loss`, that is the loss; in a
     tuple of outputs, the loss is the only scalar.
 
-    Accuracy is known in two cases: if the model has a method `loss_and_accuracy(batch)` that returns two scalars, or if
-    a `loss_fn` compares outputs (B, C, …) with integer targets (B, …); the prediction is then the argmax over C.
+    Accuracy is known in three cases: if there is a function `accuracy`; if the model has a method
+    `loss_and_accuracy(batch)` that returns two scalars; or if a `loss_fn` compares outputs with labels, see
+    `right_predictions`.
+
+    Args:
+        accuracy: f(outputs, targets), see `Trainer.fit`; without a `loss_fn`, f(outputs of the model, batch). None: the
+            other two cases. False: no accuracy.
 
     Attributes:
         originals: the user's own models, of which this model is a copy.
@@ -53,12 +61,15 @@ class Objective(nn.Module):
         callers: the nodes whose rows are computed; None: row k is node k.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction | None = None, accuracy: Accuracy | bool | None = None
+    ) -> None:
         super().__init__()
         if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
             raise ValueError("loss_fn has trainable parameters: make them part of the model, or freeze them")
         self.model = model
         self.loss_fn = loss_fn
+        self.accuracy = accuracy
         self.originals: tuple[nn.Module, ...] = ()
         self.changes: list[str] | None = None
         self.callers: Sequence[int] | None = None
@@ -77,7 +88,7 @@ class Objective(nn.Module):
         attached = [t for m in self.modules() for t in tree_leaves(list(vars(m).values())) if _is_attached(t)]
         memo: dict[int, Any] = {id(t): t for t in (*tensors, *attached)}
         model, loss_fn = copy.deepcopy((self.model, self.loss_fn), memo)
-        other = Objective(model, loss_fn)
+        other = Objective(model, loss_fn, self.accuracy)
         other.originals, other.changes = self.originals, self.changes
         return other
 
@@ -162,21 +173,30 @@ class Objective(nn.Module):
                 keep_assigned(name, buffer, after[name])
 
     def forward(self, batch: Any, with_accuracy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return the scalars (loss, accuracy); accuracy is None unless it is requested and known."""
+        """Return (loss, counts), a scalar and (2,): the number of right predictions, and of those that count.
+
+        Counts are None unless accuracy is requested and known.
+        """
         batch = as_given(batch)
         in_range = InRange() if is_off_cpu(batch) else None
+        outputs = counts = None
         with in_range or nullcontext():
-            if self.loss_fn is None:
-                both = getattr(self.model, "loss_and_accuracy", None) if with_accuracy else None
-                loss, accuracy = (self._outputs(batch), None) if both is None else both(batch)
-            else:
+            if self.loss_fn is not None:
                 x, y = _inputs_and_targets(batch)
                 outputs = self.model(x)
                 loss = self.loss_fn(outputs, y)
-                accuracy = _accuracy(outputs, y) if with_accuracy else None
+            elif with_accuracy and self.accuracy is None and (both := getattr(self.model, "loss_and_accuracy", None)):
+                loss, share = both(batch)
+                counts = _counts(_scalar(share, "the accuracy"), batch)
+            else:
+                loss = outputs = self._outputs(batch)
+                y = batch
             loss = _scalar(_loss_of(loss), "the loss")
-        loss = loss if in_range is None else in_range.spoiled(loss)
-        return loss, None if accuracy is None else _scalar(accuracy, "the accuracy")
+            if with_accuracy and callable(self.accuracy):
+                counts = _counts_of_user(self.accuracy, outputs, y, batch)
+            elif with_accuracy and self.accuracy is None and self.loss_fn is not None:
+                counts = right_predictions(outputs, y, self.loss_fn)
+        return loss if in_range is None else in_range.spoiled(loss), counts
 
     def check_indices(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
         """Raise the IndexError that the loss of one node raises on the CPU, if any, see `vsim.engine.indices`.
@@ -255,15 +275,77 @@ def _scalar(value: Any, what: str) -> Tensor:
     return value
 
 
-def _accuracy(outputs: Any, targets: Any) -> Tensor | None:
-    classifies = (
-        isinstance(outputs, Tensor)
-        and isinstance(targets, Tensor)
-        and not targets.is_floating_point()
-        and outputs.dim() == targets.dim() + 1 >= 2
-        and outputs.shape[:1] + outputs.shape[2:] == targets.shape
-    )
-    return (outputs.argmax(1) == targets).to(torch.float32).mean() if classifies else None
+# Accuracy -------------------------------------------------------------------------------------------------------------
+
+_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss)
+_OF_LOGITS = (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits)
+_OF_PROBABILITIES = (nn.BCELoss, F.binary_cross_entropy)
+
+
+def right_predictions(outputs: Any, targets: Any, loss_fn: Any) -> Tensor | None:
+    """Return (2,): the number of right predictions, and of the predictions that count; None if nothing is classified.
+
+    - Outputs (B, C ≥ 2, …) with whole-numbered targets (B, …): the argmax over C. Labels outside 0 … C − 1 and the
+      loss's `ignore_index` do not count. If the last dimension may be the classes, too, as in (B, T, T), the loss must
+      be PyTorch's cross-entropy or negative log-likelihood, which say that it is not.
+    - One column of outputs, (B,) or (B, 1, …), if the loss is PyTorch's binary cross-entropy: the sign of a logit, or a
+      probability above 1/2. Targets other than 0 and 1 do not count.
+
+    A function around a loss is not known to be that loss.
+    """
+    ignored = -100
+    while isinstance(loss_fn, functools.partial):
+        loss_fn, ignored = loss_fn.func, loss_fn.keywords.get("ignore_index", ignored)
+    ignored = getattr(loss_fn, "ignore_index", ignored)
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or outputs.is_complex():
+        return None
+    whole = not (targets.is_floating_point() or targets.is_complex())
+    if whole and outputs.dim() > 1 and outputs.shape[1] > 1 and outputs.shape[:1] + outputs.shape[2:] == targets.shape:
+        if outputs.dim() > 2 and outputs.shape[:-1] == targets.shape and not _is_one_of(loss_fn, _OF_CLASSES):
+            return None
+        labels, predicted = targets.long(), outputs.argmax(1)
+        counted = (labels >= 0) & (labels < outputs.shape[1]) & (labels != ignored)
+    elif outputs.dim() and outputs.shape[1:2] in ((), (1,)) and outputs.numel() == targets.numel():
+        logits = _is_one_of(loss_fn, _OF_LOGITS)
+        if not (logits or _is_one_of(loss_fn, _OF_PROBABILITIES)):
+            return None
+        labels, predicted = targets.flatten(), outputs.flatten() > (0 if logits else 0.5)
+        counted = (labels == 0) | (labels == 1)
+    else:
+        return None
+    return torch.stack([((predicted == labels) & counted).sum(), counted.sum()]).float()
+
+
+def _is_one_of(loss_fn: Any, kinds: tuple[Any, ...]) -> bool:
+    return any(isinstance(loss_fn, kind) if isinstance(kind, type) else loss_fn is kind for kind in kinds)
+
+
+def _counts(share: Tensor, batch: Any) -> Tensor:
+    """Return the counts (2,) for a share of a batch's examples; none counts if the share is NaN."""
+    share, examples = share.float(), len(tree_leaves(batch)[0])
+    return torch.stack([share.nan_to_num(), (~share.isnan()).float()]) * examples
+
+
+def _counts_of_user(accuracy: Accuracy, outputs: Any, targets: Any, batch: Any) -> Tensor:
+    """Return the counts (2,) for the result of a user's function.
+
+    Raises:
+        TypeError: the result is neither booleans nor a number. Errors of the function have the name of the argument.
+    """
+    try:
+        found = accuracy(outputs, targets)
+    except Exception as error:
+        raise retold(error, f"accuracy: {error}") from error
+    if isinstance(found, Tensor) and found.dtype == torch.bool and found.dim():
+        return torch.stack([found.sum(), torch.full_like(found.sum(), found.numel())]).float()
+    if (isinstance(found, Tensor) and (found.dim() or found.is_complex())) or not isinstance(found, Tensor | Real):
+        given = f"a tensor of {found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+        raise TypeError(
+            "accuracy must return booleans, one for each prediction that counts, or the share of right predictions as "
+            f"a number from 0 to 1, got {given}"
+        )
+    share = torch.as_tensor(found, dtype=torch.float32, device=tree_leaves(batch)[0].device)
+    return _counts(share, batch)
 
 
 class Places:

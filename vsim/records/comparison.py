@@ -1072,6 +1072,7 @@ def _on_clients(run: ComparedRun, measured: frozenset[str]) -> dict[str, float]:
     history = run.history
     if "accuracies" in measured:
         name, percentile, values, worst = "accuracy", 10, history.client_val_accuracies, np.min
+        values = values[~np.isnan(values)]  # without clients of whom no label counts
     elif "losses" in measured:
         name, percentile, values, worst = "loss", 90, history.client_val_losses, np.max
     else:

@@ -22,9 +22,10 @@ from vsim.records.statistics import Crossing, crossing
 if TYPE_CHECKING:
     import pandas as pd
 
+ACCURACIES = ("local_accuracy", "global_accuracy")
 VALIDATED = (
     *("local_loss", "global_loss", "average_loss", "node_loss_min", "node_loss_max", "node_loss_std"),
-    *("local_accuracy", "global_accuracy", "global_loss_se", "global_formed", "val_examples", "val_total"),
+    *(*ACCURACIES, "global_loss_se", "global_formed", "val_examples", "val_total"),
 )
 SPREAD = ("divergence", "correlation")
 COLUMNS = (
@@ -51,7 +52,8 @@ class History:
         local_loss: validation loss of node 0. global_loss: validation loss of the global model, which is the strategy's
             own (DiLoCo's outer weights) or the mean replica. average_loss: validation loss of the mean replica.
         node_loss_min, node_loss_max, node_loss_std: over the validation losses of all nodes.
-        local_accuracy, global_accuracy: validation accuracy of node 0 and of the global model, if known.
+        local_accuracy, global_accuracy: validation accuracy of node 0 and of the global model, if known; see the
+            argument `accuracy` of `fit`.
         global_loss_se: standard error of global_loss over the validation examples, at the last step and wherever all
             examples are used. NaN if the loss is not a mean over examples.
         global_formed: 1 if the global model exists, on a node or a server; 0 if it is the mean of nodes that differ,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.engine.objective import changed, kept_in_python, listed
+from vsim.records.history import ACCURACIES
 from vsim.records.progress import Hook, Recorder, StepReport
 from vsim.training.run import Run
 from vsim.training.spec import RunSpec
@@ -179,6 +180,13 @@ class Monitor(Callback):
         if better:
             self.best, self.best_step = value, run.done
         self.measured(run, better)
+
+    def on_evaluation(self, run: Run) -> None:
+        if self.monitor in ACCURACIES and self.monitor not in run.row:
+            raise ValueError(
+                f"{type(self).__name__} monitors {self.monitor!r}, which is not known for this model and loss: give "
+                "accuracy= a function of (outputs, targets)"
+            )
 
     def measured(self, run: Run, better: bool) -> None:
         """Called at every step at which the column is measured; `better`: whether it has improved."""

@@ -44,7 +44,7 @@ class _Rows(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """Stacked losses (R,) and accuracies (R,); accuracies are None if the objective has no accuracy."""
+    """Stacked losses (R,) and accuracies (R,): None if the objective has none, NaN where no prediction counts."""
 
     losses: Tensor
     accuracies: Tensor | None
@@ -203,24 +203,31 @@ def _measured_together(
     """Measure rows in one call per piece of the data; also return whether the model drew random numbers."""
     weights = torch.cat([own.weights for own in rows])  # a copy, which the model may change
     buffers = {name: torch.cat([own.buffers[name] for own in rows]) for name in rows[0].buffers}
-    found: list[Tensor] = []  # of each piece, losses and, if known, accuracies (1 | 2, R)
+    found: list[Tensor] = []  # of each piece, losses and, if known, right predictions and those that count (1 | 3, R)
     stream = generator(rows[0].seed, EVALUATION, device=weights.device)
     before, objective = stream.get_state(), objective or executor.for_evaluation(rows[0].python[0])
     examples = sum(len(tree_leaves(piece)[0]) for piece in pieces)
     for piece in pieces:
-        outcome = executor.evaluate(weights, buffers, piece, stream, objective)
-        found.append(torch.stack([own for own in outcome if own is not None]))
+        losses, counts = executor.evaluate(weights, buffers, piece, stream, objective)
+        found.append(torch.stack([losses, *(() if counts is None else counts.unbind(1))]))
     drew = not torch.equal(stream.get_state(), before)
     # Read once, and sum on the CPU, as MPS does not have float64.
     known = min(map(len, found))
     outcomes = torch.stack([own[:known] for own in found]).cpu().double()
-    first, *others = (len(tree_leaves(piece)[0]) / examples * own for piece, own in zip(pieces, outcomes, strict=True))
-    losses, *accuracies = sum(others, first)
+    first, *others = (
+        len(tree_leaves(piece)[0]) / examples * own[0] for piece, own in zip(pieces, outcomes, strict=True)
+    )
+    losses, accuracies = sum(others, first), None
+    if known > 1:
+        right, counted = outcomes[:, 1:].sum(0)
+        accuracies = right / counted
+        if bool(((accuracies < 0) | (accuracies > 1 + 1e-6)).any()):
+            raise ValueError(f"an accuracy must be a share from 0 to 1, got {accuracies.tolist()}")
     for row in (~losses.isfinite()).nonzero().flatten().tolist() if is_off_cpu(weights) else ():
         own = executor.replicas.views(weights[row]), {name: b[row] for name, b in buffers.items()}
         for piece in pieces:
             objective.check_indices(*own, piece)
-    return _Measured(losses, accuracies[0] if accuracies else None), drew
+    return _Measured(losses, accuracies), drew
 
 
 def validate_clients(stack: Stack, runs: Sequence[Run], first: int | None = None) -> dict[Run, dict[str, list[float]]]:

@@ -25,7 +25,7 @@ from vsim.engine.indices import is_off_cpu
 from vsim.engine.machine import Threads
 from vsim.engine.memory import Held
 from vsim.engine.objective import Objective, explained
-from vsim.records.history import COLUMNS, SPREAD, VALIDATED, History
+from vsim.records.history import ACCURACIES, COLUMNS, SPREAD, VALIDATED, History
 from vsim.records.progress import Reporter
 from vsim.strategy.base import Strategy
 from vsim.training.clients import Clients
@@ -242,7 +242,12 @@ class Run:
         """The columns of the history that are measured at some or all steps."""
         validated = self.evaluator is not None
         apart = self.spec.correlation_interval is not None
-        own = [c for c in COLUMNS if (validated or c not in VALIDATED) and (apart or c not in SPREAD)]
+        absent = {
+            *(() if validated else VALIDATED),
+            *(() if apart else SPREAD),
+            *(ACCURACIES if self.spec.accuracy is False else ()),
+        }
+        own = [c for c in COLUMNS if c not in absent]
         return [*own, *self.strategy.measured(), *(self.spec.metrics or ())]
 
     @property

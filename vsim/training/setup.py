@@ -256,7 +256,7 @@ def _stacked(
     rows = rows_of(runs, device)
     whole = rows.whole
     whole.module.train()
-    objective = Objective(whole.module, copy.deepcopy(spec.loss_fn)).to(device)
+    objective = Objective(whole.module, copy.deepcopy(spec.loss_fn), copy.deepcopy(spec.accuracy)).to(device)
     objective.originals = tuple(run.spec.model for run in runs)
     # On an accelerator a run only repeats (see `repeating`): the forms for all nodes have other kernels than one node.
     # It takes all nodes at once, because pieces that follow from free memory would not repeat.

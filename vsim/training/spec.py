@@ -19,7 +19,7 @@ from vsim.checkpoint.folder import Saving
 from vsim.cluster.participation import Deadline, Participation, Sample
 from vsim.data.batches import Data, DatasetFactory, loader_options
 from vsim.engine import EXECUTORS
-from vsim.engine.objective import LossFunction
+from vsim.engine.objective import Accuracy, LossFunction
 from vsim.network import Compute, Network
 from vsim.records.history import COLUMNS
 from vsim.records.loggers import Logger, run_loggers
@@ -100,6 +100,7 @@ class RunSpec:
     progress: bool | str = True
     callbacks: Sequence[Any] = ()  # `vsim.Callback` objects, or functions f(run)
     metrics: Mapping[str, Metric] | None = None
+    accuracy: Accuracy | bool | None = None
     train_loss_hook: Hook | None = None
     eval_loss_hook: Hook | None = None
 
@@ -157,6 +158,12 @@ class RunSpec:
         for name in ("eval_loss_hook", "metrics"):
             if getattr(self, name) and self.val_dataset is None:
                 raise ValueError(f"{name} has no effect without a val_dataset")
+        if self.accuracy is None:
+            return
+        if self.accuracy is not False and not callable(self.accuracy):
+            raise TypeError(f"accuracy must be a function of (outputs, targets), or False, got {self.accuracy!r}")
+        if self.val_dataset is None and self.client_val_dataset is None:
+            raise ValueError("accuracy has no effect without a val_dataset or client_val_dataset")
 
     def _check_data(self) -> None:
         if self.client_val_dataset is not None and not is_factory(self.client_val_dataset):

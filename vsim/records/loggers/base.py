@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from vsim.records.history import COLUMNS
+from vsim.records.history import ACCURACIES, COLUMNS
 
 
 @runtime_checkable
@@ -65,7 +65,6 @@ Row = Mapping[str, float]
 # Columns of History, in this order.
 _TRAIN_COLUMNS = ("payload_bytes", "wire_bytes", "seconds", "memory_bytes", "divergence", "correlation")
 _VALIDATION_COLUMNS = ("average_loss", "node_loss_min", "node_loss_max", "node_loss_std", "payload_bytes", "wire_bytes")
-_ACCURACIES = ("local_accuracy", "global_accuracy")
 
 
 def train_row(row: Row, before: Row) -> dict[str, float]:
@@ -112,7 +111,7 @@ def validation_row(row: Row) -> dict[str, float]:
         "local_perplexity": perplexity(row["local_loss"]),
         "global_loss": row["global_loss"],
         "global_perplexity": perplexity(row["global_loss"]),
-        **{name: row[name] for name in _ACCURACIES if name in row},
+        **{name: row[name] for name in ACCURACIES if name in row},
         "examples_trained": row["examples"],
         **{name: row[name] for name in _VALIDATION_COLUMNS},
         **{name: value for name, value in row.items() if name not in COLUMNS},
