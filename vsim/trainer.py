@@ -57,6 +57,7 @@ class Trainer:
     Args:
         model: any nn.Module. `model(batch)` returns a scalar loss, the mean over the batch, or outputs with one called
             `loss`; with `loss_fn`, `model(x)` returns outputs. It is not changed: every `fit` starts from its weights.
+            Modules in evaluation mode stay in it, unless the whole model is: then all of it trains in training mode.
         train_dataset: a map-style dataset, which the nodes share as DistributedSampler would, or a function
             f(rank, num_nodes, train_dataset: bool) that returns the dataset of one node.
         val_dataset: a dataset or factory, which is called for rank 0. None: no validation.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vsim.checkpoint.tree import FIXED, tensors_of
 from vsim.cluster.randomness import GENERATORS
-from vsim.cluster.replicas import Replicas
+from vsim.cluster.replicas import Replicas, kept_in_evaluation
 from vsim.cluster.state import described
 from vsim.strategy.base import Strategy
 
@@ -57,6 +57,7 @@ def settings_of_run(run: Any) -> dict[str, Any]:
         **dict(_contents(spec.loss_fn, "loss_fn")),
         **participation,
         **{f"frozen {name}": _digest(p) for name, p in replicas.frozen.items()},
+        **{f"mode of {path}": "evaluation" for path in kept_in_evaluation(spec.model)},
         **run.strategy.settings,
         **dict(_contents(spec.model, "module", set(map(id, tensors_of(spec.model).values())))),
     }

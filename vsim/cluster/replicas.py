@@ -159,6 +159,11 @@ class Replicas:
         return model
 
 
+def kept_in_evaluation(model: nn.Module) -> list[str]:
+    """Return the paths of the modules that are in evaluation mode within a model in training mode."""
+    return [path for path, module in model.named_modules() if model.training and not module.training]
+
+
 def matrix(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a (num_rows, num_columns) matrix of zeros whose rows begin and end, with gaps, at multiples of 64 bytes.
 

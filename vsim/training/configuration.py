@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vsim.arguments import is_factory
+from vsim.cluster.replicas import kept_in_evaluation
 from vsim.data.batches import digest_of
 from vsim.records.provenance import describe, versions
 from vsim.strategy.configured import arguments_of
@@ -82,6 +83,7 @@ def _described_model(model: nn.Module) -> dict[str, Any]:
         "parameter_bytes": sum(p.nbytes for p in parameters.values()),
         "shapes": {name: list(p.shape) for name, p in parameters.items()},
         "digest": text.hexdigest()[:16],
+        **({"in_evaluation_mode": kept} if (kept := kept_in_evaluation(model)) else {}),
     }
 
 

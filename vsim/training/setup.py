@@ -255,7 +255,10 @@ def _stacked(
     spec, steps = runs[0].spec, runs[0].steps
     rows = rows_of(runs, device)
     whole = rows.whole
-    whole.module.train()
+    kept = [module for module in whole.module.modules() if whole.module.training and not module.training]
+    whole.module.train()  # which a model may override
+    for module in kept:
+        module.training = False
     objective = Objective(whole.module, copy.deepcopy(spec.loss_fn), copy.deepcopy(spec.accuracy)).to(device)
     objective.originals = tuple(run.spec.model for run in runs)
     # On an accelerator a run only repeats (see `repeating`): the forms for all nodes have other kernels than one node.
