@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from separate import small_cnn, small_gpt, small_mlp
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import vsim
 from vsim import Ledger
 from vsim.cluster import Cluster
 from vsim.cluster.replicas import Columns, Replicas
 from vsim.cluster.stacked import StackedCollectives
+from vsim.shapes import check_apart
+from vsim.strategy import FedAvgStrategy
 
 CPU = torch.device("cpu")
 
@@ -198,3 +205,106 @@ def test_models_that_cannot_be_stacked(model: type[nn.Module], message: str) -> 
 def test_any_one_floating_dtype(dtype: torch.dtype) -> None:
     replicas = Replicas.of(small_mlp().to(dtype), 2, CPU)
     assert replicas.weights.dtype == replicas.grads.dtype == dtype
+
+
+# Memory that parameters share
+
+
+class Tied(nn.Module):
+    """A table (6, 4) and a head (6, 4), which `share` makes share memory."""
+
+    def __init__(self, share: Callable[[Tied], Any]) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        share(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x))
+
+
+def by_data(model: Tied) -> None:
+    model.head.weight.data = model.table.weight.data
+
+
+def by_view(model: Tied) -> None:
+    model.head.weight = nn.Parameter(model.table.weight.detach().flatten()[4:].view(5, 4))
+
+
+def by_transposing(model: Tied) -> None:
+    model.head.weight.data = model.table.weight.data.T
+
+
+def by_column(model: Tied) -> None:
+    whole = torch.randn(6, 7)
+    model.table.weight, model.head.weight = nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, 3:])
+
+
+def trainable_with_frozen(model: Tied) -> None:
+    by_data(model)
+    model.table.weight.requires_grad_(False)
+
+
+def with_buffer(model: Tied) -> None:
+    model.head.register_buffer("weight0", model.table.weight.detach()[2])
+
+
+SHARING = [by_data, by_view, by_transposing, by_column, trainable_with_frozen, with_buffer]
+IDS = TensorDataset(torch.arange(24) % 6, torch.arange(24) % 6)
+FIT: dict[str, Any] = {"num_nodes": 2, "max_steps": 2, "progress": False}
+
+
+@pytest.mark.parametrize("share", SHARING)
+def test_parameters_that_share_memory_are_refused(share: Callable[[Tied], None]) -> None:
+    names = "table.weight and head.weight0?" if share is with_buffer else "table.weight and head.weight"
+    model, strategy = Tied(share), FedAvgStrategy(H=2)
+    name = "head.weight0" if share is with_buffer else "head.weight"
+    error = pytest.raises(ValueError, match=rf"^[A: ]*{names} share memory .*\({name} = table.weight\)")
+    with error:
+        vsim.Trainer(model, IDS, loss_fn=F.cross_entropy).fit(strategy=strategy, **FIT)
+    with error:
+        vsim.Trainer(model, IDS, loss_fn=F.cross_entropy).fit(strategy=strategy, **FIT, backend="process")
+    with error:
+        vsim.verify(model, IDS, strategy, loss_fn=F.cross_entropy, **FIT)
+    with error:
+        vsim.compare(model, IDS, strategies={"A": strategy}, loss_fn=F.cross_entropy, **FIT)
+    with error:
+        vsim.price(strategy, model=model, num_nodes=2, max_steps=2, network="1 Gbit/s", compute=1)
+
+
+def test_the_cure_ties_them() -> None:
+    def one_parameter(model: Tied) -> None:
+        model.head.weight = model.table.weight
+
+    trainer = vsim.Trainer(Tied(one_parameter), IDS, loss_fn=F.cross_entropy)
+    model = trainer.fit(strategy=FedAvgStrategy(H=2, lr=0.1), **FIT)
+    assert model.head.weight is model.table.weight
+    assert trainer.history.last("payload_bytes") == 6 * 4 * 4
+
+
+def test_memory_may_be_shared_where_nothing_trains_apart() -> None:
+    def halves(model: Tied) -> None:
+        whole = torch.randn(12, 4)
+        model.table.weight, model.head.weight = nn.Parameter(whole[:6]), nn.Parameter(whole[6:])
+
+    def columns(model: Tied) -> None:
+        whole = torch.randn(6, 8)
+        model.table.weight, model.head.weight = nn.Parameter(whole[:, ::2]), nn.Parameter(whole[:, 1::2])
+
+    def frozen(model: Tied) -> None:
+        by_data(model.requires_grad_(False))
+        model.bias = nn.Parameter(torch.zeros(6))
+
+    def constants(model: Tied) -> None:
+        model.register_buffer("one", torch.zeros(4))
+        model.head.register_buffer("two", model.one.view(2, 2))
+        model.register_buffer("none", model.table.weight.detach()[:0])
+
+    for share in (halves, columns, frozen, constants):
+        check_apart(Tied(share))
+    with torch.device("meta"):
+        check_apart(Tied(lambda model: None))
+        with pytest.raises(ValueError, match=r"table\.weight and head\.weight share memory"):
+            check_apart(Tied(by_data))
+    bare = Tied(lambda model: None).to("meta")  # of whose storages none has an address
+    priced = vsim.price(FedAvgStrategy(H=1), model=bare, num_nodes=2, max_steps=2, network="1 Gbit/s", compute=1)
+    assert priced.seconds[-1] > 2

@@ -1,8 +1,9 @@
-"""Models without values: the shapes of a model, or of a GPT with a given number of parameters."""
+"""The shapes of a model, or of a GPT with a given number of parameters, without values; and the memory they share."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vsim.arguments import one_of, real_number, whole_number
+from vsim.private_torch import storage_key
 
 _DTYPES = {1: torch.float8_e5m2, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _META = torch.device("meta")
@@ -34,6 +36,7 @@ def without_values(
             raise TypeError(f"model must be an nn.Module, got {model!r}")
         if layers is not None:
             raise TypeError("layers= has no effect with model=, which has its own; it goes with parameters=")
+        check_apart(model)
         values = {id(t): t for t in (*model.parameters(), *model.buffers())}
         bare = copy.deepcopy(model, {key: _without_values(t) for key, t in values.items()})  # copies no value
         return bare if bytes_per_parameter is None else bare.to(_DTYPES[bytes_per_parameter])
@@ -89,6 +92,47 @@ def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
         if math.prod(shape):
             model.register_parameter(f"rest{i}", nn.Parameter(torch.empty(shape, device=_META)))
     return model
+
+
+def check_apart(model: nn.Module) -> None:
+    """Raise a ValueError if a trainable parameter shares memory with another parameter or with a buffer.
+
+    Each has a place of its own in the matrix, so that they would train apart. Tied parameters are one `nn.Parameter`.
+    """
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, t in itertools.chain(model.named_parameters(), model.named_buffers()):
+        lazy = isinstance(t, nn.UninitializedParameter | nn.UninitializedBuffer)
+        if not lazy and t.layout is torch.strided and t.numel():
+            by_storage.setdefault(storage_key(t), []).append((name, t))
+    for tensors in by_storage.values():
+        reaching: list[tuple[str, Tensor]] = []  # tensors that may reach into the following ones
+        for name, t in sorted(tensors, key=lambda own: _span(own[1])) if len(tensors) > 1 else ():
+            reaching = [(other, own) for other, own in reaching if _span(own)[1] > _span(t)[0]]
+            for other, own in reaching:
+                if (own.requires_grad or t.requires_grad) and _have_common_entries(own, t):
+                    one, two = (known for known, _ in tensors if known in (name, other))
+                    raise ValueError(
+                        f"{one} and {two} share memory without being one parameter, for instance through .data, and "
+                        f"would train apart: tie them as a parameter ({two} = {one}), or give each its own memory "
+                        "(.clone())"
+                    )
+            reaching.append((name, t))
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the end of its last entry."""
+    size, first = t.element_size(), int(t.storage_offset())
+    last = first + sum((length - 1) * stride for length, stride in zip(t.shape, t.stride(), strict=True))
+    return first * size, (last + 1) * size
+
+
+def _have_common_entries(one: Tensor, other: Tensor) -> bool:
+    """Return whether tensors of one storage, whose spans overlap, overlap in an entry; columns need not."""
+    if (one.is_contiguous() and other.is_contiguous()) or one.element_size() != other.element_size():
+        return True
+    marks = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 @contextmanager

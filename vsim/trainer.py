@@ -39,6 +39,7 @@ from vsim.process import (
 from vsim.records.history import History
 from vsim.records.loggers import Logger, RunLog
 from vsim.records.progress import Recorder
+from vsim.shapes import check_apart
 from vsim.strategy.base import Strategy
 from vsim.training.callbacks import Relay, telling_exit, with_hooks
 from vsim.training.configuration import describe_problem, describe_run
@@ -98,6 +99,7 @@ class Trainer:
             given = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else type(loss_fn).__name__
             raise TypeError(f"loss_fn must be a function of (outputs, y), got {given}")
         self.model = uncompiled(model)  # its names would begin with `_orig_mod.`; compile=True is for all nodes
+        check_apart(self.model)
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
         self.loss_fn = loss_fn
