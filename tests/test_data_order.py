@@ -287,7 +287,7 @@ def test_many_examples_are_fetched_in_one_go() -> None:
         [[6, 9], [7, 10], [8, 11]],
     ]
     assert dataset.fetched == [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]]
-    batch, _, _ = validation_examples(dataset, 3, None)
+    batch, _ = validation_examples(dataset, 3, None)
     assert dataset.fetched[-1] == batch.tolist()
 
 
@@ -332,11 +332,10 @@ def test_hugging_face_datasets() -> None:
 
 def test_validation_examples_are_all_up_to_a_size() -> None:
     for size in (None, 3, 64):
-        batch, curve, total = validation_examples(pairs(3), size, None)
-        assert equal(batch, list(pairs(3)[:])) and curve == total == 3
-    assert validation_examples(Numbers(600), None, None)[1:] == (256, 600)
-    batch, curve, total = validation_examples(Numbers(5000), None, None)
-    assert (len(batch), curve, total) == (2048, 256, 5000)
+        batch, total = validation_examples(pairs(3), size, None)
+        assert equal(batch, list(pairs(3)[:])) and total == 3
+    batch, total = validation_examples(Numbers(5000), None, None)
+    assert (len(batch), total) == (2048, 5000)
     assert len(set(batch.tolist())) == 2048 and 2300 < batch[:256].float().mean() < 2700
 
 

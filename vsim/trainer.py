@@ -185,8 +185,7 @@ class Trainer:
                 time, or in `gradient_accumulation` pieces; give one of the two.
             shuffle: a new order every epoch.
             val_size: validation examples to use at every validation: all, or a sample if the dataset has more. Default:
-                up to 2,048, of which validations between the first and the last step use 256 if there are more than
-                512. Samples are the same for all runs, whatever their seed.
+                up to 2,048. Samples are the same for all runs, whatever their seed.
             val_interval: steps between validations (None: first and last only).
             client_val_dataset: f(rank, num_nodes, train_dataset), called with False for each of the N nodes, or clients
                 of a population; or a `Partition`, such as that of the training data. After the last step the global

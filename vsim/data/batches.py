@@ -28,7 +28,7 @@ DatasetFactory = Callable[[int, int, bool], Dataset[Any]]
 Data = Dataset[Any] | DatasetFactory
 _OBJECTS = np.dtype(object)
 _SAMPLED = 8  # examples by which datasets are compared
-_VALIDATED, _CURVE = 2048, 256  # default numbers of validation examples: at most, and on a curve
+_VALIDATED = 2048  # validation examples by default, at most
 LOADER_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
@@ -397,12 +397,10 @@ class ValidationExamples(NamedTuple):
 
     Attributes:
         batch: one batch (N, …).
-        curve: the validations between the first and the last step use the first `curve` of the N examples.
         total: number of examples in the dataset.
     """
 
     batch: Any
-    curve: int
     total: int
 
 
@@ -412,22 +410,20 @@ def validation_examples(
     """Return up to `size` examples of a validation dataset, the same for every run.
 
     Where the dataset has more, a sample is drawn from a fixed seed, not the run's, so that runs with different seeds
-    are measured on the same examples. The default size is 2,048; curves then use 256 of them if there are more than
-    512. A given size is used at every validation.
+    are measured on the same examples. The default size is 2,048.
     """
     total = _length(dataset)
     count = min(total, _VALIDATED if size is None else size)
-    curve = _CURVE if size is None and count > 2 * _CURVE else count
     positions = np.arange(total)
-    if count < total or curve < count:
+    if count < total:
         stream = np.random.default_rng(derive_seed(0, EVALUATION, total))
         positions = stream.choice(total, count, replace=False)
     stored = in_memory(dataset) if collate is None else None
     if stored is not None:
-        return ValidationExamples(stored(torch.from_numpy(positions)), curve, total)
+        return ValidationExamples(stored(torch.from_numpy(positions)), total)
     batch = (collate or _collated)(fetch(dataset, positions.tolist()))
     check_tensors(batch)
-    return ValidationExamples(batch, curve, total)
+    return ValidationExamples(batch, total)
 
 
 def resolve(dataset: Any, num_nodes: int, ranks: range, train: bool, what: str) -> list[Dataset[Any]]:

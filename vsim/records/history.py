@@ -54,8 +54,8 @@ class History:
         node_loss_min, node_loss_max, node_loss_std: over the validation losses of all nodes.
         local_accuracy, global_accuracy: validation accuracy of node 0 and of the global model, if known; see the
             argument `accuracy` of `fit`.
-        global_loss_se: standard error of global_loss over the validation examples, at the last step and wherever all
-            examples are used. NaN if the loss is not a mean over examples.
+        global_loss_se: standard error of global_loss over the validation examples, at the last step. NaN if the loss is
+            not a mean over examples.
         global_formed: 1 if the global model exists, on a node or a server; 0 if it is the mean of nodes that differ,
             which only one more all-reduce of the weights would form.
         val_examples: validation examples used. val_total: validation examples in the dataset.
@@ -97,7 +97,9 @@ class History:
         Rows are converted to columns only when they are read or become many, so that training does not wait for it.
         """
         self._new.append((row, node_losses))
-        self._client_val = {}  # outdated if the run continues
+        self._client_val = {}  # these are of the last step
+        if self._table["global_loss_se"]:
+            self._table["global_loss_se"][-1] = math.nan
         self.ledger.steps = int(row["step"])
         if len(self._new) >= _MOST_NEW_ROWS:
             self._take_in()

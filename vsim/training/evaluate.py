@@ -58,40 +58,24 @@ class Evaluator:
         batch: the validation examples, one batch (N, …) on the run's device.
         batch_size: examples at a time.
         rows_at_once: models that share one call.
-        curve: number of examples, from the first, that are evaluated before the last step; default all.
         total: number of examples in the dataset; default N.
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        batch: Any,
-        batch_size: int,
-        rows_at_once: int,
-        curve: int | None = None,
-        total: int | None = None,
+        self, executor: Executor, batch: Any, batch_size: int, rows_at_once: int, total: int | None = None
     ) -> None:
         self.executor, self.batch = executor, batch
         self.batch_size, self.rows_at_once = batch_size, rows_at_once
         self.num_examples = len(tree_leaves(batch)[0])
-        self.curve, self.total = curve or self.num_examples, total or self.num_examples
-        if self.num_examples > min(batch_size, self.curve):
+        self.total = total or self.num_examples
+        if self.num_examples > batch_size:
             check_examples(batch, 0)
         self._draws = False  # whether the model draws random numbers in evaluation mode
 
-    def __call__(self, runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
-        """Return run → its validation columns of `History`; after a run's last step, on all examples."""
-        found: dict[Run, dict[str, float]] = {}
-        for count in {self.curve, self.num_examples}:
-            own = [m for m in runs if count == (self.num_examples if m.is_over else self.curve)]
-            if own:
-                found |= self._validated(own, count)
-        return found
-
     @torch.no_grad()
-    def _validated(self, runs: Sequence[Run], count: int) -> dict[Run, dict[str, float]]:
-        """Validate runs on the first `count` examples."""
-        pieces = self._pieces(count)
+    def __call__(self, runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
+        """Return run → its validation columns of `History`, with a standard error after the run's last step."""
+        pieces = _cut(self.batch, self.num_examples, self.batch_size)
         try:
             own_python = bool(self.executor.objective.changes)
             to_measure = [f(m, own_python) for m in runs for f in (_of_nodes, _of_cluster)]
@@ -102,16 +86,13 @@ class Evaluator:
         found = {run: _columns(run, next(measured), next(measured)) for run in runs}
         for run, own in zip(runs, to_measure[1::2], strict=True):
             columns = found[run]
-            columns |= {"val_examples": count, "val_total": self.total}
-            if count == self.num_examples:
+            columns |= {"val_examples": self.num_examples, "val_total": self.total}
+            if run.is_over:
                 # The first node's process computes it.
                 se = self._standard_error(own, columns["global_loss"]) if 0 in run.nodes else math.nan
                 columns["global_loss_se"] = se if run.is_alone else _told_by_first(run, se)
             columns |= {name: self._mean(f, name, own, pieces) for name, f in (run.spec.metrics or {}).items()}
         return found
-
-    def _pieces(self, count: int) -> list[Any]:
-        return _cut(self.batch, count, self.batch_size)
 
     def _standard_error(self, rows: _Rows, loss: float) -> float:
         """Return the standard error, over examples, of the first model's loss.

@@ -298,7 +298,7 @@ def _stacked(
     at_once = VmapExecutor.nodes_at_once(whole, settings)
     for run, own in zip(runs, examples, strict=True):
         if own is not None:
-            evaluator = Evaluator(engine, own.batch, batch_size, at_once, own.curve, own.total)
+            evaluator = Evaluator(engine, own.batch, batch_size, at_once, own.total)
             run.evaluator = evaluators.setdefault(id(own), evaluator)
     optimizers = Optimizers([run.strategy for run in runs])
     few = FewRows(engine, lambda copies, own: executor(copies, objective, own, settings))
