@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from driven import Parameters, driven, normal, size
+from driven import Parameters, driven, normal, size, started
 from test_strategies_common import model, uneven, weights
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
@@ -46,16 +46,71 @@ def steps_of(trainer: Trainer, label: str = "weights") -> list[int]:
 
 
 def test_qsr_by_hand() -> None:
-    # lr 0.4 / 2^s at steps s = 0, 1, …; α = 0.2, H ≥ 2: (0.2 / lr)² = 0.25 · 4^s. From 0 to 2; lr of step 2, s = 1, has
-    # (0.2 / 0.2)² = 1, so 2: to 4; that of step 4, s = 3, has (0.2 / 0.05)² = 16: to 20; then the 4 that are left.
+    # lr 0.4 / 2^(t − 1) in step t; α = 0.2, H ≥ 2: (0.2 / lr)² = 4^(t − 2). The round of step 1 has 1/4, so 2 steps; that
+    # of step 3 has 4: to 6; that of step 7 has 4^5 = 1024: the 18 that are left.
     halved = {"lr_scheduler": torch.optim.lr_scheduler.ExponentialLR, "lr_scheduler_kwargs": {"gamma": 0.5}}
     strategy = FedAvgStrategy(H=QSR(0.2, 2), inner_optim="sgd", lr=0.4, **halved)
-    assert steps_of(run(strategy, 24)) == [2, 4, 20, 24]
+    assert steps_of(run(strategy, 24)) == [2, 6, 24]
     # During the warm-up the minimum, whatever the rate.
     strategy = FedAvgStrategy(H=QSR(0.2, 2, warmup_steps=5), inner_optim="sgd", lr=0.4, **halved)
     assert steps_of(run(strategy, 24)) == [2, 4, 6, 24]
+    # The rate falls after a sync: 0.1 in steps 1 … 8, 0.05 to 16, 0.025 to 24, 0.0125 to 32, for 4, 16, 64 and 256 steps.
+    strategy = FedAvgStrategy(
+        H=QSR(0.2, 2),
+        **PLAIN,
+        lr_scheduler=torch.optim.lr_scheduler.StepLR,
+        **{"lr_scheduler_kwargs": {"step_size": 8, "gamma": 0.5}},
+    )
+    assert steps_of(run(strategy, 32)) == [4, 8, 24, 32] == list(strategy.syncs(32, None))
     assert QSR(0.03, 1, power=3).after(7, 0.01, 100, None) == 7 + 27
     assert QSR(0.03, 1).after(7, 0.0, 100, None) == 107
+
+
+class ByTheRate(When):
+    """After 1 to 3 steps, by the digits of the learning rates that it gets; `seen` has these by the step of the sync."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, float] = {}
+
+    def after(self, step: int, lr: float, steps_left: int, seconds: Any) -> int:
+        self.seen[step] = lr
+        return step + 1 + round(1e5 * lr) % 3
+
+
+class Sequential(torch.optim.lr_scheduler.SequentialLR):
+    def __init__(self, optimizer: Any) -> None:
+        parts: list[Any] = [torch.optim.lr_scheduler.ExponentialLR(optimizer, g) for g in (0.5, 0.9)]
+        super().__init__(optimizer, parts, [5])
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "kwargs"),
+    [
+        ("cosine", {"warmup_steps": 3}),
+        (torch.optim.lr_scheduler.OneCycleLR, {"max_lr": 0.3, "total_steps": 12}),
+        (torch.optim.lr_scheduler.CyclicLR, {"base_lr": 0.05, "max_lr": 0.2, "step_size_up": 3}),
+        (torch.optim.lr_scheduler.MultiStepLR, {"milestones": [2, 5, 9]}),
+        (Sequential, {}),
+        (None, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "inner", [OptimSpec("sgd", lr=0.1, momentum=0.9), OptimSpec("adam", lr=torch.tensor(0.1))], ids=str
+)
+@pytest.mark.parametrize("make", [FedAvgStrategy, EagerDiLoCoStrategy], ids=lambda cls: cls.__name__)
+def test_a_schedule_gets_the_rate_of_the_step_that_begins(make: Any, inner: Any, scheduler: Any, kwargs: Any) -> None:
+    strategy = make(inner, H=ByTheRate(), lr_scheduler=scheduler, lr_scheduler_kwargs=kwargs)
+    shapes = Parameters((3,))
+    course, rates, due = started(strategy, shapes, 2, max_steps=12), [], []
+    for gradients in normal(12, 2, 3):
+        rates.append(course.strategy.lr)
+        course.step(gradients)
+        due += [event.step for event in course.ledger[len(due) :]]
+    seen = course.strategy.communication_modules[0].when.seen
+    assert list(seen) == [0, *due]
+    assert {t: lr for t, lr in seen.items() if t < 12} == {t: rates[t] for t in seen if t < 12}
+    assert due == list(strategy.syncs(12, None))
 
 
 def test_a_number_is_every() -> None:

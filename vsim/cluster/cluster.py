@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from vsim_kernels import compiled
 
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.optimizers import StackedOptimizer
 from vsim.cluster.plan import Plan, Seconds
 from vsim.cluster.replicas import Replicas, Views
+from vsim.cluster.schedule import rate_after
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -34,7 +36,8 @@ class Cluster:
         plan: which nodes take part in which steps; None: all nodes in all steps.
         completed: t, the optimizer steps completed.
         seconds: the compute seconds of the nodes, if a schedule of syncs asks for them.
-        optim: the inner optimizer, once the strategy has built it; only the strategy steps it.
+        optim, schedulers: the inner optimizer and its learning-rate schedulers, once the strategy has built them; only
+            the strategy steps them.
     """
 
     replicas: Replicas
@@ -48,6 +51,7 @@ class Cluster:
     completed: int = 0
     seconds: Seconds | None = None
     optim: StackedOptimizer = field(init=False)
+    schedulers: Sequence[LRScheduler] = field(default=(), init=False)
 
     @property
     def step(self) -> int:
@@ -62,6 +66,13 @@ class Cluster:
     def lr(self) -> float:
         """The inner learning rate of the current step; between two steps, of the next step."""
         return float(self.optim.param_groups[0]["lr"])
+
+    @property
+    def next_lr(self) -> float:
+        """The inner learning rate of the step after the current one; between two steps, of the next step."""
+        if self.completed == self.step or not self.schedulers:
+            return self.lr
+        return rate_after(self.schedulers[0])
 
     @property
     def num_nodes(self) -> int:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ def warmup_cosine(warmup_steps: int, cosine_anneal: bool, max_steps: int) -> Cal
         return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 
     return factor
+
+
+def rate_after(scheduler: LRScheduler) -> float:
+    """Return the learning rate that the next step of a scheduler will set, without taking that step."""
+    own = scheduler.optimizer
+    groups = [{k: v if k == "params" else copy.deepcopy(v) for k, v in group.items()} for group in own.param_groups]
+    stand_in = SimpleNamespace(**{**vars(own), "param_groups": groups})
+    copy.deepcopy(scheduler, {id(own): stand_in}).step()
+    return float(groups[0]["lr"])
 
 
 class Schedule:

@@ -239,6 +239,7 @@ class Strategy(Configured):
         cluster.optim = self.optim
         self._stepped = [(p, p.grad) for p in stepped_tensors(self.optim)]
         self.schedulers = [self.schedule.build(part, cluster.max_steps) for part in parts_of(self.optim)]
+        cluster.schedulers = [*chain(*self.schedulers)]
         self._period = self.period
         for module in self.communication_modules:
             module.when.setup(cluster)
@@ -306,12 +307,13 @@ class Strategy(Configured):
             )
         tensors = [[torch.zeros(2, 2)] for _ in range(2)]
         optimizer = OptimSpec(self.optim_spec.cls, **self.optim_spec.kwargs).build_shared(tensors[0], tensors[1], True)
-        schedulers, rates = self.schedule.build(optimizer, max_steps), []
+        schedulers = self.schedule.build(optimizer, max_steps)
+        rates = [float(optimizer.param_groups[0]["lr"])]
         for _ in range(max_steps):
-            rates.append(float(optimizer.param_groups[0]["lr"]))
             optimizer.step()
             for scheduler in schedulers:
                 scheduler.step()
+            rates.append(float(optimizer.param_groups[0]["lr"]))
         return tuple(syncs(copy.copy(schedules[0]), rates, max_steps, seconds)) or (max_steps,)
 
     @property

@@ -29,7 +29,8 @@ class When(Configured):
 
         Args:
             step: of the sync before; 0 at the start.
-            lr: the inner learning rate at that step. steps_left: in the run. seconds: that nodes compute, if known.
+            lr: the inner learning rate of the step after it. steps_left: in the run. seconds: that nodes compute, if
+                known.
         """
         raise NotImplementedError(f"{type(self).__name__} must define after(step, lr, steps_left, seconds)")
 
@@ -56,7 +57,7 @@ class When(Configured):
         return step >= self.next
 
     def _after(self, step: int, cluster: Cluster) -> int:
-        found = self.after(step, cluster.lr, cluster.max_steps - step, cluster.seconds)
+        found = self.after(step, cluster.next_lr, cluster.max_steps - step, cluster.seconds)
         return whole_number(f"{type(self).__name__}.after()", found, at_least=step + 1)
 
     @property
@@ -109,7 +110,7 @@ class QSR(When):
         warmup_steps: completed steps until which H is the minimum.
         power: 2 in the paper; 3 is its cubic rule.
 
-    lr is the inner learning rate at the sync before.
+    lr is the inner learning rate of the first step after a sync, with which the round begins.
 
     Source: Gu et al. 2024 [arXiv:2310.14423], with the authors' code.
     """
@@ -207,8 +208,8 @@ def schedule_of(H: int | When) -> When:
 
 
 def syncs(when: When, rates: Sequence[float], max_steps: int, seconds: ComputeSeconds | None) -> list[int]:
-    """Return the steps of all syncs of a run, by the learning rate of every step."""
+    """Return the steps of all syncs of a run, by the learning rate of every step and of the one after the last."""
     found, step = [], 0
-    while (step := when.after(step, rates[max(0, step - 1)], max_steps - step, seconds)) <= max_steps:
+    while (step := when.after(step, rates[step], max_steps - step, seconds)) <= max_steps:
         found.append(step)
     return found
