@@ -6,9 +6,11 @@ import pytest
 import torch
 from driven import driven, normal, size
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from vsim import Sample, Trainer
 from vsim.models import MLP
-from vsim.strategy import FedAvgStrategy, FedBNStrategy, FedOptStrategy, OptimSpec
+from vsim.strategy import FedAvgStrategy, FedBNStrategy, FedOptStrategy, OptimSpec, PostLocal
 
 PLAIN = OptimSpec("sgd", lr=0.1)
 
@@ -28,6 +30,33 @@ def test_norms_stay_and_all_else_is_averaged() -> None:
             assert torch.equal(rows, averaged[name])
     # 3 · 4 + 4 + 4 · 2 + 2 = 26 entries of 4 bytes.
     assert [(e.step, e.payload_bytes) for e in ours.ledger] == [(2, 104), (4, 104)]
+
+
+def test_a_warm_up_leaves_norms_and_statistics_with_their_clients() -> None:
+    # With plain SGD the mean of the gradients moves weights as the mean of the weights does after every step.
+    x = normal(5, 12, 3) * torch.arange(1.0, 6)[:, None, None]
+    clusters = []
+    for H in (1, PostLocal(6, 1)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        trainer = Trainer(
+            model,
+            lambda client, n, train: TensorDataset(x[client], torch.arange(12) % 2),
+            loss_fn=nn.functional.cross_entropy,
+        )
+        strategy = FedBNStrategy(PLAIN, H=H)
+        trainer.fit(
+            strategy=strategy, num_nodes=2, participation=Sample(2, of=5), max_steps=9, batch_size=6, progress=False
+        )
+        assert trainer.strategy is not None
+        clusters.append(trainer.strategy.cluster)
+        labels = {event.label for event in trainer.ledger if event.step <= 6}
+        assert labels == {"pull", "weights" if H == 1 else "gradients"}
+    plain, warm = clusters
+    torch.testing.assert_close(warm.weights, plain.weights)
+    assert (plain.weights[0] - plain.weights[1]).abs().max() > 1e-3
+    for name, rows in plain.replicas.buffers.items():
+        torch.testing.assert_close(warm.replicas.buffers[name], rows)
 
 
 def test_a_model_without_norms_is_refused() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from driven import Parameters, driven, normal, size, started
+from driven import Driven, Parameters, driven, driven_apart, normal, size, started
 from test_strategies_common import model, uneven, weights
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
@@ -19,18 +21,37 @@ from vsim.strategy import (
     QSR,
     CommunicationModule,
     DiLoCoStrategy,
+    DPFedAvgStrategy,
     EagerDiLoCoStrategy,
+    EDiTStrategy,
     Every,
     FedAvgStrategy,
+    FedBNStrategy,
+    FedNovaStrategy,
+    FedOptStrategy,
+    FedPerStrategy,
     FedProxStrategy,
+    HierarchicalStrategy,
+    MuLoCoStrategy,
     NoLoCoStrategy,
     OptimSpec,
     PostLocal,
     Seconds,
+    SimpleReduceStrategy,
     SlowMoStrategy,
+    SparseLoCoStrategy,
+    SPARTADiLoCoStrategy,
+    StatisticalQuantizer,
     Strategy,
+    TileTopK,
+    TopK,
     When,
+    clip,
+    compress,
+    edit,
+    mean,
 )
+from vsim.strategy.average import average_of
 
 PLAIN: dict[str, Any] = {"inner_optim": "sgd", "lr": 0.1}
 
@@ -46,15 +67,15 @@ def steps_of(trainer: Trainer, label: str = "weights") -> list[int]:
 
 
 def test_qsr_by_hand() -> None:
-    # lr 0.4 / 2^(t − 1) in step t; α = 0.2, H ≥ 2: (0.2 / lr)² = 4^(t − 2). The round of step 1 has 1/4, so 2 steps; that
-    # of step 3 has 4: to 6; that of step 7 has 4^5 = 1024: the 18 that are left.
+    # lr 0.4 / 2^(t − 1) in step t; α = 0.2, H ≥ 2: (0.2 / lr)² = 4^(t − 2). A round from step 1 has 1/4, so it takes 2
+    # steps; from step 3 it has 4: to 6; from step 7 4^5 = 1024: the 18 that are left.
     halved = {"lr_scheduler": torch.optim.lr_scheduler.ExponentialLR, "lr_scheduler_kwargs": {"gamma": 0.5}}
     strategy = FedAvgStrategy(H=QSR(0.2, 2), inner_optim="sgd", lr=0.4, **halved)
     assert steps_of(run(strategy, 24)) == [2, 6, 24]
     # During the warm-up the minimum, whatever the rate.
     strategy = FedAvgStrategy(H=QSR(0.2, 2, warmup_steps=5), inner_optim="sgd", lr=0.4, **halved)
     assert steps_of(run(strategy, 24)) == [2, 4, 6, 24]
-    # The rate falls after a sync: 0.1 in steps 1 … 8, 0.05 to 16, 0.025 to 24, 0.0125 to 32, for 4, 16, 64 and 256 steps.
+    # The rate falls after syncs: 0.1 in steps 1 … 8, 0.05 to 16, 0.025 to 24, then 0.0125, for 4, 16, 64 and 256 steps.
     strategy = FedAvgStrategy(
         H=QSR(0.2, 2),
         **PLAIN,
@@ -67,7 +88,7 @@ def test_qsr_by_hand() -> None:
 
 
 class ByTheRate(When):
-    """After 1 to 3 steps, by the digits of the learning rates that it gets; `seen` has these by the step of the sync."""
+    """After 1 to 3 steps, by the digits of the learning rates that it gets; `seen` has them by the step of the sync."""
 
     def __init__(self) -> None:
         self.seen: dict[int, float] = {}
@@ -159,6 +180,143 @@ def test_outer_weights_follow_a_warm_up() -> None:
     assert half.strategy.global_weights().tolist() == pytest.approx([start - 0.4])
     whole = driven(strategy, shapes, gradients)
     assert whole.cluster.weights.flatten().tolist() == pytest.approx([start - 0.8] * 2)
+
+
+TOPK = compress(TopK(0.3))
+TILES = compress(TileTopK(3, 4, "packed", StatisticalQuantizer(2)), 0.9)
+# Strategies with a warm-up: what averages in it, and what H is made of.
+WARM: dict[str, tuple[Callable[[Any], Strategy], Any]] = {
+    **{
+        f"FedAvg, {average}": (
+            partial(lambda average, H: FedAvgStrategy("sgd", H=H, average=average), average),
+            average,
+        )
+        for average in ("mean", mean("examples"), "median", "krum", mean() | clip("median"), clip(0.5), edit(), TOPK)
+    },
+    "FedAvg in islands": (lambda H: FedAvgStrategy("sgd", 2, H, "median"), "median"),
+    "FedProx": (lambda H: FedProxStrategy("sgd", H, mu=0.5, average="median"), "median"),
+    "FedNova": (lambda H: FedNovaStrategy("sgd", H), mean("examples")),
+    "FedOpt": (lambda H: FedOptStrategy("sgd", H, average=TOPK), TOPK),
+    "DiLoCo": (lambda H: DiLoCoStrategy("sgd", H=H, average=TOPK), TOPK),
+    "MuLoCo": (lambda H: MuLoCoStrategy("sgd", H=H, average="median"), "median"),
+    "EDiT": (lambda H: EDiTStrategy("sgd", H=H), "mean"),
+    "SlowMo": (lambda H: SlowMoStrategy("sgd", H, average=mean("examples")), mean("examples")),
+    "SparseLoCo": (lambda H: SparseLoCoStrategy("sgd", H, 3, 4, error_feedback=0.9), TILES),
+    "Eager": (lambda H: EagerDiLoCoStrategy("sgd", H=H), "mean"),
+    "NoLoCo": (lambda H: NoLoCoStrategy("sgd", H), "mean"),
+    "hierarchy": (lambda H: HierarchicalStrategy({5: H}, "sgd", average="median"), "median"),
+    "hierarchy of DiLoCo": (lambda H: HierarchicalStrategy({5: H}, "sgd", "sgd", outer_lr=0.5), "mean"),
+}
+SHAPES = Parameters((4, 6), (5,))
+
+
+def with_shards(strategy: Strategy, module: torch.nn.Module, gradients: torch.Tensor) -> Driven:
+    """Take a step for each of `gradients`; the nodes have 1, 2, … examples."""
+    course = started(strategy, module, gradients.shape[1])
+    course.cluster.shard_sizes = torch.arange(1.0, 1 + gradients.shape[1])
+    for given in gradients:
+        course.step(given)
+    return course
+
+
+@pytest.mark.parametrize("name", WARM)
+def test_a_warm_up_is_allreduce_and_what_follows_begins_afresh(name: str) -> None:
+    make, average = WARM[name]
+    w, gradients = 4, normal(12, 5, size(SHAPES))
+    first = with_shards(SimpleReduceStrategy("sgd", average), SHAPES, gradients[:w])
+    warm, whole = (with_shards(make(PostLocal(w, 3)), SHAPES, own) for own in (gradients[:w], gradients))
+    assert torch.equal(warm.cluster.weights, first.cluster.weights)
+    assert list(warm.ledger) == list(first.ledger) == list(whole.ledger)[: len(first.ledger)]
+    between = copy.deepcopy(SHAPES)
+    torch.nn.utils.vector_to_parameters(first.cluster.weights[0], between.parameters())
+    then = with_shards(make(3), between, gradients[w:])
+    assert torch.equal(whole.cluster.weights, then.cluster.weights)
+    assert torch.equal(whole.strategy.global_weights(), then.strategy.global_weights())
+    later = [event._replace(step=event.step + w, due=event.due + w) for event in then.ledger]
+    assert list(whole.ledger)[len(first.ledger) :] == later
+
+
+@pytest.mark.parametrize("name", [*WARM, "FedPer", "FedBN"])
+def test_a_warm_up_of_nodes_apart_and_its_price(name: str) -> None:
+    own: dict[str, Callable[[Any], Strategy]] = {
+        "FedPer": lambda H: FedPerStrategy("sgd", H, "p0", average=clip(0.5)),
+        "FedBN": lambda H: FedBNStrategy("sgd", H, average="median"),
+    }
+    make = own.get(name) or WARM[name][0]
+    module = Normalized() if name == "FedBN" else SHAPES
+    gradients = normal(7, 5, size(module))
+    together = driven(make(PostLocal(3, 2)), module, gradients, deterministic=True)
+    for rank, alone in enumerate(driven_apart(make(PostLocal(3, 2)), module, gradients)):
+        assert torch.equal(alone.cluster.weights[0], together.cluster.weights[rank])
+        assert list(alone.ledger) == list(together.ledger)
+    priced = make(PostLocal(3, 2)).dry_run(copy.deepcopy(module).to("meta"), 5, 7, seed=5)
+    # Its generator draws other islands and pairs.
+    assert [(*e[:-1], len(e.groups)) for e in priced] == [(*e[:-1], len(e.groups)) for e in together.ledger]
+
+
+class Normalized(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+
+
+def test_a_warm_up_in_groups_is_of_the_largest() -> None:
+    course = driven(HierarchicalStrategy({2: 1, 4: PostLocal(2, 3)}, "sgd"), SHAPES, normal(5, 4, size(SHAPES)))
+    sent = [(e.step, e.label, len(e.groups)) for e in course.ledger]
+    small = "gradients in groups of 2"
+    assert sent == [
+        (1, "gradients", 1),
+        (2, "gradients", 1),
+        (3, small, 2),
+        (4, small, 2),
+        (5, small, 2),
+        (5, "weights", 1),
+    ]
+
+
+def test_a_module_of_ones_own_averages_by_its_average_and_follows() -> None:
+    class Centre(CommunicationModule):
+        def __init__(self) -> None:
+            self.H, self.average, self.followed = PostLocal(3, 2), average_of("median", "Centre"), 0
+
+        def follow(self, cluster: Any) -> None:
+            self.followed += 1
+
+    gradients = normal(3, 5, size(SHAPES))
+    own, median = (
+        driven(s, SHAPES, gradients)
+        for s in (Strategy([Centre()], inner_optim="sgd"), SimpleReduceStrategy("sgd", "median"))
+    )
+    assert torch.equal(own.cluster.weights, median.cluster.weights)
+    assert own.strategy.communication_modules[0].followed == 3
+
+
+def test_a_warm_up_resumes_with_its_errors(tmp_path: Path) -> None:
+    def make() -> Strategy:
+        return FedAvgStrategy(H=PostLocal(5, 2), average=compress(TopK(0.1)), **PLAIN)
+
+    options: dict[str, Any] = {"save_dir": tmp_path, "checkpoint_interval": 3}
+    whole = run(make(), 9)
+    run(make(), 3, **options)
+    resumed = run(make(), 9, resume=True, **options)
+    assert torch.equal(weights(resumed), weights(whole))
+    assert list(resumed.ledger) == list(whole.ledger)
+
+
+def test_a_warm_up_is_refused_where_it_breaks_a_promise() -> None:
+    warm = PostLocal(4, 2)
+    for make in (
+        lambda: DPFedAvgStrategy("sgd", H=warm),
+        lambda: DPFedAvgStrategy("sgd", H=warm, noise_multiplier=0.0, clip=1.0),
+        lambda: SPARTADiLoCoStrategy("sgd", H=warm),
+    ):
+        with pytest.raises(
+            ValueError, match=r"H must be .* without a warm-up, got PostLocal\(warmup_steps=4, then=2\)"
+        ):
+            make()
+    DPFedAvgStrategy("sgd", H=QSR(0.1), noise_multiplier=0.0)
+    with pytest.raises(ValueError, match=r"max_norm=1 .* H=PostLocal\(warmup_steps=4, then=2\)"):
+        started(FedPerStrategy("sgd", warm, "p0", max_norm=1.0), SHAPES, 3)
+    started(FedPerStrategy("sgd", 2, "p0", max_norm=1.0), SHAPES, 3)
 
 
 def test_seconds_are_those_of_the_slowest_node() -> None:

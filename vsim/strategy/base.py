@@ -34,6 +34,7 @@ from vsim.cluster.replicas import Replicas
 from vsim.cluster.schedule import Schedule
 from vsim.cluster.stacked import StackedCollectives
 from vsim.private_torch import mark_stepped
+from vsim.strategy.average import Average
 from vsim.strategy.communicate import communicating_through
 from vsim.strategy.configured import Configured
 from vsim.strategy.mixing import NoMixing
@@ -46,14 +47,23 @@ class CommunicationModule(Configured):
 
     Attributes:
         H: a number of steps, or a schedule of `vsim.strategy.when`; 1 where a subclass sets none.
+        average: how the nodes' vectors become one, in a warm-up their gradients; the mean where a subclass sets none.
         only_once: whether a second one of its kind, whatever its settings, would find nothing to do.
     """
 
     H: int | When = 1
+    average: Average = Average()
     only_once = False
+
+    warmup: Average  # of gradients, with errors of its own; where the schedule has a warm-up
 
     def setup(self, cluster: Cluster) -> None:
         """Prepare for a run on `cluster`: create and declare the state that lasts from step to step."""
+
+    def setup_warmup(self, cluster: Cluster) -> None:
+        """Prepare to average gradients, in a run whose schedule has a warm-up; called after `setup`."""
+        self.warmup = Average(self.average)
+        self.warmup.setup(cluster)
 
     @property
     def when(self) -> When:
@@ -85,22 +95,26 @@ class CommunicationModule(Configured):
     def communicate_gradients(self, cluster: Cluster) -> None:
         """Change `cluster.grads` in place, before clipping and the optimizer step number `cluster.step`.
 
-        Default: average them in the warm-up of a `PostLocal` schedule.
+        Default: `average` them in the warm-up of a `PostLocal` schedule.
         """
         if self.when.is_warmup(cluster.step):
-            cluster.grads.copy_(cluster.collectives.all_reduce(cluster.grads, "mean", label="gradients"))
+            cluster.grads.copy_(self.warmup(cluster.grads, cluster, "gradients"))
 
     def communicate(self, cluster: Cluster) -> None:
         """Change `cluster.weights` in place, after the optimizer step number `cluster.step`.
 
-        Default: `sync` when H says so. In a warm-up weights are equal, and outer weights follow them.
+        Default: `sync` when H says so; in a warm-up, `follow`.
         """
         due = self.when.is_due(cluster)
         if self.when.is_warmup(cluster.step):
-            if isinstance(outer := vars(self).get("outer_weights"), Tensor):
-                outer.copy_(cluster.weights[0])
+            self.follow(cluster)
         elif due:
             self.sync(cluster)
+
+    def follow(self, cluster: Cluster) -> None:
+        """Called in place of `sync` in a warm-up, when weights are equal. Default: outer weights follow them."""
+        if isinstance(outer := vars(self).get("outer_weights"), Tensor):
+            outer.copy_(self.shared_weights(cluster)[0])
 
     def sync(self, cluster: Cluster) -> None:
         """Change `cluster.weights` in place, after a step that H says. Default: no-op."""
@@ -244,6 +258,14 @@ class Strategy(Configured):
         for module in self.communication_modules:
             module.when.setup(cluster)
             module.setup(cluster)
+            if module.when.has_warmup:
+                if self.max_norm is not None and module.personal_bytes:
+                    raise ValueError(
+                        f"max_norm={self.max_norm:g} scales each node's gradient by a norm that includes its personal "
+                        f"layers, so that shared ones would drift apart in the warm-up of H={module.H!r}: leave out "
+                        "max_norm, or take average=mean() | clip(…), or an H without a warm-up"
+                    )
+                module.setup_warmup(cluster)
 
     def _check_made(self) -> None:
         if "communication_modules" not in vars(self):

@@ -35,6 +35,11 @@ class PrivateAverage(AveragingCommunicator):
 
     def __init__(self, every: int | When, clip: float, noise_multiplier: float, delta: float) -> None:
         super().__init__(every=every, average="mean" if clip == math.inf else limit(clip))
+        if self.when.has_warmup:
+            raise ValueError(
+                f"DP-FedAvg: H must be a number of steps or a schedule without a warm-up, got {every!r}: in its "
+                "warm-up gradients would be sent without noise"
+            )
         self.clip = float(clip)
         self.noise_multiplier = real_number("noise_multiplier", noise_multiplier, at_least=0)
         self.delta = real_number("delta", delta, above=0, below=1)
@@ -123,7 +128,7 @@ class DPFedAvgStrategy(Strategy):
     all weights that were sent to clients about whether a given client, with all its data, took part.
 
     Args:
-        H: local steps of a round, at least 1.
+        H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when` that has no warm-up.
         clip: C, the 2-norm that what a node has moved is scaled to at most; above 0, and finite where there is noise.
         noise_multiplier: z, at least 0.001; or 0: no noise, and no ε.
         delta: δ in (0, 1), well below one in the number of clients.

@@ -41,8 +41,8 @@ class LocalNorms(PersonalAverage):
             for i, name in enumerate(self.buffers):
                 cluster.replicas.buffers[name].copy_(getattr(self, f"buffer_{i}"))
 
-    def sync(self, cluster: Cluster) -> None:
-        super().sync(cluster)
+    def remember(self, cluster: Cluster) -> None:
+        super().remember(cluster)
         for i, name in enumerate(self.buffers):
             getattr(self, f"buffer_{i}").copy_(cluster.replicas.buffers[name])
 

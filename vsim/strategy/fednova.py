@@ -33,8 +33,10 @@ class NormalizedAverage(CommunicationModule):
             taken[cluster.resting] = 0
         self.steps.add_(taken)
         super().communicate(cluster)
-        if self.when.is_warmup(cluster.step):
-            self.steps.zero_()
+
+    def follow(self, cluster: Cluster) -> None:
+        super().follow(cluster)
+        self.steps.zero_()
 
     def sync(self, cluster: Cluster) -> None:
         moves = (cluster.weights - self.outer_weights).div_(self.steps.clamp(min=1))  # (R, P), of a step

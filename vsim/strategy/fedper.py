@@ -44,6 +44,9 @@ class PersonalAverage(AveragingCommunicator):
         self.keep_client(personal_weights=self.own.of(cluster.weights).clone())
         super().setup(self.shared.alone(cluster))
 
+    def setup_warmup(self, cluster: Cluster) -> None:
+        super().setup_warmup(self.shared.alone(cluster))
+
     @property
     def personal_bytes(self) -> int:
         return self.personal_weights[0].nbytes
@@ -56,12 +59,29 @@ class PersonalAverage(AveragingCommunicator):
             for view, kept in zip(self.own.views(cluster.weights), self.own.cut(self.personal_weights), strict=True):
                 view.copy_(kept)
 
+    def communicate_gradients(self, cluster: Cluster) -> None:
+        if self.when.is_warmup(cluster.step):
+            part = self.shared.alone(cluster)
+            super().communicate_gradients(part)
+            self._write(cluster.grads, part.grads)
+
+    def follow(self, cluster: Cluster) -> None:
+        self.remember(cluster)
+        super().follow(cluster)
+
     def sync(self, cluster: Cluster) -> None:
-        self.personal_weights.copy_(self.own.of(cluster.weights))
+        self.remember(cluster)
         part = self.shared.alone(cluster)
         super().sync(part)
-        for view, averaged in zip(self.shared.views(cluster.weights), self.shared.cut(part.weights), strict=True):
-            view.copy_(averaged)
+        self._write(cluster.weights, part.weights)
+
+    def remember(self, cluster: Cluster) -> None:
+        """Keep the personal parameters as the clients have them now."""
+        self.personal_weights.copy_(self.own.of(cluster.weights))
+
+    def _write(self, rows: Tensor, averaged: Tensor) -> None:
+        for view, own in zip(self.shared.views(rows), self.shared.cut(averaged), strict=True):
+            view.copy_(own)
 
 
 class FedPerStrategy(Strategy):

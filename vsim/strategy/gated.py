@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.average import AverageLike, edit, positive, tensor_norms, weighted_by_tensor
+from vsim.strategy.average import Average, AverageLike, edit, positive, tensor_norms, weighted_by_tensor
 from vsim.strategy.base import Optim, Strategy, StrategyOptions
 from vsim.strategy.outer import OuterStep
 from vsim.strategy.when import When
@@ -52,6 +52,9 @@ class EDiTCommunicator(OuterStep):
         zeros = cluster.weights.new_zeros(len(cluster.weights), len(cluster.replicas.layout))
         scores = zeros.new_zeros(*zeros.shape, self.gate_after)
         self.keep_client(mean=zeros, variance=zeros.clone(), count=zeros.clone(), scores=scores)
+
+    def setup_warmup(self, cluster: Cluster) -> None:
+        self.warmup = Average()  # the plain mean, as in the paper
 
     def sync(self, cluster: Cluster) -> None:
         phi, delta = self.outer_weights, self.outer_gradient
@@ -100,8 +103,8 @@ class EDiTStrategy(Strategy):
     average. A tensor whose moves are all anomalous stays as it is.
 
     Args:
-        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) averages
-            gradients first, as the paper does; Seconds(T) is A-EDiT, by the clock.
+        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) first takes
+            the mean of the gradients, as the paper does; Seconds(T) is A-EDiT, by the clock.
         outer_optim: see `DiLoCoStrategy`. Default SGD, lr 0.8, momentum 0.85, Nesterov. outer_lr: its learning rate.
         average: edit(temperature), above 0; `vsim.strategy.average.edit`.
         threshold: above 0. gate_after: syncs of a node before any norm is judged, at least 1.

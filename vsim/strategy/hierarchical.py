@@ -24,7 +24,7 @@ class GroupAverage(CommunicationModule):
     Args:
         size: nodes in a group: 0 … size − 1, size … 2·size − 1, and so on.
         H: steps between averagings. larger: modules that average over more nodes; where one of them averages weights
-            after the same step, this one has nothing to add.
+            after the same step, or gradients before it, this one has nothing to add.
         average: a rule of `vsim.strategy.average`.
     """
 
@@ -40,7 +40,7 @@ class GroupAverage(CommunicationModule):
         self.average.setup(cluster)
 
     def communicate_gradients(self, cluster: Cluster) -> None:
-        if self.H == 1:
+        if self.H == 1 and not any(module.when.is_warmup(cluster.step) for module in self.larger):
             cluster.grads.copy_(self._averaged(cluster.grads, cluster, "gradients"))
 
     def sync(self, cluster: Cluster) -> None:
@@ -62,7 +62,8 @@ class HierarchicalStrategy(Strategy):
                                   θ_k ← mean of all 16 nodes' weights, after every 50th step
 
     Groups are of neighbouring nodes, as `Network.regions` numbers them: an inner level then uses the links inside a
-    region. Where several levels would average weights after the same step, only the largest does.
+    region. Where several levels would average weights after the same step, or gradients in a warm-up, only the largest
+    does.
 
     Args:
         levels: nodes in a group → H. Each size is a multiple of the one before, with a longer period; the largest is

@@ -261,6 +261,11 @@ class SPARTADiLoCoStrategy(Strategy):
             p_sparta, sparta_interval, index_selector, async_delay, compression_method, quantization_bits, mask
         )
         outer = DiLoCoCommunicator(H, outer_optim, outer_lr=outer_lr, average=average)
+        if outer.when.has_warmup:
+            raise ValueError(
+                f"SPARTADiLoCoStrategy(): H must be a number of steps or a schedule without a warm-up, got {H!r}: "
+                "SPARTA would send entries of weights that are equal then"
+            )
         super().__init__([sparse, outer], inner_optim=inner_optim, **options)
 
 

@@ -41,6 +41,11 @@ class When(Configured):
         """Whether gradients are averaged before step number `step`, so that weights stay equal without a sync."""
         return False
 
+    @property
+    def has_warmup(self) -> bool:
+        """Whether it defines a warm-up."""
+        return type(self).is_warmup is not When.is_warmup
+
     def setup(self, cluster: Cluster) -> None:
         """Prepare for a run on `cluster`."""
         self.keep_shared(next=self._after(0, cluster))
@@ -136,6 +141,9 @@ class QSR(When):
 @dataclass(eq=False)
 class PostLocal(When):
     """Gradients are averaged at each of the first steps, and weights from then on.
+
+    They are averaged over all nodes by the strategy's `average`, whose clip() and compress() are of gradients then.
+    Gradients of personal parameters stay with their client.
 
     Args:
         warmup_steps: w, at least 1.
