@@ -101,6 +101,8 @@ def test_what_a_collective_refuses() -> None:
     for name, more in [("all_reduce", ["sum"]), ("all_gather", []), ("broadcast", [0]), ("push", []), ("send", [[]])]:
         with pytest.raises(ValueError, match=f"{name} {taken}"):
             getattr(collectives, name)(torch.ones(7), *more)  # a vector of one node, for instance
+    with pytest.raises(TypeError, match="summable=True has no effect without payload_bytes="):
+        collectives.all_reduce(rows, "mean", summable=True)
     for payload_bytes in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"payload_bytes must be >= 0.*, got {payload_bytes}"):
             collectives.all_gather(rows, payload_bytes=payload_bytes)
@@ -473,3 +475,23 @@ def test_what_travels_are_the_values_of_sending(named: bool) -> None:
     pending = collectives.start("all_gather", *([] if named else [values]), **given)
     values.zero_()
     assert pending.result().tolist() == [[1.0], [2.0]]
+
+
+def test_an_all_reduce_of_fewer_bytes_than_its_tensor_gets_one_warning_a_label() -> None:
+    collectives: Collectives = StackedCollectives(Ledger(3))
+    rows = torch.ones(3, 2, 4)
+    for options in ({"payload_bytes": 31, "summable": True}, {"payload_bytes": 32}, {"payload_bytes": 40}, {}):
+        collectives.all_reduce(rows, "mean", label="codes", **options)  # type: ignore[arg-type]
+    collectives.all_gather(rows, label="codes", payload_bytes=31)
+    with collectives.unbilled():
+        collectives.all_reduce(rows, "mean", label="codes", payload_bytes=31)
+    with pytest.warns(UserWarning, match="'codes': payload_bytes=31, and a row has 32"):
+        collectives.start("all_reduce", rows, "max", label="codes", payload_bytes=31, delay=2)
+    collectives.all_reduce(rows, "mean", label="codes", payload_bytes=31)
+    later = collectives.anew([0, 2])
+    later.all_reduce(rows[:2], "mean", label="codes", payload_bytes=31)
+    with pytest.warns(UserWarning, match="'signs'"):
+        later.all_reduce(rows[:2], "mean", label="signs", payload_bytes=1)
+    with pytest.warns(UserWarning, match="codes") as of_all:  # nodes apart: the first says it for all
+        apart(3, lambda own: own.all_reduce(rows[:1], "mean", label="codes", payload_bytes=31))
+    assert len(of_all) == 1

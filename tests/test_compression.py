@@ -623,7 +623,8 @@ class HalfPrecision(Compressor):
         (rows,) = arranged
         sent = rows.bfloat16().float()
         rows.sub_(sent)
-        return [cluster.collectives.all_reduce(sent, "mean", label=label, payload_bytes=2 * rows.shape[1])]
+        size = 2 * rows.shape[1]
+        return [cluster.collectives.all_reduce(sent, "mean", label=label, payload_bytes=size, summable=True)]
 
 
 def test_a_compressor_of_your_own() -> None:

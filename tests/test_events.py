@@ -226,7 +226,7 @@ def test_wire_formulas(num_nodes: int, numbers: int) -> None:
     collectives.all_reduce(stacked, "mean")
     collectives.all_gather(stacked)
     collectives.broadcast(stacked, num_nodes - 1)
-    collectives.all_reduce(stacked, "mean", payload_bytes=0.5, label="packed")
+    collectives.all_reduce(stacked, "mean", payload_bytes=0.5, label="packed", summable=True)
     payload, n = 4 * numbers, num_nodes
     assert [(e.step, e.payload_bytes) for e in collectives.ledger] == [(7, payload)] * 3 + [(7, 0.5)]
     busiest = [e.wire_bytes for e in collectives.ledger]

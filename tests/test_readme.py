@@ -19,7 +19,7 @@ from vsim import Trainer
 from vsim.data import digits
 from vsim.models import MLP
 from vsim.strategy import SimpleReduceStrategy, Strategy
-from vsim.strategy.communicate import all_reduce
+from vsim.strategy.communicate import all_gather, all_reduce
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -125,7 +125,7 @@ def example(name: str) -> str:
 
 def defined(name: str) -> type[Strategy]:
     """The class that such a block defines."""
-    scope: dict[str, Any] = {"torch": torch, "Strategy": Strategy, "all_reduce": all_reduce}
+    scope: dict[str, Any] = {"torch": torch, "Strategy": Strategy, "all_reduce": all_reduce, "all_gather": all_gather}
     exec(example(name), scope)
     return scope[name]
 
@@ -162,6 +162,7 @@ def test_int8_gradients() -> None:
     trainer = run(defined("Int8Gradients")(lr=1e-2))
     # A byte an entry and 4 for the scale, of the tensors 16×64, 16, 10×16, 10, at each of 12 steps.
     assert trainer.ledger.payload_bytes == 12 * (1024 + 16 + 160 + 10 + 4 * 4)
+    assert trainer.ledger.wire_bytes == (trainer.ledger.num_nodes - 1) * trainer.ledger.payload_bytes
     rows = weights(trainer)
     assert torch.equal(rows, rows[:1].expand_as(rows))
     # It follows the real average closely, but not to the bit.

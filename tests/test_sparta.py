@@ -319,7 +319,8 @@ def test_values_are_rounded_by_node_and_tensor(bits: int) -> None:
     assert torch.equal(after[:, untouched], before[:, untouched])
     # 5 values of b bits in whole bytes, and a scale of 4 bytes for each of the two tensors that take part.
     expected = {1: 1, 2: 2, 3: 2, 8: 5, 16: 10}[bits] + 8
-    assert [e.payload_bytes for e in cluster.collectives.ledger] == [expected]
+    (event,) = cluster.collectives.ledger
+    assert (event.collective, event.payload_bytes, event.wire_bytes) == ("all_gather", expected, 2 * expected)
 
 
 def test_scales_have_the_precision_of_the_weights() -> None:

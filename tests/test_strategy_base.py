@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driven import Parameters, driven, normal
 from separate import TASKS, Task, small_cnn, small_mlp, vectors
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
@@ -567,6 +568,23 @@ def test_a_strategy_shows_the_call_that_makes_it() -> None:
     assert repr(SPARTAStrategy(p_sparta=0.5)) == "SPARTAStrategy(p_sparta=0.5)"
     for strategy in (FedAvgStrategy(average=lambda rows, weights: rows[0]), Strategy([DiLoCoCommunicator(4)])):
         assert " at 0x" not in str(strategy)
+
+
+@pytest.mark.parametrize("summable", [False, True])
+def test_short_messages_that_a_step_adds_up_get_one_warning_a_run(summable: bool) -> None:
+    class Short(Strategy):
+        def step(self) -> None:
+            for p in self.model.parameters():
+                all_reduce(p.grad, "mean", label="short", payload_bytes=1, summable=summable)
+            super().step()
+
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            driven(Short(), Parameters((3,), (2, 2)), normal(4, 3, 7))
+        assert ["'short': payload_bytes=1, and a row has 12" in str(one.message) for one in caught] == [True] * (
+            not summable
+        )
 
 
 def test_nodes_are_whole_numbers_of_any_library() -> None:

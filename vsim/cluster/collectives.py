@@ -10,6 +10,7 @@ stacked. Results never share memory with the arguments. Only this module writes 
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -121,6 +122,7 @@ class Collectives(ABC):
         weights: Tensor | None = None,
         label: str = "all_reduce",
         payload_bytes: Bytes = None,
+        summable: bool = False,
     ) -> Finish:
         """Reduce over the nodes.
 
@@ -128,14 +130,19 @@ class Collectives(ABC):
             stacked: (R, …); for a mean also (1, …), a row that all nodes share.
             op: "mean", "sum", "max" or "min". The sum of integers or bools is an int64; their mean raises an error.
             weights: (K,), one per node, for a weighted mean; they are scaled to sum to 1 in every group.
+            summable: whether `payload_bytes` below the bytes of a row are right, because a sum of messages is no larger
+                than a message. Codes with a scale of each node are not: gather those. Without it, they get a warning.
 
         Returns:
             Shared (…); with `among`, stacked (R, …), where every row is the result of its own group.
         """
+        if summable and payload_bytes is None:
+            raise TypeError("summable=True has no effect without payload_bytes=")
         check_reduction(op, stacked, weights)
         groups = [range(self.num_nodes)] if among is None else groups_of(among, self.active)
         shares = [shares_of(weights, group, self.num_nodes) for group in groups]
-        self._record("all_reduce", label, stacked, groups, payload_bytes, may_share=op == "mean" and among is None)
+        may_share = op == "mean" and among is None
+        self._record("all_reduce", label, stacked, groups, payload_bytes, may_share, summable)
         if among is None:
             return self._all_reduce(stacked, op, shares[0])
         stacked = stacked.long() if op == "sum" and is_whole(stacked) else stacked
@@ -331,6 +338,7 @@ class Collectives(ABC):
         groups: Sequence[Sequence[int]],
         payload_bytes: Bytes,
         may_share: bool = False,
+        summable: bool = True,
     ) -> None:
         rows, held = stacked.shape[:1], len(self.nodes)
         if collective != "pull" and rows != (held,) and not (may_share and rows == (1,)):
@@ -342,8 +350,19 @@ class Collectives(ABC):
         taking_part = tuple(self._named(group) for group in groups if group)
         if not self._billed or not taking_part:
             return
+        size = stacked[0].numel() * stacked.element_size()
         if payload_bytes is None:
-            payload_bytes = stacked[0].numel() * stacked.element_size()
+            payload_bytes = size
+        elif payload_bytes < size and not summable and label not in self.ledger.doubted:
+            self.ledger.doubted.add(label)
+            if 0 in self.nodes:  # once a run
+                warnings.warn(
+                    f"{collective} with label={label!r}: payload_bytes={payload_bytes:g}, and a row has {size}. Short "
+                    "messages can seldom be added up on their way around a ring: send them by all_gather, or give "
+                    "summable=True where their sums are no larger",
+                    UserWarning,
+                    stacklevel=4,
+                )
         due = self.step + self._delay
         self.ledger.record(Event(self.step, due, self.moment, collective, label, payload_bytes, taking_part))
 

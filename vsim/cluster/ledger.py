@@ -94,6 +94,7 @@ class Ledger(Sequence[Event]):
             nodes were late, or the compute and network of an asynchronous run.
         seconds: for every step of an asynchronous run, the time at which it was done, and the compute time of a node
             until then, averaged over the nodes.
+        doubted: labels of all-reduces whose payload got a warning in this run.
         total_wire_bytes: the total so far over all nodes. server_wire_bytes: the total of the server, which is not a
             node.
     """
@@ -108,6 +109,7 @@ class Ledger(Sequence[Event]):
         self.clock: dict[str, Any] | None = None
         self.seconds: list[tuple[float, float]] = []
         self.total_wire_bytes = self.server_wire_bytes = 0.0
+        self.doubted: set[str] = set()
         self._events: list[Event] = []
         # Payload and wire bytes that all nodes have in common, each node's additional bytes, and their maximum. Most
         # events concern all nodes alike, and must not cost a sum over all nodes.

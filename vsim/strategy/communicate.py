@@ -32,6 +32,7 @@ def all_reduce(
     label: str = "all_reduce",
     among: Among = None,
     payload_bytes: Bytes = None,
+    summable: bool = False,
 ) -> None:
     """Replace every node's row of stacked `tensor` (K, …) by the "sum", "mean", "max" or "min" over the nodes.
 
@@ -43,10 +44,15 @@ def all_reduce(
             on its own; default all. Other nodes neither send nor pay, and keep their rows. Where nodes come and go,
             `self.cluster.active` has the participating ones.
         payload_bytes: bytes that one node sends, if they are not those of its row: fewer bits, for instance.
+        summable: whether fewer bytes are enough because a sum of messages is no larger than a message, as of numbers in
+            bfloat16. Codes with a scale of each node are not: send those by all_gather. Without it, they get a warning.
     """
     collectives = _collectives("all_reduce", tensor)
     name = op if isinstance(op, str) else _REDUCTIONS.get(op.name, op.name)
-    tensor.copy_(collectives.all_reduce(tensor, name, label=label, among=among, payload_bytes=payload_bytes))
+    reduced = collectives.all_reduce(
+        tensor, name, label=label, among=among, payload_bytes=payload_bytes, summable=summable
+    )
+    tensor.copy_(reduced)
 
 
 def broadcast(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from vsim_kernels import topk_entries, uniform_quantize, write_entries_
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
-from vsim.strategy.average import AverageLike
+from vsim.strategy.average import AverageLike, mean
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
 from vsim.strategy.diloco import DiLoCoCommunicator
 from vsim.strategy.selectors import (
@@ -49,7 +50,7 @@ class SparseCommunicator(CommunicationModule):
         compression_method: "random": S is what the selector chooses. "topk": every node nominates, of every tensor of n
             entries, the ⌈p·n⌉ that have moved furthest since this module last shared them; S is the union.
         quantization_bits: b, 1 to 16: before the mean a node rounds its values to b bits, uniformly, with a scale for
-            every tensor (see `vsim_kernels.quantize`). None: as they are.
+            every tensor (see `vsim_kernels.quantize`), and all gather the values. None: as they are, by an all-reduce.
         mask: "seed": all nodes draw S from the run's seed, which costs nothing. "broadcast": node 0 sends a mask.
 
     Payload of a round, with 4-byte weights and m entries in S (p·P on average):
@@ -112,22 +113,21 @@ class SparseCommunicator(CommunicationModule):
             self.pending.append((index, self._send(cluster, index, values)))
         if self.pending and self.pending[0][1].due == cluster.step:
             index, pending = self.pending.pop(0)
-            mean = pending.result()
-            write_entries_(cluster.weights, index, mean)
-            self.index_selector.note_shared(index, mean)
+            averaged = pending.result()
+            write_entries_(cluster.weights, index, averaged)
+            self.index_selector.note_shared(index, averaged)
 
     def _send(self, cluster: Cluster, index: Tensor, values: Tensor) -> Pending:
         """Start the mean (m,) over all nodes of what each of them sends of its `values` (R, m)."""
-        payload = None
-        if self.quantization_bits is not None:
-            stops = torch.searchsorted(index, self.tensor_stops).cpu()  # where in `index` the tensors end
-            tensors = [part for part in values.tensor_split(stops[:-1], dim=1) if part.numel()]
-            scale_bytes = max(4, values.element_size())
-            payload = math.ceil(index.numel() * self.quantization_bits / 8) + scale_bytes * len(tensors)
-            values = torch.cat([uniform_quantize(part, self.quantization_bits, dim=-1) for part in tensors], dim=1)
-        delay = self.async_delay * self.H
-        options = {"label": "sparse weights", "payload_bytes": payload}
-        return cluster.collectives.start("all_reduce", values, "mean", delay=delay, **options)
+        start = partial(cluster.collectives.start, delay=self.async_delay * self.H, label="sparse weights")
+        if self.quantization_bits is None:
+            return start("all_reduce", values, "mean")
+        stops = torch.searchsorted(index, self.tensor_stops).cpu()  # where in `index` the tensors end
+        tensors = [part for part in values.tensor_split(stops[:-1], dim=1) if part.numel()]
+        scale_bytes = max(4, values.element_size())
+        payload = math.ceil(index.numel() * self.quantization_bits / 8) + scale_bytes * len(tensors)
+        values = torch.cat([uniform_quantize(part, self.quantization_bits, dim=-1) for part in tensors], dim=1)
+        return start("merge", values, mean(), payload_bytes=payload)  # codes of different scales cannot be added up
 
 
 class _FurthestMoved(IndexSelector):
