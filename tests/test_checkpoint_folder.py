@@ -19,9 +19,10 @@ from separate import small_mlp, vectors
 import vsim
 from vsim import CheckpointError, load_checkpoint
 from vsim.checkpoint import folder as folders
-from vsim.checkpoint.folder import held, replacing
+from vsim.checkpoint.folder import held
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
 from vsim.training.interrupt import Interrupted
+from vsim.writing import replacing
 
 # What `held` does, without a second's imports.
 HOLDER = """

@@ -34,7 +34,7 @@ BELOW_TRAINING = [
     "records",
     "strategy",
 ]
-MOST_FLOORS = 10
+MOST_FLOORS = 11
 # From `fit` to the gradient a reader follows that many calls, in that many files; and before the model is called for
 # the first time, that many functions of vsim have run. Lower them with the code.
 MOST_CALLS, MOST_FILES_OF_CALLS = 18, 8

@@ -27,7 +27,6 @@ from vsim.checkpoint.folder import (
     checkpoints_in,
     folder_at,
     is_checkpoint,
-    replacing,
     step_of,
 )
 from vsim.checkpoint.settings import differences, flat_bytes, layout_of
@@ -37,6 +36,7 @@ from vsim.cluster.reductions import reduce_rows
 from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
 from vsim.records.history import History
+from vsim.writing import replacing
 
 FORMAT = 8
 

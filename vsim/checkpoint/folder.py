@@ -1,4 +1,4 @@
-"""Folders of checkpoints: file names, a lock for the run that writes there, and atomic writes."""
+"""Folders of checkpoints: file names, and a lock for the run that writes there."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from vsim.cluster.state import CheckpointError
+from vsim.writing import PART
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 # Checkpoints kept in a folder: the newest, and one to fall back on.
 KEPT = 2
 _TRIES = 100  # attempts to lock a file that other processes may remove
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
-_PART = re.compile(r"\..+\.\d+\.part")
 _held: dict[Path, object] = {}  # by this process's runs, which the kernel's locks do not exclude
 
 
@@ -161,34 +161,5 @@ def _in_use(path: str | Path, who: str) -> CheckpointError:
 
 
 def _remove_parts(folder: Path) -> None:
-    for left in [path for path in folder.iterdir() if _PART.fullmatch(path.name)] if os.path.isdir(folder) else []:
+    for left in [path for path in folder.iterdir() if PART.fullmatch(path.name)] if os.path.isdir(folder) else []:
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a new file, which atomically replaces `path` at the end of the block.
-
-    Raises:
-        OSError: the file cannot be written. The error names `path`, whose old content is intact.
-    """
-    part = path.with_name(f".{path.stem}.{os.getpid()}.part")
-    try:
-        part.mkdir(parents=True, exist_ok=True)  # a folder, because a writer may put temporary files next to its file
-        yield part / path.name
-        _flush(part / path.name)
-        os.replace(part / path.name, path)
-    except OSError as error:
-        raise OSError(error.errno, f"{error.strerror or error}, while writing", str(path)) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    with suppress(OSError):  # some systems cannot open a folder
-        _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

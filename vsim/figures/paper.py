@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
+
+from vsim.writing import replacing
 
 # What files are written with: in PDF the fonts are embedded as TrueType, which publishers ask for and which can be
 # searched; in SVG letters are shapes, alike everywhere.
@@ -47,9 +50,12 @@ def save(figure: Figure | Axes, path: str | Path) -> None:
         raise ValueError(f"the path of a figure must end in {', '.join(_METADATA)}, got {str(path)!r}")
     whole = figure if isinstance(figure, Figure) else figure.get_figure(root=True)
     assert whole is not None
+    image = io.BytesIO()  # matplotlib's own files may hide the error of a full disk by another
     with matplotlib.rc_context(_FILE):
         whole.draw_without_rendering()  # lays it out; drawn for the first time it would be laid out a little otherwise
-        whole.savefig(path, dpi=300, metadata=_METADATA[suffix])
+        whole.savefig(image, format=suffix[1:], dpi=300, metadata=_METADATA[suffix])
+    with replacing(Path(path)) as part:
+        part.write_bytes(image.getvalue())
 
 
 def new_figure(width: float, height: float) -> PaperFigure:

@@ -18,6 +18,7 @@ from vsim.arguments import real_number
 from vsim.cluster.ledger import Ledger
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.records.statistics import Crossing, crossing
+from vsim.writing import replacing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -368,12 +369,13 @@ def write_csv(path: str | Path, frame: pd.DataFrame) -> None:
     for column in frame.select_dtypes(exclude="number"):
         frame[column] = frame[column].map(csv_field)
     frame.columns = frame.columns.map(csv_field)
-    frame.to_csv(file_path(path), index=False, float_format=lambda v: str(csv_field(v)), lineterminator="\r\n")
+    with replacing(file_path(path)) as part:
+        frame.to_csv(part, index=False, float_format=lambda v: str(csv_field(v)), lineterminator="\r\n")
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     """Write a dict as JSON that every reader takes: no NaN, no infinity."""
-    with open(file_path(path), "w", encoding="utf-8") as file:
+    with replacing(file_path(path)) as part, open(part, "w", encoding="utf-8") as file:
         json.dump(content, file, allow_nan=False)
 
 

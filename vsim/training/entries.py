@@ -20,7 +20,7 @@ from torch import nn
 
 from vsim.arguments import naming
 from vsim.checkpoint.files import Checkpoint, load_checkpoint
-from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, folder_at, held, replacing, step_of
+from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, folder_at, held, step_of
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
@@ -541,8 +541,7 @@ def _length(entry: Entry) -> list[int | None]:
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
     """Write a file with a checksum, atomically: a killed process leaves no partial file."""
-    with replacing(path) as part:
-        write_json(part, {**content, "sha256": _checksum(content)})
+    write_json(path, {**content, "sha256": _checksum(content)})
 
 
 def read_whole(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from vsim.records.cache import Cache
 from vsim.records.history import file_path
 from vsim.records.report.data import AnyCompute, AnyNetwork, Comparison, content
 from vsim.version import __version__
+from vsim.writing import replacing
 
 _HEIGHT = 900  # of the frame in a notebook, in pixels
 
@@ -39,7 +40,8 @@ class Report:
         path = file_path(path)
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"path must name a file in a folder that exists, got {str(path)!r}")
-        path.write_text(self.html, encoding="utf-8")
+        with replacing(path) as part:
+            part.write_text(self.html, encoding="utf-8")
         return path
 
     def _repr_html_(self) -> str:

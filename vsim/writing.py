@@ -1,0 +1,65 @@
+"""Write whole files: each next to its old content, which it replaces once it is complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+# Names of the temporary folders that `replacing` makes; a killed process leaves its own.
+PART = re.compile(r"\..+\.\d+\.part")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which atomically replaces `path` at the end of the block.
+
+    The new file keeps the permissions of the old one. If `path` is a link, the file that it points to is replaced. What
+    is not a regular file, such as /dev/stdout, is written directly.
+
+    Raises:
+        OSError: the file cannot be written. The error names `path`, whose old content is intact.
+    """
+    part = None
+    try:
+        mode = _mode(path)
+        if mode is not None and not stat.S_ISREG(mode):
+            yield path
+            return
+        real = Path(os.path.realpath(path))
+        # A folder, because a writer may put temporary files next to its file, and may go by the file's suffix.
+        part = Path(tempfile.mkdtemp(f".{os.getpid()}.part", ".", real.parent))
+        new = part / real.name
+        yield new
+        if mode is not None:
+            new.chmod(stat.S_IMODE(mode))
+        _flush(new)
+        os.replace(new, real)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror or error}, while writing", str(path)) from error
+    finally:
+        if part is not None:
+            shutil.rmtree(part, ignore_errors=True)
+    with suppress(OSError):  # some systems cannot open a folder
+        _flush(real.parent)
+
+
+def _mode(path: Path) -> int | None:
+    """Return type and permissions of a file; None if there is none."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
