@@ -1,4 +1,4 @@
-"""Whole files: a write that fails leaves the old content and nothing else."""
+"""Whole files: a write that fails leaves the old content and nothing else; an output is never an input."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
-from compared import three_strategies
+from compared import compared, three_strategies
 
 from vsim.checkpoint.files import Checkpoint
+from vsim.cli import main
 from vsim.figures.paper import save
 from vsim.records.history import History, write_json
+from vsim.strategy import FedAvgStrategy
 from vsim.training.entries import write_whole
 from vsim.writing import replacing
 
@@ -161,3 +163,75 @@ def test_writers_of_one_file_at_the_same_time_leave_one_whole_file(tmp_path: Pat
         first.write_text("first")
         second.write_text("second")
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.json", "first")]
+
+
+# Outputs that are inputs ----------------------------------------------------------------------------------------------
+
+
+@posix
+@pytest.mark.parametrize("spelling", ["{out}/comparison.json", "{out}/../out/comparison.json", "{soft}", "{hard}"])
+@pytest.mark.parametrize("read", ["{out}/comparison.json", "{out}", "{folder}"])
+def test_a_page_does_not_replace_what_it_shows(
+    read: str, spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, soft, hard, folder = (tmp_path / name for name in ("out", "soft.html", "hard.html", "folder"))
+    out.mkdir()
+    three_strategies().to_json(out / "comparison.json")
+    soft.symlink_to(out / "comparison.json")
+    hard.hardlink_to(out / "comparison.json")
+    folder.symlink_to(out)
+    before = (out / "comparison.json").read_bytes()
+    read, page = (text.format(out=out, soft=soft, hard=hard, folder=folder) for text in (read, spelling))
+    with monkeypatch.context() as patch:
+        patch.setattr("vsim.cli.read_comparisons", lambda *_: pytest.fail("it reads"))
+        assert main(["report", read, "--out", page]) == 2
+        error = capsys.readouterr().err
+        assert "--out" in error and page in error and error.count("\n") == 1
+    assert (out / "comparison.json").read_bytes() == before
+    for _ in range(2):  # a page is no input, even next to one
+        assert main(["report", read, "--out", str(out / "report.html")]) == 0
+    assert (out / "report.html").read_text("utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("name", ["FedAvg/end.json", "FedAvg/step-00000002.safetensors", "race.json"])
+def test_a_page_does_not_replace_what_runs_save(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compared({"FedAvg": FedAvgStrategy(H=2)}, max_steps=2, save_dir=tmp_path)
+    before = (tmp_path / name).read_bytes()
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / name)]) == 2
+    assert "--out" in capsys.readouterr().err and (tmp_path / name).read_bytes() == before
+
+
+@posix
+@pytest.mark.parametrize(
+    ("command", "name", "option"),
+    [
+        (["compare"], "comparison.csv", "--text"),
+        (["compare"], "comparison.png", "--extend"),
+        (["compare"], "winners.png", "--participation"),
+        (["sweep", "--set", "H=2"], "heatmap.png", "--text"),
+        (["sweep", "--set", "H=2"], "sweep.png", "--extend"),
+    ],
+)
+@pytest.mark.parametrize("link", [None, os.symlink, os.link])
+def test_results_do_not_replace_what_is_read(
+    command: list[str],
+    name: str,
+    option: str,
+    link: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for train in ("compare_strategies", "sweep_settings"):
+        monkeypatch.setattr(f"vsim.cli.{train}", lambda *_, **__: pytest.fail("it trains"))
+    path = tmp_path / name if link is None else tmp_path / "given"
+    content = "step,node,event\n1,1,leave\n" * 100 if option == "--participation" else "text " * 500
+    path.write_text(content.replace("\nstep,node,event", ""))
+    before = path.read_bytes()
+    if link is not None:
+        link(path, tmp_path / name)
+    given = f"trace:file={path}" if option == "--participation" else str(path)
+    assert main([*command, option, given, "--out", str(tmp_path), "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert f"--out {tmp_path / name}" in error and str(path) in error, error
+    assert path.read_bytes() == before

@@ -13,7 +13,7 @@ import shlex
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
 from vsim.records.report.page import report as page_of
 from vsim.records.sweep import Sweep
 from vsim.records.tables import text_table
-from vsim.saved import read_comparisons
+from vsim.saved import files_at, read_comparisons
 from vsim.strategy import (
     COMPARED,
     PRESETS,
@@ -59,11 +59,14 @@ from vsim.sweep import sweep as sweep_settings
 from vsim.verify import verify as verify_strategy
 from vsim.version import __version__
 from vsim.watch import Watch
+from vsim.writing import check_output
 
 # For each built-in model what trains it well in some hundred steps: AdamW's learning rate, examples a node and step.
 LEARNING_RATES = {"gpt": 6e-4, "mlp": 2e-3, "cnn": 2e-3}
 BATCH_SIZES = {"gpt": 8, "mlp": 16, "cnn": 16}
 GPT_SHAPE = {"block_size": 64, "layers": 2, "width": 64, "heads": 4}
+# The figures of a command's result, next to its data.
+_FIGURES = {"comparison": ("comparison.png", "winners.png"), "sweep": ("sweep.png", "heatmap.png")}
 PARTICIPATION: dict[str, type[Participation]] = {
     cls.__name__.lower(): cls for cls in (Dropout, Trace, Deadline, DropSlowest, OverCommit, Sample)
 }
@@ -316,11 +319,12 @@ class Output:
             raise ValueError("--log-dir has no effect without --run-name or --tensorboard")
         return loggers or None
 
-    def folder(self, kind: str) -> Path:
+    def folder(self, kind: str, inputs: Iterable[Path]) -> Path:
         """Return the folder for results, made; check before training that files can be written there.
 
         Args:
             kind: "comparison" or "sweep": a folder that holds one is left as it is, and the next gets a number.
+            inputs: files that the command reads, none of which may be overwritten.
         """
         first = out = _path("--out", self.out)
         for number in itertools.count(2):
@@ -337,6 +341,9 @@ class Output:
                 pass
         except OSError as error:
             raise OSError(f"--out {out} cannot be written: {error.strerror}") from error
+        read = list(inputs)
+        for name in (f"{kind}.csv", f"{kind}.json", *_FIGURES[kind]):
+            check_output("--out", out / name, read)
         return out
 
 
@@ -372,7 +379,7 @@ def compare(
     options, (train, val), out = (
         _fit_options(problem, training, priced, output),
         problem.datasets(),
-        output.folder("comparison"),
+        output.folder("comparison", _inputs(problem, training, extend)),
     )
     comparison = compare_strategies(
         partial(problem.new_model, train),
@@ -384,12 +391,13 @@ def compare(
         **options,
     )
     _print_table(comparison, priced.target_loss)
+    picture, winners = _FIGURES["comparison"]
     figures: dict[str, Any] = {
-        "comparison.png": comparison.figure(problem.title, x="step" if priced.network is None else "time")
+        picture: comparison.figure(problem.title, x="step" if priced.network is None else "time")
     }
     in_lockstep = not any(strategy.is_asynchronous for strategy in made.values())  # others train on one network
     if priced.network is not None and priced.target_loss is not None and in_lockstep:
-        figures["winners.png"] = comparison.winners(priced.target_loss).plot()
+        figures[winners] = comparison.winners(priced.target_loss).plot()
     return _write(comparison, figures, out / "comparison")
 
 
@@ -423,7 +431,7 @@ def sweep(
             if option is not None:
                 raise ValueError(f"--set gives {key}, and --{key.removeprefix('num_').replace('_', '-')} does, too")
             del options[key]
-    out = output.folder("sweep")
+    out = output.folder("sweep", _inputs(problem, training, extend))
     result = sweep_settings(
         partial(problem.new_model, train),
         problem.dealt(train, options["participation"]),
@@ -435,9 +443,10 @@ def sweep(
         **options,
     )
     _print_table(result, priced.target_loss)
-    figures: dict[str, Any] = {"sweep.png": result.figure()}
+    picture, heatmap = _FIGURES["sweep"]
+    figures: dict[str, Any] = {picture: result.figure()}
     if len(result.varied) > 1:
-        figures["heatmap.png"] = result.heatmap(*result.varied[:2])
+        figures[heatmap] = result.heatmap(*result.varied[:2])
     return _write(result, figures, out / "sweep")
 
 
@@ -481,8 +490,9 @@ def report(
         compute: time that a node computes in a step: 0.8, or '800 ms'
         title: of the page
     """
-    given = None if compute is None else _number_or_text(compute)
-    print(f"report: {page_of(read_comparisons(paths), network, given, title).save(_path('--out', out))}")
+    given, page = None if compute is None else _number_or_text(compute), _path("--out", out)
+    check_output("--out", page, (file for path in paths for file in files_at(Path(path))))
+    print(f"report: {page_of(read_comparisons(paths), network, given, title).save(page)}")
     return 0
 
 
@@ -722,6 +732,15 @@ def _attending(text: str | None, num_nodes: int) -> Participation | None:
     where = f"--participation {text}"
     cls = PARTICIPATION[one_of(where, name, PARTICIPATION)]
     return _new(cls, (), ({"n": num_nodes} if name == "sample" else {}) | _arguments(tail, where), where)
+
+
+def _inputs(problem: Problem, training: Training, extend: str | None) -> Iterator[Path]:
+    """Yield the files that `compare` and `sweep` read."""
+    _, _, tail = (training.participation or "").partition(":")
+    given = (problem.text, extend, _arguments(tail, "--participation").get("file"))
+    yield from (Path(one) for one in given if isinstance(one, str))
+    if problem.mnist_folder is not None:
+        yield from Path(problem.mnist_folder).iterdir()
 
 
 def _fit_options(problem: Problem, training: Training, priced: Price, output: Output) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from vsim.records.sweep import Sweep
 
 # What `vsim compare` and `vsim sweep` call them.
 NAMES = ("comparison.json", "sweep.json")
+# What runs write, and how deep below the path of a comparison.
+_SUFFIXES, _DEPTH = (".json", ".csv", ".safetensors"), 2
 _SEED = re.compile(r"(.+), seed (-?\d+)")
 
 
@@ -103,6 +105,23 @@ def read_comparisons(paths: Sequence[str | Path], cache: Cache | None = None) ->
         if len(set(names := ["/".join(one.parts[-depth:]) for one in told])) == len(told)
     )
     return {name: read_comparison(path, cache) for name, path in zip(names, paths, strict=True)}
+
+
+def files_at(path: Path, depth: int = _DEPTH) -> Iterator[Path]:
+    """Yield the files that `read_comparison` may read of a path."""
+    if not path.is_dir():
+        yield path
+        return
+    try:
+        entries = sorted(path.iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir():
+            if depth and not entry.name.startswith("."):
+                yield from files_at(entry, depth - 1)
+        elif entry.suffix in _SUFFIXES or entry.name == ".lock":
+            yield entry
 
 
 def select(comparisons: Mapping[str, Comparison], only: Sequence[str]) -> dict[str, Comparison]:

@@ -8,7 +8,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,9 @@ from vsim.records.cache import Cache
 from vsim.records.history import file_path
 from vsim.records.report.data import AnyCompute, AnyNetwork
 from vsim.records.report.page import data_of, served
-from vsim.saved import read_comparisons, select
+from vsim.saved import files_at, read_comparisons, select
 
 HOST = "127.0.0.1"
-# What runs write, and how deep below a path that is watched.
-_SUFFIXES, _DEPTH = (".json", ".csv", ".safetensors"), 2
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -147,29 +145,13 @@ class Watch:
         """Return file → time and size of everything that may be read."""
         found = {}
         for path in self.paths:
-            for file in _below(path, _DEPTH):
+            for file in files_at(path):
                 try:
                     stat = file.stat()
                 except OSError:  # removed meanwhile
                     continue
                 found[str(file)] = (stat.st_mtime_ns, stat.st_size)
         return found
-
-
-def _below(path: Path, depth: int) -> Iterator[Path]:
-    if not path.is_dir():
-        yield path
-        return
-    try:
-        entries = sorted(path.iterdir())
-    except OSError:
-        return
-    for entry in entries:
-        if entry.is_dir():
-            if depth and not entry.name.startswith("."):
-                yield from _below(entry, depth - 1)
-        elif entry.suffix in _SUFFIXES or entry.name == ".lock":
-            yield entry
 
 
 def _handler(watch: Watch) -> type[BaseHTTPRequestHandler]:

@@ -7,7 +7,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -47,6 +47,14 @@ def replacing(path: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
     with suppress(OSError):  # some systems cannot open a folder
         _flush(real.parent)
+
+
+def check_output(what: str, path: Path, inputs: Iterable[Path]) -> None:
+    """Raise a ValueError if writing `path` would overwrite one of the inputs, by whatever name it is called."""
+    for one in inputs:
+        with suppress(OSError):  # there is no such file
+            if os.path.samefile(path, one):
+                raise ValueError(f"{what} {path} would overwrite {one}, which is an input; give another path")
 
 
 def _mode(path: Path) -> int | None:
