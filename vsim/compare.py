@@ -6,7 +6,6 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -43,7 +42,7 @@ from vsim.strategy.configured import arguments_of, shown
 from vsim.trainer import Trainer
 from vsim.training.configuration import describe_problem
 from vsim.training.entries import Entries, Entry, saving_in
-from vsim.training.interrupt import Interrupted
+from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Diverged
 from vsim.training.spec import takes_options
 
@@ -102,8 +101,9 @@ def compare(
     Returns:
         A `Comparison`. All strategies are set up before the first one trains, so that mistakes are found early, and
         named. A run that fails later is kept with its record and the reason, and the others continue. After an
-        interrupt all runs are at the same step and are returned. A warning tells of both. The seconds of a history are
-        its share, by nodes, of the time that the runs took together.
+        interrupt all runs are returned: those that have ended with their models, and those that have not, also if they
+        have not begun, with the step of the interrupt. A warning tells of both. The seconds of a history are its share,
+        by nodes, of the time that the runs took together.
 
     Raises:
         TypeError, ValueError: as `Trainer.fit`.
@@ -189,8 +189,9 @@ def _tuned(
     options = {key: value for key, value in options.items() if key not in _OF_THE_COMPARISON}
     used = _checked_seeds(seeds, options)
     own_seeds = [max(used) + 1 + i for i in range(len(used))]
-    runs = train_entries(entries, model, train_dataset, val_dataset, seeds=own_seeds, **options)
-    if any(run.note.startswith("interrupted") for name in runs for run in runs.runs(name)):
+    interrupt = Interrupt()
+    runs = train_entries(entries, model, train_dataset, val_dataset, seeds=own_seeds, interrupt=interrupt, **options)
+    if interrupt.requested:
         raise KeyboardInterrupt("interrupted while tuning, before the comparison began")
     sweeps: dict[str, Sweep] = {}
     for name, by_point in found.items():
@@ -240,6 +241,7 @@ def train_entries(
     extend: Comparison | None = None,
     network: Network | str | float | None = None,
     compute: Compute | float | str | None = None,
+    interrupt: Interrupt | None = None,
     **options: Any,
 ) -> Comparison:
     """Train every entry with every seed; see `compare` for the arguments and for what it raises.
@@ -249,6 +251,7 @@ def train_entries(
         halving: only the best 1 / halving of the entries (on average over the seeds) continue at each of the `rungs`.
             The others are kept with `stopped_at`.
         extend: runs that are not trained again. They are not in the result.
+        interrupt: gets a request if the training was interrupted.
     """
     if not isinstance(extend, Comparison | None):
         raise no_comparison("extend", extend)
@@ -346,18 +349,25 @@ def train_entries(
         title=f"{len(entries)} × {len(seeds)} runs" if len(seeds) > 1 else f"{len(entries)} runs",
         folder=None if save_dir is None else Path(save_dir),
         resume=resume,
+        interrupt=interrupt or Interrupt(),
     )
-    with suppress(Interrupted):
-        if running:
-            _train(trained, trainer.device)
+    with trained.interrupt:
+        try:
+            if running:
+                _train(trained, trainer.device)
+        except Interrupted:
+            trained.interrupt.request()
+        for entry in running:
+            if not entry.has_begun:
+                counts = ("step", "examples", "payload_bytes", "wire_bytes", "seconds", "validation_seconds")
+                entry.history.append(dict.fromkeys(counts, 0))
+            entry.history.config = configs[entry]()
     trainable = [p for p in models[seeds[0]].parameters() if p.requires_grad]
     comparison = Comparison(sum(p.numel() * p.element_size() for p in trainable))
     if priced is not None:
         comparison.network, comparison.compute = priced
     for entry in running:
-        if entry.has_begun:
-            entry.history.config = configs[entry]()
-            comparison._add(entry.name, _compared(entry))
+        comparison._add(entry.name, _compared(entry))
     return comparison
 
 
@@ -440,11 +450,13 @@ def _compared(entry: Entry) -> ComparedRun:
         diverged = isinstance(error, Diverged)
         failure = str(error).split(" (")[0] if diverged else f"{type(error).__name__}: {_first_line(error)}{where}"
         warnings.warn(f"{entry.spec.label}: {error}{where}", UserWarning, stacklevel=4)
-    elif entry.interrupted_at is not None:
-        failure = f"interrupted after step {entry.interrupted_at}"
-        text = f"{entry.spec.label}: {failure}; the comparison holds its steps so far"
+    elif not entry.has_outcome:
+        step = int(entry.history.last("step"))
+        failure = f"interrupted after step {step}" if step else "interrupted before the first step"
+        text = f"{entry.spec.label}: {failure}" + ("; the comparison holds its steps so far" if step else "")
         if entry.folder is not None:
-            text += f", and resume=True (--resume) resumes it from {str(entry.folder.parent)!r}"
+            resumes = f"resume=True (--resume) resumes it from {str(entry.folder.parent)!r}"
+            text += f", and {resumes}" if step else f"; {resumes}"
         warnings.warn(text, UserWarning, stacklevel=4)
     return ComparedRun(
         entry.history,

@@ -29,9 +29,10 @@ import torch.distributed as dist
 from vsim.engine.machine import settle_vector_functions
 from vsim.private_torch import register_recorders
 from vsim.process.collectives import CollectiveFailure
-from vsim.process.node import Outcome, run_node
+from vsim.process.node import run_node
 from vsim.process.ranges import run_ranges
 from vsim.process.segments import Meeting, joined
+from vsim.training.entries import Outcome
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.spec import RunSpec
 

@@ -31,10 +31,9 @@ from vsim.engine.memory import check_room
 from vsim.private_torch import NAMES_OF_OPERATORS
 from vsim.process.child import Descriptor, Setup, main, torch_settings
 from vsim.process.collectives import CollectiveFailure, even_ranges
-from vsim.process.node import Outcome
 from vsim.process.options import ProcessOptions, backend_for
 from vsim.records.progress import StepReport
-from vsim.training.entries import Begun, Entries
+from vsim.training.entries import Begun, Entries, Outcome
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.setup import plan_of
 from vsim.training.spec import RunSpec
@@ -108,8 +107,8 @@ class _Child:
 
 def train_in_processes(
     content: RunSpec | Entries, options: ProcessOptions, report: Callable[[int, Any], None]
-) -> list[Outcome | None]:
-    """Train in processes on this machine; return the outcomes of the runs, None for runs that did not reach their end.
+) -> list[Outcome]:
+    """Train in processes on this machine; return the outcome of a run. Those of a comparison's runs are reported.
 
     With `num_processes`, each process trains a range of the nodes; else each trains one node. With a plan
     (`fit(participation=…)`), a node has a process only while it takes part.
@@ -122,7 +121,8 @@ def train_in_processes(
     Args:
         content: the run, or the runs of a comparison.
         options: number of processes, devices, threads and timeout.
-        report: called as report(number of the run, its `StepReport` or `Ended`), as the first process sends them.
+        report: called as report(number of the run, its `StepReport` or another message, see `Entries.tell`), as the
+            first process sends them.
 
     Raises:
         TypeError: an option of the run, which the message names, cannot be pickled.
@@ -146,6 +146,8 @@ def train_in_processes(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         run = _Run(_specs(content), options, report, Descriptor(file.fileno()), port)
+        if isinstance(content, Entries):
+            run.interrupt = content.interrupt  # which the caller has installed
         ending.callback(run.end)
         with run.interrupt:
             ranks = range(options.num_processes) if plan is None else plan.machines(first)
@@ -228,7 +230,7 @@ class _Run:
         self.context: Any = multiprocessing.get_context(START_METHOD)
         self.children: list[_Child] = []
         self.failures: list[_Child] = []  # in the order in which they were noticed
-        self.outcomes: list[Outcome | None] | None = None
+        self.outcomes: list[Outcome] | None = None
         self.last_step = 0 if self.spec.start is None else self.spec.start.step
         self.warned: set[Any] = set()
         self.interrupt = Interrupt()
@@ -272,7 +274,7 @@ class _Run:
                 process.start()
             self.children.append(_Child(setup.rank, process, connection, held))
 
-    def listen(self) -> list[Outcome | None]:
+    def listen(self) -> list[Outcome]:
         """Pass on the first process's reports until all are done, or until the grace time after a failure."""
         deadline: float | None = None
         while running := [child for child in self.children if not child.ended]:
@@ -341,7 +343,8 @@ class _Run:
             child.done = child.ended = True
         elif kind == "done":
             child.done = child.ended = True
-            self.outcomes = content or self.outcomes  # only the first of the last segment's processes sends outcomes
+            if content is not None:  # only the first of the last segment's processes sends outcomes
+                self.outcomes = content
         else:
             pickled, text = content
             child.failure = _Failure(pickled, text, lost=kind == "lost")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,14 +15,13 @@ import torch.distributed as dist
 # optimizer imported it in its first step, gloo's threads would outlive the group, and a process that ends while one of
 # these threads frees a tensor aborts.
 import torch.distributed.nn.functional
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from vsim.arguments import is_factory
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import LOADER, drawing_from, generator, isolated
-from vsim.cluster.replicas import Replicas, Views
 from vsim.data.batches import OfNode, check_tensors, digest_of, loader_options, resolve
 from vsim.data.order import Order
 from vsim.engine import Executor
@@ -33,31 +31,11 @@ from vsim.process.collectives import ProcessCollectives
 from vsim.process.segments import Left, Meeting, NodeRun
 from vsim.records.history import History
 from vsim.records.progress import Recorder, Reporter, StepReport
-from vsim.training.callbacks import savable
+from vsim.training.entries import Outcome
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import train
 from vsim.training.setup import assemble, client_datasets, plan_of
 from vsim.training.spec import RunSpec
-
-
-@dataclass
-class Outcome:
-    """The result of a run in processes: the mean model's weights (P,) and buffers, and the states of callbacks."""
-
-    weights: Tensor
-    buffers: Views
-    callbacks: dict[str, Any]
-
-    @classmethod
-    def of(cls, model: nn.Module, callbacks: Sequence[Any]) -> Outcome:
-        """Return the outcome of a run with this mean model."""
-        weights = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad]).cpu()
-        buffers = {name: b.cpu() for name, b in model.named_buffers()}
-        return cls(weights, buffers, {name: one.state_dict() for name, one in savable(callbacks).items()})
-
-    def model(self, like: nn.Module) -> nn.Module:
-        """Return the mean model, as a copy of the model that was trained."""
-        return Replicas.of(like, 1, torch.device("cpu")).as_module(self.weights, self.buffers, like=like)
 
 
 def run_node(

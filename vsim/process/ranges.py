@@ -17,10 +17,9 @@ import torch.distributed as dist
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
 from vsim.process.collectives import ProcessCollectives, completing
-from vsim.process.node import Outcome
 from vsim.records.history import History
 from vsim.records.progress import Recorder, StepReport
-from vsim.training.entries import Entries, Processes
+from vsim.training.entries import Entries, Outcome, Processes
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import train
 from vsim.training.setup import prepare
@@ -51,17 +50,18 @@ class Ranks(Processes):
 
 def run_ranges(
     content: RunSpec | Entries, device: torch.device, tell: Tell, interrupt: Interrupt | None = None
-) -> list[Outcome | None]:
+) -> list[Outcome]:
     """Train this process's nodes of a run, or of the runs of a comparison, as a rank of the default process group.
 
     Returns:
-        The outcomes of the runs, the same in all processes; None for a run that did not reach its end.
+        The outcome of a run, the same in all processes; the outcomes of the runs of a comparison are told.
     """
     if isinstance(content, RunSpec):
         return [_run(content, device, tell, interrupt)]
-    entries = replace(content, device=device, processes=Ranks(), tell=tell, interrupt=interrupt, progress=False)
+    entries = replace(content, device=device, processes=Ranks(), tell=tell, progress=False)
+    entries.interrupt = interrupt or content.interrupt
     entries.train_here()
-    return [None if entry.model is None else Outcome.of(entry.model, entry.spec.callbacks) for entry in entries.entries]
+    return []
 
 
 def _run(spec: RunSpec, device: torch.device, tell: Tell, interrupt: Interrupt | None) -> Outcome:

@@ -520,9 +520,9 @@ class Comparison(Mapping[str, ComparedRun]):
         return pandas.DataFrame(differences(self._by_seed(lambda run: run.history.last(of)), to, level))
 
     def _by_seed(self, value: Callable[[ComparedRun], float]) -> dict[str, dict[int, float]]:
-        """Return name → seed → a value of the run, NaN if it diverged."""
+        """Return name → seed → a value of the run, NaN if it diverged; without runs that took no step, see `_begun`."""
         return {
-            name: {run.seed: math.nan if run.diverged_at is not None else value(run) for run in runs}
+            name: {run.seed: math.nan if run.diverged_at is not None else value(run) for run in _begun(runs)}
             for name, runs in self._runs.items()
         }
 
@@ -938,10 +938,11 @@ class Comparison(Mapping[str, ComparedRun]):
             numbers |= {f"steps to {target:g}": at.step}
             numbers |= {f"wire MB to {target:g}": until(history, at, self._spent(run, "wire")) / 1e6}
         if priced is not None:
-            timeline = history.time(*priced)
-            numbers |= {"hours": float(timeline.seconds[-1]) / 3600, "utilization": timeline.utilization}
-            if not math.isnan(timeline.dollars):
-                numbers["dollars"] = timeline.dollars
+            timeline = history.time(*priced) if steps else None  # interrupted before the first step
+            numbers["hours"] = math.nan if timeline is None else float(timeline.seconds[-1]) / 3600
+            numbers["utilization"] = math.nan if timeline is None else timeline.utilization
+            if priced[1].dollars_per_hour is not None:
+                numbers["dollars"] = math.nan if timeline is None else timeline.dollars
             if target is not None:
                 numbers[f"hours to {target:g}"] = until(history, at, self._spent(run, "time", priced)) / 3600
         return numbers
@@ -962,7 +963,7 @@ class Comparison(Mapping[str, ComparedRun]):
     def _rank(self, name: str) -> tuple[int, float, float]:
         """Return a sort key, the best first: ended runs by loss, then stopped and failed runs, the latest first."""
         runs = self._runs[name]
-        loss = statistics.fmean(map(self._loss, runs))
+        loss = statistics.fmean(map(self._loss, _begun(runs)))
         steps = min(run.history.last("step") if len(run.history) else 0.0 for run in runs)
         if not math.isfinite(loss) or any(run.failed for run in runs):
             return 2, -steps, 0.0
@@ -1065,6 +1066,11 @@ def _size(num_bytes: float) -> str:
 def _sound(runs: list[ComparedRun]) -> list[ComparedRun]:
     """Return the runs that did not fail, or all runs if all failed."""
     return [run for run in runs if not run.failure] or runs
+
+
+def _begun(runs: list[ComparedRun]) -> list[ComparedRun]:
+    """Return the runs that took a step or failed, without those that were interrupted before; all if none did."""
+    return [run for run in runs if run.failed or run.history.last("step") > 0] or runs
 
 
 def _on_clients(run: ComparedRun, measured: frozenset[str]) -> dict[str, float]:

@@ -386,12 +386,17 @@ def overview(
 
 def time_axis(histories: Iterable[History], network: Network, compute: Compute) -> XAxis:
     """Return the axis of the runs' time on a network; logarithmic if some runs take ten times as long as others."""
-    times = {id(one): one.time(network, compute).seconds[one["step"].astype(int)] for one in histories if len(one)}
+    begun = [one for one in histories if one.last("step") > 0]
+    times = {id(one): one.time(network, compute).seconds[one["step"].astype(int)] for one in begun}
     ends = [float(own[-1]) for own in times.values() if own[-1] > 0]
     unit, name = next(((u, n) for u, n in _TIMES if max(ends, default=0) >= 2 * u), _TIMES[-1])
     wide = bool(ends) and max(ends) > 10 * min(ends)
     return XAxis(
-        lambda history: times.get(id(history), np.empty(0)), unit, f"time on the network ({name})", False, wide
+        lambda history: times.get(id(history), np.zeros(len(history))),
+        unit,
+        f"time on the network ({name})",
+        False,
+        wide,
     )
 
 

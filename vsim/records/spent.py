@@ -56,6 +56,8 @@ def spent(history: History, of: str, weights_bytes: float, priced: Priced = None
     if of not in ("time", "cost"):
         return history.column(of)
     assert priced is not None
+    if not history.last("step") > 0:  # interrupted before the first step
+        return np.zeros(len(history))
     timeline = history.time(*priced)
     taken = timeline.seconds[history["step"].astype(int)]
     if missing.any():

@@ -93,7 +93,7 @@ class Sweep(Comparison):
     def heatmap(self, x: str, y: str, /, *, ax: Axes | None = None, **fixed: Any) -> Axes:
         """Draw the final loss, averaged over the seeds, over two settings, whose values are ordered categories.
 
-        A cell with a failed run is hatched. A cell that `halving` stopped shows the step of its loss.
+        A cell with a failed run is hatched. A cell that `halving` or Ctrl-C stopped shows the step of its loss.
 
         Args:
             x, y: two settings that vary.
@@ -130,8 +130,8 @@ class Sweep(Comparison):
         if failed:
             what = "diverged" if all(run.diverged_at is not None for run in failed) else "failed"
             return Cell(math.nan, what if len(failed) == len(runs) else f"{len(failed)} of {len(runs)}\n{what}")
-        stopped = {run.stopped_at for run in runs} - {None}
-        return Cell(statistics.fmean(map(self._loss, runs)), f"step {stopped.pop()}" if stopped else "")
+        steps = {int(run.history.last("step")) for run in runs if not run.ended}
+        return Cell(statistics.fmean(map(self._loss, runs)), f"step {min(steps)}" if steps else "")
 
     def _is(self, name: str, key: str, value: Any) -> bool:
         point = self._points[name]

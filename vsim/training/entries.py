@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vsim.arguments import naming
 from vsim.checkpoint.files import Checkpoint, load_checkpoint
@@ -24,11 +24,12 @@ from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, fold
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
+from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
 from vsim.engine.memory import available_bytes
 from vsim.records.history import History, write_json
 from vsim.records.progress import LiveRace, LiveTable, Recorder, Reporter, StepReport
-from vsim.training.callbacks import Relay, tell
+from vsim.training.callbacks import Relay, savable, tell
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.loop import train
 from vsim.training.run import Diverged, Ensemble, Run
@@ -49,8 +50,7 @@ class Entry:
         spec: its options.
         history, model: its record, and the mean of its nodes' final models if it reached its end.
         error: the error that ended the run. stopped_at: the step after which a rung stopped the run.
-        interrupted_at: the last step before an interrupt. finished_at: the step after which a callback stopped the run
-            before the others.
+        finished_at: the step after which a callback stopped the run before the others.
     """
 
     name: str
@@ -59,7 +59,6 @@ class Entry:
     model: nn.Module | None = None
     error: Exception | None = None
     stopped_at: int | None = None
-    interrupted_at: int | None = None
     finished_at: int | None = None
 
     def __post_init__(self) -> None:
@@ -70,10 +69,10 @@ class Entry:
         """Whether its history has a row."""
         return len(self.history) > 0
 
-    def is_over(self, max_steps: int) -> bool:
-        """Whether it will take no more of `max_steps` steps."""
-        ended = (self.error, self.stopped_at, self.interrupted_at, self.finished_at)
-        return any(one is not None for one in ended) or len(self.history) > max_steps
+    @property
+    def has_outcome(self) -> bool:
+        """Whether it reached its end, failed, or was stopped by a rung; a run without an outcome was interrupted."""
+        return any(one is not None for one in (self.model, self.error, self.stopped_at))
 
     @property
     def diverged_at(self) -> int | None:
@@ -121,8 +120,27 @@ class Ended:
 
     error: Exception | None
     stopped_at: int | None
-    interrupted_at: int | None
     finished_at: int | None
+
+
+@dataclass
+class Outcome:
+    """The result of a run in processes: the mean model's weights (P,) and buffers, and the states of callbacks."""
+
+    weights: Tensor
+    buffers: Views
+    callbacks: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, callbacks: Sequence[Any]) -> Outcome:
+        """Return the outcome of a run with this mean model."""
+        weights = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad]).cpu()
+        buffers = {name: b.cpu() for name, b in model.named_buffers()}
+        return cls(weights, buffers, {name: one.state_dict() for name, one in savable(callbacks).items()})
+
+    def model(self, like: nn.Module) -> nn.Module:
+        """Return the mean model, as a copy of the model that was trained."""
+        return Replicas.of(like, 1, torch.device("cpu")).as_module(self.weights, self.buffers, like=like)
 
 
 @dataclass
@@ -140,7 +158,7 @@ class Entries:
         folder: where all entries are saved together, each in a folder of its own.
         resume: whether to resume from that folder.
         processes: which process this is of those that compute the comparison.
-        tell: called as tell(number of an entry, its `StepReport`, `Begun` or `Ended`).
+        tell: called as tell(number of an entry, its `StepReport`, `Begun`, `Ended` or `Outcome`).
         interrupt: the request to stop after a step.
     """
 
@@ -156,7 +174,7 @@ class Entries:
     resume: bool = False
     processes: Processes = field(default_factory=Processes)
     tell: Callable[[int, Any], None] = lambda number, message: None
-    interrupt: Interrupt | None = None
+    interrupt: Interrupt = field(default_factory=Interrupt)
     _told: dict[Entry, Ended] = field(default_factory=dict, init=False)
 
     def run(self, train: Callable[[], None] | None = None) -> None:
@@ -166,7 +184,7 @@ class Entries:
             train: trains them; default `train_here`.
 
         Raises:
-            Interrupted: on Ctrl-C; the entries hold their steps so far.
+            Interrupted: on Ctrl-C; the entries hold their steps so far, and those that have ended their outcomes.
             Exception: an entry fails in its first step, when no progress is lost; a non-finite loss raises nothing.
         """
         with ExitStack() as holding:
@@ -189,18 +207,25 @@ class Entries:
             warnings.warn(f"trained in groups that fit into memory: {sizes} runs", UserWarning, stacklevel=3)
         for entries in ensembles[1:]:  # find errors before the first ensemble trains
             self._prepared([replace(entry.spec, start=None, saving=None) for entry in entries])
-        with _Watch(self.entries, self.progress, self.title) as watch:
+        with self.interrupt, _Watch(self.entries, self.progress, self.title) as watch:
             for entries in ensembles:
-                self._train(entries, watch)
+                interrupted: BaseException | None = None
+                try:
+                    self._train(entries, watch)
+                except KeyboardInterrupt as error:
+                    interrupted = error
+                if interrupted is not None or self.processes.agreed(self.interrupt.requested):
+                    step = max(len(entry.history) - 1 for entry in entries)
+                    raise Interrupted(max(step, 0), entries[0].spec.saving) from interrupted
 
-    def train_elsewhere(self, launch: Callable[[Entries, Callable[[int, Any], None]], Sequence[Any]]) -> None:
+    def train_elsewhere(self, launch: Callable[[Entries, Callable[[int, Any], None]], Any]) -> None:
         """Train all entries in several processes, and keep their records here.
 
         If the processes fail after their first step, the entries keep their records and the error.
 
         Args:
             launch: called with the entries to train and with a function that gets the messages of the first process
-                (see `tell`); returns the `vsim.process.node.Outcome` of each entry, None if it did not reach its end.
+                (see `tell`).
         """
         recorders = [Recorder(entry.history, False, entry.spec.label) for entry in self.entries]
         relays = [
@@ -218,6 +243,9 @@ class Entries:
                 elif isinstance(message, Ended):
                     for name, value in vars(message).items():
                         setattr(entry, name, value)
+                elif isinstance(message, Outcome):
+                    entry.model = message.model(like=entry.spec.model)
+                    relays[number].end(message.callbacks)
                 else:
                     relays[number](message)
                     if "train_loss" in message.row:
@@ -229,18 +257,13 @@ class Entries:
                 Entry(e.name, for_elsewhere(e.spec, relay)) for e, relay in zip(self.entries, relays, strict=True)
             ]
             try:
-                outcomes = launch(replace(self, entries=entries), receive)
+                launch(replace(self, entries=entries), receive)
             except Exception as error:
                 if not losses:
                     raise
                 for entry in self.entries:
-                    ended = entry.stopped_at is not None or entry.finished_at is not None
-                    entry.error = entry.error or (None if ended else error)
-                return
-            for entry, relay, outcome in zip(self.entries, relays, outcomes, strict=True):
-                if outcome is not None:
-                    relay.end(outcome.callbacks)
-                    entry.model = outcome.model(like=entry.spec.model)
+                    if not entry.has_outcome:
+                        entry.error = error
 
     def _prepared(self, configs: Sequence[RunSpec], entries: Sequence[tuple[Recorder, Entry]] = ()) -> Ensemble:
         """Set up an ensemble of these configurations, which reports to `entries`."""
@@ -298,41 +321,41 @@ class Entries:
                         run.stop()
                 try:
                     train(ensemble)
-                except KeyboardInterrupt as interrupt:
-                    for run, entry in zip(ensemble.runs, running, strict=True):
-                        if run.is_running:
-                            entry.interrupted_at = run.done
-                    step = max(run.done for run in ensemble.runs)
-                    raise Interrupted(step, running[0].spec.saving) from interrupt
                 finally:
-                    self._collect(ensemble, running, watch)
-                for run, entry in zip(ensemble.runs, running, strict=True):
-                    if run.trains:
-                        entry.model = run.mean_model()
+                    self._collect(ensemble, running, watch, last=True)
 
-    def _collect(self, ensemble: Ensemble, running: Sequence[Entry], watch: _Watch) -> None:
-        """Note which runs have left, and show the progress of all."""
+    def _collect(self, ensemble: Ensemble, running: Sequence[Entry], watch: _Watch, last: bool = False) -> None:
+        """Keep the models of runs that have ended, note which have left, and show the progress of all.
+
+        Args:
+            last: whether training is over; other processes may not get here then.
+        """
+        alone = self.processes.connect is None
         for run, entry in zip(ensemble.runs, running, strict=True):
             entry.error = run.error
             if run.stopped and entry.stopped_at is None:
                 entry.stopped_at = run.done
-            if run.trains and run.is_over and run.done < run.steps:
+            if run.concluded and run.done < run.steps:
                 entry.finished_at = run.done
+            if run.concluded and entry.model is None and (alone or not last):
+                entry.model = run.mean_model()
+                if not alone:
+                    self.tell(self.entries.index(entry), Outcome.of(entry.model, entry.spec.callbacks))
             self._tell_end(entry)
             if not self.processes.is_first:
                 continue
-            if not run.is_running and entry.folder is not None and not (entry.folder / "end.json").exists():
+            if entry.has_outcome and entry.folder is not None and not (entry.folder / "end.json").exists():
                 try:
                     write_end(entry)
                 except OSError as error:  # for instance, the disk is full; the record is still in memory
                     warnings.warn(f"how {entry.spec.label} ended is not saved: {error}", UserWarning, stacklevel=2)
         best = [loss for run in ensemble.training if (loss := run.row.get("train_loss", math.nan)) == loss]
         preparing = next(filter(None, (stack.executor.preparing for stack in ensemble.stacks)), "")
-        watch.show(ensemble.max_steps, min(best, default=None), preparing)
+        watch.show(ensemble.max_steps, min(best, default=None), preparing, last)
 
     def _tell_end(self, entry: Entry) -> None:
-        ended = Ended(entry.error, entry.stopped_at, entry.interrupted_at, entry.finished_at)
-        if ended != self._told.get(entry, Ended(None, None, None, None)):
+        ended = Ended(entry.error, entry.stopped_at, entry.finished_at)
+        if ended != self._told.get(entry, Ended(None, None, None)):
             self._told[entry] = ended
             self.tell(self.entries.index(entry), ended)
 
@@ -506,7 +529,7 @@ def _score(entry: Entry) -> float:
 
 
 def _finish(recorder: Recorder, entry: Entry, error: BaseException | None) -> bool:
-    own = error if entry.error is None else entry.error
+    own = entry.error if entry.has_outcome else error
     failure = "" if own is None else f"{type(own).__name__}: {own}"
     if own is None and entry.stopped_at is not None:
         failure = f"stopped after step {entry.stopped_at}"
@@ -604,13 +627,14 @@ class _Watch:
         elif progress == "table":
             self.live = LiveTable(title)
 
-    def show(self, max_steps: int, best: float | None = None, preparing: str = "") -> None:
+    def show(self, max_steps: int, best: float | None = None, preparing: str = "", last: bool = False) -> None:
         """Update the figure, table or bar, unless it was updated a moment ago.
 
         Args:
             max_steps: of every run. best: the lowest training loss. preparing: other work before the next step.
+            last: update in any case.
         """
-        over = all(entry.is_over(max_steps) for entry in self.entries)
+        over = last or all(entry.has_outcome or len(entry.history) > max_steps for entry in self.entries)
         if self.live is not None:
             for entry in self.entries:
                 own = self.histories.setdefault(entry.name, [])

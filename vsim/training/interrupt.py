@@ -40,7 +40,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = self.insisted = False
-        self._installed = False
+        self._installed: list[bool] = []  # by each context that is entered: a run's is within that of its comparison
 
     def request(self) -> None:
         """Ask the run to stop. May be called from any thread."""
@@ -64,12 +64,11 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         in_main = threading.current_thread() is threading.main_thread()
-        self._installed = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._installed:
+        self._installed.append(in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+        if self._installed[-1]:
             signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._installed:
+        if self._installed.pop():
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._installed = False

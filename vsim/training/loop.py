@@ -75,15 +75,16 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
     for run in ensemble.training:
         with _own(ensemble, run):
             for callback in run.spec.callbacks:
-                tell(callback, "on_start", run)
+                with ensemble.interrupt.requested_inside():
+                    tell(callback, "on_start", run)
     first = min((run.done for run in ensemble.unfinished), default=ensemble.max_steps)
     for run in ensemble.training:
         run.known_events = len(run.ledger)
     attend(ensemble, first + 1)
     _report_start(ensemble)
+    _tell_ends(ensemble, ensemble.training)
     if ensemble.watch is not None:
         ensemble.watch(ensemble)
-    _tell_ends(ensemble, ensemble.training)
     for step in range(first + 1, ensemble.max_steps + 1):
         if step > first + 1:
             attend(ensemble, step)
@@ -376,7 +377,10 @@ def _tell_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
         if run.trains and run.is_over:
             with _own(ensemble, run):
                 for callback in run.spec.callbacks:
-                    tell(callback, "on_end", run)
+                    # With several processes, an interrupt of one of them could not be heard by the others any more.
+                    with ensemble.interrupt.requested_inside() if ensemble.is_alone else nullcontext():
+                        tell(callback, "on_end", run)
+                run.concluded = True
 
 
 def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[str, float]]:

@@ -72,6 +72,7 @@ class Run:
         fixed: path → kind of an object in the run's state that a resumed run cannot make.
         error: the error that ended this run; the others continue.
         stopped: whether this run was stopped before the others.
+        concluded: whether its last step is reported and saved, and its callbacks know that it has ended.
         rungs: steps after which the run is validated, besides the requested ones.
         node_losses: the losses of the nodes (K,) in the current or last step.
         clients: the state of a population's clients, if the run has a population.
@@ -109,6 +110,7 @@ class Run:
     fixed: Mapping[str, str] = field(default_factory=dict)
     error: Exception | None = None
     stopped: bool = False
+    concluded: bool = False
     rungs: Collection[int] = ()
     # The current step: losses per node, learning rate, and the number of the ledger's events before the step.
     node_losses: list[float] = field(default_factory=list)
