@@ -630,12 +630,14 @@ def test_nothing_keeps_a_process_group_that_was_destroyed() -> None:
 def test_a_fork_server_starts_no_thread_and_asks_for_no_device() -> None:
     """Neither threads of OpenMP nor a device would survive a fork."""
     code = """
-        import os, torch
+        import functools, os, torch
 
-        def never() -> bool:
+        @functools.cache  # as torch's are, some of whose importers look for __wrapped__
+        def never(**_: object) -> bool:
             raise AssertionError("a process asks for a device")
 
         torch.cuda.is_available = torch.cuda.device_count = torch.backends.mps.is_available = never
+        torch.accelerator.current_accelerator = torch.accelerator.is_available = never
         import vsim.process.preload
 
         print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
