@@ -22,7 +22,8 @@ from vsim.strategy import DiLoCoStrategy
 # library, which a build of torch for another device than torchvision's cannot load: there they are declared.
 if torchvision := importlib.util.find_spec("torchvision"):
     try:
-        torch.ops.load_library(Path(str(torchvision.origin)).with_name("_C.so"))
+        for library in Path(str(torchvision.origin)).parent.glob("_C*.so"):  # newer ones: _C_stable.so
+            torch.ops.load_library(library)
     except OSError:
         OPERATORS = torch.library.Library("torchvision", "DEF")  # declared as long as it lives
         for operator in ("nms", "qnms"):
