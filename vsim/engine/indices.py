@@ -5,7 +5,7 @@ no later operation of the process works. MPS does not check them. Therefore indi
 their range there, and the loss of a node that has others becomes NaN, all without a read by the host. When the host
 reads a NaN, `Objective.check_indices` computes the loss again on the CPU, which raises the error.
 
-On MPS, lookups in large tables are wrong, too: `tables_at_once` keeps them small.
+On MPS, lookups in large tables may be wrong, too: `tables_at_once` keeps them small.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from vsim.cluster.replicas import Replicas
 
-# Up to 2.13, PyTorch returns zeros for lookups in larger tables on MPS [github.com/pytorch/pytorch/issues/188756].
+# PyTorch before 2.14 returns zeros for lookups in larger tables on MPS [github.com/pytorch/pytorch/issues/188756]. The
+# bound holds with later versions, too: lookups and gradients of larger tables were not compared with the CPU's there.
 _ENTRIES_ON_MPS = 2**31 - 1
 _LOOKUPS = (F.embedding, F.embedding_bag)
 _LOSSES = (F.cross_entropy, F.nll_loss)
@@ -44,8 +45,8 @@ def tables_at_once(replicas: Replicas) -> int:
     name, largest = max(tables.items(), key=lambda table: table[1])
     if largest > _ENTRIES_ON_MPS:
         raise ValueError(
-            f"the embedding table {name} has {largest} entries, and on MPS PyTorch looks up zeros in tables of more "
-            f"than {_ENTRIES_ON_MPS}: give device='cpu'"
+            f"the embedding table {name} has {largest} entries; on MPS, where PyTorch before 2.14 looks up zeros in "
+            f"larger tables, vsim takes at most {_ENTRIES_ON_MPS}: give device='cpu'"
         )
     return min(replicas.num_held, _ENTRIES_ON_MPS // largest)
 

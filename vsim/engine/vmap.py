@@ -148,7 +148,7 @@ class VmapExecutor(Executor):
         if settings.chunk_size is not None and fitting < wanted:
             raise ValueError(
                 f"chunk_size={settings.chunk_size} nodes at once have an embedding table with more entries than "
-                f"PyTorch looks up on MPS; at most chunk_size={fitting} here"
+                f"vsim looks up at once on MPS; at most chunk_size={fitting} here"
             )
         return min(wanted, fitting)
 
