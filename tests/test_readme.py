@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ else:
     import tomli as tomllib  # which pytest needs there
 
 README = ROOT / "README.md"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NAME = re.compile(r"[\w.-]+")  # of a package, in a requirement
 
 
@@ -48,17 +51,27 @@ def modules(package: str) -> set[str]:
     return set()
 
 
+def extras() -> dict[str, list[str]]:
+    """Return the requirements of each extra, with those of the extras that it includes."""
+    own = PROJECT["optional-dependencies"]
+
+    def included(name: str) -> Iterator[str]:
+        for requirement in own[name]:
+            others = re.fullmatch(r"vsim\[([\w,-]+)\]", requirement)
+            yield from chain.from_iterable(map(included, others[1].split(","))) if others else [requirement]
+
+    return {name: list(included(name)) for name in own}
+
+
 def not_installed(command: str) -> set[str]:
     """The modules of optional packages that a `pip install -e` of vsim leaves out; but pytest's, which runs here."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    asked = re.search(r'pip install -e "\.\[([\w,]+)\]"', command)
+    asked = re.search(r'pip install -e "\.\[([\w,-]+)\]"', command)
     there: set[str] = set()
-    for own in (project["dependencies"], *(extras[name] for name in (asked[1].split(",") if asked else []))):
+    for own in (PROJECT["dependencies"], *(extras()[name] for name in (asked[1].split(",") if asked else []))):
         for requirement in own:
             needed(NAME.match(requirement)[0], there)  # type: ignore[index]
-    every = {NAME.match(requirement)[0] for own in extras.values() for requirement in own}  # type: ignore[index]
-    left_out = {package for package in every - there - {"vsim"} if not package.startswith("pytest")}
+    every = {NAME.match(requirement)[0] for own in extras().values() for requirement in own}  # type: ignore[index]
+    left_out = {package for package in every - there if not package.startswith("pytest")}
     return set().union(*map(modules, left_out))
 
 
@@ -95,6 +108,17 @@ def test_the_first_command_installs_what_the_page_uses() -> None:
     assert {"sklearn", "wandb", "hypothesis"} <= not_installed("pip install -e .")
     more = not_installed('pip install -e ".[examples,tensorboard]"')
     assert {"wandb", "hypothesis"} <= more and not {"sklearn", "pandas", "scipy", "tensorboard"} & more
+
+
+def test_the_extras_of_the_two_commands_alone_pin_torch() -> None:
+    # Whoever adds another extra keeps the torch that is installed. The pin is the one that the table of speed names.
+    minor = re.search(r"\(torch 2\.(\d+), ", README.read_text(encoding="utf-8"))
+    assert minor is not None
+    pins = {name: [r for r in own if NAME.match(r)[0] == "torch"] for name, own in extras().items()}  # type: ignore[index]
+    pinned = {name for name, pin in pins.items() if pin}
+    assert pinned == {"examples", "test", "dev", "all"}
+    assert {pin for name in pinned for pin in pins[name]} == {f"torch>=2.{minor[1]},<2.{int(minor[1]) + 1}"}
+    assert {"digits", "privacy", "wandb", "tensorboard", "test-any-torch"} <= pins.keys()  # which errors and docs name
 
 
 def run(strategy: Strategy, num_nodes: int = 4, max_steps: int = 12) -> Trainer:

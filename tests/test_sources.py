@@ -201,7 +201,7 @@ def test_digits() -> None:
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r'pip install "vsim\[examples\]"'):
+    with pytest.raises(ImportError, match=r'pip install "vsim\[digits\]"'):
         digits()
 
 

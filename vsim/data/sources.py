@@ -164,7 +164,7 @@ def digits(val_fraction: float = 0.2, seed: int = 0) -> tuple[TensorDataset, Ten
         ImportError: scikit-learn is not installed.
         ValueError: an argument out of its range.
     """
-    sklearn_datasets = extra("sklearn.datasets", "digits", "scikit-learn", "examples")
+    sklearn_datasets = extra("sklearn.datasets", "digits", "scikit-learn", "digits")
     _check_fraction(val_fraction)
     bunch = sklearn_datasets.load_digits()
     x = torch.from_numpy(bunch.images.astype(np.float32)).div_(16).unsqueeze(1)  # (N, 1, 8, 8)
