@@ -64,7 +64,8 @@ from vsim.writing import check_output
 # For each built-in model what trains it well in some hundred steps: AdamW's learning rate, examples a node and step.
 LEARNING_RATES = {"gpt": 6e-4, "mlp": 2e-3, "cnn": 2e-3}
 BATCH_SIZES = {"gpt": 8, "mlp": 16, "cnn": 16}
-GPT_SHAPE = {"block_size": 64, "layers": 2, "width": 64, "heads": 4}
+GPT_SHAPE = {"block_size": 32, "layers": 2, "width": 64, "heads": 4}
+WINDOWS = 256  # of text, to validate on
 # The figures of a command's result, next to its data.
 _FIGURES = {"comparison": ("comparison.png", "winners.png"), "sweep": ("sweep.png", "heatmap.png")}
 PARTICIPATION: dict[str, type[Participation]] = {
@@ -234,7 +235,7 @@ class Training:
     """train with each of these seeds, instead of one --seed: mean, deviation and bands"""
     participation: Annotated[str | None, _optional("KIND", "all nodes")] = None
     """which nodes take part: sample:of=200, dropout:p=0.2, trace:file=events.csv, deadline:seconds=30"""
-    val_size: Annotated[int | None, _optional("N", "all, and beyond 2048 a sample of them")] = None
+    val_size: Annotated[int | None, _optional("N", f"{WINDOWS} windows of text; up to 2048 images")] = None
     """validation examples"""
     val_interval: Annotated[int | None, _optional("STEPS", "up to ten times in a run")] = None
     """steps between validations"""
@@ -755,7 +756,7 @@ def _fit_options(problem: Problem, training: Training, priced: Price, output: Ou
         "max_steps": problem.steps,
         "batch_size": problem.examples_per_step,
         "seeds": list(training.seeds) or [problem.seed],
-        "val_size": training.val_size,
+        "val_size": WINDOWS if training.val_size is None and problem.is_text else training.val_size,
         "val_interval": every,
         "participation": _attending(training.participation, problem.num_nodes),
         **{name: getattr(training, name) for name in ("device", "executor", "deterministic", "autocast", "compile")},
