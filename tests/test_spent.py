@@ -84,6 +84,11 @@ def test_rarer_measurements_never_make_a_result_cheaper(fine: vsim.Comparison, e
         assert known == seen  # without a tie, the first is the first
 
 
+def test_measurements_at_every_step_leave_nothing_open(fine: vsim.Comparison) -> None:
+    for target in (1.0, 1.5, 2.0):
+        assert fine.winners(target, compute=COMPUTE).left_open == 0
+
+
 def test_whose_model_exists(fine: vsim.Comparison) -> None:
     formed = {name: run.history["global_formed"].astype(bool).tolist() for name, run in fine.items()}
     syncs = [step % 6 == 0 for step in range(STEPS + 1)]

@@ -561,8 +561,7 @@ class Comparison(Mapping[str, ComparedRun]):
         best = min(within, key=took.__getitem__)
         first = {
             name: statistics.fmean(
-                run.history.bytes_per_node("wire")[int(np.searchsorted(run.history["step"], at.first))] / 1e6
-                for run, at in zip(self.runs(name), found, strict=True)
+                self._least_bytes(run, at) / 1e6 for run, at in zip(self.runs(name), found, strict=True)
             )
             for name, found in self._crossings(loss).items()
             if name in within
@@ -575,6 +574,12 @@ class Comparison(Mapping[str, ComparedRun]):
                 stacklevel=2,
             )
         return best
+
+    def _least_bytes(self, run: ComparedRun, at: Crossing) -> float:
+        """Return the bytes on the wire that a crossing took at least, whatever was not measured."""
+        if at.first == at.step:
+            return until(run.history, at, self._spent(run, "wire"))
+        return float(run.history.bytes_per_node("wire")[np.searchsorted(run.history["step"], at.first)])
 
     def winners(
         self,
@@ -629,7 +634,8 @@ class Comparison(Mapping[str, ComparedRun]):
         ).T
         if at.step != at.formed:  # no node has the model
             seconds = seconds + forming_seconds(run.history, networks, self.allreduce_bytes)[:, 0]
-        return np.stack([seconds if math.isnan(at.formed) else np.minimum(seconds, of_formed), first])
+        reached = seconds if math.isnan(at.formed) else np.minimum(seconds, of_formed)
+        return np.stack([reached, reached if at.first == at.step else first])
 
     def at(
         self,

@@ -474,7 +474,7 @@
       const timed = run.seeds.every((seed) => P.ledgers[seed.ledger].planes[0][0] !== null);
       if (said || !timed) missing.push(`${run.name} (${said || "no hours"})`);
       else if (!state.hide.has(i)) {
-        found.push({ run, i, seeds: run.seeds.map((seed, s) => ({ seed: seed.seed, first: spot(seed.ledger, at[s].first),
+        found.push({ run, i, seeds: run.seeds.map((seed, s) => ({ seed: seed.seed, first: at[s].first < at[s].step ? spot(seed.ledger, at[s].first) : null,
           results: at[s].results.map((k) => [spot(seed.ledger, stepOf(seed, k)), forming(seed, k)]) })) });
       }
     });
@@ -489,7 +489,7 @@
     const best = means.indexOf(Math.min(...means)), tied = [];
     found.forEach((one, k) => {
       if (k === best) return tied.push(k);
-      if (mean(one.seeds.map((own) => clock[own.first])) <= means[best] * EQUAL) return tied.push(k);
+      if (mean(one.seeds.map((own, s) => (own.first === null ? reached[k][s] : clock[own.first]))) <= means[best] * EQUAL) return tied.push(k);
       if (one.seeds.length < 2) return 0;
       const pairs = [];
       found[best].seeds.forEach((own, s) => {
