@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import vsim
 from vsim import CheckpointError, Sample, Trainer
 from vsim.strategy import AsyncDiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*will train in evaluation mode")
 STREAM = torch.Generator().manual_seed(0)
 X = 1 + torch.randn(48, 6, generator=STREAM)
 DATA = TensorDataset(X, (X[:, 0] > 1).long())
@@ -170,3 +172,16 @@ def test_a_run_resumes_with_the_modes_that_it_had(tmp_path: Path) -> None:
     for name, found in model.state_dict().items():
         assert torch.equal(found, expected.state_dict()[name])
     assert straight.history.config["model"]["in_evaluation_mode"] == ["1"]
+
+
+@pytest.mark.filterwarnings("default:.*will train in evaluation mode")
+def test_a_part_that_trains_without_its_dropout_is_named() -> None:
+    named, frozen, plain, layer = Net(), Net(), Net(dropout=0.0), Net()
+    for part in (named[3], frozen[3].requires_grad_(False), plain[3], layer[2]):
+        part.eval()
+    with pytest.warns(UserWarning, match=r"^3 will train in evaluation mode, without dropout"):
+        Trainer(named, DATA, loss_fn=F.cross_entropy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model in (frozen, plain, layer, Net().eval()):
+            Trainer(model, DATA, loss_fn=F.cross_entropy)

@@ -6,6 +6,7 @@ import itertools
 import shutil
 import tempfile
 import uuid
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -20,6 +21,7 @@ from vsim.checkpoint.files import Checkpoint, load_checkpoint, saving_of, start_
 from vsim.checkpoint.folder import Saving, checkpoints_in, held
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
+from vsim.cluster.replicas import idle_dropout
 from vsim.data.batches import Data
 from vsim.engine.explain import Explanation, explain
 from vsim.engine.machine import check_repeats, pick_device
@@ -100,6 +102,13 @@ class Trainer:
             raise TypeError(f"loss_fn must be a function of (outputs, y), got {given}")
         self.model = uncompiled(model)  # its names would begin with `_orig_mod.`; compile=True is for all nodes
         check_apart(self.model)
+        if idle := idle_dropout(self.model):
+            warnings.warn(
+                f"{', '.join(idle)} will train in evaluation mode, without dropout: call train() on it if dropout "
+                "should act, or freeze its parameters",
+                UserWarning,
+                stacklevel=3,
+            )
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
         self.loss_fn = loss_fn

@@ -164,6 +164,21 @@ def kept_in_evaluation(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if model.training and not module.training]
 
 
+def idle_dropout(model: nn.Module) -> list[str]:
+    """Return the paths of parts that train, but in evaluation mode and so without their dropout.
+
+    The models of `from_pretrained` are such parts of a new module.
+    """
+    kept = kept_in_evaluation(model)
+    idle = [m for path in kept if isinstance(m := model.get_submodule(path), nn.modules.dropout._DropoutNd) and m.p > 0]
+    parts = {path: model.get_submodule(path) for path in kept if not any(path.startswith(f"{one}.") for one in kept)}
+    return [
+        path
+        for path, part in parts.items()
+        if any(own in idle for own in part.modules()) and any(p.requires_grad for p in part.parameters())
+    ]
+
+
 def matrix(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a (num_rows, num_columns) matrix of zeros whose rows begin and end, with gaps, at multiples of 64 bytes.
 
