@@ -33,6 +33,6 @@ class AloneStrategy(Strategy):
         with collectives.unbilled():
             return collectives.broadcast(self.cluster.weights)
 
-    def has_global_model(self) -> bool:
+    def has_global_model(self, mean: Tensor | None = None) -> bool:
         """Return False: no server knows node 0's weights."""
         return False

@@ -85,9 +85,9 @@ class CommunicationModule(Configured):
         """Names of the buffers that are a client's own, and that the server does not see."""
         return ()
 
-    def shared_weights(self, cluster: Cluster) -> Tensor:
-        """Return the weights (R, p) that clients have in common after a sync; default: all."""
-        return cluster.weights
+    def shared_weights(self, weights: Tensor) -> Tensor:
+        """Return the columns (…, p) of weights (…, P) that clients have in common after a sync; default: all."""
+        return weights
 
     def attend(self, cluster: Cluster) -> None:
         """Called when the set of nodes that take part changes, before step `cluster.step`. Default: no-op."""
@@ -114,7 +114,7 @@ class CommunicationModule(Configured):
     def follow(self, cluster: Cluster) -> None:
         """Called in place of `sync` in a warm-up, when weights are equal. Default: outer weights follow them."""
         if isinstance(outer := vars(self).get("outer_weights"), Tensor):
-            outer.copy_(self.shared_weights(cluster)[0])
+            outer.copy_(self.shared_weights(cluster.weights)[0])
 
     def sync(self, cluster: Cluster) -> None:
         """Change `cluster.weights` in place, after a step that H says. Default: no-op."""
@@ -523,19 +523,22 @@ class Strategy(Configured):
         replaced = (own is not CommunicationModule.global_weights for own in modules)
         return type(self).global_weights is Strategy.global_weights and not any(replaced)
 
-    def has_global_model(self) -> bool:
-        """Return whether a server has the global model now: kept by a module, or equal on all nodes after a sync."""
+    def has_global_model(self, mean: Tensor | None = None) -> bool:
+        """Return whether a server has the global model now: kept by a module, or equal on all nodes after a sync.
+
+        Args:
+            mean: the mean replica (P,), if it is known: equal nodes have it, so that none has to send its weights.
+        """
         cluster, collectives = self.cluster, self.cluster.collectives
         if any(module.global_weights(cluster) is not None for module in self.communication_modules):
             return True
         if type(self).global_weights is not Strategy.global_weights or cluster.replicas.shares_weights:
             return True
-        shared = cluster.weights
-        for module in self.communication_modules:
-            shared = module.shared_weights(cluster)
         with collectives.unbilled():
-            same = (shared == collectives.broadcast(shared)).all(1)  # (R,)
-            return bool(collectives.all_reduce(same.float(), "min"))
+            same = cluster.weights == (collectives.broadcast(cluster.weights) if mean is None else mean)  # (R, P)
+            for module in self.communication_modules:
+                same = module.shared_weights(same)
+            return bool(collectives.all_reduce(same.all(1).float(), "min"))
 
 
 class CommunicateOptimizeStrategy(Strategy):

@@ -51,8 +51,8 @@ class PersonalAverage(AveragingCommunicator):
     def personal_bytes(self) -> int:
         return self.personal_weights[0].nbytes
 
-    def shared_weights(self, cluster: Cluster) -> Tensor:
-        return self.shared.of(cluster.weights)
+    def shared_weights(self, weights: Tensor) -> Tensor:
+        return self.shared.of(weights)
 
     def attend(self, cluster: Cluster) -> None:
         if cluster.plan is not None and cluster.plan.renews:

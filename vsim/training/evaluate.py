@@ -339,7 +339,9 @@ def _columns(run: Run, nodes: _Measured, overall: _Measured) -> dict[str, float]
         "node_loss_min": local.min(),
         "node_loss_max": local.max(),
         "node_loss_std": local.std(correction=0),
-        "global_formed": torch.tensor(not run.strategy.evaluates_mean or run.strategy.has_global_model()),
+        "global_formed": torch.tensor(
+            not run.strategy.evaluates_mean or run.strategy.has_global_model(run.global_weights)
+        ),
     }
     if nodes.accuracies is not None and overall.accuracies is not None:
         with collectives.unbilled():
