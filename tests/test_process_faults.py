@@ -590,7 +590,10 @@ def test_the_processes_end_with_a_caller_that_is_killed_while_they_start(tmp_pat
             time.sleep(0.01)
         process.kill()
         assert gone_within(60, mark)  # the fork server notices once it has imported torch
-        assert process.stderr is not None and process.stderr.read() == ""
+        assert process.stderr is not None
+        said = process.stderr.read().strip()
+        # A process that was not told yet what to run finds an empty pipe, which Python's fork server prints.
+        assert said == "" or (said.startswith("Traceback") and said.endswith("EOFError: Ran out of input"))
     assert list(tmp_path.glob("vsim-*")) == []
 
 
