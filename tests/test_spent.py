@@ -133,6 +133,16 @@ def test_a_sync_makes_the_result_by_hand() -> None:
     assert made[["all"]].best({"time": "10 s"}, "12 Mbit/s", 1.0).loss == 20 - 8
 
 
+def test_to_form_a_mean_is_no_step_of_a_run(fine: vsim.Comparison) -> None:
+    """SPARTA's end costs one all-reduce more than it has sent; a further step would cost a small message only."""
+    history = fine["SPARTA"].history
+    sent, more = history["wire_bytes"], forming_bytes(history, "wire", fine.allreduce_bytes)
+    end, step = sent[-1] + more, np.diff(sent).max()
+    assert step < more / 5
+    for budget, ended in ((end + 1.01 * step, True), (end + 0.9 * more, True), (end + 0.5 * step, False)):
+        assert fine.best({"wire": float(budget)}).uses["SPARTA"].ended == ended
+
+
 @pytest.mark.parametrize("collective", ["ring", "tree", "server"])
 def test_to_form_a_mean_takes_what_one_more_all_reduce_takes(fine: vsim.Comparison, collective: str) -> None:
     network = Network(NETWORK.split(",")[0], 0.02, collective=collective)

@@ -108,10 +108,15 @@ def use(runs: Sequence[tuple[History, Sequence[tuple[Floats, float]]]]) -> Use:
     for history, costs in runs:
         steps = history.last("step") if len(history) else 0.0
         shares = [last(own) / most if most else 1.0 for own, most in costs]
-        ended = all(last(own) + np.diff(own, prepend=0.0).max(initial=0.0) <= most for own, most in costs)
+        ended = all(last(own) + _dearest(own, history.formed) <= most for own, most in costs)
         found.append((min(1.0, max(shares)), steps, steps / max(shares) if max(shares) else math.inf, ended))
     share, steps, needed, _ = np.mean(found, axis=0).tolist()
     return Use(share, steps, math.ceil(needed) if math.isfinite(needed) else needed, any(own[-1] for own in found))
+
+
+def _dearest(costs: Floats, formed: NDArray[np.bool_]) -> float:
+    """Return the largest rise of a cost, among rows whose models exist or among the others: not where that changes."""
+    return max(float(np.diff(costs[kind]).max(initial=0.0)) for kind in (formed, ~formed))
 
 
 def last(costs: Floats) -> float:
