@@ -160,14 +160,10 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def look_for_no_device(optimizer: torch.optim.Optimizer) -> None:
-    """Keep a step on the CPU from asking which accelerators there are, to know whether a graph is being captured.
-
-    A process that has asked CUDA cannot fork processes that use it. A question put to the tensors would replace it.
-    """
-    for name in dir(optimizer):
-        if name.endswith("_graph_capture_health_check"):  # one each for CUDA, as it once was, and for all accelerators
-            setattr(optimizer, name, lambda: None)
+# Methods by which an optimizer's step asks which accelerators there are, to know whether a graph is being captured, in
+# torch up to 2.12 and from 2.13 on. A process that has asked CUDA cannot fork processes that use it. A question put to
+# the tensors would replace them.
+CHECKS_OF_CAPTURE = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
 
 
 def default_mps_generator() -> torch.Generator:

@@ -17,7 +17,7 @@ from vsim.arguments import one_of, only_one, real_number, reject_unknown
 from vsim.cluster.muon import StackedMuon, hidden_matrices
 from vsim.cluster.optimizers import JointOptimizers, NodeOptimizers, StackedOptimizer, in_training, without_compiler
 from vsim.cluster.replicas import Replicas, with_gaps
-from vsim.private_torch import look_for_no_device
+from vsim.private_torch import CHECKS_OF_CAPTURE
 
 # Elementwise optimizers: every element of the update depends on that element alone, so that one optimizer over the
 # (K, P) matrix equals K optimizers. Any other class (Adafactor, a user's own) may mix elements, and is applied node by
@@ -127,7 +127,7 @@ class OptimSpec:
         if "capturable" in kwargs and torch.cuda.is_available():
             del kwargs["capturable"]
         optimizer = without_compiler(self.cls)([sample], **kwargs)
-        look_for_no_device(optimizer)
+        vars(optimizer).update(dict.fromkeys(CHECKS_OF_CAPTURE, lambda: None))  # the sample is on the CPU
         with torch.set_grad_enabled(bool(kwargs.get("differentiable"))):
             optimizer.step()
         return frozenset(optimizer.state[sample])

@@ -22,7 +22,12 @@ class When(Configured):
     """A schedule of syncs. A subclass defines `after`."""
 
     needs_compute = False  # whether compute seconds decide
+    has_warmup = False  # whether it defines `is_warmup`
     next: int  # the step of the next sync, shared
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.has_warmup = cls.is_warmup is not When.is_warmup
 
     def after(self, step: int, lr: float, steps_left: int, seconds: ComputeSeconds | None) -> int:
         """Return the step of the next sync.
@@ -40,11 +45,6 @@ class When(Configured):
     def is_warmup(self, step: int) -> bool:
         """Whether gradients are averaged before step number `step`, so that weights stay equal without a sync."""
         return False
-
-    @property
-    def has_warmup(self) -> bool:
-        """Whether it defines a warm-up."""
-        return type(self).is_warmup is not When.is_warmup
 
     def setup(self, cluster: Cluster) -> None:
         """Prepare for a run on `cluster`."""
