@@ -1,18 +1,21 @@
-"""Losses and gradients of all nodes: vectorized, compiled, node by node, or by a rule that chooses."""
+"""Losses and gradients of all nodes: vectorized or compiled, each proved, or node by node."""
 
-from vsim.engine.auto import AutoExecutor
+from collections.abc import Callable
+from functools import partial
+
 from vsim.engine.batched import VmapError
+from vsim.engine.choose import AutoExecutor
 from vsim.engine.compiled import CompiledExecutor, CompileError
 from vsim.engine.executor import Executor, Settings
 from vsim.engine.loop import LoopExecutor
 from vsim.engine.vmap import VmapExecutor
 
-EXECUTORS: dict[str, type[Executor]] = {"auto": AutoExecutor, "vmap": VmapExecutor, "loop": LoopExecutor}
+EXECUTORS = ("auto", "vmap", "loop")
 
 
-def executor_class(executor: str, compile: bool) -> type[Executor]:
-    """Return the class of executor for `fit(executor=…, compile=…)`."""
-    return CompiledExecutor if compile and executor == "vmap" else EXECUTORS[executor]
+def executor_of(name: str) -> Callable[..., Executor]:
+    """Return a function that makes executors for `fit(executor=name)`, which share their proofs."""
+    return LoopExecutor if name == "loop" else partial(AutoExecutor, asked=name, decided={})
 
 
 __all__ = [
@@ -25,5 +28,5 @@ __all__ = [
     "Settings",
     "VmapError",
     "VmapExecutor",
-    "executor_class",
+    "executor_of",
 ]

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
-from vsim_kernels.alignment import rows_apart
 
 from vsim.cluster.randomness import default_generator, drawing_from
 from vsim.cluster.replicas import Views
+from vsim.engine.batched import VmapError
+from vsim.engine.casting import Casting, Casts
 from vsim.engine.executor import Before, cloned
-from vsim.engine.loop import agrees_with_loop, rounding
 from vsim.engine.memory import activation_bytes
-from vsim.engine.rules import cast, is_cast
+from vsim.engine.proof import DifferError, Proof, Step, compared, prove
 from vsim.engine.vmap import Piece, VmapExecutor
 from vsim.private_torch import (
     allow_saved_tensors_hooks,
@@ -78,7 +75,7 @@ class CompiledExecutor(VmapExecutor):
     On a CPU, a call takes as many nodes as keep ACTIVATIONS_AT_ONCE bytes, unless `settings.chunk_size` gives their
     number. On CUDA, PyTorch is asked to capture the graph as a CUDA graph, see `captures`. Random operations of the
     model draw from one stream, different numbers for each node. The draws are reproducible, but differ from those of
-    the other executors. The first step must agree with the loop's up to rounding, unless the model draws.
+    the other executors.
 
     Attributes:
         compile_seconds: the duration of the first step; None before it.
@@ -96,6 +93,7 @@ class CompiledExecutor(VmapExecutor):
         self.known: set[Any] = set()  # shapes for which there is a graph
         self._casts = self.settings.autocast  # or the model itself turns autocast on
         self._added: dict[tuple[float, bool], tuple[Tensor, Tensor]] = {}  # on the device, see `_called`
+        self._draws = False  # whether the model draws random numbers, which the graph draws differently
         self.changes = 0  # times that the model's Python changed and was compiled again
         self._cuts_by_batch = self.settings.chunk_size is None
         of_weights = None if self.replicas.shares_grads else 0
@@ -131,9 +129,11 @@ class CompiledExecutor(VmapExecutor):
         # Compile one graph: between separate forward and backward graphs, autograd's overhead exceeds the arithmetic of
         # a small model. The graph also writes the gradients to their places while they are in the caches. fullgraph,
         # because a graph break within vmap would silently leave everything uncompiled.
-        options: Any = {"guard_filter_fn": without_guards_on_torch}
+        # Operations draw as they do uncompiled, so that both can be compared.
+        options: Any = {"guard_filter_fn": without_guards_on_torch, "fallback_random": True}
         if self.captures:
             options["triton.cudagraphs"] = True  # what mode="reduce-overhead" sets; a mode excludes options
+        self.uncompiled = losses_and_grads
         self.compiled = torch.compile(losses_and_grads, dynamic=False, fullgraph=True, options=options)
 
     @property
@@ -153,38 +153,51 @@ class CompiledExecutor(VmapExecutor):
     def preparing(self) -> str:  # type: ignore[override]
         return _COMPILING if self.compile_seconds is None else ""
 
-    def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
-        if self.compile_seconds is not None:
-            return super().losses_and_grads(batch, minibatch_size)
-        before, given = Before(self), cloned(batch)
-        draws = self._draws(tree_map(lambda t: t[0], batch))
-        started = time.perf_counter()
-        losses = super().losses_and_grads(batch, minibatch_size)
-        self.compile_seconds = time.perf_counter() - started
-        odd = "" if draws else agrees_with_loop(self, losses, before, given, rounding(self), minibatch_size)
-        if odd:
-            before.restore()
-            raise CompileError(f"the model cannot be compiled: in the first step {odd}")
-        return losses
+    def prove(self, batch: Any, share: float = 1.0) -> Proof:
+        """Prove the graph for batches of these shapes in two halves, see `vsim.engine.proof`.
 
-    def _draws(self, batch: Any) -> bool:
-        """Return whether the model draws random numbers, which the graph draws differently; note whether it casts."""
+        A step of the graph must agree with the same function uncompiled, from the same state of the generators. Steps
+        of that function must agree with the loop's, in evaluation mode if the model draws.
+
+        Args:
+            share: the share of the batch in a step; batches that are whole have a graph of their own.
+        """
+        self._look(tree_map(lambda t: t[0], batch))
+        started = time.perf_counter()
+        ours = self._tried(batch, share)
+        if self.compile_seconds is None:
+            self.compile_seconds = time.perf_counter() - started
+        compiled, self.compiled = self.compiled, self.uncompiled
+        theirs = self._tried(batch, share)
+        self.compiled = compiled
+        try:
+            compared(self, ours, theirs)
+            return prove(self, self._made_uncompiled, batch, evaluating=self._draws)
+        except (DifferError, VmapError) as error:
+            raise CompileError(f"the model cannot be compiled: {error}") from error
+
+    @classmethod
+    def _made_uncompiled(cls, *args: Any) -> CompiledExecutor:
+        made = cls(*args)
+        made.compiled = made.uncompiled
+        return made
+
+    def _tried(self, batch: Any, share: float) -> Step:
+        """Return a step, and undo it."""
+        before, replicas = Before(self), self.replicas
+        losses = self._backward(cloned(batch), share, True)
+        step = Step(losses, replicas.grads.clone(), {name: b.clone() for name, b in replicas.buffers.items()})
+        before.restore()
+        return step
+
+    def _look(self, batch: Any) -> None:
+        """Note whether the model draws random numbers, and whether it casts, on one node's batch."""
         generator = default_generator(self.replicas.weights.device)
         with self.first_node(batch) as (objective, _, own), Casts() as casts:
             state = generator.get_state()
-            try:
-                objective(own, False)
-            except Exception:  # the step itself will raise it again
-                return True
+            objective(own, False)
             self._casts = self._casts or casts.seen
-            return not torch.equal(generator.get_state(), state)
-
-    @staticmethod
-    def _laid_out(batch: Any) -> Any:
-        return tree_map(torch.Tensor.contiguous, batch)
-
-    def _leaf(self, rows: Tensor) -> Tensor:
-        return rows.data  # at any place in memory, as the compiler's last bits differ anyway
+            self._draws = not torch.equal(generator.get_state(), state)
 
     def _cut(self, pieces: list[slice]) -> None:
         super()._cut(pieces)
@@ -203,6 +216,7 @@ class CompiledExecutor(VmapExecutor):
         return equal if 2 * equal >= at_once else at_once
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        batch = tree_map(torch.Tensor.contiguous, batch)
         shapes = tuple(t.shape for t in tree_leaves(batch))
         if self._cuts_by_batch:
             self._cut_for(batch)
@@ -222,7 +236,6 @@ class CompiledExecutor(VmapExecutor):
             if self.compile_seconds is not None and not is_of_compiler(error):
                 raise
             allow_saved_tensors_hooks()
-            self._try_uncompiled(batch)
             raise CompileError(f"the model cannot be compiled: {_summary(error)}") from error
         stacked = losses[0] if len(losses) == 1 else torch.cat(losses)
         return stacked if share == 1.0 else stacked * share
@@ -262,12 +275,6 @@ class CompiledExecutor(VmapExecutor):
             self._added[share, adds] = numbers
         return self._added[share, adds]
 
-    def _try_uncompiled(self, batch: Any) -> None:
-        """Run the step uncompiled, to raise the model's own error, which the compiler's error may hide."""
-        before = Before(self)
-        super()._backward(tree_map(rows_apart, batch), 1.0, True)
-        before.restore()
-
 
 def _without_gradient_of_padding(module: Any, inputs: tuple[Tensor], outputs: Tensor) -> Tensor:
     """Stop the gradient of padding, because functorch's rule stops it only in the first node's table."""
@@ -284,62 +291,3 @@ def _summary(error: Exception) -> str:
     if of_operation := _OF_OPERATION.search(str(error)):
         summary = f"{of_operation['name']}: {of_operation['reason'].partition('. ')[0]}"
     return summary + (f" ({where[-1]})" if where else "")
-
-
-# functorch decomposes some operations before autocast sees them: it turns a convolution into an operation that autocast
-# does not know, and a loss in float32 into parts in bfloat16. `Casting` therefore casts their operands as autocast
-# would. (In eager PyTorch, vmap calls these operations node by node.) The lists follow PyTorch's documentation
-# ("Automatic Mixed Precision package", operations by policy), for the operations that functorch decomposes.
-_Function = Callable[..., Any]
-
-
-def _functions(modules: tuple[Any, ...], names: str) -> frozenset[_Function]:
-    return frozenset(getattr(m, name) for m in modules for name in names.split() if hasattr(m, name))
-
-
-_ANYWHERE = (torch, F, Tensor, torch.linalg)
-_LOWER = _functions(
-    _ANYWHERE,
-    """
-    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d addmm addbmm baddbmm prelu vecdot
-    linear matmul mm bmm __matmul__ __rmatmul__ scaled_dot_product_attention
-    """,
-)
-_FLOAT32 = _functions(
-    _ANYWHERE,
-    """
-    cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss kl_div l1_loss
-    mse_loss smooth_l1_loss huber_loss hinge_embedding_loss cosine_embedding_loss margin_ranking_loss
-    soft_margin_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss cdist trace prod
-    """,
-)
-# On a CPU, these take an input in bfloat16 and weights in float32, compute in float32, and return the input's dtype.
-_MIXED = _functions((F,), "layer_norm group_norm batch_norm instance_norm rms_norm")
-
-
-class Casting(TorchFunctionMode):
-    """Within this context, functions of the lists above get operands as autocast would cast them."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _LOWER:
-            args = [cast(a) for a in args]
-            kwargs = {name: cast(a) for name, a in kwargs.items()}
-        elif func in _FLOAT32:
-            args = [cast(a, torch.float32) for a in args]
-            kwargs = {name: cast(a, torch.float32) for name, a in kwargs.items()}
-        elif func in _MIXED and args and is_cast(args[0]) and args[0].device.type == "cpu":
-            return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
-        if func is Tensor.unflatten:  # a method written in Python, which the compiler cannot trace
-            return torch.unflatten(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-class Casts(TorchFunctionMode):
-    """Notes whether autocast is on for any function called within this context, for instance by the model itself."""
-
-    seen = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or any(is_cast(operand) for operand in args)
-        return func(*args, **(kwargs or {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,21 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
-from vsim_kernels.alignment import aligned, empty_rows, is_aligned, rows_apart
+from vsim_kernels.alignment import aligned, empty_rows, is_aligned
 
 from vsim.cluster.randomness import default_generator, drawing_from, preserved
 from vsim.cluster.replicas import Replicas, Views
-from vsim.engine.objective import (
-    Objective,
-    as_given,
-    changed,
-    functions_naming,
-    global_generators,
-    kept_in_python,
-    listed,
-    versions,
+from vsim.engine.objective import Objective, as_given, listed
+from vsim.private_torch import unwatched, version
+
+SHARED_ROW = (
+    "the model changes its weights in forward, and with this strategy all nodes share one row of them, which each "
+    "would change again: with deterministic=True every node has a row of its own"
 )
-from vsim.private_torch import is_wrapped, storage_key, unwatched, version
 
 
 @dataclass(frozen=True)
@@ -34,13 +30,13 @@ class Settings:
 
     Attributes:
         autocast: compute in bfloat16 where torch.autocast does.
-        exact: every node is bitwise equal to eager PyTorch on that node alone.
+        deterministic: repeat to the bit; on the CPU, equal eager PyTorch on every node alone.
         chunk_size: nodes computed at once, for executors that can choose; None: the best number.
         compile: compile the loss and its gradient.
     """
 
     autocast: bool = False
-    exact: bool = False
+    deterministic: bool = False
     chunk_size: int | None = None
     compile: bool = False
 
@@ -81,8 +77,6 @@ class Executor(ABC):
         self.generators = generators
         self.settings = settings or Settings()
         self._moved: list[tuple[Tensor, Tensor]] = []
-        self._steps = 0  # steps that this executor has taken
-        self._shared = SharedState(replicas, objective)
         self._writes_in_evaluation: bool | None = None  # whether the model writes to its weights in evaluation
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
@@ -92,36 +86,29 @@ class Executor(ABC):
         pieces are summed, each weighted by its share of the batch.
         """
         self.step += 1
-        self._steps += 1
-        self.prepare(batch)
-        looks = not self.objective.changes and self._steps > 1 and self._steps.bit_count() == 1  # 2, 4, 8, …
-        before = self._kept() if looks else {}
-        self._shared.begin()
+        shared = {name: (id(t), version(t)) for name, t in self._shared_tensors().items()}
         total: Tensor | None = None
-        for piece, share in minibatches(self._laid_out(batch), minibatch_size):
+        for piece, share in minibatches(batch, minibatch_size):
             losses = self._backward(piece, share, first=total is None)
             total = losses if total is None else total + losses
         assert total is not None
-        self._shared.check()
-        if looks and (found := changed(before, self._kept())):
+        now = self._shared_tensors()
+        if changed := [name for name, t in now.items() if shared.get(name) != (id(t), version(t))]:
             raise ValueError(
-                f"the model changes {listed(found)} in forward, but not in its first step, so that the nodes share it: "
-                "make it a buffer (register_buffer), or change it from the first step on"
+                f"the model or its loss changes {listed(changed)} in forward, a frozen parameter or a buffer of the "
+                "loss, which nodes share: make it a buffer of the model (register_buffer), of which each has its own"
             )
+        self.objective.note()
         return total
 
-    def prepare(self, batch: Any) -> None:
-        """Before the first step, find out what the model changes besides parameters and buffers."""
-        if self.objective.changes is None:
-            self.objective.changes = self._changes(batch)
-        self._use_python(self.objective.changes)
+    def prepare(self, batch: Any) -> None:  # noqa: B027  # by default a no-op
+        """Make ready for stacked batches (K, B, …) of these shapes; `losses_and_grads` does so by itself."""
 
-    def _kept(self) -> dict[str, Any]:
-        own = {id(t) for t in (*self.objective.parameters(), *self.objective.buffers())}
-        return kept_in_python(self.objective.model, self.objective.loss_fn, own)
-
-    def _use_python(self, changes: list[str]) -> None:  # noqa: B027  # by default a no-op
-        """Prepare for a model that changes these attributes in `forward`; `changes` may be empty."""
+    def _shared_tensors(self) -> dict[str, Tensor]:
+        """Return name → tensor, for tensors that nodes share and that `forward` must not change."""
+        loss_fn, several = self.objective.loss_fn, self.replicas.num_held > 1
+        of_loss = dict(loss_fn.named_buffers()) if isinstance(loss_fn, nn.Module) and several else {}
+        return {**self.replicas.frozen, **{f"loss_fn.{name}": buffer for name, buffer in of_loss.items()}}
 
     @contextmanager
     def first_node(self, batch: Any) -> Iterator[tuple[Objective, Views, Any]]:
@@ -140,44 +127,6 @@ class Executor(ABC):
         placed = objective.placed(weights, buffers)
         with unwatched(), preserved(device), drawing_from(stream), torch.enable_grad(), self._precision(), placed:
             yield objective, {**weights, **buffers}, cloned(batch)
-
-    def _changes(self, batch: Any) -> list[str]:
-        """Try one node, and return what the model changes in `forward` besides parameters and buffers.
-
-        Raises:
-            ValueError: a function that names the user's own model changes it.
-        """
-        originals = self.objective.originals
-
-        def of_originals() -> Any:
-            return [kept_in_python(m) for m in originals], versions(originals)
-
-        theirs = of_originals()
-        with self.first_node(tree_map(lambda t: t[0], batch)) as (objective, tensors, own_batch):
-            own = {id(t) for t in (*tensors.values(), *objective.parameters(), *objective.buffers())}
-            before, drawn = kept_in_python(objective.model, objective.loss_fn, own), global_generators()
-            try:
-                loss, _ = objective(own_batch, False)
-                self._shared.check_reached(loss)
-            except ValueError:
-                raise
-            except Exception:  # the step itself will raise it again, with more details
-                return []
-            found = changed(before, kept_in_python(objective.model, objective.loss_fn, own))
-            if global_generators() != drawn:
-                found.append("the global random generator of Python or NumPy")
-        if of_originals() != theirs:
-            by = functions_naming(self.objective.model, originals) or ["a function that names it"]
-            raise ValueError(
-                f"{listed(by)} changes the model that was given, not the copies that a run trains: take the module "
-                "from the hook's arguments, or use a bound method (self.register_forward_hook(self.method))"
-            )
-        return found
-
-    @staticmethod
-    def _laid_out(batch: Any) -> Any:
-        """Return a stacked batch whose rows begin where tensors of a single node could begin in memory."""
-        return tree_map(rows_apart, batch)
 
     def _leaf(self, rows: Tensor) -> Tensor:
         """Return a parameter or buffer (R, *shape) for the model: `rows`, or a copy if `rows` is not aligned.
@@ -206,31 +155,6 @@ class Executor(ABC):
         yield
         # Copy back always, because writes through `.data` or by BatchNorm do not change a tensor's version.
         torch._foreach_copy_(places, copies)
-
-    @torch.no_grad()
-    def _bits_of_row(self, weights: Iterable[Tensor]) -> Tensor | None:
-        """Return a checksum of the row of weights that nodes share, bit by bit; None if they share none.
-
-        Args:
-            weights: the tensors that the model gets: views of the row, or copies.
-        """
-        if not self.replicas.shares_weights or self.replicas.weights.is_meta:
-            return None
-        moved = [w for w in weights if storage_key(w) != storage_key(self.replicas.weights)]
-        return torch.stack([bits_of(w).sum() for w in (self.replicas.weights, *moved)])
-
-    def _check_row(self, weights: Iterable[Tensor], after_first: Tensor | None) -> None:
-        """Check that no node after the first has changed the row of weights that nodes share.
-
-        Raises:
-            ValueError: a node has. An idempotent change by all nodes, such as clamping, is allowed.
-        """
-        after_last = self._bits_of_row(weights)
-        if after_first is not None and after_last is not None and not torch.equal(after_first, after_last):
-            raise ValueError(
-                "the model changes its weights in forward, and with this strategy all nodes share one row of them, "
-                "which each would change again: with deterministic=True every node has a row of its own"
-            )
 
     @torch.no_grad()
     def evaluate(
@@ -383,7 +307,7 @@ def check_examples(batch: Any, dim: int) -> None:
 
 
 class Before:
-    """A snapshot of the state that a step changes besides gradients: buffers, random streams, nodes' own Python.
+    """A snapshot of the state that a step changes besides gradients: buffers and random streams.
 
     Args:
         executor: the executor that takes the step.
@@ -395,8 +319,6 @@ class Before:
         replicas = executor.replicas
         default = default_generator(replicas.weights.device)
         self.streams = [(g, g.get_state()) for g in [*executor.generators, default, *streams]]
-        self.objective = executor.objective
-        self.of_nodes = self.objective.snapshot()
         written = [*([replicas.weights] if weights else []), *replicas.buffers.values()]
         self.tensors = [(t, t.clone()) for t in written]
 
@@ -406,7 +328,6 @@ class Before:
             stream.set_state(state)
         for tensor, value in self.tensors:
             tensor.copy_(value)
-        self.objective.restore(self.of_nodes)
 
 
 @contextmanager
@@ -444,84 +365,3 @@ def write_or_add(grads: list[Tensor], pieces: Sequence[Tensor], first: bool) -> 
     elsewhere = [(g, p) for g, p in zip(grads, pieces, strict=True) if g.data_ptr() != p.data_ptr()]
     if elsewhere:
         torch._foreach_copy_([g for g, _ in elsewhere], [p for _, p in elsewhere])
-
-
-class SharedState:
-    """Rejects changing state that nodes would share silently: frozen parameters, loss buffers, parameters in closures.
-
-    Args:
-        replicas: the nodes. objective: the model and loss that hold the state.
-    """
-
-    def __init__(self, replicas: Replicas, objective: Objective) -> None:
-        self.replicas, self.objective = replicas, objective
-        self._strangers = {
-            id(p): name for model in (objective.model, *objective.originals) for name, p in model.named_parameters()
-        }
-        self._made: dict[str, tuple[int, int]] | None = None  # buffers made in forward; None before the first step
-        self._may_make = True
-
-    def begin(self) -> None:
-        """Record the state before a step."""
-        self._frozen = {name: (t, version(t)) for name, t in self.replicas.frozen.items()}
-        self._of_loss = {n: (b, version(b)) for n, b in self._loss_buffers() if self.replicas.num_held > 1}
-
-    def check_reached(self, losses: Tensor) -> None:
-        """Raise a ValueError if losses depend on parameters of the model that belong to no node.
-
-        During a step, a node's own tensors replace the module's parameters. But a parameter held elsewhere, in a list
-        or in a loss function that names the trainer's model, is still the original.
-        """
-        nodes = [losses.grad_fn]
-        seen = set(nodes)
-        while nodes:
-            node = nodes.pop()
-            name = self._strangers.get(id(getattr(node, "variable", None)))
-            if name is not None:
-                raise ValueError(
-                    f"the loss depends on {name} not by the module that has it but by another way, such as a list, a "
-                    "closure or a global variable, where it belongs to no node and is never trained: take it from "
-                    "its module, in forward"
-                )
-            found = {following for following, _ in getattr(node, "next_functions", ()) if following is not None}
-            nodes += found - seen
-            seen |= found
-
-    def check(self) -> None:
-        """Check the state after a step.
-
-        Raises:
-            ValueError: a frozen parameter or a buffer of the loss has changed, or forward has created a buffer that
-                differs between nodes or steps. Created buffers are checked in the first two steps; a constant buffer,
-                such as a mask, is allowed.
-        """
-        for name, (tensor, at_first) in self._frozen.items():
-            if version(tensor) != at_first:
-                raise ValueError(
-                    f"the model changes {name} in forward, a parameter that requires no gradient and that the nodes "
-                    "share: make it a buffer (register_buffer), of which every node has its own"
-                )
-        for name, buffer in self._loss_buffers() if self._of_loss else ():
-            tensor, at_first = self._of_loss.get(name, (buffer, version(buffer)))
-            if buffer is not tensor or version(tensor) != at_first:
-                raise ValueError(
-                    f"loss_fn changes its buffer {name}, which all nodes that are computed together share: make it "
-                    "a buffer of the model, which returns its loss itself, so that every node has its own"
-                )
-        if not self._may_make:
-            return
-        made = {n: b for n, b in self.objective.model.named_buffers() if n not in self.replicas.buffers}
-        now = {name: (id(b), version(b)) for name, b in made.items()}
-        own = [name for name, b in made.items() if is_wrapped(b)]
-        if self._made is not None:
-            own += [name for name in now if now[name] != self._made.get(name)]
-        if own:
-            raise ValueError(
-                f"the model makes buffers in forward: {', '.join(own)}; register them with a tensor of their shape, so "
-                "that every node has its own"
-            )
-        self._may_make, self._made = bool(made) and self._made is None, now
-
-    def _loss_buffers(self) -> list[tuple[str, Tensor]]:
-        loss_fn = self.objective.loss_fn
-        return list(loss_fn.named_buffers()) if isinstance(loss_fn, nn.Module) else []

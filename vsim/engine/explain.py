@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from vsim.cluster.optimizers import StackedOptimizer
-from vsim.engine.auto import AutoExecutor
+from vsim.engine.choose import AutoExecutor
 from vsim.engine.executor import Executor
 from vsim.engine.machine import synchronize
 from vsim.engine.memory import activation_bytes, optimizer_bytes
@@ -29,12 +29,11 @@ _FORMS = {"batched": "one call for all nodes", "node by node": "one call a node"
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of the forward pass: name, calls per step, form, and whether it is bitwise equal to a node's own."""
+    """An operation of the forward pass: name, calls per step, and form."""
 
     name: str
     calls: int
     form: str
-    exact: bool
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,8 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"executor: {self.executor}" + (f" ({self.reason})" if self.reason else "")]
         if self.operations:
-            rows = [
-                [o.name, o.calls, _FORMS[o.form], "yes" if o.exact else "last bits may differ"] for o in self.operations
-            ]
-            lines += ["", tabulate(rows, ["operation", "calls", "form", "bits of one node"])]
+            forms = [[o.name, o.calls, _FORMS[o.form]] for o in self.operations]
+            lines += ["", tabulate(forms, ["operation", "calls", "form"])]
         rows = [[name, _megabytes(count), _megabytes(count * self.num_nodes)] for name, count in self.memory.items()]
         lines += [
             "",
@@ -107,12 +104,8 @@ def explain(
         started = time.perf_counter()
     batch = tree_map(lambda t: t.to(replicas.weights.device), batch)
     engine = executor.chosen if isinstance(executor, AutoExecutor) else executor
-    calls, differing = (engine.calls, engine.differing) if isinstance(engine, VmapExecutor) else (Counter(), set())
-    on_cpu = replicas.weights.device.type == "cpu"  # elsewhere, the bits of both were never compared
-    operations = [
-        Operation(name, count, form, form == "node by node" or (on_cpu and name not in differing))
-        for (name, form), count in calls.most_common()
-    ]
+    calls = engine.calls if isinstance(engine, VmapExecutor) else Counter()
+    operations = [Operation(name, count, form) for (name, form), count in calls.most_common()]
     nodes = replicas.num_held
     memory = {
         "weights": replicas.weights.nbytes / nodes,

@@ -157,8 +157,8 @@ class Threads:
     """Chooses the number of threads for an executor's steps, by shapes alone.
 
     Args:
-        executor: takes the steps. With `settings.exact` the number is not changed, because the last bits may depend on
-            it; nor is a number that was given, as to the processes of a run.
+        executor: takes the steps. With `settings.deterministic` the number is not changed, because the last bits may
+            depend on it; nor is a number that was given, as to the processes of a run.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -172,7 +172,7 @@ class Threads:
 
     def _is_small(self, batch: Any) -> bool:
         replicas = self.executor.replicas
-        settled = self.executor.settings.exact or self.executor.has_given_threads
+        settled = self.executor.settings.deterministic or self.executor.has_given_threads
         if settled or replicas.weights.device.type != "cpu":
             return False
         shapes = tuple(t.shape for t in tree_leaves(batch))

@@ -1,8 +1,7 @@
 """The objective: the user's model and loss as one module that maps a batch to a scalar.
 
-A node's own state is its parameters and buffers, which are stacked. If a model changes anything else in `forward`, such
-as a counter or a running mean in a plain attribute, it is computed node by node, and each node has its own copy of the
-model's Python: see `Objective.changes` and `kept_in_python`.
+A model is a function of its parameters, buffers, batch and torch's generators. In the loop, every node has its own copy
+of the model's Python besides, such as a counter in a plain attribute: see `Objective.part`.
 """
 
 from __future__ import annotations
@@ -10,30 +9,27 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import io
 import itertools
-import random
+import pickle
 import re
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from enum import Enum
+from contextlib import contextmanager, nullcontext, suppress
 from numbers import Real
 from pathlib import Path
 from traceback import walk_tb
-from types import FunctionType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from vsim.arguments import retold
-from vsim.cluster.randomness import GENERATORS, preserved
+from vsim.cluster.randomness import preserved
 from vsim.cluster.state import CheckpointError, with_extra_state
 from vsim.engine.indices import InRange, is_off_cpu
-from vsim.private_torch import hooks_of, is_wrapped, tensor_tables, unwatched, version
+from vsim.private_torch import is_wrapped, tensor_tables, unwatched, version
 
 LossFunction = Callable[[Any, Any], Tensor]
 Accuracy = Callable[[Any, Any], Any]  # (outputs, targets) → booleans, one a prediction, or the share of right ones
@@ -57,7 +53,6 @@ class Objective(nn.Module):
 
     Attributes:
         originals: the user's own models, of which this model is a copy.
-        changes: attributes that `forward` changes besides parameters and buffers; None before the first step.
         callers: the nodes whose rows are computed; None: row k is node k.
     """
 
@@ -71,14 +66,14 @@ class Objective(nn.Module):
         self.loss_fn = loss_fn
         self.accuracy = accuracy
         self.originals: tuple[nn.Module, ...] = ()
-        self.changes: list[str] | None = None
         self.callers: Sequence[int] | None = None
-        self.is_resumed = False  # whether the nodes' Python was restored from a checkpoint
         self.places = Places(model)
         self._arguments = _arguments_of(model)  # not a cached property, which the compiler cannot trace
         self._of_nodes: dict[int, Objective] = {}  # copies of all nodes but the first
-        self._at_first: Objective | None = None  # the original of copies for nodes that come later
-        self._left: dict[tuple[str, str], Any] = {}
+        self._at_first: Objective | None = None  # the original of these copies
+        self._restored: dict[int, Mapping[str, Any]] = {}  # extra states of a resumed run, by node
+        self._after_first_step: dict[str, bytes] | None = None
+        self.has_warned = False  # of attributes that are not saved
 
     # Nodes with their own Python
 
@@ -89,49 +84,43 @@ class Objective(nn.Module):
         memo: dict[int, Any] = {id(t): t for t in (*tensors, *attached)}
         model, loss_fn = copy.deepcopy((self.model, self.loss_fn), memo)
         other = Objective(model, loss_fn, self.accuracy)
-        other.originals, other.changes = self.originals, self.changes
+        other.originals = self.originals
         return other
 
-    def of_row(self, row: int) -> Objective:
-        """Return the objective that computes a row: this one, or the node's own copy if the model `changes`."""
-        node = row if self.callers is None else self.callers[row]
-        return self._of_nodes.get(node, self)
-
-    def part(self, nodes: Iterable[int]) -> None:
-        """Give each of these nodes its own copy of the model's Python, if missing; node 0 uses this objective's."""
+    def part(self) -> None:
+        """Give every node its own copy of the model's Python from now on; row 0 uses this objective's."""
         self._at_first = self._at_first or self.copied()
-        for node in nodes:
-            if node and node not in self._of_nodes:
-                self._of_nodes[node] = self._at_first.copied()
 
-    def snapshot(self) -> tuple[Objective, dict[int, Objective]] | None:
-        """Return copies of the nodes' Python, for `restore`; None if the nodes have no copies of their own."""
-        if not self._of_nodes:
-            return None
-        return self.copied(), {node: own.copied() for node, own in self._of_nodes.items()}
+    def of_row(self, row: int) -> Objective:
+        """Return the objective that computes a row: this one, or the node's own copy after `part`."""
+        node = row if self.callers is None else self.callers[row]
+        if self._at_first is None or node == 0:
+            return self
+        if node not in self._of_nodes:
+            own = self._of_nodes[node] = self._at_first.copied()
+            own._set_extra_state(self._restored.get(node, {}))
+        return self._of_nodes[node]
 
-    def restore(self, before: tuple[Objective, dict[int, Objective]] | None) -> None:
-        """Restore the Python that `snapshot` returned."""
-        if before is not None:
-            own, self._of_nodes = before
-            self.model, self.loss_fn, self.places = own.model, own.loss_fn, own.places
+    @property
+    def _plain(self) -> dict[str, bytes]:
+        return plain_attributes(self.model, self.places.names)
 
-    def follow(self) -> None:
-        """Copy attributes that were assigned since the last step, for instance by a callback, to all nodes."""
-        now = _assigned(self.model)
-        for place, value in now.items() if self._left else ():
-            if place not in self._left or self._left[place] is not value:
-                for other in (*self._of_nodes.values(), *filter(None, [self._at_first])):
-                    setattr(other.model.get_submodule(place[0]), place[1], copy.deepcopy(value))
+    @property
+    def differs(self) -> bool:
+        """Whether plain attributes differ between the nodes' own copies."""
+        return any(own._plain != self._plain for own in self._of_nodes.values())
 
     def note(self) -> None:
-        """Note the attributes at the end of a step, for `follow`."""
-        self._left = _assigned(self.model)
+        """Note the plain attributes after the first step, for `unsaved`."""
+        if self._after_first_step is None:
+            self._after_first_step = self._plain
 
     def unsaved(self) -> list[str]:
-        """Return the `changes` that no `get_extra_state` saves."""
-        holding = {f"model.{path}".rstrip(".") for path, _ in with_extra_state(self.model)}
-        return [name for name in self.changes or () if name.rpartition(".")[0] not in holding]
+        """Return the plain attributes that changed since the first step, and that no `get_extra_state` saves."""
+        before, now = self._after_first_step or {}, self._plain
+        holding = {path for path, _ in with_extra_state(self.model)}
+        found = (name for name in now if self._after_first_step is not None and before.get(name) != now[name])
+        return [name for name in found if name.rpartition(".")[0] not in holding]
 
     def check_portable(self) -> None:
         """Check that rows may be given to other nodes.
@@ -151,12 +140,12 @@ class Objective(nn.Module):
 
     def set_extra_states(self, rows: Sequence[int], states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the states that `extra_states` returned, in a resumed run."""
-        self.is_resumed = True
-        if any(states):
-            self.part(rows)
-        for row, state in zip(rows, states, strict=True):
-            for path, value in state.items():
-                self.of_row(row).model.get_submodule(path).set_extra_state(value)
+        self._restored.update(zip(rows, states, strict=True))
+        self._set_extra_state(self._restored.get(0, {}))
+
+    def _set_extra_state(self, state: Mapping[str, Any]) -> None:
+        for path, value in state.items():
+            self.model.get_submodule(path).set_extra_state(value)
 
     # One call
 
@@ -362,6 +351,7 @@ class Places:
                 where.setdefault(id(tensor), []).append((table, key))
         named = itertools.chain(module.named_parameters(), module.named_buffers())
         self._of = {name: where[id(tensor)] for name, tensor in named}  # tied tensors have several places
+        self.names = self._of.keys()
 
     def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Put tensors in the places of these names, and return the tensors that were there."""
@@ -390,36 +380,37 @@ def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:
 # What a model keeps in Python -----------------------------------------------------------------------------------------
 
 _COMMON = frozenset(vars(nn.Module()))
-_PLAIN = (int, float, complex, str, bytes, type(None), Enum)
-_MOST = 1000  # most entries of a container that is compared; larger ones are data, such as a vocabulary
-_LIBRARIES = ("torch", "numpy", "logging", "threading", "multiprocessing", "_io", "io", "weakref")
 
 
-def kept_in_python(model: nn.Module, loss_fn: Any = None, own: Container[int] = ()) -> dict[str, Any]:
-    """Return path → comparable copy of every attribute of the modules that is not a parameter, buffer or submodule.
+class _Plain(pickle.Pickler):
+    """Pickles attributes to compare them: modules by name, and tensors by identity and number of writes."""
 
-    Numbers, text, tensors and generators are compared by value, also within lists, dicts and plain objects. All other
-    objects are compared by type.
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return "tensor", id(value), version(value)
+        return ("module", type(value).__name__) if isinstance(value, nn.Module) else None
 
-    Args:
-        own: ids of tensors that stand for parameters. References to them, such as nn.LSTM's list, are not state.
+
+def plain_attributes(model: nn.Module, buffers: Container[str] = ()) -> dict[str, bytes]:
+    """Return path → pickled value of the modules' attributes besides parameters, buffers, submodules and the like.
+
+    Buffers that are not named in `buffers`, because `forward` has made them, count as attributes. Attributes that
+    cannot be pickled are left out.
     """
-    found: dict[str, Any] = {}
-    for name, root in (("model", model), ("loss_fn", loss_fn)):
-        if not isinstance(root, nn.Module):
-            found[name] = _comparable(root, own, set())
-            continue
-        for path, module in root.named_modules():
-            for key, value in vars(module).items():
-                is_of_rnn = isinstance(module, nn.RNNBase) and key == "_flat_weights"  # references to its parameters
-                if key not in _COMMON and not is_of_rnn:
-                    found[f"{name}.{path}.{key}".replace("..", ".")] = _comparable(value, own, set())
+    found, known = dict[str, bytes](), dict[int, bytes]()  # modules may share an object, such as a configuration
+    for path, module in model.named_modules():
+        for name, value in {**vars(module), **tensor_tables(module)[1]}.items():
+            of_rnn = isinstance(module, nn.RNNBase) and name == "_flat_weights"  # its parameters
+            if name in _COMMON or of_rnn or f"{path}.{name}".lstrip(".") in buffers:
+                continue
+            if id(value) not in known:
+                text = io.BytesIO()
+                with suppress(Exception):
+                    _Plain(text).dump(value)
+                    known[id(value)] = text.getvalue()
+            if id(value) in known:
+                found[f"{path}.{name}".lstrip(".")] = known[id(value)]
     return found
-
-
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the paths at which two results of `kept_in_python` differ."""
-    return [path for path in {**before, **now} if before.get(path, _MOST) != now.get(path, _MOST)]
 
 
 def listed(paths: Sequence[str]) -> str:
@@ -427,86 +418,8 @@ def listed(paths: Sequence[str]) -> str:
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
-def _comparable(value: Any, own: Container[int], seen: set[int]) -> Any:
-    if isinstance(value, _PLAIN):
-        return type(value).__name__, value if value == value else "nan"
-    if isinstance(value, nn.Parameter) or id(value) in own:
-        return "parameter"
-    if isinstance(value, Tensor):
-        if is_wrapped(value):  # a vmapped call left it, for instance in a list of references to parameters
-            return "parameter"
-        if value.is_meta or value.layout is not torch.strided:
-            return "tensor", id(value)
-        content = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        return "tensor", value.dtype, value.shape, content.view(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, np.generic | np.ndarray):
-        return "array", value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, torch.Generator):
-        return "generator", value.get_state().numpy().tobytes()
-    for kind, (read, _) in GENERATORS.items():
-        if isinstance(value, kind):
-            return "generator", repr(read(value))
-    if id(value) in seen or isinstance(value, nn.Module | type):
-        return type(value).__name__
-    seen.add(id(value))
-    if isinstance(value, list | tuple | deque | set | frozenset) and len(value) <= _MOST:
-        return type(value).__name__, [_comparable(part, own, seen) for part in value]
-    if isinstance(value, Mapping) and len(value) <= _MOST:
-        return type(value).__name__, [(repr(k), _comparable(part, own, seen)) for k, part in value.items()]
-    of_library = type(value).__module__.partition(".")[0] in _LIBRARIES
-    if not of_library and hasattr(value, "__dict__") and not isinstance(value, FunctionType | MethodType):
-        return type(value).__name__, [(k, _comparable(part, own, seen)) for k, part in vars(value).items()]
-    return type(value).__name__
-
-
-def functions_naming(model: nn.Module, originals: Sequence[nn.Module]) -> list[str]:
-    """Return the paths of a model's functions, including hooks, whose closures hold modules of `originals`."""
-    theirs = {id(m) for original in originals for m in original.modules()}
-    theirs |= {id(t) for original in originals for t in (*original.parameters(), *original.buffers())}
-    found = []
-    for path, module in model.named_modules():
-        kept = {**{k: v for k, v in vars(module).items() if k not in _COMMON}, **hooks_of(module)}
-        for name, value in kept.items():
-            functions = [
-                _function(f) for f in tree_leaves(value if isinstance(value, dict | list | tuple) else [value])
-            ]
-            cells = [cell for f in functions if f is not None for cell in f.__closure__ or ()]
-            if any(id(_content(cell)) in theirs for cell in cells):
-                found.append(f"model.{path}.{name}".replace("..", "."))
-    return found
-
-
-def global_generators() -> tuple[Any, ...]:
-    """Return the states of the global random generators of Python and NumPy."""
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
-    return random.getstate(), numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["has_gauss"]
-
-
-def versions(modules: Iterable[nn.Module]) -> list[int]:
-    """Return how often each parameter and buffer of some modules was written to."""
-    return [version(t) for m in modules for t in (*m.parameters(), *m.buffers())]
-
-
-def _function(value: Any) -> FunctionType | None:
-    while isinstance(value, functools.partial):
-        value = value.func
-    return value if isinstance(value, FunctionType) else None
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
 def _is_attached(value: Any) -> bool:
     return isinstance(value, Tensor) and (is_wrapped(value) or value.grad_fn is not None)
-
-
-def _assigned(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return (path, name) → value of the attributes of a model's modules, except parameters, buffers and the like."""
-    return {(p, k): v for p, m in model.named_modules() for k, v in vars(m).items() if k not in _COMMON}
 
 
 # Why a batch was not taken --------------------------------------------------------------------------------------------
@@ -523,7 +436,7 @@ def explained(error: Exception, objective: Objective, batch: Any, nodes: int, wh
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     while len(frames) > 1 and frames[-1].co_name == "__torch_function__":  # the operation itself has no frame
         frames.pop()
-    kept = _attached_in(objective.model) if re.search("escaped|graph a second time", str(error)) else []
+    kept = attached_in(objective.model) if re.search("escaped|graph a second time", str(error)) else []
     raised_there = Objective.forward.__code__ in frames and Path(frames[-1].co_filename).parent != Path(__file__).parent
     if not (kept or raised_there) or type(error).__module__ != "builtins":
         return error
@@ -576,11 +489,11 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}{of}"
 
 
-def _attached_in(model: nn.Module) -> list[str]:
-    """Return the paths of modules' attributes that hold tensors attached to the graph of an earlier call."""
+def attached_in(model: nn.Module) -> list[str]:
+    """Return the paths of modules' attributes and buffers that hold tensors of the graph of an earlier call."""
     return [
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
-        for name, value in vars(module).items()
+        for name, value in {**vars(module), **tensor_tables(module)[1]}.items()
         if name not in _COMMON and any(map(_is_attached, tree_leaves(value)))
     ]

@@ -1,32 +1,20 @@
-"""The forms of operations for K nodes at once, under torch.func.vmap, and how they stay exact.
+"""The forms of operations for K nodes at once, under torch.func.vmap.
 
 For most operations, functorch has a rule that puts the node dimension into the operation. Some of these rules are slow,
-some differ in the last bits from the operation on one node, and rules of random operations do not draw from the nodes'
-own generators. Within a `Lowering`, the functions of this module that are marked with `rule` replace functorch's rules;
-the model's code stays unchanged. CONTRIBUTING.md ("Add a lowering") shows an example.
+and rules of random operations do not draw from the nodes' own generators. Within a `Lowering`, the functions of this
+module that are marked with `rule` replace functorch's rules; the model's code stays unchanged. All other operations are
+left to functorch. CONTRIBUTING.md ("Add a lowering") shows an example.
 
-**Exactness.** With `exact=True` every operation is bitwise equal to eager PyTorch on one node:
+Whether a rule is right for the model at hand, vsim's or functorch's, is shown by the proof of `vsim.engine.choose`.
 
-- operations with a rule that is marked exact use the rule. Products and attention are batched, as their kernels compute
-  every matrix alike (`vsim.engine.batched` names the exceptions);
-- exactly rounded arithmetic and mere moves of data are left to functorch (`_EXACT_ARITHMETIC`, `_MOVES_DATA`), unless a
-  tensor that needs a gradient is broadcast, because its gradient is then a sum;
-- all other operations are called once for each node. If that is impossible, an InexactError names the operation.
-
-With `exact=False` all rules are used, and operations without a rule are left to functorch. `Lowering.differing` names
-operations whose form may differ in the last bits. `unproven` names those of them that functorch computed; because its
-rule may be wrong, the first step is compared with the loop's.
-
-Under autocast, too, operations without a rule are called once for each node. Autocast casts the operands of whole
-operations, such as a convolution or a loss. functorch decomposes these operations first, and autocast would cast the
-parts otherwise. Arithmetic in one dtype is not cast; on an accelerator it is therefore left to functorch.
+Under autocast, operations without a rule that autocast casts are called once for each node: functorch decomposes them
+first, and autocast would cast the parts otherwise.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -39,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.engine import batched
 from vsim.engine.batched import Stacked, node_by_node
+from vsim.engine.casting import CAST, cast
 from vsim.private_torch import (
     add_batch_dim,
     batch_dim,
@@ -51,17 +40,12 @@ from vsim.private_torch import (
 )
 
 
-class InexactError(ValueError):
-    """An operation has no form for all nodes at once that is known to be bitwise equal to a single node's."""
-
-
 class Nodes:
     """The nodes of one vmapped call. Rules unwrap and wrap the nodes' tensors with it.
 
     Args:
         streams: a generator for each node of the vmapped call, in order, for random operations. None: these draw from
             the default generator, the same numbers for all nodes.
-        exact: allow only operations that are bitwise equal to one node alone; others raise an InexactError.
         places: id of a stacked parameter → the tensor for its gradient. An operation that computes the whole gradient
             of a parameter may write it to this tensor and return the tensor; each place is used once.
 
@@ -70,20 +54,15 @@ class Nodes:
         favors_loops: whether the device does, see `batched.favors_loops`.
         shared: id of a tensor that `spread_all` has expanded → the original, which is the same for all nodes.
         way: how the current operation is called; rules may set it.
-        differing: the operations whose form may differ in the last bits from one node alone.
         failed: the first error of an operation; the model may have handled it.
     """
 
-    def __init__(
-        self, streams: Sequence[Any] | None, exact: bool = False, places: Mapping[int, Tensor] | None = None
-    ) -> None:
+    def __init__(self, streams: Sequence[Any] | None, places: Mapping[int, Tensor] | None = None) -> None:
         super().__init__()
         self.streams = streams
-        self.exact = exact
         self.places = dict(places or {})
         self.way = ""
         self.shared: dict[int, Tensor] = {}
-        self.differing: set[str] = set()
         self.failed: Exception | None = None
         self._undrawn: list[tuple[torch.Generator, Tensor]] = []  # the streams' states before the first draw
         self._level = -1
@@ -167,11 +146,11 @@ class Nodes:
         """Call `func` once for each node, with the node's generator.
 
         Raises:
-            InexactError: `func` writes into its arguments, works on tensors of another transform in the model, or draws
-                from the model's own generator.
+            NotImplementedError: `func` writes into its arguments, works on tensors of another transform in the model,
+                or draws from the model's own generator.
         """
         if why_not := self.why_not_alone(func, args, kwargs):
-            raise self.refusal(func, why_not)
+            raise refusal(func, why_not)
         return self._each(func, args, kwargs, self.draw())
 
     def why_not_alone(self, func: Any, args: Any, kwargs: Any) -> str:
@@ -206,25 +185,16 @@ class Nodes:
             outcome = node_by_node(func, self.num_nodes, marked[0], marked[1], streams)
         return tree_map(lambda t: self.batch(t.tensor) if isinstance(t, Stacked) else t, outcome)
 
-    def refusal(self, func: Any, why: str) -> Exception:
-        """Return the error for an operation that has no form for all nodes."""
-        if not self.exact:
-            return NotImplementedError(f"{name_of(func)} {why} and has no form for all nodes at once")
-        return InexactError(
-            f"{name_of(func)} {why} and has no form for all nodes at once that is known to be bitwise equal to one "
-            "node alone; with deterministic=True use executor='loop'"
-        )
-
     def needs_grad(self, t: Tensor) -> bool:
         """Return whether a gradient flows into a tensor of the vmapped function."""
         while is_wrapped(t):
             t = unwrapped(t)
         return t.requires_grad
 
-    def note_product(self, name: str) -> None:
-        """Note that a product is batched, which may differ in the last bits, as all forms do on an accelerator."""
-        if not self.exact and self.favors_loops and not batched.batches_agree():
-            self.differing.add(name)
+
+def refusal(func: Any, why: str) -> Exception:
+    """Return the error for an operation that has no form for all nodes."""
+    return NotImplementedError(f"{name_of(func)} {why} and has no form for all nodes at once")
 
 
 def name_of(func: Any) -> str:
@@ -237,47 +207,31 @@ def _writes(func: Any) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
-def is_cast(operand: Any) -> bool:
-    """Return whether autocast would cast an operand of an operation that it casts; it does not cast float64."""
-    eligible = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64
-    return eligible and torch.is_autocast_enabled(operand.device.type)
-
-
-def cast(operand: Any, dtype: torch.dtype | None = None) -> Any:
-    """Cast an operand to a dtype, by default to autocast's; return operands that autocast does not cast unchanged."""
-    if not is_cast(operand):
-        return operand
-    return operand.to(torch.get_autocast_dtype(operand.device.type) if dtype is None else dtype)
-
-
 Form = Callable[..., Any]
 
 RULES: dict[Any, Form] = {}  # operation → its form for all nodes: f(nodes, operation, *args, **kwargs)
 
 
-def rule(*operations: Any, exact: bool, with_nodes: bool = False, draws: bool = False) -> Callable[[Form], Form]:
+def rule(*operations: Any, with_nodes: bool = False, draws: bool = False) -> Callable[[Form], Form]:
     """Mark a function of stacked tensors as the form of these operations for all nodes.
 
     The function gets the arguments of the operation, with a stacked tensor (K, …) in place of every tensor; tensors
     that nodes share are expanded. It returns the stacked result. It may return NotImplemented to leave the operation to
-    functorch or, with `Lowering.exact`, to a call for each node.
+    functorch.
 
     Args:
-        exact: whether the form is bitwise equal to the operation on one node alone. Exact runs use no other forms.
         with_nodes: whether the form gets the `Nodes` as its first argument.
         draws: whether the form draws from the nodes' streams, also for a tensor that nodes share.
     """
 
     def register(form: Form) -> Form:
         def of_wrapped(nodes: Nodes, operation: Any, *args: Any, **kwargs: Any) -> Any:
-            spread = None if nodes.exact and not exact else nodes.spread_all((*args, *kwargs.values()))
+            spread = nodes.spread_all((*args, *kwargs.values()))
             if spread is None or not (draws or nodes.has_spread_own):
                 return NotImplemented
             own = [nodes] if with_nodes else []
             with outside_of_vmap():
                 outcome = form(*own, *spread[: len(args)], **dict(zip(kwargs, spread[len(args) :], strict=True)))
-            if not (exact and nodes.favors_loops) and outcome is not NotImplemented:
-                nodes.differing.add(name_of(operation))
             return nodes.batch(outcome) if isinstance(outcome, Tensor) else outcome
 
         RULES.update(dict.fromkeys(operations, of_wrapped))
@@ -299,23 +253,16 @@ def rule_of_wrapped(*operations: Any) -> Callable[[Form], Form]:
 # Products and attention -----------------------------------------------------------------------------------------------
 
 
-@rule(F.linear, exact=True, with_nodes=True)
+@rule(F.linear, with_nodes=True)
 def _linear(nodes: Nodes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     of_all: Any = nodes.shared.get(id(weight)), nodes.shared.get(id(bias))
-    if (
-        not nodes.exact
-        and of_all[0] is not None
-        and id(x) not in nodes.shared
-        and (bias is None) == (of_all[1] is None)
-    ):
-        nodes.differing.add("linear")  # one large product
-        return F.linear(x, *of_all)
+    if of_all[0] is not None and id(x) not in nodes.shared and (bias is None) == (of_all[1] is None):
+        return F.linear(x, *of_all)  # one large product
     if x.is_complex():
         return NotImplemented
     x, weight, bias = map(cast, (x, weight, bias))
     place_of_weight, place_of_bias = (nodes.places.pop(id(t), None) for t in (weight, bias))  # cast tensors have none
-    nodes.note_product("linear")
-    return batched.linear(x, weight, bias, place_of_weight, place_of_bias, nodes.exact)
+    return batched.linear(x, weight, bias, place_of_weight, place_of_bias)
 
 
 @rule(
@@ -328,18 +275,15 @@ def _linear(nodes: Nodes, x: Tensor, weight: Tensor, bias: Tensor | None = None)
         torch.mm,
         torch.Tensor.mm,
     ),
-    exact=True,
-    with_nodes=True,
 )
-def _matmul(nodes: Nodes, a: Tensor, other: Tensor | None = None, mat2: Tensor | None = None) -> Any:
+def _matmul(a: Tensor, other: Tensor | None = None, mat2: Tensor | None = None) -> Any:
     b = mat2 if other is None else other  # mm and bmm call this argument mat2
     if b is None or a.dim() < 3 or b.dim() < 3 or (b.dim() > 3 and a.dim() != b.dim()):
         return NotImplemented
     a, b = map(cast, (a, b))
     if a.dtype != b.dtype or a.is_complex():  # complex gradients use conjugates
         return NotImplemented
-    nodes.note_product("matmul")
-    return batched.matmul(a, b, nodes.exact)
+    return batched.matmul(a, b)
 
 
 @rule_of_wrapped(F.scaled_dot_product_attention)
@@ -355,14 +299,11 @@ def _attention(
     **options: Any,
 ) -> Any:
     options |= {"dropout_p": dropout_p, "is_causal": is_causal}
-    learned_mask = nodes.favors_loops and attn_mask is not None and nodes.needs_grad(attn_mask)
-    if (dropout_p > 0.0 and nodes.streams is not None) or learned_mask:
+    if dropout_p > 0.0 and nodes.streams is not None:
         return nodes.alone(operation, (query, key, value), {"attn_mask": attn_mask, **options})
     stacked = nodes.spread_all((query, key, value, attn_mask))
     if stacked is None or query.dim() < 3:
         return NotImplemented
-    if not nodes.favors_loops:
-        nodes.differing.add(name_of(operation))
     with outside_of_vmap():
         return nodes.batch(batched.attention(*stacked, **options))
 
@@ -373,7 +314,7 @@ def _attention(
 def _dropout(operation: Any, whole_features: bool, without_batch: int | None = None) -> None:
     """Register a kind of dropout. An input with `without_batch` dimensions is (C, …), without a batch."""
 
-    @rule(operation, exact=True, with_nodes=True, draws=True)
+    @rule(operation, with_nodes=True, draws=True)
     def dropout(nodes: Nodes, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout probability must be between 0 and 1, got {p}")
@@ -403,7 +344,7 @@ _dropout(F.dropout3d, whole_features=True, without_batch=4)
 def _filling(nodes: Nodes, operation: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Fill a tensor with random numbers in place."""
     if kwargs.pop("generator", None) is not None:
-        raise nodes.refusal(operation, "draws from the model's own generator")
+        raise refusal(operation, "draws from the model's own generator")
     streams, stacked = nodes.draw(), nodes.of(input)
     if streams is None or stacked is None:
         return NotImplemented  # nodes share this tensor: functorch raises an error that it cannot be filled
@@ -425,29 +366,6 @@ def _empty(nodes: Nodes, operation: Any, *args: Any, **kwargs: Any) -> Any:
         return nodes.batch(torch.stack([operation(*args, **kwargs)] * nodes.num_nodes))
 
 
-# What a model sees of a tensor -------------------------------------------------------------------------------------
-
-
-def _is_of_torch() -> bool:
-    """Return whether torch's own code is asking, to which a wrapper always answers that no gradient is needed."""
-    frame = sys._getframe(3)
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # of another mode
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__")).startswith("torch.")
-
-
-@rule_of_wrapped(torch.Tensor.requires_grad.__get__)  # type: ignore[attr-defined]
-def _requires_grad(nodes: Nodes, operation: Any, tensor: Tensor) -> Any:
-    return NotImplemented if _is_of_torch() else nodes.needs_grad(tensor)
-
-
-@rule_of_wrapped(torch.Tensor.grad_fn.__get__)  # type: ignore[union-attr]
-def _grad_fn(nodes: Nodes, operation: Any, tensor: Tensor) -> Any:
-    if _is_of_torch() or not nodes.needs_grad(tensor):
-        return NotImplemented
-    raise NotImplementedError("grad_fn is none of one node's, and a hook on it would never be called")
-
-
 @rule_of_wrapped(torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 def _hook(nodes: Nodes, operation: Any, tensor: Tensor, hook: Any) -> Any:
     raise NotImplementedError("a hook on a tensor would never be called")
@@ -456,12 +374,12 @@ def _hook(nodes: Nodes, operation: Any, tensor: Tensor, hook: Any) -> Any:
 # Lookups, activations, norms and losses -------------------------------------------------------------------------------
 
 
-@rule(F.gelu, exact=True)
+@rule(F.gelu)
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return batched.gelu(x, approximate)
 
 
-@rule(F.embedding, exact=True, with_nodes=True)
+@rule(F.embedding, with_nodes=True)
 def _embedding(
     nodes: Nodes,
     indices: Tensor,
@@ -481,7 +399,7 @@ def _embedding(
     return batched.embedding(indices, table, padding_idx, scale_grad_by_freq)
 
 
-@rule(torch.embedding, exact=True, with_nodes=True)
+@rule(torch.embedding, with_nodes=True)
 def _torch_embedding(
     nodes: Nodes,
     table: Tensor,
@@ -494,7 +412,7 @@ def _torch_embedding(
     return _embedding(nodes, indices, table, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
 
 
-@rule(F.layer_norm, exact=True)
+@rule(F.layer_norm)
 def _layer_norm(
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -512,15 +430,14 @@ def _layer_norm(
 
 @rule_of_wrapped(F.group_norm)
 def _group_norm(nodes: Nodes, operation: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    x = None if nodes.exact or torch.is_autocast_enabled(input.device.type) else nodes.of(input)
+    x = None if torch.is_autocast_enabled(input.device.type) else nodes.of(input)
     if x is None or x.is_contiguous():
         return NotImplemented
     nodes.way = "functorch"  # fails if the nodes' rows are not adjacent in memory
-    nodes.differing.add("group_norm")
     return operation(nodes.batch(x.contiguous()), *args, **kwargs)
 
 
-@rule(F.cross_entropy, exact=True)
+@rule(F.cross_entropy)
 def _cross_entropy(
     logits: Tensor,
     targets: Tensor,
@@ -537,7 +454,7 @@ def _cross_entropy(
     return batched.cross_entropy(cast(logits, torch.float32), targets, ignore_index)
 
 
-@rule(F.batch_norm, exact=True, with_nodes=True)
+@rule(F.batch_norm, with_nodes=True)
 def _batch_norm(
     nodes: Nodes,
     x: Tensor,
@@ -559,7 +476,7 @@ def _batch_norm(
 # Convolution and pooling ----------------------------------------------------------------------------------------------
 
 
-@rule(F.conv1d, F.conv2d, F.conv3d, exact=True, with_nodes=True)
+@rule(F.conv1d, F.conv2d, F.conv3d, with_nodes=True)
 def _convolution(
     nodes: Nodes,
     x: Tensor,
@@ -571,7 +488,7 @@ def _convolution(
     groups: int = 1,
 ) -> Any:
     dims = weight.dim() - 3
-    if not nodes.exact and id(weight) in nodes.shared:
+    if id(weight) in nodes.shared:
         return NotImplemented  # with shared weights, functorch merges the nodes into the batch
     if isinstance(padding, str) or x.dim() != dims + 3:
         return NotImplemented
@@ -584,11 +501,11 @@ def _convolution(
         return given * dims if len(given) == 1 else given
 
     geometry = (listed(stride), listed(padding), listed(dilation), False, [0] * dims, groups)
-    if nodes.exact or not _is_better_as_groups(x[0], weight[0], geometry):
-        nodes.way = "node by node"
+    if _is_better_as_groups(x[0], weight[0], geometry):
         return batched.convolution(x, weight, bias, *geometry)
-    nodes.differing.add(f"conv{dims}d")
-    return batched.grouped_convolution(x, weight, bias, *geometry, weight_grad=nodes.places.pop(id(weight), None))
+    nodes.way = "node by node"
+    own = Stacked(x), Stacked(weight), None if bias is None else Stacked(bias)
+    return node_by_node(torch.convolution, nodes.num_nodes, (*own, *geometry), {}).tensor
 
 
 def _is_better_as_groups(x: Tensor, weight: Tensor, geometry: Any) -> bool:
@@ -611,8 +528,8 @@ def _is_better_as_groups(x: Tensor, weight: Tensor, geometry: Any) -> bool:
 _LITTLE_WORK = 2**30  # multiplications of a node; a GPU computes some 10¹³ a second
 
 
-def _pooling(function: Any, dims: int, exact: bool) -> None:
-    @rule(function, exact=exact)
+def _pooling(function: Any, dims: int) -> None:
+    @rule(function)
     def pooling(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.dim() != dims + 3:
             return NotImplemented
@@ -620,9 +537,8 @@ def _pooling(function: Any, dims: int, exact: bool) -> None:
 
 
 for _dims in (1, 2, 3):
-    _pooling(getattr(F, f"max_pool{_dims}d"), _dims, exact=True)
-    _pooling(getattr(F, f"avg_pool{_dims}d"), _dims, exact=True)
-    _pooling(getattr(F, f"adaptive_avg_pool{_dims}d"), _dims, exact=False)
+    for _kind in ("max_pool", "avg_pool", "adaptive_avg_pool"):
+        _pooling(getattr(F, f"{_kind}{_dims}d"), _dims)
 
 
 # All other operations -------------------------------------------------------------------------------------------------
@@ -632,19 +548,17 @@ class Lowering(Nodes, TorchFunctionMode):
     """Within this context, a function vmapped over nodes uses the forms of this module.
 
     Args:
-        streams, exact, places: see `Nodes`.
+        streams, places: see `Nodes`.
 
     Attributes:
-        watch: whether to count `calls` and record `differing`; default: False.
+        watch: whether to count `calls`; default: False.
         calls: (operation, way) → number of calls; the ways are "batched", "node by node" and "functorch".
-        unproven: operations that functorch computes in its own form, by rules that vsim's tests may not cover.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.watch = False
         self.calls: Counter[tuple[str, str]] = Counter()
-        self.unproven: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -660,49 +574,14 @@ class Lowering(Nodes, TorchFunctionMode):
                     return self._note(func, self.way, outcome)
             if (name := name_of(func)) in _READS:
                 return self.read(func, args, kwargs)
-            if name in _WHOLE or (name.removesuffix("_") in _DRAWS and self.streams is not None):
+            draws = name.removesuffix("_") in _DRAWS and self.streams is not None
+            decomposed = func in CAST and self.are_cast and not self.why_not_alone(func, args, kwargs)
+            if name in _WHOLE or draws or decomposed:
                 return self._note(func, "node by node", self.alone(func, args, kwargs))
-            if (self.exact or self.watch or self.are_cast) and self._may_differ(func, args, kwargs):
-                if self.exact or (self.are_cast and not self._is_uncast(func, args, kwargs)):
-                    return self._note(func, "node by node", self.alone(func, args, kwargs))
-                self.differing.add(name)
-                if name.removesuffix("_") not in _EXACT_ARITHMETIC and name not in _EXACT_ARITHMETIC:
-                    self.unproven.add(name)
             return self._note(func, "functorch", func(*args, **kwargs))
         except Exception as error:
             self.failed = self.failed or error
             raise
-
-    def _may_differ(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Return whether functorch's form may differ in the last bits from the operation on one node."""
-        name = name_of(func)
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if name == "__get__" or not tensors:
-            return False
-        if any(t.is_complex() for t in tensors):  # a product or magnitude takes several real operations
-            return True
-        if name in _EXACT_ARITHMETIC or name.removesuffix("_") in _EXACT_ARITHMETIC:
-            return self._sums_in_backward([*args, *kwargs.values()])
-        if name in _MOVES_DATA:
-            return False
-        if name in ("__getitem__", "__setitem__") and not any(isinstance(i, Tensor) for i in tree_leaves(args[1])):
-            return False
-        return not all(self.of(t) is None for t in tree_leaves((args, kwargs)))
-
-    def _is_uncast(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Return whether autocast need not see an operation, or cannot see it node by node."""
-        dtypes = {t.dtype for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        if not self.favors_loops and name_of(func) in _EXACT_ARITHMETIC and len(dtypes) == 1:
-            return True
-        return bool(self.why_not_alone(func, args, kwargs))
-
-    def _sums_in_backward(self, args: Iterable[Any]) -> bool:
-        """Return whether a tensor that needs a gradient is broadcast: its gradient is a sum, whose order matters."""
-        tensors = [t for t in args if isinstance(t, Tensor)]
-        if len({t.shape for t in tensors}) == 1:
-            return False
-        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-        return any(t.shape != shape and self.needs_grad(t) for t in tensors)
 
     def _note(self, func: Any, way: str, outcome: Any) -> Any:
         if self.watch and any(isinstance(t, Tensor) for t in tree_leaves(outcome)):
@@ -714,28 +593,6 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Correctly rounded, entry by entry, so bitwise equal wherever an entry lies in memory.
-_EXACT_ARITHMETIC = _names(
-    """
-    add sub mul div neg abs square sqrt reciprocal true_divide subtract multiply divide negative absolute sign
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __abs__ __iadd__ __isub__
-    __imul__ __itruediv__ relu relu6 hardtanh leaky_relu threshold clamp clamp_min clamp_max clip maximum minimum
-    where eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isnan isinf isfinite logical_and logical_or
-    logical_not bitwise_and bitwise_or bitwise_not __and__ __or__ __invert__ floor ceil round trunc masked_fill
-    floor_divide remainder any all
-    """
-)
-# These only move or view entries, or make new entries that do not depend on others.
-_MOVES_DATA = _names(
-    """
-    view view_as reshape reshape_as flatten unflatten ravel transpose swapaxes t permute movedim moveaxis squeeze
-    unsqueeze split chunk tensor_split unbind select narrow contiguous clone detach to float double half bfloat16 long
-    int bool type type_as cpu cuda cat concat stack hstack vstack flip roll tril triu diagonal copy_ zero_ fill_
-    zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_tensor size dim numel
-    is_floating_point is_complex is_contiguous stride ndimension requires_grad_ __len__ argmax one_hot unfold
-    max_pool1d max_pool2d max_pool3d _max_pool1d _max_pool2d _max_pool3d avg_pool1d avg_pool2d avg_pool3d
-    """
-)
 # These return Python values that depend on a tensor's entries.
 _READS = _names(
     "__bool__ __int__ __float__ __complex__ __index__ __format__ __contains__ item tolist is_nonzero equal allclose"

@@ -19,12 +19,13 @@ from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Replicas, Views
 from vsim.engine import batched
 from vsim.engine.batched import NodesDifferError, VmapError
-from vsim.engine.executor import Before, Executor, Settings, check_depends, cloned, write_gradients
+from vsim.engine.executor import SHARED_ROW, Executor, Settings, check_depends, cloned, write_gradients
 from vsim.engine.indices import tables_at_once
-from vsim.engine.loop import LoopExecutor, agrees_with_loop, rounding
+from vsim.engine.loop import LoopExecutor
 from vsim.engine.memory import available_bytes, node_bytes, nodes_that_fit
-from vsim.engine.objective import Objective, listed
-from vsim.engine.rules import InexactError, Lowering
+from vsim.engine.objective import Objective
+from vsim.engine.proof import Proof, prove
+from vsim.engine.rules import Lowering
 from vsim.private_torch import has_backward_hooks, unwatched, version, without_performance_warnings
 
 # On the CPU, a vmapped call takes as many nodes as have this many weights together. Larger pieces gain nothing, as
@@ -82,15 +83,8 @@ class VmapExecutor(Executor):
     value differs between nodes, or if the model handles an error of an operation, the loop computes the nodes of this
     call in this step. The loop also takes over a call that fails after an earlier call has succeeded.
 
-    Some steps are computed by the loop as well, to check that the results agree. If functorch computed an operation in
-    its own form, whose rule may be wrong, the first step must agree up to rounding; otherwise a VmapError names these
-    operations. With `settings.exact`, the first step with each shape of batch must be bitwise equal; otherwise an
-    InexactError is raised.
-
     Attributes:
         calls: how often the first step called each operation in each way, see `Lowering`.
-        differing: operations of the first step that may differ from the loop in the last bits. unproven: those of them
-            that functorch computed.
         not_vmapped: number of calls that were left to the loop.
     """
 
@@ -101,13 +95,11 @@ class VmapExecutor(Executor):
         self._fits_memory = self._cuts_by_batch = on_accelerator and self.settings.chunk_size is None
         self._pieces_of: dict[Any, list[slice]] = {}  # by the shapes of a batch
         self._rows_of: dict[Any, int] = {}  # rows that are evaluated at once, by the shapes of a batch
-        self.proven: set[Any] = set()  # shapes of batches that need no further check against the loop
         self.calls: Counter[tuple[str, str]] = Counter()
-        self.differing: set[str] = set()
-        self.unproven: set[str] = set()
         self.not_vmapped = 0
         self._why_not_vmapped = ""
-        self._has_worked = False
+        self.has_worked = False
+        self.left: dict[Any, VmapError] = {}  # shapes of batches that are left to the loop, and why
         self._left_nodes = False  # whether the loop has computed nodes in training
         self.pieces: list[Piece] = []
         self._submodules = list(self.objective.modules())
@@ -117,16 +109,15 @@ class VmapExecutor(Executor):
         """Cut the nodes into these pieces from now on."""
         r = self.replicas
         self.pieces.clear()
-        self._moved.clear()
         # If only the sum of the gradients is needed, a shared row of weights is one leaf for all nodes. For gradients
         # per node, the row is expanded to K rows.
         in_common = None
         if r.shares_grads:
-            in_common = {name: self._leaf(w)[0].detach().requires_grad_() for name, w in r.views(r.weights).items()}
+            in_common = {name: w.data[0].requires_grad_() for name, w in r.views(r.weights).items()}
         for rows in pieces:
             part = r.rows(rows.start, rows.stop)
             leaves = in_common or {
-                name: self._leaf(w).detach().expand(part.num_held, *w.shape[1:]).requires_grad_()
+                name: w.data.expand(part.num_held, *w.shape[1:]).requires_grad_()
                 for name, w in part.views(part.weights).items()
             }
             grads = part.views(part.grads[0] if r.shares_grads else part.grads)
@@ -206,88 +197,43 @@ class VmapExecutor(Executor):
     def _loop(self) -> LoopExecutor:
         return LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
 
-    def _use_python(self, changes: list[str]) -> None:
-        if changes:
-            raise VmapError(
-                f"the model changes {listed(changes)} in forward, and its Python runs once for all nodes: make it a "
-                "buffer (register_buffer), of which every node has its own, or take executor='loop', where every node "
-                "has a copy of the model"
-            )
-
-    def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
-        shapes = (minibatch_size, *(t.shape for t in tree_leaves(batch))) if self.settings.exact else ()
-        if shapes in self.proven or self.replicas.weights.is_meta:
-            return super().losses_and_grads(batch, minibatch_size)
-        before, given, not_vmapped = Before(self), cloned(batch), self.not_vmapped
-        losses = super().losses_and_grads(batch, minibatch_size)
-        if self.settings.exact or self.unproven:
-            rtol = 0.0 if self.settings.exact else rounding(self)
-            if odd := agrees_with_loop(self, losses, before, given, rtol, minibatch_size):
-                before.restore()
-                raise self._disagreement(odd)
-        if self.not_vmapped == not_vmapped:
-            self.proven.add(shapes)
-        return losses
-
-    def _disagreement(self, odd: str) -> Exception:
-        if self.settings.exact:
-            return InexactError(
-                f"the vectorized form of this model is not bitwise equal to its nodes alone: {odd} differs; with "
-                "deterministic=True use executor='loop'"
-            )
-        return VmapError(
-            f"the model cannot be vectorised over nodes: {odd}; functorch's rule is wrong for one of its operations "
-            f"({', '.join(sorted(self.unproven))}), or its own — executor='loop' runs it node by node"
-        )
+    def prove(self, batch: Any, share: float = 1.0) -> Proof:
+        """Prove the steps on stacked batches (K, B, …) of these shapes, see `vsim.engine.proof`."""
+        return prove(self, type(self), batch)
 
     def lowering(self, piece: int = 0, first: bool = False) -> Lowering:
         """Return the context in which the nodes of a piece are computed."""
         rows, leaves, grads, *_ = self.pieces[piece]
         # An operation may write a gradient directly to its place if nothing is added to it or scaled later.
         places = zip(leaves.values(), grads, strict=True) if first and not self.replicas.shares_grads else ()
-        lowering = Lowering(self.generators[rows], self.settings.exact, {id(leaf): place for leaf, place in places})
+        lowering = Lowering(self.generators[rows], {id(leaf): place for leaf, place in places})
         lowering.watch = not self.calls
         return lowering
-
-    @torch.no_grad()
-    def forms(self, batch: Any) -> Counter[tuple[str, str]]:
-        """Return how the loss of a stacked batch calls each operation, see `Lowering`. Buffers and streams change."""
-        piece = self.pieces[0]
-        with self._moved_up_to_date(), self.lowering() as lowering, self._precision():
-            lowering.watch = True
-            self._losses(piece, cloned(self._own_batch(batch, piece)), lowering)
-        return lowering.calls
-
-    def _note(self, lowering: Lowering) -> None:
-        if lowering.watch:
-            self.calls, self.differing, self.unproven = lowering.calls, lowering.differing, lowering.unproven
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         if self._cuts_by_batch:
             self._cut_for(batch)
-        with self._moved_up_to_date():
-            return self._computed(batch, share, first)
-
-    def _computed(self, batch: Any, share: float, first: bool) -> Tensor:
-        losses, row = [], None
+        if (why := self.left.get(shapes_of(batch))) is not None:
+            self._leave_to_the_loop(why)
+            return self._loop.compute(range(self.replicas.num_held), batch, share, first)
+        losses, shared = [], list(self.pieces[0].leaves.values()) if self.replicas.shares_weights else []
+        at_first = [version(w) for w in shared]
         for number, piece in enumerate(self.pieces):
             lowering, own_batch = self.lowering(number, first=first and share == 1.0), self._own_batch(batch, piece)
             before = _BeforeCall(lowering, piece, tree_leaves(own_batch))
             try:
                 with lowering, self._precision():
                     stacked = self._losses(piece, own_batch, lowering)
+                self._write_gradients(stacked, piece, share, first, number)
             except VmapError as error:
                 before.restore(error)
                 losses.append(self._by_loop(piece, batch, share, first, error))
                 continue
-            self._has_worked = True
-            self._note(lowering)
-            self._write_gradients(stacked, piece, batch, share, first, number)
-            if len(self.pieces) > 1 and not losses:
-                row = self._bits_of_row(piece.leaves.values())
+            self.has_worked = True
+            self.calls = self.calls or lowering.calls
             losses.append(stacked.detach() * share if share != 1.0 else stacked.detach())
-        if len(self.pieces) > 1:
-            self._check_row(self.pieces[0].leaves.values(), row)
+        if [version(w) for w in shared] != at_first:
+            raise ValueError(SHARED_ROW)
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def _by_loop(self, piece: Piece, batch: Any, share: float, first: bool, error: VmapError) -> Tensor:
@@ -296,19 +242,17 @@ class VmapExecutor(Executor):
         An error of the model itself is raised here again.
         """
         losses = self._loop.compute(range(piece.rows.start, piece.rows.stop), batch, share, first)
-        if not self._has_worked and not isinstance(error, NodesDifferError):
+        if not self.has_worked and not isinstance(error, NodesDifferError):
             raise error
-        self._left_nodes = True
         self._leave_to_the_loop(error)
         return losses
 
     def _leave_to_the_loop(self, error: VmapError) -> None:
         self._why_not_vmapped = self._why_not_vmapped or str(error)
         self.not_vmapped += 1
+        self._left_nodes = True
 
-    def _write_gradients(
-        self, losses: Tensor, piece: Piece, batch: Any, share: float, first: bool, number: int
-    ) -> None:
+    def _write_gradients(self, losses: Tensor, piece: Piece, share: float, first: bool, number: int) -> None:
         leaves = list(piece.leaves.values())
         check_depends(losses)
         try:
@@ -317,7 +261,6 @@ class VmapExecutor(Executor):
             else:
                 write_gradients(losses, leaves, piece.grads, share, first)
         except Exception as error:  # e.g. a checkpointed part of the model, computed again outside of vmap
-            self._loop.compute(range(len(self.generators)), batch, share, True)
             raise VmapError(_explain_vmap_failure(error)) from error
 
     def _own_batch(self, batch: Any, piece: Piece) -> Any:
@@ -344,9 +287,6 @@ class VmapExecutor(Executor):
     def _evaluate(
         self, objective: Objective, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
     ) -> tuple[Tensor, Tensor | None]:
-        if self.settings.exact:
-            return super()._evaluate(objective, weights, buffers, batch, stream)
-
         def outcome_of_node(own: Views, buffers: Views, batch: Any) -> tuple[Tensor, ...]:
             with objective.placed(own, buffers):
                 return tuple(x for x in objective(batch, True) if x is not None)
@@ -364,7 +304,8 @@ class VmapExecutor(Executor):
             except VmapError as error:
                 stream.set_state(state)
                 evaluated = super()._evaluate(objective, weights, buffers, batch, stream)
-                self._leave_to_the_loop(error)
+                self._why_not_vmapped = self._why_not_vmapped or str(error)
+                self.not_vmapped += 1
                 return evaluated
         columns = [torch.cat(column) for column in zip(*outcomes, strict=True)]
         return columns[0], columns[1] if len(columns) > 1 else None
@@ -398,14 +339,17 @@ class VmapExecutor(Executor):
         try:
             with without_performance_warnings():
                 stacked = vmap(of_number, randomness="same" if batch_of_all else "different")(numbers)
-        except InexactError:
-            raise
         except Exception as error:
             kind = NodesDifferError if isinstance(error, NodesDifferError) else VmapError
             raise kind(_explain_vmap_failure(error)) from error
         if lowering.failed is not None:  # the model handled an error of some nodes as if it were all nodes'
             raise NodesDifferError(_explain_vmap_failure(lowering.failed)) from lowering.failed
         return stacked
+
+
+def shapes_of(batch: Any) -> tuple[Any, ...]:
+    """Return the shapes and dtypes of a node's part of a stacked batch (K, B, …)."""
+    return tuple((t.shape[1:], t.dtype) for t in tree_leaves(batch))
 
 
 def even_pieces(num_nodes: int, at_once: int) -> list[slice]:

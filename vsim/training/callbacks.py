@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from vsim.arguments import one_of, real_number, whole_number
-from vsim.engine.objective import changed, kept_in_python, listed
 from vsim.records.history import ACCURACIES
 from vsim.records.progress import Hook, Recorder, StepReport
 from vsim.training.run import Run
@@ -104,42 +102,6 @@ class LossHooks(Callback):
 
     def __deepcopy__(self, memo: Any) -> LossHooks:
         return self  # the runs of a comparison share the hooks
-
-
-class Originals(Callback):
-    """Warns once if the user's own model or loss changes during a run, which trains copies of them.
-
-    Checks after 1, 2, 4, 8, … steps and at the end, so that most steps cost nothing.
-    """
-
-    here = True
-
-    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
-        self.model, self.loss_fn, self.has_warned = model, loss_fn, False
-        self.before = self._now()
-
-    def on_step(self, run: Any) -> None:
-        step = int(run.row["step"])
-        if not step & (step - 1):
-            self.on_end(run)
-
-    def on_end(self, run: Any) -> None:
-        found = [] if self.has_warned else changed(self.before, self._now())
-        if found:
-            self.has_warned = True
-            warnings.warn(
-                f"{listed(found)} changed while the run trained, which has no effect on it: a run "
-                "trains copies of the model and the loss. A callback f(run) in fit(callbacks=[f]) gets the run, whose "
-                "own are run.model and run.loss_fn",
-                UserWarning,
-                stacklevel=2,
-            )
-
-    def _now(self) -> dict[str, Any]:
-        return kept_in_python(self.model, self.loss_fn)
-
-    def __deepcopy__(self, memo: Any) -> Originals:
-        return self
 
 
 class Monitor(Callback):
@@ -271,7 +233,7 @@ def with_hooks(spec: RunSpec) -> list[Any]:
     callbacks = list(spec.callbacks or ())
     if spec.train_loss_hook or spec.eval_loss_hook:
         callbacks.append(LossHooks(spec.train_loss_hook, spec.eval_loss_hook))
-    return [*callbacks, Originals(spec.model, spec.loss_fn)] if callbacks else []
+    return callbacks
 
 
 class Relay:
@@ -288,8 +250,7 @@ class Relay:
     def __init__(self, recorder: Recorder, callbacks: Sequence[Any]) -> None:
         self.recorder, self._has_begun = recorder, False
         self.here = [one for one in callbacks if getattr(one, "here", False)]
-        # A callback in another process may change the wrong copies of the model and loss, so the guard is there, too.
-        self.there = [one for one in callbacks if one not in self.here or isinstance(one, Originals)]
+        self.there = [one for one in callbacks if one not in self.here]
 
     def __call__(self, report: StepReport) -> None:
         history = self.recorder.history

@@ -77,7 +77,7 @@ class Evaluator:
         """Return run → its validation columns of `History`, with a standard error after the run's last step."""
         pieces = _cut(self.batch, self.num_examples, self.batch_size)
         try:
-            own_python = bool(self.executor.objective.changes)
+            own_python = self.executor.objective.differs
             to_measure = [f(m, own_python) for m in runs for f in (_of_nodes, _of_cluster)]
             measured = iter(self._measure(to_measure, pieces))
         except Exception as error:
@@ -220,7 +220,7 @@ def validate_clients(stack: Stack, runs: Sequence[Run], first: int | None = None
         first: measure only this many clients, from the first; default all.
     """
     at_once = VmapExecutor.nodes_at_once(stack.matrix.whole, stack.executor.settings)
-    own_python, groups = bool(stack.executor.objective.changes), dict[Any, list[Run]]()
+    own_python, groups = stack.executor.objective.differs, dict[Any, list[Run]]()
     for run in runs:
         key = id(run.spec.client_val_dataset), run.spec.seed, run if own_python else None
         groups.setdefault(key, []).append(run)
@@ -235,7 +235,8 @@ def validate_clients(stack: Stack, runs: Sequence[Run], first: int | None = None
 def _on_clients(stack: Stack, runs: Sequence[Run], first: int | None) -> list[dict[str, list[float]]]:
     (run, *_), executor = runs, stack.executor
     clients, batch_size = run.client_data[:first], 4 * (run.minibatch_size or run.spec.batch_size)
-    candidates = [_of_cluster(own, bool(executor.objective.changes)) for own in runs]
+    own_python = executor.objective.differs
+    candidates = [_of_cluster(own, own_python) for own in runs]
     models = [_Rows(m.weights[:1], {n: b[:1] for n, b in m.buffers.items()}, m.seed, m.python[:1]) for m in candidates]
     objective, device = executor.for_evaluation(models[0].python[0]), models[0].weights.device
     found = torch.full((2, len(runs), len(clients)), math.nan, dtype=torch.float64)  # losses, accuracies where known

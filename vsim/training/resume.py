@@ -22,6 +22,7 @@ from vsim.cluster.optimizers import StackedOptimizer, parts_of, torch_optimizers
 from vsim.cluster.randomness import set_global_states
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import CheckpointError, name_of
+from vsim.engine.objective import listed
 from vsim.private_torch import mark_stepped
 from vsim.records.history import History
 from vsim.training.callbacks import savable
@@ -102,6 +103,14 @@ def save_if_due(run: Run, stops: bool) -> bool:
 
 def _save(run: Run, folder: Path) -> None:
     run.check_weights()
+    if 0 in run.nodes and not run.objective.has_warned and (unsaved := run.objective.unsaved()):
+        run.objective.has_warned = True
+        warnings.warn(
+            f"the model changes {listed(unsaved)} in forward, which a checkpoint does not hold: make it a buffer "
+            "(register_buffer), or define get_extra_state and set_extra_state",
+            UserWarning,
+            stacklevel=2,
+        )
     checkpoint = captured(run)
     try:
         if 0 in run.nodes:

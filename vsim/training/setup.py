@@ -39,7 +39,7 @@ from vsim.data.batches import (
     validation_examples,
 )
 from vsim.data.partition import Partition
-from vsim.engine import Executor, Settings, VmapExecutor, batched, executor_class
+from vsim.engine import Executor, Settings, VmapExecutor, batched, executor_of
 from vsim.engine.machine import settle_vector_functions
 from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
@@ -105,7 +105,7 @@ def prepare(
             history.ledger.clock = {"compute": spec.compute.as_plain()}  # decides which nodes are late
         run = Run(spec, report, history, collectives.nodes, collectives, batches, plan, own, client_data=client_data)
         runs.append(run if plan is None else run.attended(spec.first_step))
-    return assemble(runs, executor_class(specs[0].executor, specs[0].compile), device, interrupt)
+    return assemble(runs, executor_of(specs[0].executor), device, interrupt)
 
 
 def bytes_of_node(spec: RunSpec) -> int:
@@ -261,11 +261,10 @@ def _stacked(
         module.training = False
     objective = Objective(whole.module, copy.deepcopy(spec.loss_fn), copy.deepcopy(spec.accuracy)).to(device)
     objective.originals = tuple(run.spec.model for run in runs)
-    # On an accelerator a run only repeats (see `repeating`): the forms for all nodes have other kernels than one node.
-    # It takes all nodes at once, because pieces that follow from free memory would not repeat.
+    # On an accelerator a deterministic run takes all nodes at once: pieces that follow from free memory do not repeat.
     repeats = spec.deterministic and not batched.favors_loops(device)
     chunk_size = spec.chunk_size or (whole.num_held if repeats else None)
-    settings = Settings(spec.autocast, spec.deterministic and not repeats, chunk_size, spec.compile)
+    settings = Settings(spec.autocast, spec.deterministic, chunk_size, spec.compile)
     first = 0
     for run, replicas in zip(runs, rows.parts, strict=True):
         run.rows, run.objective, run.interrupt = range(first, first + len(run.nodes)), objective, interrupt

@@ -19,6 +19,7 @@ from vsim.checkpoint.folder import Saving
 from vsim.cluster.participation import Deadline, Participation, Sample
 from vsim.data.batches import Data, DatasetFactory, loader_options
 from vsim.engine import EXECUTORS
+from vsim.engine.machine import pick_device
 from vsim.engine.objective import Accuracy, LossFunction
 from vsim.network import Compute, Network
 from vsim.records.history import COLUMNS
@@ -194,6 +195,12 @@ class RunSpec:
         if self.deterministic and any(inexact.values()):
             given = next(name for name, chosen in inexact.items() if chosen)
             raise ValueError(f"deterministic=True is bitwise equal to eager float32, which {given} is not")
+        by_nodes = [n for n in ("executor", "chunk_size") if getattr(self, n) not in ("auto", "loop", None)]
+        if self.deterministic and by_nodes and pick_device(next(iter(self.devices or ()), self.device)).type == "cpu":
+            raise ValueError(
+                f"{by_nodes[0]}={getattr(self, by_nodes[0])!r} has no effect with deterministic=True, which computes "
+                "one node at a time on the CPU"
+            )
         if self.executor == "loop" and (self.compile or self.chunk_size is not None):
             given = f"compile={self.compile!r}" if self.compile else f"chunk_size={self.chunk_size}"
             raise ValueError(f"{given} has no effect with executor='loop', which is eager and takes one node at a time")

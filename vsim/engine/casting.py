@@ -1,0 +1,84 @@
+"""Operands as torch.autocast casts them, for operations that functorch decomposes before autocast sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def is_cast(operand: Any) -> bool:
+    """Return whether autocast would cast an operand of an operation that it casts; it does not cast float64."""
+    eligible = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64
+    return eligible and torch.is_autocast_enabled(operand.device.type)
+
+
+def cast(operand: Any, dtype: torch.dtype | None = None) -> Any:
+    """Cast an operand to a dtype, by default to autocast's; return operands that autocast does not cast unchanged."""
+    if not is_cast(operand):
+        return operand
+    return operand.to(torch.get_autocast_dtype(operand.device.type) if dtype is None else dtype)
+
+
+# functorch decomposes some operations before autocast sees them: it turns a convolution into an operation that autocast
+# does not know, and a loss in float32 into parts in bfloat16. `Casting` therefore casts their operands as autocast
+# would. (In eager PyTorch, vmap calls these operations node by node.) The lists follow PyTorch's documentation
+# ("Automatic Mixed Precision package", operations by policy), for the operations that functorch decomposes.
+_Function = Callable[..., Any]
+
+
+def _functions(modules: tuple[Any, ...], names: str) -> frozenset[_Function]:
+    return frozenset(getattr(m, name) for m in modules for name in names.split() if hasattr(m, name))
+
+
+_ANYWHERE = (torch, F, Tensor, torch.linalg)
+_LOWER = _functions(
+    _ANYWHERE,
+    """
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d addmm addbmm baddbmm prelu vecdot
+    linear matmul mm bmm __matmul__ __rmatmul__ scaled_dot_product_attention
+    """,
+)
+_FLOAT32 = _functions(
+    _ANYWHERE,
+    """
+    cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss kl_div l1_loss
+    mse_loss smooth_l1_loss huber_loss hinge_embedding_loss cosine_embedding_loss margin_ranking_loss
+    soft_margin_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss cdist trace prod
+    """,
+)
+# On a CPU, these take an input in bfloat16 and weights in float32, compute in float32, and return the input's dtype.
+_MIXED = _functions((F,), "layer_norm group_norm batch_norm instance_norm rms_norm")
+CAST = _LOWER | _FLOAT32 | _MIXED
+
+
+class Casting(TorchFunctionMode):
+    """Within this context, functions of the lists above get operands as autocast would cast them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOWER:
+            args = [cast(a) for a in args]
+            kwargs = {name: cast(a) for name, a in kwargs.items()}
+        elif func in _FLOAT32:
+            args = [cast(a, torch.float32) for a in args]
+            kwargs = {name: cast(a, torch.float32) for name, a in kwargs.items()}
+        elif func in _MIXED and args and is_cast(args[0]) and args[0].device.type == "cpu":
+            return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+        if func is Tensor.unflatten:  # a method written in Python, which the compiler cannot trace
+            return torch.unflatten(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class Casts(TorchFunctionMode):
+    """Notes whether autocast is on for any function called within this context, for instance by the model itself."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or any(is_cast(operand) for operand in args)
+        return func(*args, **(kwargs or {}))

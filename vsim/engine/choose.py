@@ -1,0 +1,164 @@
+"""Choose how the nodes are computed: vectorized or compiled if that is proved for the model, else by the loop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vsim.cluster.replicas import Replicas, Views
+from vsim.engine import batched
+from vsim.engine.batched import VmapError
+from vsim.engine.compiled import CompiledExecutor, CompileError
+from vsim.engine.executor import Executor, Settings, minibatches
+from vsim.engine.loop import LoopExecutor
+from vsim.engine.objective import Objective
+from vsim.engine.proof import Proof
+from vsim.engine.vmap import VmapExecutor, shapes_of
+
+
+@dataclass
+class Decision:
+    """What was decided for a model: the executor, why, the proofs by the shapes of a batch, and shapes without one."""
+
+    kind: Callable[..., Executor] | None = None
+    why: str = ""
+    proofs: dict[Any, Proof] = field(default_factory=dict)
+    left: dict[Any, VmapError] = field(default_factory=dict)
+
+
+class AutoExecutor(Executor):
+    """`VmapExecutor`, or `CompiledExecutor` with compile=True, each proved. Four cases take the loop:
+
+    1. deterministic=True on the CPU;
+    2. nodes would be computed one at a time anyway, as with chunk_size=1;
+    3. most convolutions are so large that they are computed node by node anyway;
+    4. the proof fails: a warning says why. A model that cannot be compiled is vmapped, with a warning. If the proof
+       fails for batches that come later, of other shapes, the loop takes these only.
+
+    The choice depends only on the model, shapes and settings, so that a resumed run chooses the same executor.
+
+    Args:
+        asked: the executor that was asked for; with "vmap" a failed proof is an error.
+        decided: by model, what executors of the same runs have decided already.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        objective: Objective,
+        generators: Sequence[torch.Generator],
+        settings: Settings | None = None,
+        asked: str = "auto",
+        decided: dict[int, Decision] | None = None,
+    ) -> None:
+        super().__init__(replicas, objective, generators, settings)
+        self.asked, known = asked, {} if decided is None else decided
+        self.decision = known.setdefault(id((*objective.originals, objective.model)[0]), Decision())
+        if self.decision.kind is None:
+            self._decide()
+        self.chosen = self._made()
+
+    def _decide(self) -> None:
+        fast: type[Executor] = CompiledExecutor if self.settings.compile else VmapExecutor
+        on_cpu = batched.favors_loops(self.replicas.weights.device)
+        if self.settings.deterministic and on_cpu:
+            self.decision.kind, self.decision.why = LoopExecutor, "deterministic=True"
+        elif self.asked == "auto" and fast is VmapExecutor and self._takes_one_at_a_time():
+            self.decision.kind, self.decision.why = LoopExecutor, "nodes would be computed one at a time anyway"
+        else:
+            self.decision.kind = fast
+
+    def _takes_one_at_a_time(self) -> bool:
+        return VmapExecutor.nodes_at_once(self.replicas, self.settings) == 1
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.chosen.name
+
+    @property
+    def preparing(self) -> str:  # type: ignore[override]
+        return self.chosen.preparing
+
+    @property
+    def reason(self) -> str:  # type: ignore[override]
+        proofs = self.decision.proofs.values() if not isinstance(self.chosen, LoopExecutor) else ()
+        proved = str(max(proofs, key=lambda proof: proof[1:3])) if proofs else ""
+        return "; ".join(filter(None, (self.decision.why, proved, self.chosen.reason)))
+
+    def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
+        self.step += 1
+        for piece, share in minibatches(batch, minibatch_size):
+            self.prepare(piece, share)
+        self.chosen.step = self.step - 1
+        try:
+            return self.chosen.losses_and_grads(batch, minibatch_size)
+        except CompileError as error:  # the model's Python keeps changing
+            self._continue_simpler(error)
+            self.step -= 1
+            return self.losses_and_grads(batch, minibatch_size)
+
+    def prepare(self, batch: Any, share: float = 1.0) -> None:
+        """Prove the executor for stacked batches of these shapes, or take a simpler one."""
+        if self.chosen.__class__ is not self.decision.kind:
+            self.chosen = self._made()
+        if isinstance(self.chosen, LoopExecutor) or self.replicas.weights.is_meta:
+            return
+        shapes = shapes_of(batch)
+        if (shapes, share == 1.0) in self.decision.proofs or shapes in self.decision.left:
+            return
+        assert isinstance(self.chosen, VmapExecutor)
+        try:
+            proof = self.chosen.prove(batch, share)
+        except (VmapError, CompileError) as error:
+            if self.decision.proofs and isinstance(error, VmapError):
+                self.decision.left[shapes] = error
+                return
+            self._continue_simpler(error)
+            self.prepare(batch, share)
+            return
+        self.chosen.has_worked = True
+        if not self.decision.proofs and self.asked == "auto" and not self.settings.compile and _convolves_alone(proof):
+            self._choose(LoopExecutor, "convolutions of this size are computed node by node anyway")
+        self.decision.proofs[shapes, share == 1.0] = proof
+
+    def _continue_simpler(self, error: Exception) -> None:
+        """Replace an executor that cannot run this model by the next simpler one."""
+        if self.asked != "auto":
+            raise error
+        simpler = VmapExecutor if isinstance(error, CompileError) and not self._takes_one_at_a_time() else LoopExecutor
+        self._choose(simpler, str(error))
+        warnings.warn(f"executor='auto' continues with {self.chosen.name!r}: {error}", UserWarning, stacklevel=5)
+
+    def _choose(self, kind: type[Executor], why: str) -> None:
+        self.decision.kind, self.decision.why = kind, why
+        self.chosen = self._made()
+
+    def _made(self) -> Executor:
+        assert self.decision.kind is not None
+        settings = replace(self.settings, compile=self.decision.kind is CompiledExecutor)
+        made = self.decision.kind(self.replicas, self.objective, self.generators, settings)
+        if isinstance(made, VmapExecutor):
+            made.left, made.has_worked = self.decision.left, bool(self.decision.proofs)
+        return made
+
+    def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        return self.chosen._backward(batch, share, first)
+
+    def _evaluate(
+        self, objective: Objective, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.chosen._evaluate(objective, weights, buffers, batch, stream)
+
+
+def _convolves_alone(proof: Proof) -> bool:
+    """Return whether vmap computes most convolutions node by node, which takes longer than the loop."""
+    alone, together = (
+        sum(count for (name, how), count in proof.calls.items() if name.startswith("conv") and how == way)
+        for way in ("node by node", "batched")
+    )
+    return alone > together

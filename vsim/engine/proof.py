@@ -1,0 +1,180 @@
+"""Prove an executor for a model: two steps of two nodes, by the executor and by the loop, on copies.
+
+The contract is that a model is a function of its parameters, buffers, batch and torch's generators. The proof is taken
+before the first step with each shape of batch. Losses, gradients and buffers must agree up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from vsim.cluster.randomness import preserved
+from vsim.cluster.replicas import Replicas, Views, matrix
+from vsim.engine.batched import VmapError
+from vsim.engine.executor import SHARED_ROW, Executor, bits_of, cloned
+from vsim.engine.loop import LoopExecutor
+from vsim.engine.objective import attached_in, listed
+from vsim.private_torch import unwatched
+
+# Largest differences of losses, absolute or relative to a loss above 1; of gradients, relative to the norm of the
+# tensor's gradient, or to _LEAST_SHARE of the norm of all if that is larger, as a gradient that cancels out is nothing
+# but rounding; of buffers, relative to their norm, or to that of a hundredth in every entry, as the mean of normalized
+# outputs is nothing but rounding. If a rule is wrong, the relative error is about 1.
+OF_LOSSES, OF_GRADIENTS, OF_BUFFERS, OF_BFLOAT16, _LEAST_SHARE = 1e-4, 1e-2, 1e-3, 0.1, 0.05
+
+
+class DifferError(Exception):
+    """A step differs from the reference by more than rounding; the message names what."""
+
+
+class Proof(NamedTuple):
+    """The largest differences that a proof has found, on these nodes; and the forms of the operations."""
+
+    nodes: Sequence[int]
+    losses: float
+    gradients: float
+    calls: Counter[tuple[str, str]]
+
+    def __str__(self) -> str:
+        nodes = " and ".join(map(str, self.nodes))
+        of = "nodes" if len(self.nodes) > 1 else "node"
+        return f"proved on {of} {nodes}: losses {self.losses:.0e}, gradients {self.gradients:.0e}"
+
+
+class Step(NamedTuple):
+    """Losses (n,), gradients (n, P) or their mean (1, P), and buffers (n, …) of n nodes after a step."""
+
+    losses: Tensor
+    grads: Tensor
+    buffers: Views
+
+
+def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evaluating: bool = False) -> Proof:
+    """Take two steps of the first and the last node, by an executor and by the loop, on copies; compare them.
+
+    In the second step each node has the other's batch, and is computed in a call of its own: the model's Python may run
+    for all nodes or for some.
+
+    Args:
+        uncompiled: makes an executor of this kind.
+        batch: a stacked batch (K, B, …).
+        evaluating: take these steps in evaluation mode, for a model whose draws differ from the loop's.
+
+    Raises:
+        VmapError: the executor cannot compute the model, or disagrees; the message names what differs.
+        Exception: of the model itself, which the loop raises.
+    """
+    whole = executor.replicas
+    rows = sorted({0, whole.num_held - 1})
+    batches = [tree_map(lambda t, of=of: t[of], batch) for of in (rows, rows[::-1])]
+    with unwatched(), preserved(whole.weights.device):
+        loop, _ = _two_steps(LoopExecutor, executor, rows, batches, False, evaluating)
+        try:
+            fast, engine = _two_steps(uncompiled, executor, rows, batches, whole.shares_grads, evaluating)
+        except VmapError:
+            raise
+        except Exception as error:  # of Python that an earlier call has changed
+            raise VmapError(f"the model cannot be vectorised over nodes: {error} — {_LOOP}") from error
+    if whole.shares_grads:
+        loop = [step._replace(grads=step.grads.mean(0, keepdim=True)) for step in loop]
+    try:
+        if kept := attached_in(engine.objective.model):
+            raise DifferError(f"{listed(kept)} keeps a tensor that the model has computed for all nodes")
+        apart = [compared(executor, ours, theirs) for ours, theirs in zip(fast, loop, strict=True)]
+    except DifferError as error:
+        raise VmapError(f"the model cannot be vectorised over nodes: {error} — {_LOOP}") from None
+    losses, gradients = map(max, zip(*apart, strict=True))
+    return Proof([whole.first_node + row for row in rows], losses, gradients, engine.calls)
+
+
+def compared(executor: Executor, ours: Step, theirs: Step) -> tuple[float, float]:
+    """Return the largest differences of losses and gradients between a step and the reference.
+
+    Raises:
+        DifferError: they differ by more than rounding.
+    """
+    whole = executor.replicas
+    precise = whole.weights.dtype in (torch.float32, torch.float64) and not executor.settings.autocast
+    of_losses, of_gradients, of_buffers = (OF_LOSSES, OF_GRADIENTS, OF_BUFFERS) if precise else [OF_BFLOAT16] * 3
+    losses = _losses_apart(ours.losses, theirs.losses, of_losses)
+    gradients = _gradients_apart(whole, ours.grads, theirs.grads, of_gradients)
+    for name, buffer in ours.buffers.items():
+        _check_buffer(name, buffer, theirs.buffers[name], of_buffers)
+    return losses, gradients
+
+
+def _two_steps(
+    make: Callable[..., Any],
+    executor: Executor,
+    rows: list[int],
+    batches: Sequence[Any],
+    shares: bool,
+    evaluating: bool,
+) -> tuple[list[Step], Any]:
+    """Take a step on each batch by a new executor on copies of these rows; the weights stay.
+
+    Args:
+        make: makes the executor. shares: whether the rows share one row of weights and gradients.
+    """
+    whole = executor.replicas
+    num_rows, like = 1 if shares else len(rows), whole.weights
+    weights, grads = (matrix(num_rows, whole.num_parameters, like.dtype, like.device) for _ in range(2))
+    weights.copy_(like.expand(whole.num_held, -1)[rows[:num_rows]])
+    buffers = {name: b[rows].clone() for name, b in whole.buffers.items()}
+    own = replace(whole, weights=weights, grads=grads, buffers=buffers, num_held=len(rows), first_node=0)
+    streams = [executor.generators[row].clone_state() for row in rows]
+    objective = executor.objective.copied()
+    if evaluating:
+        objective.eval()
+    engine, found, before = None, [], weights.clone()
+    for batch, at_once in zip(batches, (None, 1), strict=True):
+        engine = make(own, objective, streams, replace(executor.settings, chunk_size=at_once, compile=False))
+        losses = engine.losses_and_grads(cloned(batch))
+        found.append(Step(losses, grads.clone(), {name: b.clone() for name, b in buffers.items()}))
+    if whole.shares_weights and not torch.equal(bits_of(weights), bits_of(before)):
+        raise ValueError(SHARED_ROW)
+    return found, engine
+
+
+def _losses_apart(ours: Tensor, theirs: Tensor, bound: float) -> float:
+    """Return the largest difference of losses, and check it."""
+    apart = float(((ours - theirs).abs() / theirs.abs().clamp(min=1)).nan_to_num(0.0).max())
+    if apart > bound or not torch.equal(ours.isfinite(), theirs.isfinite()):
+        raise DifferError(f"the losses {ours.tolist()} differ from {theirs.tolist()} in eager PyTorch")
+    return apart
+
+
+def _gradients_apart(replicas: Replicas, ours: Tensor, theirs: Tensor, bound: float) -> float:
+    """Return the largest relative difference of gradients (R, P), and check it."""
+    own, other = replicas.views(ours), replicas.views(theirs)
+    least, largest = float(_LEAST_SHARE * theirs.norm()), 0.0
+    floor = 100 * torch.finfo(theirs.dtype).eps
+    for name, gradient in own.items():
+        apart, norm = float((gradient - other[name]).norm()), float(other[name].norm())
+        if apart == apart:  # not NaN, which the losses show
+            largest = max(largest, apart / max(norm, least, floor))
+        if largest > bound:
+            off = f"by {apart:.2g} where its norm is {norm:.2g}"
+            raise DifferError(f"the gradient of {name} differs from that of eager PyTorch, {off}")
+    return largest
+
+
+def _check_buffer(name: str, ours: Tensor, theirs: Tensor, bound: float) -> None:
+    if not (ours.is_floating_point() or ours.is_complex()):
+        same = torch.equal(ours, theirs)
+    else:
+        same = bool(
+            (ours - theirs).norm().nan_to_num(0.0) <= bound * max(float(theirs.norm()), 0.01 * theirs.numel() ** 0.5)
+        )
+    if not same:
+        raise DifferError(f"the buffer {name} differs from that of eager PyTorch")
+
+
+_LOOP = "executor='loop' runs it node by node"
