@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ from resumed import PROCESSES, assert_same_run, fit, trainer_of, weights
 from separate import small_mlp, vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import vsim
 from vsim import Callback, EarlyStopping, KeepBest, Trainer, load_checkpoint
-from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, Strategy
+from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
+from vsim.strategy.communicate import all_reduce
 from vsim.training.loop import steps
 from vsim.training.run import Run
 
@@ -100,30 +104,334 @@ def test_a_change_of_the_live_model_takes_effect(executor: str) -> None:
     assert np.all(plain[4:] != halved[4:])
 
 
-def test_a_change_of_the_users_own_model_is_warned_of() -> None:
-    model = Scaled()
-    trainer = Trainer(model, vectors())
-
-    def change(step: int, _: float) -> None:
-        if step == 3:
-            model.scale = 0.5
-
-    with pytest.warns(UserWarning, match=r"model\.scale changed while .* has no effect.*run\.model"):
-        trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.1), **QUICK, train_loss_hook=change)
+# Changes of the weights
 
 
-def test_so_is_one_of_the_loss() -> None:
-    class Loss(nn.Module):
-        weight = 1.0
+class PerNode(Strategy):
+    """AllReduce, written as if for one node."""
 
-        def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
-            return self.weight * F.cross_entropy(outputs, y)
+    def step(self) -> None:
+        for p in self.model.parameters():
+            all_reduce(p.grad)
+            p.grad.div_(self.num_nodes)  # type: ignore[union-attr]
+        super().step()
 
-    loss, last = Loss(), QUICK["max_steps"]
-    trainer = Trainer(nn.Linear(12, 5), vectors(), loss_fn=loss)
-    change = [lambda run: setattr(loss, "weight", 0.5) if run.done == last else None]
-    with pytest.warns(UserWarning, match=r"loss_fn\.weight changed"):
-        trainer.fit(strategy=Strategy(), **QUICK, callbacks=change)
+
+# With equal data on all nodes each of them is the training of one node, but for rounding.
+WAYS: dict[str, Callable[[OptimSpec], Strategy]] = {
+    "allreduce": lambda optim: SimpleReduceStrategy(inner_optim=optim),
+    "diloco": lambda optim: DiLoCoStrategy(H=2, outer_optim=OptimSpec("sgd", lr=1.0), inner_optim=optim),
+    "per node": lambda optim: PerNode(inner_optim=optim),
+}
+MOMENTUM = OptimSpec("sgd", lr=0.1, momentum=0.9, weight_decay=0.1)
+ADAMW = OptimSpec("adamw", lr=0.05, weight_decay=0.1)
+FIRST = ["layers.0.weight", "layers.0.bias"]
+
+
+def on_equal_data(strategy: Strategy, change: Any, **options: Any) -> Trainer:
+    trainer = Trainer(small_mlp(), lambda rank, num_nodes, train: vectors())
+    own = {**QUICK, "max_steps": 9, "batch_size": 2, "shuffle": False, "callbacks": [change], **options}
+    trainer.final = trainer.fit(strategy=strategy, **own)  # type: ignore[attr-defined]
+    return trainer
+
+
+def alone(optim: OptimSpec, change: Callable[[int, nn.Module], None]) -> nn.Module:
+    """Train one model in plain PyTorch; change(step, model) comes after every step."""
+    model, parts = small_mlp(), []
+    for spec, names in optim.parts(model):
+        parts.append(spec.cls([p for n, p in model.named_parameters() if n in names], **spec.kwargs))
+    change(0, model)
+    for step, batch in enumerate(itertools.islice(DataLoader(vectors(), 2), 9)):
+        for part in parts:
+            part.zero_grad()
+        model(batch).backward()
+        for part in parts:
+            part.step()
+        change(step + 1, model)
+    return model
+
+
+def frozen_between(start: int, end: int, again: int = -1) -> tuple[Any, Any]:
+    """Freeze the first layer after a step until after another, as callbacks of vsim and of `alone`."""
+
+    class Freezes(Callback):
+        def on_start(self, run: Run) -> None:
+            self.on_step(run)
+
+        def on_step(self, run: Run) -> None:
+            if run.done in (start, again):
+                run.freeze("layers.0")
+            if run.done == end:
+                run.unfreeze(FIRST)
+
+    def freeze(step: int, model: nn.Module) -> None:
+        if step in (start, end, again):
+            model.layers[0].requires_grad_(step == end)
+
+    return Freezes(), freeze
+
+
+def assert_close(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("optim", [MOMENTUM, ADAMW], ids=["momentum", "adamw"])
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+@pytest.mark.parametrize("way", WAYS)
+def test_freezing_is_requires_grad_of_every_rank(way: str, executor: str, optim: OptimSpec) -> None:
+    for at in ((2, 5), (0, 4), (3, 6, 8)):
+        ours, theirs = frozen_between(*at)
+        trainer = on_equal_data(WAYS[way](optim), ours, executor=executor)
+        assert_close(trainer.final, alone(optim, theirs))  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
+@pytest.mark.parametrize("way", WAYS)
+def test_so_it_is_in_a_compiled_run(way: str) -> None:
+    ours, theirs = frozen_between(2, 5)
+    trainer = on_equal_data(WAYS[way](ADAMW), ours, compile=True)
+    assert_close(trainer.final, alone(ADAMW, theirs))  # type: ignore[attr-defined]
+    assert trainer.history.executor == "compiled"
+
+
+OPTIMIZERS = [
+    OptimSpec("sgd", lr=0.1, momentum=0.9, dampening=0.5),
+    OptimSpec("adam", lr=0.05, amsgrad=True),
+    OptimSpec("nadam", lr=0.05),
+    OptimSpec("asgd", lr=0.1),
+    OptimSpec("rprop", lr=0.01),
+    OptimSpec("adagrad", lr=0.1),
+    OptimSpec("adamw", lr=0.05, fused=True),
+    OptimSpec("adafactor", lr=0.05),
+    OptimSpec("muon", lr=0.05, only="layers.0.weight", rest="adamw"),
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("optim", OPTIMIZERS, ids=lambda optim: optim.cls.__name__)
+def test_every_optimizer_skips_what_is_frozen(optim: OptimSpec, deterministic: bool) -> None:
+    for at in ((2, 5), (0, 4)):
+        ours, theirs = frozen_between(*at)
+        trainer = on_equal_data(Strategy(inner_optim=optim), ours, deterministic=deterministic)
+        assert_close(trainer.final, alone(optim, theirs))  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:.*because its tiles are small", "ignore:too few steps")
+@pytest.mark.parametrize("name", sorted({*vsim.strategy.STRATEGIES} - {"sparseloco"}))  # its quantizer has no zero
+def test_what_is_frozen_from_the_start_stays_in_every_strategy(name: str) -> None:
+    cls, options = vsim.strategy.STRATEGIES[name]
+    options = {**options, **({"H": 4} if "H" in options else {}), **({"weight_decay": 0.1} if name == "demo" else {})}
+    of_clock = {"compute": 1.0} if cls.is_asynchronous else {}
+    trainer = Trainer(small_mlp(), vectors())
+    final = trainer.fit(strategy=cls(**options), **QUICK, callbacks=[frozen_between(0, -1)[0]], **of_clock)
+    start = dict(small_mlp().named_parameters())
+    for key, p in final.named_parameters():
+        assert torch.equal(p, start[key]) == (key in FIRST), key
+
+
+def test_only_the_own_rows_of_a_comparison_are_frozen() -> None:
+    def freeze(run: Run) -> None:
+        if run.strategy.lr == 0.02:
+            frozen_between(3, 7)[0].on_step(run)
+
+    def run(**options: Any) -> vsim.Comparison:
+        strategies = {str(lr): SimpleReduceStrategy(lr=lr) for lr in (0.01, 0.02, 0.03)}
+        return compared(strategies=strategies, max_steps=9, **options)
+
+    together, free = run(callbacks=[freeze]), run()
+    assert_same_runs(together, run(callbacks=[freeze], together=False))
+    for name in free:
+        same = together[name].history["train_loss"][1:] == free[name].history["train_loss"][1:]
+        assert same.tolist() == [True] * 4 + [name != "0.02"] * 5
+
+
+def test_a_run_that_resumes_is_frozen(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "max_steps": 12,
+        "val_interval": 1,
+        "participation": vsim.Schedule({0: range(3), 8: range(1, 3)}),
+    }
+
+    def freezes() -> list[Any]:
+        return [lambda run: run.freeze("features") if run.done == 3 else run.done == 9 and run.unfreeze("features")]
+
+    def run(**more: Any) -> Trainer:
+        return fit(DiLoCoStrategy(H=3, inner_optim=ADAMW), callbacks=freezes(), **{**options, **more})
+
+    whole = run()
+    run(save_dir=tmp_path, max_steps=5)
+    assert_same_run(run(save_dir=tmp_path, resume=True), whole)
+    run(save_dir=tmp_path / "late", max_steps=10)
+    assert_same_run(run(save_dir=tmp_path / "late", resume=True), whole)
+
+
+@pytest.mark.slow
+def test_weights_change_in_processes_as_in_the_simulator() -> None:
+    def change(run: Run) -> None:
+        frozen_between(2, 5)[0].on_step(run)
+        if run.done == 3:
+            run.set_weights({"layers.3.bias": torch.arange(5.0)})
+        run.each_model(lambda model: setattr(model, "seen", run.done))
+
+    for way in WAYS.values():
+        one = on_equal_data(way(ADAMW), change, deterministic=True)
+        for processes in (None, 2):
+            other = on_equal_data(
+                way(ADAMW),
+                change,
+                backend="process",
+                num_processes=processes,
+                deterministic=True,
+                threads_per_process=1,
+            )
+            assert one.history.node_losses.tolist() == other.history.node_losses.tolist()
+
+
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_are_set_on_every_rank(way: str, executor: str) -> None:
+    given = Trainer(small_mlp(), vectors()).fit(strategy=Strategy(lr=0.1), **QUICK).state_dict()
+    optim = OptimSpec("sgd", lr=0.1, momentum=0.9)  # with which DiLoCo's sync after an odd step is not seen
+    part = {name: t for name, t in given.items() if name != "layers.3.bias"}
+
+    def set_here(run: Run) -> None:
+        if run.done == 4:
+            run.set_weights(part)
+
+    def load(step: int, model: nn.Module) -> None:
+        if step == 4:
+            model.load_state_dict(part, strict=False)
+
+    trainer = on_equal_data(WAYS[way](optim), set_here, executor=executor)
+    assert_close(trainer.final, alone(optim, load))  # type: ignore[attr-defined]
+
+
+def test_buffers_and_tied_weights_are_set() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.one, self.fixed = nn.BatchNorm1d(12), nn.Linear(12, 12), nn.Linear(12, 5)
+            self.other = nn.Linear(12, 12)
+            self.other.weight = self.one.weight
+            self.fixed.requires_grad_(False)
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            return F.cross_entropy(self.fixed(self.other(self.one(self.norm(batch[0])))), batch[1])
+
+    model, seen = Tied(), []
+
+    def change(run: Run) -> None:
+        replicas = run.cluster.replicas
+        run.set_weights({**model.state_dict(), "norm.running_mean": torch.ones(12), "other.weight": torch.eye(12)})
+        seen.append((replicas.buffers["norm.running_mean"].unique().tolist(), replicas.views(replicas.weights)))
+        assert all(torch.equal(row, torch.eye(12)) for row in seen[-1][1]["one.weight"])
+        with pytest.raises(ValueError, match=r"set_weights: fixed\.bias requires no gradient"):
+            run.set_weights({"fixed.bias": torch.full((5,), 9.0), "norm.running_mean": torch.zeros(12)})
+        assert replicas.buffers["norm.running_mean"].unique().tolist() == [1]
+        run.freeze(["other", "fixed"])
+        assert run.cluster.frozen == {"one.weight": True, "other.bias": True}
+        with pytest.raises(ValueError, match=r"unfreeze: fixed\.weight, fixed\.bias requires no gradient"):
+            run.unfreeze("fixed")
+
+    Trainer(model, vectors()).fit(strategy=Strategy(), **QUICK, callbacks=[change])
+    assert [mean for mean, _ in seen] == [[1.0]] * 6
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda run: run.set_weights({"layers.0.wight": torch.ones(16, 12)}), "'layers.0.wight'; did you mean"),
+        (
+            lambda run: run.set_weights({FIRST[0]: torch.ones(12, 16)}),
+            r"layers.0.weight .*\[16, 12\], got .*\[12, 16\]",
+        ),
+        (lambda run: run.set_weights({FIRST[0]: 3.0}), "layers.0.weight must be a tensor .*, got 3.0"),
+        (lambda run: run.freeze("layer.0"), "got 'layer.0'; did you mean 'layers.0'"),
+        (lambda run: run.unfreeze([*FIRST, "encoder"]), "got 'encoder'"),
+    ],
+)
+def test_wrong_names_and_values_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Trainer(small_mlp(), vectors()).fit(strategy=Strategy(), **QUICK, callbacks=[call])
+
+
+@pytest.mark.parametrize("executor", ["vmap", "loop", "auto"])
+def test_attributes_change_in_every_copy_of_the_model(executor: str) -> None:
+    class Counting(Scaled):
+        calls = 0
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            self.calls += 1  # so that the loop gives every node a copy
+            return super().forward(batch)
+
+    def losses(model: nn.Module, change: Any) -> Any:
+        trainer = Trainer(model, vectors())
+        trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.1), **QUICK, executor=executor, callbacks=[change])
+        return trainer.history.node_losses
+
+    def halve(run: Run) -> None:
+        if run.done == 3:
+            run.each_model(lambda model: setattr(model, "scale", 0.5))
+
+    def assign(run: Run) -> None:
+        if run.done == 3:
+            run.model.scale = 0.5
+
+    for model in (Scaled(), Counting()) if executor != "vmap" else (Scaled(),):
+        np.testing.assert_array_equal(losses(model, halve), losses(model, assign))
+        assert np.all(losses(model, halve)[4:] != losses(model, lambda run: None)[4:])
+
+
+def add(p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p.add_(1)
+
+
+def replace_data(p: nn.Parameter) -> None:
+    p.data = p + 1
+
+
+@pytest.mark.parametrize("event", ["on_start", "on_step", "on_evaluation", "on_end"])
+@pytest.mark.parametrize("change", [add, replace_data, lambda p: p.data.zero_(), lambda p: p.requires_grad_(False)])
+def test_a_change_of_the_models_own_parameters_is_an_error(change: Any, event: str) -> None:
+    def act(run: Run) -> None:
+        if run.done in (0, 6) or event == "on_step":
+            change(run.model.layers[0].weight)
+
+    callback = type("Own", (Callback,), {event: lambda self, run: act(run)})()
+    trainer = Trainer(small_mlp(), vectors(), vectors(6))
+    with pytest.raises(ValueError, match=r"changed layers\.0\.weight of run\.model.*run\.set_weights.*run\.freeze"):
+        trainer.fit(strategy=Strategy(), **QUICK, callbacks=[callback])
+
+
+def test_so_is_another_parameter_in_its_place_and_a_change_that_torch_does_not_count() -> None:
+    def other(run: Run) -> None:
+        run.model.layers[3] = nn.Linear(16, 5)
+
+    def once(run: Run) -> None:
+        if run.done == 3:
+            run.model.layers[3].bias.data.add_(1)
+
+    trainer = Trainer(small_mlp(), vectors())
+    with pytest.raises(ValueError, match=r"layers\.3\.bias, layers\.3\.weight of run\.model"):
+        trainer.fit(strategy=Strategy(), **QUICK, callbacks=[other])
+    with pytest.raises(ValueError, match=r"layers\.3\.bias of run\.model"):
+        trainer.fit(strategy=Strategy(), **QUICK, callbacks=[once])
+    assert len(trainer.history) == 5  # step 4 is the next at which values are compared
+
+
+def test_only_the_run_whose_callback_changes_the_model_fails() -> None:
+    def change(run: Run) -> None:
+        if run.done == 5 and run.strategy.lr == 1e-3:
+            add(run.model.layers[0].weight)
+
+    with pytest.warns(UserWarning, match=r"slow: a callback has changed"):
+        runs = compared(callbacks=[change])
+    assert {name: "run.model" in run.failure for name, run in runs.items()} == {
+        name: name == "slow" for name in STRATEGIES
+    }
 
 
 # Early stopping

@@ -36,6 +36,7 @@ class Cluster:
         plan: which nodes take part in which steps; None: all nodes in all steps.
         completed: t, the optimizer steps completed.
         seconds: the compute seconds of the nodes, if a schedule of syncs asks for them.
+        frozen: name → whether the parameter is frozen now, for every parameter that was ever frozen.
         optim, schedulers: the inner optimizer and its learning-rate schedulers, once the strategy has built them; only
             the strategy steps them.
     """
@@ -50,6 +51,7 @@ class Cluster:
     plan: Plan | None = None
     completed: int = 0
     seconds: Seconds | None = None
+    frozen: dict[str, bool] = field(default_factory=dict)
     optim: StackedOptimizer = field(init=False)
     schedulers: Sequence[LRScheduler] = field(default=(), init=False)
 

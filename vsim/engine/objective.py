@@ -87,6 +87,11 @@ class Objective(nn.Module):
         other.originals = self.originals
         return other
 
+    def models(self) -> Iterator[nn.Module]:
+        """Yield every copy of the model: this one, those of nodes with copies of their own, and their original."""
+        for own in (self, *self._of_nodes.values(), *filter(None, [self._at_first])):
+            yield own.model
+
     def part(self) -> None:
         """Give every node its own copy of the model's Python from now on; row 0 uses this objective's."""
         self._at_first = self._at_first or self.copied()

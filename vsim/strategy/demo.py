@@ -6,6 +6,7 @@ from typing_extensions import Unpack
 
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
+from vsim.cluster.frozen import ranges
 from vsim.strategy.average import compress
 from vsim.strategy.base import Optim, Strategy, StrategyOptions
 from vsim.strategy.compression import DCTTopK
@@ -69,6 +70,8 @@ class DeMoStrategy(Strategy):
         super().before_optimizer()  # clips: what the optimizer sees are signs
         cluster = self.cluster
         if self.weight_decay:
-            cluster.replicas.weights.mul_(1 - self.lr * self.weight_decay)
+            for frozen, own in ranges(cluster.replicas.layout, lambda name: cluster.frozen.get(name, False)):
+                if not frozen:
+                    cluster.replicas.weights[:, own].mul_(1 - self.lr * self.weight_decay)
         fast = self.momentum(cluster.grads.mul_(self.lr), cluster, "DCT coefficients")
         cluster.replicas.grads[: len(cluster.replicas.weights)] = fast.sign_()  # the rows that are stepped

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.arguments import retold
+from vsim.cluster.frozen import clear_gradients, skipping
 from vsim.data.batches import Batches, one_in_memory, sizes_of
 from vsim.engine import Executor
 from vsim.engine.machine import moved
@@ -46,7 +47,8 @@ class Workers:
 
     def take_step(self) -> None:
         """Take the next step of the run."""
-        self.strategy.advance()
+        with skipping(self.run.cluster):
+            self.strategy.advance()
         self.run.node_losses = self.strategy.losses.tolist()
 
     def step(self, owed: Sequence[int]) -> None:
@@ -79,6 +81,7 @@ class Workers:
         except Exception as error:
             raise explained(error, self.engine.objective, batch, 1, f"at step {run.cluster.step}")  # noqa: B904
         run.check_losses(dict(zip(nodes, losses.tolist(), strict=True)), batch)
+        clear_gradients(run.cluster)
         self.strategy.losses[nodes] = losses.to(self.strategy.losses)
         examples, tokens = sizes_of(batch)
         for node in nodes:

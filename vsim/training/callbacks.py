@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from vsim.arguments import one_of, real_number, whole_number
+from vsim.private_torch import version
 from vsim.records.history import ACCURACIES
 from vsim.records.progress import Hook, Recorder, StepReport
+from vsim.training.alike import is_vsims
 from vsim.training.run import Run
 from vsim.training.spec import RunSpec
 
@@ -20,9 +24,13 @@ class Callback:
     """Base class for your own code in a run: inherit from it, and define the methods that you need.
 
     Every method except `on_exit` gets the run, a `vsim.training.run.Run`. `run.done` is the number of completed steps,
-    and `run.row` is the history's row of the last step. `run.model` and `run.loss_fn` are the live objects; a callback
-    may change their attributes. `run.strategy` and `run.cluster` are the run's strategy and nodes. `run.stop()` ends
-    the run. An error in a callback ends the run as well.
+    and `run.row` is the history's row of the last step. `run.strategy` and `run.cluster` are the run's strategy and
+    nodes. `run.stop()` ends the run. An error in a callback ends the run as well.
+
+    A run trains copies of the model and the loss. `run.set_weights(state)`, `run.freeze(names)` and
+    `run.unfreeze(names)` change all nodes' weights and whether they train; `run.each_model(f)` changes attributes, such
+    as a temperature, which `run.loss_fn` may have as well. A callback that changes a parameter of `run.model`, which
+    belongs to no node, ends the run with a ValueError; see `watching`.
 
     A callback need not inherit from this class: any object with `on_step` is a callback, and a function f(run) is the
     short form of `on_step`. The loss hooks and the loggers of `fit` are callbacks, too.
@@ -82,6 +90,53 @@ def tell_row(callbacks: Sequence[Any], run: Any) -> None:
             tell(callback, "on_step", run)
         if "global_loss" in run.row:
             tell(callback, "on_evaluation", run)
+
+
+@contextmanager
+def watching(run: Run, values: MutableMapping[nn.Module, dict[str, int]]) -> Iterator[None]:
+    """Check that callbacks that are called in this context change no parameter of `run.model`.
+
+    Every call is checked for replaced parameters, writes that torch counts, and assignments to `requires_grad` and
+    `.data`. Torch does not count writes through `.data`, so values are compared as well, after steps 0, 1, 2, 4, 8, …
+    and the last. Not seen: such writes if they are undone before, or in a process for each node; changes of buffers.
+
+    Args:
+        values: checksums of the parameters of known models, which are kept up to date.
+
+    Raises:
+        ValueError: a parameter has changed.
+    """
+    if all(is_vsims(type(callback)) for callback in run.spec.callbacks):
+        yield
+        return
+    model = run.model
+    if model not in values:
+        values[model] = _values(run)
+    before, marks = dict(model.named_parameters()), _marks(model)
+    yield
+    now, new_marks = dict(model.named_parameters()), _marks(model)
+    found = {n for n in {**before, **now} if before.get(n) is not now.get(n) or marks[n] != new_marks[n]}
+    if run.is_over or not run.done & (run.done - 1):
+        known, values[model] = values[model], _values(run)
+        found |= {name for name, value in values[model].items() if known.get(name, value) != value}
+    if found:
+        raise ValueError(
+            f"a callback has changed {', '.join(sorted(found))} of run.model, which is no node's: call "
+            "run.set_weights(state) to set weights on all nodes, run.freeze(names) or run.unfreeze(names) to stop or "
+            "continue training them"
+        )
+
+
+def _marks(model: nn.Module) -> dict[str, Any]:
+    return {name: (version(p), p.data_ptr(), p.requires_grad) for name, p in model.named_parameters()}
+
+
+def _values(run: Run) -> dict[str, int]:
+    """Return name → checksum of the parameters of `run.model`; none if they train, as in a process for each node."""
+    if run.spec.backend == "process" and run.spec.num_processes is None:
+        return {}
+    named = [(n, p.detach()) for n, p in run.model.named_parameters() if p.layout is torch.strided and not p.is_meta]
+    return {name: zlib.crc32(p.cpu().contiguous().view(-1).view(torch.uint8).numpy().data) for name, p in named}
 
 
 class LossHooks(Callback):
@@ -229,7 +284,7 @@ class KeepBest(Monitor):
 
 
 def with_hooks(spec: RunSpec) -> list[Any]:
-    """Return a run's callbacks: the given ones, the loss hooks, and a guard of the user's model and loss."""
+    """Return a run's callbacks: the given ones and the loss hooks."""
     callbacks = list(spec.callbacks or ())
     if spec.train_loss_hook or spec.eval_loss_hook:
         callbacks.append(LossHooks(spec.train_loss_hook, spec.eval_loss_hook))

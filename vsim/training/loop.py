@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from vsim.arguments import naming, retold
+from vsim.cluster.frozen import clear_gradients, skipping
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import global_states, same_states
 from vsim.data.batches import Uneven, sizes_of
@@ -23,7 +24,7 @@ from vsim.engine.objective import explained
 from vsim.records.progress import StepReport
 from vsim.training import resume
 from vsim.training.attendance import attend, regroup
-from vsim.training.callbacks import tell, tell_row
+from vsim.training.callbacks import tell, tell_row, watching
 from vsim.training.evaluate import replica_spread, validate, validate_clients
 from vsim.training.interrupt import Interrupted
 from vsim.training.run import Diverged, Ensemble, Run, Stack
@@ -72,8 +73,8 @@ def steps(ensemble: Ensemble) -> Iterator[int]:
 
 
 def _steps(ensemble: Ensemble) -> Iterator[int]:
-    for run in ensemble.training:
-        with _own(ensemble, run):
+    for run in (run for run in ensemble.training if run.spec.callbacks):
+        with _own(ensemble, run), watching(run, ensemble.values):
             for callback in run.spec.callbacks:
                 with ensemble.interrupt.requested_inside():
                     tell(callback, "on_start", run)
@@ -217,13 +218,16 @@ def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
     """Let every run communicate and step. Runs whose strategies do not define `step` may share optimizer calls."""
     stepping = [run for run in stack.runs if run.trains and run.cluster.step > run.done]
     plain = [run for run in stepping if not run.strategy.is_per_node]
+    for run in stepping:
+        clear_gradients(run.cluster)
     for run in plain:
         with _own(ensemble, run):
             run.strategy.begin_step()
-    alone = stack.optimizers.step({run.strategy for run in plain if run.trains})
+    alone = {run.strategy for run in plain if run.cluster.frozen}
+    alone |= stack.optimizers.step({run.strategy for run in plain if run.trains} - alone)
     for run in stepping:
         if run.trains:
-            with _own(ensemble, run):
+            with _own(ensemble, run), skipping(run.cluster):
                 if run.strategy in alone:
                     run.strategy.optim.step()
                 run.put_back_resting()
@@ -364,7 +368,7 @@ def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
     run.report(report if 0 in run.nodes else replace(report, row=run.row))
     if not run.spec.callbacks:
         return
-    with ensemble.interrupt.requested_inside():
+    with watching(run, ensemble.values), ensemble.interrupt.requested_inside():
         tell_row(run.spec.callbacks, run)
     if not ensemble.is_alone:  # a callback may have stopped the run in one process only
         with collectives.unbilled():
@@ -375,7 +379,7 @@ def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
 def _tell_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
     for run in runs:
         if run.trains and run.is_over:
-            with _own(ensemble, run):
+            with _own(ensemble, run), watching(run, ensemble.values):
                 for callback in run.spec.callbacks:
                     # With several processes, an interrupt of one of them could not be heard by the others any more.
                     with ensemble.interrupt.requested_inside() if ensemble.is_alone else nullcontext():

@@ -39,6 +39,7 @@ def _roots(run: Run) -> dict[str, tuple[Any, str | None]]:
         "generator": (run.cluster.generator, "shared"),
         "streams": (list(run.streams), "rows"),
         "loss": (run.objective.loss_fn, "shared"),
+        "frozen": (run.cluster.frozen, "shared"),
         "optimizer": (strategy.optim, "stacked"),
         # If nodes have separate optimizers, their schedules are equal: save the first node's.
         "schedules": ([own[0] for own in strategy.schedulers if own], "shared"),
@@ -223,8 +224,9 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
     restored = {
         name: restorer.root(cut(state[name], rows, held), live, name, placement)
         for name, (live, placement) in _roots(run).items()
-        if name in state or not name.startswith("callback ")  # a callback may be new
+        if name in state or not name.startswith(("callback ", "frozen"))  # new here, or not in an older checkpoint
     }
+    run.cluster.frozen = restored.get("frozen", {})
     pairs = [(replicas.weights, restored["weights"])]
     pairs += [(buffer, restored["buffers"].get(name)) for name, buffer in replicas.buffers.items()]
     if any(live is not found for live, found in pairs):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.data import Dataset
 
+from vsim.arguments import one_of
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
@@ -229,8 +232,8 @@ class Run:
     def model(self) -> nn.Module:
         """The live model, whose Python computes the losses of all nodes; its tensors belong to no node.
 
-        Assigning an attribute takes effect at the next step, for all runs of the stack. If the model changes its
-        attributes in `forward`, this is the first node's model, and assignments apply to the models of all nodes.
+        To change its weights, call `set_weights`, `freeze` or `unfreeze`: a callback that changes a parameter here ends
+        the run. To change its attributes, call `each_model`.
         """
         return self.objective.model
 
@@ -238,6 +241,100 @@ class Run:
     def loss_fn(self) -> Any:
         """The live loss function, None without one."""
         return self.objective.loss_fn
+
+    def each_model(self, f: Callable[[nn.Module], object]) -> None:
+        """Call f(model) for every copy of the model's Python with which this run computes.
+
+        All nodes may share one copy, also with other runs of a comparison, unless `together=False`. `f` may change
+        plain attributes, such as a temperature or a flag, from the next step on. Parameters belong to no node here.
+        """
+        for model in self.objective.models():
+            f(model)
+
+    @torch.no_grad()
+    def set_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Set weights and buffers on all nodes, as if every rank called `model.load_state_dict(state, strict=False)`.
+
+        Nothing is billed. Optimizers and strategies keep their own state: the outer weights of DiLoCo, for instance,
+        stay as they are, so that its next sync counts the change as part of the nodes' progress.
+
+        Args:
+            state: name → tensor, for some or all parameters and buffers. A parameter that requires no gradient is
+                shared with other runs, and cannot get another value.
+
+        Raises:
+            ValueError: a name is unknown, or a value does not fit. Nothing is set then.
+        """
+        replicas, targets = self.cluster.replicas, {}
+        rows = {**replicas.views(replicas.weights), **replicas.buffers}
+        known = {name: first for name, first in self._first_names().items() if first in {**rows, **replicas.frozen}}
+        for name, value in state.items():
+            first = known[one_of("every name in set_weights", name, known)]
+            shape = rows[first].shape[1:] if first in rows else replicas.frozen[first].shape
+            if not isinstance(value, Tensor) or value.shape != shape:
+                given = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise ValueError(f"set_weights: {name} must be a tensor of shape {list(shape)}, got {given}")
+            if first in rows:
+                targets[name] = rows[first]
+            elif not torch.equal(replicas.frozen[first], value.to(replicas.frozen[first])):
+                raise ValueError(
+                    f"set_weights: {name} requires no gradient in the model, so that nodes and runs share it, and it "
+                    "cannot get another value: leave it out, or let it require one and freeze it by run.freeze"
+                )
+        for name, target in targets.items():
+            target.copy_(state[name])
+
+    def freeze(self, names: str | Iterable[str]) -> None:
+        """Freeze parameters from the next step on, as if every rank called `requires_grad_(False)` on them.
+
+        Their gradient is zero before gradients are communicated, and the inner optimizer skips them: weight decay and
+        momentum leave them alone. For the strategy they are parameters as before: communicated, billed, averaged at a
+        sync if nodes differ, and moved by the momentum of an outer optimizer. Buffers of a frozen module, such as
+        running statistics, change as before. With several processes, call this in all of them.
+
+        Args:
+            names: of parameters, or of modules: "encoder" stands for all parameters in `model.encoder`.
+
+        Raises:
+            ValueError: a name is unknown.
+        """
+        trained = {c.name for c in self.cluster.replicas.layout}
+        self.cluster.frozen |= {name: True for name in self._parameters_in(names) if name in trained}
+
+    def unfreeze(self, names: str | Iterable[str]) -> None:
+        """Train frozen parameters from the next step on, with the optimizer state that they had when they were frozen.
+
+        Args:
+            names: see `freeze`.
+
+        Raises:
+            ValueError: a name is unknown, or the model has a parameter that requires no gradient itself.
+        """
+        own = self._parameters_in(names)
+        if never := [name for name in own if name in self.cluster.replicas.frozen]:
+            raise ValueError(
+                f"unfreeze: {', '.join(never)} requires no gradient in the model that was given, so that no node "
+                "trains it: let it require one, and freeze it by run.freeze in on_start"
+            )
+        self.cluster.frozen |= {name: False for name in own if name in self.cluster.frozen}
+
+    def _parameters_in(self, names: str | Iterable[str]) -> list[str]:
+        """Return the parameters that have these names or are in modules with these names."""
+        replicas = self.cluster.replicas
+        within: dict[str, list[str]] = {}
+        of_model = {*(c.name for c in replicas.layout), *replicas.frozen}
+        for name, first in self._first_names().items():
+            for prefix in accumulate(name.split("."), "{}.{}".format) if first in of_model else ():
+                within.setdefault(prefix, []).append(first)
+        names = [names] if isinstance(names, str) else names
+        return [first for name in names for first in within[one_of("every name", name, within)]]
+
+    def _first_names(self) -> dict[str, str]:
+        """Return name → first name of the same tensor, for parameters and buffers of the model, which may be tied."""
+        module = self.cluster.replicas.module
+        found: dict[int, str] = {}
+        named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        return {name: found.setdefault(id(tensor), name) for name, tensor in chain(*named)}
 
     @property
     def columns(self) -> list[str]:
@@ -460,6 +557,7 @@ class Ensemble:
         watch: called as f(ensemble) when a step is reported for all runs.
         stopping: called as f(ensemble) after a step; returns the runs to stop there.
         memory: returns the bytes of a device that this process holds.
+        values: checksums of the parameters of models that callbacks get; see `vsim.training.callbacks.watching`.
     """
 
     runs: list[Run]
@@ -473,6 +571,7 @@ class Ensemble:
     watch: Callable[[Ensemble], None] | None = None
     stopping: Callable[[Ensemble], Collection[Run]] | None = None
     memory: Held = field(default_factory=Held)
+    values: MutableMapping[nn.Module, dict[str, int]] = field(default_factory=WeakKeyDictionary)
 
     @property
     def training(self) -> list[Run]:
