@@ -116,7 +116,7 @@ def watching(run: Run, values: MutableMapping[nn.Module, dict[str, int]]) -> Ite
     yield
     now, new_marks = dict(model.named_parameters()), _marks(model)
     found = {n for n in {**before, **now} if before.get(n) is not now.get(n) or marks[n] != new_marks[n]}
-    if run.is_over or not run.done & (run.done - 1):
+    if found or run.is_over or not run.done & (run.done - 1):
         known, values[model] = values[model], _values(run)
         found |= {name for name, value in values[model].items() if known.get(name, value) != value}
     if found:
