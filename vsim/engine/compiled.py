@@ -186,7 +186,7 @@ class CompiledExecutor(VmapExecutor):
         """Return a step, and undo it."""
         before, replicas = Before(self), self.replicas
         losses = self._backward(cloned(batch), share, True)
-        step = Step(losses, replicas.grads.clone(), {name: b.clone() for name, b in replicas.buffers.items()})
+        step = Step(losses, replicas.grads, replicas.buffers).copied()
         before.restore()
         return step
 

@@ -6,9 +6,9 @@ before the first step with each shape of batch. Losses, gradients and buffers mu
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from vsim.cluster.replicas import Replicas, Views, matrix
 from vsim.engine.batched import VmapError
 from vsim.engine.executor import SHARED_ROW, Executor, bits_of, cloned
 from vsim.engine.loop import LoopExecutor
-from vsim.engine.objective import attached_in, listed
+from vsim.engine.objective import Objective, attached_in, listed
 from vsim.private_torch import unwatched
 
 # Largest differences of losses, absolute or relative to a loss above 1; of gradients, relative to the norm of the
@@ -40,7 +40,7 @@ class Proof(NamedTuple):
     nodes: Sequence[int]
     losses: float
     gradients: float
-    calls: Counter[tuple[str, str]]
+    calls: Mapping[tuple[str, str], int]
 
     def __str__(self) -> str:
         nodes = " and ".join(map(str, self.nodes))
@@ -49,11 +49,17 @@ class Proof(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Losses (n,), gradients (n, P) or their mean (1, P), and buffers (n, …) of n nodes after a step."""
+    """Losses (n,), gradients (n, P) or their mean (1, P), buffers (n, …) of n nodes after a step; calls in it."""
 
     losses: Tensor
     grads: Tensor
     buffers: Views
+    calls: Mapping[tuple[str, str], int] = MappingProxyType({})
+
+    def copied(self) -> Step:
+        """Return a step with copies of the tensors."""
+        buffers = {name: b.clone() for name, b in self.buffers.items()}
+        return self._replace(grads=self.grads.clone(), buffers=buffers)
 
 
 def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evaluating: bool = False) -> Proof:
@@ -74,24 +80,25 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
     whole = executor.replicas
     rows = sorted({0, whole.num_held - 1})
     batches = [tree_map(lambda t, of=of: t[of], batch) for of in (rows, rows[::-1])]
+    apart, objective = [], executor.objective.copied()
+    if evaluating:
+        objective.eval()
     with unwatched(), preserved(whole.weights.device):
-        loop, _ = _two_steps(LoopExecutor, executor, rows, batches, False, evaluating)
+        loop = [step.copied() for step in _steps(LoopExecutor, executor, objective.copied(), rows, batches, False)]
+        fast = _steps(uncompiled, executor, objective, rows, batches, whole.shares_grads)
         try:
-            fast, engine = _two_steps(uncompiled, executor, rows, batches, whole.shares_grads, evaluating)
+            for theirs in loop:
+                ours = next(fast)
+                mean = theirs.grads.mean(0, keepdim=True) if whole.shares_grads else theirs.grads
+                apart.append(compared(executor, ours, theirs._replace(grads=mean)))
+            if kept := attached_in(objective.model):
+                raise DifferError(f"{listed(kept)} keeps a tensor that the model has computed for all nodes")
         except VmapError:
             raise
-        except Exception as error:  # of Python that an earlier call has changed
+        except Exception as error:  # they differ, or Python that an earlier call has changed fails
             raise VmapError(f"the model cannot be vectorised over nodes: {error} — {_LOOP}") from error
-    if whole.shares_grads:
-        loop = [step._replace(grads=step.grads.mean(0, keepdim=True)) for step in loop]
-    try:
-        if kept := attached_in(engine.objective.model):
-            raise DifferError(f"{listed(kept)} keeps a tensor that the model has computed for all nodes")
-        apart = [compared(executor, ours, theirs) for ours, theirs in zip(fast, loop, strict=True)]
-    except DifferError as error:
-        raise VmapError(f"the model cannot be vectorised over nodes: {error} — {_LOOP}") from None
     losses, gradients = map(max, zip(*apart, strict=True))
-    return Proof([whole.first_node + row for row in rows], losses, gradients, engine.calls)
+    return Proof([whole.first_node + row for row in rows], losses, gradients, ours.calls)
 
 
 def compared(executor: Executor, ours: Step, theirs: Step) -> tuple[float, float]:
@@ -110,18 +117,18 @@ def compared(executor: Executor, ours: Step, theirs: Step) -> tuple[float, float
     return losses, gradients
 
 
-def _two_steps(
+def _steps(
     make: Callable[..., Any],
     executor: Executor,
+    objective: Objective,
     rows: list[int],
     batches: Sequence[Any],
     shares: bool,
-    evaluating: bool,
-) -> tuple[list[Step], Any]:
-    """Take a step on each batch by a new executor on copies of these rows; the weights stay.
+) -> Iterator[Step]:
+    """Take a step on each batch by new executors on copies of these rows; the weights stay. Yield each step.
 
     Args:
-        make: makes the executor. shares: whether the rows share one row of weights and gradients.
+        make: makes an executor. shares: whether the rows share one row of weights and gradients.
     """
     whole = executor.replicas
     num_rows, like = 1 if shares else len(rows), whole.weights
@@ -130,17 +137,12 @@ def _two_steps(
     buffers = {name: b[rows].clone() for name, b in whole.buffers.items()}
     own = replace(whole, weights=weights, grads=grads, buffers=buffers, num_held=len(rows), first_node=0)
     streams = [executor.generators[row].clone_state() for row in rows]
-    objective = executor.objective.copied()
-    if evaluating:
-        objective.eval()
-    engine, found, before = None, [], weights.clone()
     for batch, at_once in zip(batches, (None, 1), strict=True):
         engine = make(own, objective, streams, replace(executor.settings, chunk_size=at_once, compile=False))
         losses = engine.losses_and_grads(cloned(batch))
-        found.append(Step(losses, grads.clone(), {name: b.clone() for name, b in buffers.items()}))
-    if whole.shares_weights and not torch.equal(bits_of(weights), bits_of(before)):
-        raise ValueError(SHARED_ROW)
-    return found, engine
+        if whole.shares_weights and not torch.equal(bits_of(weights), bits_of(like.expand(len(weights), -1))):
+            raise ValueError(SHARED_ROW)
+        yield Step(losses, grads, buffers, getattr(engine, "calls", {}))
 
 
 def _losses_apart(ours: Tensor, theirs: Tensor, bound: float) -> float:
@@ -158,9 +160,9 @@ def _gradients_apart(replicas: Replicas, ours: Tensor, theirs: Tensor, bound: fl
     floor = 100 * torch.finfo(theirs.dtype).eps
     for name, gradient in own.items():
         apart, norm = float((gradient - other[name]).norm()), float(other[name].norm())
-        if apart == apart:  # not NaN, which the losses show
+        if apart == apart:
             largest = max(largest, apart / max(norm, least, floor))
-        if largest > bound:
+        if largest > bound or not torch.equal(gradient.isnan(), other[name].isnan()):
             off = f"by {apart:.2g} where its norm is {norm:.2g}"
             raise DifferError(f"the gradient of {name} differs from that of eager PyTorch, {off}")
     return largest
