@@ -17,7 +17,7 @@ from vsim.cluster.randomness import default_generator, drawing_from
 from vsim.cluster.replicas import Views
 from vsim.engine.batched import VmapError
 from vsim.engine.casting import Casting, Casts
-from vsim.engine.executor import Before, cloned
+from vsim.engine.executor import cloned, undone
 from vsim.engine.memory import activation_bytes
 from vsim.engine.proof import DifferError, Proof, Step, compared, prove
 from vsim.engine.vmap import Piece, VmapExecutor
@@ -184,11 +184,9 @@ class CompiledExecutor(VmapExecutor):
 
     def _tried(self, batch: Any, share: float) -> Step:
         """Return a step, and undo it."""
-        before, replicas = Before(self), self.replicas
-        losses = self._backward(cloned(batch), share, True)
-        step = Step(losses, replicas.grads, replicas.buffers).copied()
-        before.restore()
-        return step
+        with undone(self):
+            losses = self._backward(cloned(batch), share, True)
+            return Step(losses, self.replicas.grads, self.replicas.buffers).copied()
 
     def _look(self, batch: Any) -> None:
         """Note whether the model draws random numbers, and whether it casts, on one node's batch."""

@@ -306,38 +306,20 @@ def check_examples(batch: Any, dim: int) -> None:
         )
 
 
-class Before:
-    """A snapshot of the state that a step changes besides gradients: buffers and random streams.
-
-    Args:
-        executor: the executor that takes the step.
-        streams: further generators that the step draws from.
-        weights: keep the weights, too, at the cost of a matrix of memory.
-    """
-
-    def __init__(self, executor: Executor, streams: Sequence[torch.Generator] = (), weights: bool = True) -> None:
-        replicas = executor.replicas
-        default = default_generator(replicas.weights.device)
-        self.streams = [(g, g.get_state()) for g in [*executor.generators, default, *streams]]
-        written = [*([replicas.weights] if weights else []), *replicas.buffers.values()]
-        self.tensors = [(t, t.clone()) for t in written]
-
-    def restore(self) -> None:
-        """Restore the snapshot."""
-        for stream, state in self.streams:
-            stream.set_state(state)
-        for tensor, value in self.tensors:
-            tensor.copy_(value)
-
-
 @contextmanager
 def undone(executor: Executor) -> Iterator[None]:
-    """Undo the changes that computing losses makes to buffers and random streams, at the end of a block."""
-    before = Before(executor, [torch.default_generator])
+    """At the end of a block, undo what computing losses changes: weights, buffers and random streams."""
+    replicas = executor.replicas
+    default = torch.default_generator, default_generator(replicas.weights.device)
+    streams = [(stream, stream.get_state()) for stream in (*executor.generators, *default)]
+    tensors = [(t, t.clone()) for t in (replicas.weights, *replicas.buffers.values())]
     try:
         yield
     finally:
-        before.restore()
+        for stream, state in streams:
+            stream.set_state(state)
+        for tensor, value in tensors:
+            tensor.copy_(value)
 
 
 def write_gradients(losses: Tensor, leaves: list[Tensor], grads: list[Tensor], share: float, first: bool) -> None:

@@ -213,7 +213,7 @@ class VmapExecutor(Executor):
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         if self._cuts_by_batch:
             self._cut_for(batch)
-        if (why := self.left.get(shapes_of(batch))) is not None:
+        if self.left and (why := self.left.get(shapes_of(batch))) is not None:
             self._leave_to_the_loop(why)
             return self._loop.compute(range(self.replicas.num_held), batch, share, first)
         losses, shared = [], list(self.pieces[0].leaves.values()) if self.replicas.shares_weights else []
