@@ -1,4 +1,4 @@
-"""How a run computes, and the allocator's settings meanwhile."""
+"""How a run computes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.data import digits
 from vsim.engine import Settings, VmapExecutor
-from vsim.engine import machine as allocator
 from vsim.engine.explain import Explanation, peak_flops
-from vsim.engine.machine import keeping_freed_memory
 from vsim.engine.memory import step_moments
 from vsim.engine.objective import Objective
 from vsim.models import CNN, MLP
@@ -101,37 +99,3 @@ def test_activations_are_those_of_one_chunk() -> None:
 
     assert peak(16, None) > 3.5 * peak(4, None)
     assert peak(16, 4) < 1.1 * peak(4, None)
-
-
-class FakeLibrary:
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, ...]] = []
-
-    def mallopt(self, *setting: int) -> None:
-        self.calls.append(setting)
-
-    def malloc_trim(self, pad: int) -> None:
-        self.calls.append((pad,))
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
-    fake = FakeLibrary()
-    monkeypatch.setattr(allocator, "_glibc", lambda: fake)
-    return fake
-
-
-def test_memory_is_given_back_when_the_last_run_ends(library: FakeLibrary) -> None:
-    with keeping_freed_memory():
-        begun = list(library.calls)
-        assert len(begun) == 2
-        with pytest.raises(RuntimeError), keeping_freed_memory():
-            raise RuntimeError
-        assert library.calls == begun  # a run within a run changes nothing
-    assert len(library.calls) == 5 and library.calls[-1] == (0,)
-
-
-def test_without_glibc_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocator, "_glibc", lambda: None)
-    with keeping_freed_memory():
-        pass

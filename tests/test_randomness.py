@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from separate import TASKS, Task, images, small_cnn, small_mlp, vectors
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
@@ -23,7 +21,6 @@ from vsim.cluster.randomness import (
     SHARED,
     default_generator,
     derive_seed,
-    derive_seeds,
     drawing_from,
     generator,
     isolated,
@@ -430,11 +427,6 @@ def test_streams_are_told_apart_by_their_keys() -> None:
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= s < 2**63 for s in seeds)
     assert derive_seed(2**70, NODE, 0) == derive_seed(2**70, NODE, 0)
-
-
-@given(st.integers(0, 2**160), st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=4)))
-def test_seeds_of_many_streams_are_those_of_each(seed: int, keys: list[list[int]]) -> None:
-    assert derive_seeds(seed, keys) == [derive_seed(seed, *key) for key in keys]
 
 
 def test_a_stream_is_the_default_generator_for_a_block() -> None:

@@ -12,7 +12,11 @@ from torch.utils.data import TensorDataset
 
 from vsim import Trainer
 from vsim.cluster.optim import OptimSpec
-from vsim.cluster.replicas import matrix
+from vsim.cluster.replicas import Replicas, matrix
+from vsim.engine import LoopExecutor
+from vsim.engine.machine import takes_one_thread
+from vsim.engine.objective import Objective
+from vsim.models import CNN, GPT, MLP
 from vsim.strategy import SimpleReduceStrategy
 
 
@@ -78,6 +82,14 @@ def test_a_small_step_has_one_thread_and_users_have_theirs(executor: str) -> Non
 def test_a_large_step_has_all_threads() -> None:
     calls, _, _ = trained(100_000, executor="vmap")
     assert set(calls) == {3}
+
+
+@pytest.mark.parametrize(
+    ("model", "num_nodes", "one"), [(MLP(), 4, True), (MLP(), 16, False), (CNN(), 4, False), (GPT(97), 4, False)]
+)
+def test_few_weights_without_convolutions_have_one_thread(model: nn.Module, num_nodes: int, one: bool) -> None:
+    replicas = Replicas.of(model, num_nodes, torch.device("cpu"))
+    assert takes_one_thread(LoopExecutor(replicas, Objective(replicas.module), [])) == one
 
 
 @pytest.mark.usefixtures("three_threads")

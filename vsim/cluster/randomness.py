@@ -9,15 +9,12 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vsim.private_torch import default_mps_generator
 
@@ -57,34 +54,6 @@ def derive_seed(seed: int, *key: int) -> int:
     """
     state = np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
-
-
-def derive_seeds(seed: int, keys: Sequence[Sequence[int]]) -> list[int]:
-    """Return `derive_seed(seed, *key)` for each of n keys of numbers below 2³², by SeedSequence's hash of all at once.
-
-    >>> derive_seeds(42, [(NODE, 0), (NODE, 7, 1)]) == [derive_seed(42, NODE, 0), derive_seed(42, NODE, 7, 1)]
-    True
-    """
-    pool = np.broadcast_to(np.random.SeedSequence(seed).pool, (len(keys), 4))
-    done = 16 + 4 * max(0, -(-seed.bit_length() // 32) - 4)  # hashes so far, each with its own constant
-    for column in zip_longest(*keys, fillvalue=-1):
-        words, own = np.array(column)[:, None], _powers(0x43B0D7E5, 0x931E8875, done + 4)[done:]
-        hashed = _shifted((words.astype(np.uint32) ^ own[:4]) * own[1:])
-        mixed = _shifted(np.uint32(0xCA01F9DD) * pool - np.uint32(0x4973F715) * hashed)
-        pool, done = np.where(words < 0, pool, mixed), done + 4
-    own = _powers(0x8B51F9DD, 0x58F38DED, 2)
-    low, high = _shifted((pool[:, :2] ^ own[:2]) * own[1:]).astype(np.uint64).T
-    return [int(state) for state in (low | high << np.uint64(32)) >> np.uint64(1)]
-
-
-def _shifted(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    return x ^ (x >> np.uint32(16))
-
-
-@cache
-def _powers(first: int, factor: int, number: int) -> NDArray[np.uint32]:
-    """Return first · factorⁱ mod 2³² for i from 0 to `number`."""
-    return np.array([first * pow(factor, i, 2**32) % 2**32 for i in range(number + 1)], np.uint32)
 
 
 def generator(seed: int, *key: int, device: torch.device | str = "cpu") -> torch.Generator:

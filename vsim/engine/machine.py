@@ -1,4 +1,4 @@
-"""The parts of the machine that a run uses: device, threads, and the allocator and vector functions of libraries.
+"""The parts of the machine that a run uses: device, threads, and the vector functions of libraries.
 
 Small steps are computed by one thread, because an operation that two threads share is as slow as the slower thread. If
 another program keeps a core busy, one thread waits for a time slice: a step of four small MLPs then takes seven times
@@ -7,23 +7,21 @@ as long with two threads as with one. On an idle machine, two threads are no fas
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._pytree import tree_map
 
 from vsim.arguments import retold
 from vsim.engine.executor import Executor
 
-# One thread computes a step with fewer multiplications and additions than this: 4 MLPs of 26,000 weights with 16
-# examples have 10 million, 16 such MLPs have 40 million.
-SMALL = 20_000_000
+# One thread computes the steps of nodes that have fewer weights together: four MLPs of 26,000 weights have 104,000, and
+# 16 have 416,000.
+SMALL = 200_000
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
@@ -153,87 +151,17 @@ def using_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Threads:
-    """Chooses the number of threads for an executor's steps, by shapes alone.
+def takes_one_thread(executor: Executor) -> bool:
+    """Return whether one thread computes an executor's steps, because its nodes have few weights.
 
-    Args:
-        executor: takes the steps. With `settings.deterministic` the number is not changed, because the last bits may
-            depend on it; nor is a number that was given, as to the processes of a run.
+    Kernels of convolutions have few weights and much work. The number of threads is not changed if the last bits may
+    depend on it (`settings.deterministic`), nor if it was given, as to the processes of a run.
     """
-
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-        self._small: dict[Any, bool] = {}  # by the shapes of a batch
-
-    def of(self, batch: Any) -> AbstractContextManager[None]:
-        """Return the context for a step with this stacked batch (R, B, …); it uses one thread if the step is small."""
-        alone = torch.get_num_threads() > 1 and self._is_small(batch)
-        return using_threads(1) if alone else nullcontext()
-
-    def _is_small(self, batch: Any) -> bool:
-        replicas = self.executor.replicas
-        settled = self.executor.settings.deterministic or self.executor.has_given_threads
-        if settled or replicas.weights.device.type != "cpu":
-            return False
-        shapes = tuple(t.shape for t in tree_leaves(batch))
-        if shapes not in self._small:
-            # Optimizers and communication read all weights, even if a batch uses few of them.
-            self._small[shapes] = replicas.num_held * replicas.num_parameters < SMALL / 50 and (
-                replicas.num_held * self._flops_of_node(tree_map(lambda t: t[0], batch)) < SMALL
-            )
-        return self._small[shapes]
-
-    def _flops_of_node(self, batch: Any) -> int:
-        """Return the multiplications and additions of one node's step; the backward pass has twice the forward's."""
-        with self.executor.first_node(batch) as (objective, _, own), FlopCounterMode(display=False) as counter:
-            try:
-                objective(own, False)
-            except Exception:  # the step itself will raise it again, with more details
-                return SMALL
-        return 3 * counter.get_total_flops()
-
-
-# Every step allocates and frees the same tensors. glibc returns large blocks to the system as soon as they are free,
-# and each block then causes page faults at its next use: 20,000 in a step of four small GPTs, a seventh of its time.
-# While a run trains, blocks of up to 256 MB stay with the process; afterwards they are returned.
-# Below: the names of mallopt's settings (malloc.h), their values during a run, and afterwards (glibc's own limits).
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_WHILE_TRAINING = {_MMAP_THRESHOLD: 2**28, _TRIM_THRESHOLD: 2**30}
-_AFTERWARDS = {_MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26}
-
-_runs = 0  # runs that train now in this process
-
-
-@contextmanager
-def keeping_freed_memory() -> Iterator[None]:
-    """Keep freed memory in the process within a block. A no-op if the C library is not glibc."""
-    global _runs
-    library = _glibc()
-    if library is not None and _runs == 0:
-        _set(library, _WHILE_TRAINING)
-    _runs += 1
-    try:
-        yield
-    finally:
-        _runs -= 1
-        if library is not None and _runs == 0:
-            _set(library, _AFTERWARDS)
-            library.malloc_trim(0)
-
-
-def _set(library: Any, settings: dict[int, int]) -> None:
-    for name, value in settings.items():
-        library.mallopt(name, value)
-
-
-@functools.lru_cache(maxsize=1)
-def _glibc() -> Any:
-    try:
-        library = ctypes.CDLL(None)
-        library.gnu_get_libc_version  # noqa: B018
-        return library
-    except (OSError, AttributeError, TypeError):
-        return None
+    replicas = executor.replicas
+    if executor.settings.deterministic or executor.has_given_threads or replicas.weights.device.type != "cpu":
+        return False
+    weights = [*replicas.module.parameters()]
+    return replicas.num_held * sum(w.numel() for w in weights) < SMALL and all(w.dim() <= 2 for w in weights)
 
 
 # A workaround: MKL chooses the kernel of a vector function at the function's first call in a process. If several

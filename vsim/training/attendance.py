@@ -12,7 +12,7 @@ from torch import Tensor
 from vsim.arguments import naming
 from vsim.cluster.optimizers import forget, torch_optimizers
 from vsim.cluster.plan import Plan
-from vsim.cluster.randomness import NODE, derive_seeds, preserved
+from vsim.cluster.randomness import NODE, derive_seed, preserved
 from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import CheckpointError
 from vsim.data.batches import joint_batches
@@ -120,9 +120,9 @@ def _seed(run: Run, nodes: Iterable[int], step: int) -> None:
     """Reseed the streams of nodes that begin to take part; a node gets a new seed each time that it returns."""
     times, begin, active = _plan(run).times(step), set(nodes), run.cluster.active
     rows = {row: active[i] for row, i in enumerate(run.cluster.replicas.nodes) if active[i] in begin}
-    keys = [(NODE, node, *([int(times[node])] if times[node] else [])) for node in rows.values()]
-    for row, own in zip(rows, derive_seeds(run.spec.seed, keys), strict=True):
-        run.streams[row].manual_seed(own)
+    for row, node in rows.items():
+        again = [int(times[node])] if times[node] else []
+        run.streams[row].manual_seed(derive_seed(run.spec.seed, NODE, node, *again))
 
 
 @torch.no_grad()

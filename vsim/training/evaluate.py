@@ -248,7 +248,7 @@ def _on_clients(stack: Stack, runs: Sequence[Run], first: int | None) -> list[di
                 batch = validation_examples(dataset, run.spec.val_size, collate).batch
             batch = tree_map(lambda t: t.to(device), batch)
             pieces = _cut(batch, len(tree_leaves(batch)[0]), batch_size)
-            with stack.threads.of(tree_map(lambda t: t[None], pieces[0])):
+            with stack.threads():
                 measured, _ = _measured_together(executor, models, pieces, objective)
         except Exception as error:
             when = f"in the validation on the data of client {client} after step {run.done}"

@@ -19,7 +19,7 @@ from vsim.cluster.frozen import clear_gradients, skipping
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import global_states, same_states
 from vsim.data.batches import Uneven, sizes_of
-from vsim.engine.machine import keeping_freed_memory, moved, repeating, synchronize
+from vsim.engine.machine import moved, repeating, synchronize
 from vsim.engine.objective import explained
 from vsim.records.progress import StepReport
 from vsim.training import resume
@@ -68,7 +68,7 @@ def steps(ensemble: Ensemble) -> Iterator[int]:
     """
     repeats = any(run.spec.deterministic for run in ensemble.runs)
     device = ensemble.runs[0].cluster.weights.device
-    with keeping_freed_memory(), repeating(device) if repeats else nullcontext():
+    with repeating(device) if repeats else nullcontext():
         yield from _steps(ensemble)
 
 
@@ -138,8 +138,7 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     except Exception as error:
         _all_leave(ensemble, runs, retold(error, f"the batches of step {step}: {error}"))
         return False
-    largest = batch.parts[0] if isinstance(batch, Uneven) else batch
-    with stack.threads.of(largest):
+    with stack.threads():
         try:
             losses = _computed(ensemble, stack, batch, device)
         except Exception as error:  # in the model or the data, which all runs of the stack share

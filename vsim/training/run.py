@@ -25,7 +25,7 @@ from vsim.cluster.randomness import OwnGlobals, global_states
 from vsim.data.batches import BatchSource, Uneven, of_rows
 from vsim.engine import Executor
 from vsim.engine.indices import is_off_cpu
-from vsim.engine.machine import Threads
+from vsim.engine.machine import takes_one_thread, using_threads
 from vsim.engine.memory import Held
 from vsim.engine.objective import Objective, explained
 from vsim.records.history import ACCURACIES, COLUMNS, SPREAD, VALIDATED, History
@@ -528,9 +528,12 @@ class Stack:
         return losses
 
     @cached_property
-    def threads(self) -> Threads:
-        """Chooses the number of threads of the stack's steps."""
-        return Threads(self.executor)
+    def _is_small(self) -> bool:
+        return takes_one_thread(self.executor)
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Return the context of the stack's steps, which one thread computes if they are small."""
+        return using_threads(1) if self._is_small else nullcontext()
 
     @property
     def rows(self) -> list[tuple[Run, slice]]:
