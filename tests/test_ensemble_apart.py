@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,11 @@ Strategies = dict[str, Strategy]
 
 
 def compare(
-    strategies: Strategies, data: Any = None, start: nn.Module | None = None, **options: Any
+    strategies: Strategies, data: Any = None, start: nn.Module | None = None, warns: bool = False, **options: Any
 ) -> vsim.Comparison:
     data = vectors() if data is None else data
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with nullcontext() if warns else warnings.catch_warnings():
+        warnings.simplefilter("always" if warns else "ignore", UserWarning)
         start = small_mlp() if start is None else start
         return vsim.compare(start, data, data, strategies=strategies, **{**OPTIONS, "num_nodes": 2, **options})
 
@@ -46,10 +48,11 @@ def assert_own_fits(
     besides: Strategies | None = None,
     data: Callable[[], Any] = vectors,
     make: Callable[[], nn.Module] = small_mlp,
+    warns: bool = False,
     **options: Any,
 ) -> vsim.Comparison:
     """Compare strategies, `besides` first, and each with its own fit to the bit."""
-    result = compare({**(besides or {}), **strategies}, data(), make(), seeds=[1, 2], **options)
+    result = compare({**(besides or {}), **strategies}, data(), make(), warns, seeds=[1, 2], **options)
     for name, (i, seed) in itertools.product(strategies, enumerate((1, 2))):
         own = alone(strategies[name], make(), data(), data(), **{"num_nodes": 2, "seed": seed, **options})
         assert_is_its_own_fit(result.runs(name)[i], own)
@@ -98,6 +101,79 @@ def test_what_is_drawn_resumes_to_the_bit(tmp_path: Path) -> None:
         trainer.fit(resume=vsim.load_checkpoint(tmp_path / "race" / name.replace(" ", "_")), **options)
         own = alone(strategies[name], small_mlp(), Jittered(), Jittered(), num_nodes=2, max_steps=9)
         assert trainer.history.node_losses.tolist() == own.history.node_losses.tolist()
+
+
+class DrawsInForward(nn.Module):
+    """Takes its noise from a generator that nodes do not have."""
+
+    def __init__(self, draw: Callable[[], float] = lambda: np.random.rand()) -> None:  # noqa: NPY002
+        super().__init__()
+        self.inner, self.draw = small_mlp(), draw
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.inner(batch) * (1 + 0.1 * float(self.draw()))
+
+
+class DrawsInSetup(FedAvgStrategy):
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        super()._init_node(model, rank, num_nodes)
+        self.factor = random.random()
+
+    def after_optimizer(self) -> None:
+        super().after_optimizer()
+        self.cluster.weights.mul_(1 + 0.01 * self.factor)
+
+
+class Shakes(vsim.Callback):
+    """Draws after the steps from `first` on."""
+
+    def __init__(self, first: int = 1) -> None:
+        self.first, self.heard = first, []
+
+    def on_step(self, run: Any) -> None:
+        self.heard.append(run.done)
+        if run.done >= self.first:
+            run.cluster.weights.add_(torch.randn_like(run.cluster.weights), alpha=1e-3)
+
+
+@pytest.mark.parametrize("who", ["the model", "own, seed 1: its strategy", "the setup", "fedavg, seed 1: .* callback"])
+def test_runs_that_draw_globally_train_one_after_the_other_and_one_warning_says_who(who: str) -> None:
+    own: Strategies = {"own": DrawsInSetup(H=2, lr=1e-2)} if who == "the setup" else {}
+    options: dict[str, Any] = {"callbacks": [Shakes()]} if "callback" in who else {}
+    make: Callable[[], nn.Module] = small_mlp
+    if who == "the model":
+        make, options = DrawsInForward, {"executor": "loop", "deterministic": False}
+    if "strategy" in who:
+        own = {"own": FedAvgStrategy(H=2, inner_optim=OptimSpec(Noisy, lr=1e-2))}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        result = assert_own_fits({**own, **plain()}, make=make, warns=True, **options)
+    told = [str(one.message) for one in caught if "one after the other" in str(one.message)]
+    assert len(told) == 1 and re.match(who, told[0])
+    for name in result if "callback" in who else ():
+        assert [run.callbacks[0].heard for run in result.runs(name)] == 2 * [[1, 2, 3, 4, 5, 6]]
+
+
+def test_draws_that_begin_later_are_told_at_the_end() -> None:
+    with pytest.warns(UserWarning, match="but not in its first steps"):
+        compare(plain(), callbacks=[Shakes(4)], warns=True)
+
+
+def test_runs_of_halving_must_not_draw_globally() -> None:
+    settings = {"H": [1, 2, 3, 4], "lr": 1e-2}
+    options = {**OPTIONS, "num_nodes": 2, "max_steps": 20, "halving": 2, "callbacks": [Shakes()]}
+    with pytest.raises(ValueError, match=r"halving .* callback draws .*\(torch"):
+        vsim.sweep(small_mlp(), vectors(), strategy=FedAvgStrategy, settings=settings, **options)
+
+
+@pytest.mark.parametrize("executor", ["auto", "loop"])
+@pytest.mark.parametrize(("draw", "name"), [((random.random,), "random"), ((), r"numpy\.random")])
+def test_a_deterministic_model_must_not_draw_globally(draw: Any, name: str, executor: str) -> None:
+    options = {"executor": executor, "num_nodes": 2}
+    with pytest.raises(ValueError, match=f"deterministic=True .* draw from {name} in forward"):
+        alone(Strategy(), DrawsInForward(*draw), vectors(), vectors(), **options)
+    with pytest.raises(ValueError, match=f"deterministic=True .* draw from {name} in forward"):
+        compare(plain(), start=DrawsInForward(*draw), val_interval=None, **options)
 
 
 # State ----------------------------------------------------------------------------------------------------------------
@@ -319,25 +395,3 @@ def test_single_examples_may_have_any_length() -> None:
     assert_own_fits(
         {"alone": Strategy(lr=1e-2)}, data=Documents, make=Slope, num_nodes=1, batch_size=1, val_size=1, val_interval=3
     )
-
-
-class DrawsInForward(nn.Module):
-    """Takes its noise from numpy, where no node has a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = small_mlp()
-
-    def forward(self, batch: Any) -> Tensor:
-        return self.inner(batch) * (1 + 0.1 * float(np.random.rand()))  # noqa: NPY002
-
-
-def test_a_model_that_draws_globally_is_told_and_is_its_own_fit_one_after_the_other() -> None:
-    options = {**OPTIONS, "num_nodes": 2, "seeds": [1, 2], "executor": "loop"}
-    strategies = {"a": FedAvgStrategy(H=2, lr=1e-2), "b": Strategy(lr=1e-2)}
-    with pytest.warns(UserWarning, match="the model draws from the global generators of torch, numpy or Python"):
-        vsim.compare(DrawsInForward(), vectors(), strategies=strategies, **options)
-    apart = vsim.compare(DrawsInForward(), vectors(), strategies=strategies, together=False, **options)
-    trainer = vsim.Trainer(DrawsInForward(), vectors())
-    trainer.fit(strategy=strategies["b"], num_nodes=2, seed=2, executor="loop", **OPTIONS)
-    np.testing.assert_array_equal(apart.runs("b")[1].history.node_losses, trainer.history.node_losses)

@@ -276,6 +276,18 @@ def test_a_fork_begins_with_those_who_are_there(plan: Participation, tmp_path: P
     assert there.sum() == len(first.nodes)
 
 
+def test_validation_examples_that_are_drawn_stay_where_nodes_come_and_go() -> None:
+    class Drawn(TensorDataset):
+        def __getitem__(self, i: int) -> Any:
+            x, y = super().__getitem__(i)
+            return x + torch.rand(12), y
+
+    trainer = vsim.Trainer(small_mlp(), vectors(), Drawn(*vectors().tensors))
+    options = {"participation": Schedule({0: [0, 1, 2], 2: [0, 2]}), "num_nodes": 3, "max_steps": 4, "val_interval": 1}
+    trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.0), batch_size=4, progress=False, **options)
+    assert len(set(trainer.history["global_loss"])) == 1
+
+
 def test_modules_hear_of_changes_alone() -> None:
     """NoLoCo draws new pairs when the participating nodes change, and otherwise runs as if there were no plan."""
     expected, plain = trained(NoLoCoStrategy(H=2, lr=1e-2), num_nodes=3)

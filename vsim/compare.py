@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +40,7 @@ from vsim.strategy.base import Strategy
 from vsim.strategy.configured import arguments_of, shown
 from vsim.trainer import Trainer
 from vsim.training.configuration import describe_problem
-from vsim.training.entries import Entries, Entry, saving_in
+from vsim.training.entries import Entries, Entry, copied_callbacks, saving_in
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Diverged
 from vsim.training.spec import takes_options
@@ -80,7 +79,9 @@ def compare(
             "<run_name>/<name of the strategy>", which is also its folder; the default run name is date and time.
             vsim's own loggers are copied for every run; an object of your own hears all runs, step by step.
         together: train all runs at the same time, in groups that fit into half of the free memory, or into the share
-            `max_memory_usage` of the whole memory; False: one after the other.
+            `max_memory_usage` of the whole memory; False: one after the other. If a model, strategy or callback draws
+            from the global random generators of Python, NumPy or torch in its first two steps, the runs start again,
+            one after the other.
         tune: argument of strategies → values to try. Each strategy is first trained with every combination of the
             arguments that it takes, with seeds that the comparison does not use (equally many, counted on from its
             largest), and goes into the comparison with the lowest mean validation loss. `Comparison.tuned` has all
@@ -312,9 +313,7 @@ def train_entries(
             saving = None if save_dir is None else saving_in(save_dir, folder_name(label), checkpoint_interval)
             if spec.participation is not None:
                 spec = replace(spec, participation=spec.participation.of_run(len(running)))
-            # What callbacks hold is copied, but not what all runs share.
-            shared = {id(one): one for one in (models[seed], train_dataset, val_dataset, loss_fn)}
-            spec = replace(spec, saving=saving, callbacks=copy.deepcopy(spec.callbacks, shared))
+            spec = replace(spec, saving=saving, callbacks=copied_callbacks(spec))
             others = spec.backend == "process" and world_rank() > 0
             entry = Entry(name, trainer.logged(spec, own, [] if others else spec.loggers))
             config = partial(_config, trainer, own, started, problems)

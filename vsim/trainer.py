@@ -209,7 +209,7 @@ class Trainer:
                 `history.executor_reason` says why.
             deterministic: on the CPU, in float32: bitwise equal to separate processes in eager PyTorch; the first step
                 is computed both ways and compared. On CUDA: runs repeat bit by bit, with PyTorch's deterministic
-                algorithms. Not for MPS.
+                algorithms. Not for MPS. A model must not draw from Python's or NumPy's global generator in `forward`.
             compile: torch.compile the loss and its gradient, and those kernels of strategies for which that was
                 measured to pay (see `vsim_kernels.compiled`); the first step then takes 5 to 20 seconds. Not for
                 executor="loop".

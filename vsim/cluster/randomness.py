@@ -6,7 +6,7 @@ or a consumer does not change the numbers of another.
 
 from __future__ import annotations
 
-import copy
+import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -111,40 +111,29 @@ def set_global_states(states: dict[str, Any], device: torch.device) -> None:
     random.setstate(states["python"])
 
 
-def same_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two results of `global_states` are equal."""
-    keys, positions = zip(
-        *((s["numpy"]["state"]["key"], s["numpy"]["state"]["pos"]) for s in (one, other)), strict=True
-    )
-    torchs = all(torch.equal(one[name], other[name]) for name in ("torch", "device"))
-    return torchs and one["python"] == other["python"] and np.array_equal(*keys) and positions[0] == positions[1]
+def fingerprints(device: torch.device) -> dict[str, bytes]:
+    """Return name → state of the global generators of torch (CPU and `device`), numpy and Python, for comparisons."""
+    states = global_states(device)
+    torchs = {"torch.cpu": states["torch"], f"torch.{device.type}": states["device"]}
+    own = {"random": pickle.dumps(states["python"]), "numpy.random": pickle.dumps(states["numpy"])}
+    return own | {name: state.numpy().tobytes() for name, state in torchs.items()}
 
 
-class OwnGlobals:
-    """The global random generators as one run of an ensemble would find them if it trained alone.
+class DataStates:
+    """The states of the global random generators for the data of one of several runs: those of a run of its own.
 
     Args:
         seed: seeds the generators, as in `isolated`. device: its generator is one of them.
-
-    Attributes:
-        states: the current states. at_setup: the states after the run's data were made, before the rest of the setup.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
         with isolated(seed, device):
             self.states = global_states(device)
-        self.at_setup = self.states
-
-    def anew(self) -> OwnGlobals:
-        """Return the global generators for setting up the same run again."""
-        other = copy.copy(self)
-        other.states = self.at_setup
-        return other
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Use this run's generators as the process's generators within this context; draws advance them."""
+        """Use these states as the process's within this context; draws advance them."""
         with preserved(self.device):
             set_global_states(self.states, self.device)
             try:

@@ -152,7 +152,7 @@ class History:
     def continue_from(self, other: History) -> None:
         """Begin with the rows of another record."""
         self._table = {name: list(column) for name, column in other._columns.items()}
-        self._losses, self.executor = list(other._node_losses), other.executor
+        self._losses, self.executor, self._new = list(other._node_losses), other.executor, []
         self._client_val = dict(other._client_val)
         self.ledger.continue_from(other.ledger)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vsim.data.batches import BatchSource, one_in_memory
-from vsim.strategy.base import CommunicationModule, Strategy
+from vsim.strategy.base import Strategy
 from vsim.training.spec import RunSpec
 
 
@@ -79,30 +79,9 @@ def _equal(first: Any, other: Any) -> bool:
         return False
 
 
-def is_vsims_own(strategy: Strategy) -> bool:
-    """Return whether a strategy runs only vsim's code, which draws only from the run's generators."""
-    return _is_vsims(strategy, set())
-
-
-def _is_vsims(value: Any, seen: set[int]) -> bool:
-    if isinstance(value, type):  # for instance, the class of an optimizer
-        return is_vsims(value) or _is_torchs(value)
-    if id(value) in seen or not hasattr(value, "__dict__") or isinstance(value, torch.dtype):
-        return True
-    seen.add(id(value))
-    if isinstance(value, Strategy | CommunicationModule) or not _is_torchs(type(value)):
-        inside = [v for own in vars(value).values() for v in (own if isinstance(own, list | tuple) else [own])]
-        return is_vsims(type(value)) and all(_is_vsims(item, seen) for item in inside)
-    return True
-
-
 def is_vsims(cls: type) -> bool:
     """Return whether a class is one of vsim's."""
     return cls.__module__.partition(".")[0] == "vsim"
-
-
-def _is_torchs(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in ("torch", "builtins")
 
 
 def settings_order(strategy: Strategy) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ class Workers:
         assert isinstance(strategy, AsynchronousStrategy) and isinstance(batches, Batches)
         self.run, self.strategy, self.engine, self.minibatch_size = run, strategy, engine, minibatch_size
         self._few = few
-        self._here = nullcontext if one_in_memory(batches) is not None else run.here
+        self._here = nullcontext if one_in_memory(batches) is not None else run.fetching
         skipped = run.done - strategy.clock.taken // run.cluster.num_nodes  # steps of the run that this one forked from
         self._feeds = [batches.of_node(node, skipped + own) for node, own in enumerate(strategy.clock.steps)]
         strategy.step_workers = self.step
@@ -73,7 +73,7 @@ class Workers:
         replicas, run = self.engine.replicas, self.run
         batch = moved(batch, replicas.weights.device)
         try:
-            with torch.enable_grad():  # strategies run without gradients
+            with run.computing(), torch.enable_grad():  # strategies run without gradients
                 if len(nodes) == replicas.num_held:
                     losses = self.engine.losses_and_grads(batch, self.minibatch_size)
                 else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from vsim.arguments import naming
 from vsim.cluster.optimizers import forget, torch_optimizers
 from vsim.cluster.plan import Plan
-from vsim.cluster.randomness import NODE, derive_seed, preserved
+from vsim.cluster.randomness import NODE, DataStates, derive_seed, preserved
 from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import CheckpointError
 from vsim.data.batches import joint_batches
@@ -53,7 +53,7 @@ def attend(ensemble: Ensemble, step: int) -> None:
             for run in renewed:
                 _begin_round(run, step)
             if renewed:
-                fetching: dict[Any, Run] = {}
+                fetching: dict[Any, DataStates | None] = {}
                 stack.batches = joint_batches([source(m, step - 1, fetching) for m in stack.runs], step - 1)
     for run in ensemble.training:
         if run.begins_segment(step):
@@ -214,10 +214,8 @@ def put_together(ensemble: Ensemble, runs: Sequence[Run], copies: Sequence[Run])
         fresh = assemble(copies, ensemble.executor, device, ensemble.interrupt)
     successors = dict(zip(runs, fresh.runs, strict=True))
     for old, new in successors.items():
-        for name in ("examples", "tokens", "seconds", "validation_seconds", "draws", "row", "known_events"):
+        for name in ("examples", "tokens", "seconds", "validation_seconds", "row", "known_events"):
             setattr(new, name, getattr(old, name))
-        if old.globals is not None and new.globals is not None:
-            new.globals.states = old.globals.states
         begin(new)
     ensemble.runs = [successors.get(run, run) for run in ensemble.runs]
     return fresh.stacks
@@ -233,7 +231,6 @@ def snapshot(run: Run) -> Run:
         run,
         spec=replace(run.spec, start=captured(run, apart=True), max_memory_usage=None),
         collectives=run.collectives.anew(run.cluster.active),
-        globals=None if run.globals is None else run.globals.anew(),
         starts=True,
         continues=range(len(run.nodes)),
     )

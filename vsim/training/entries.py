@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -23,7 +24,7 @@ from vsim.checkpoint.files import Checkpoint, load_checkpoint
 from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, folder_at, held, step_of
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
-from vsim.cluster.randomness import isolated
+from vsim.cluster.randomness import fingerprints, isolated
 from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
 from vsim.engine.memory import available_bytes
@@ -32,12 +33,13 @@ from vsim.records.progress import LiveRace, LiveTable, Recorder, Reporter, StepR
 from vsim.training.callbacks import Relay, savable, tell
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.loop import train
-from vsim.training.run import Diverged, Ensemble, Run
+from vsim.training.run import Diverged, Drawn, Ensemble, Run
 from vsim.training.setup import prepare
 from vsim.training.spec import RunSpec
 
 # Share of a device's free memory for the matrices of runs that train together; the rest is for activations.
 _SHARE_OF_MATRICES = 0.5
+_DRAW_FROM_NODES = "draw from cluster.generator in a strategy, or by torch's functions in a model"
 _SECONDS_BETWEEN = 0.1  # updates of a progress bar
 
 
@@ -208,10 +210,15 @@ class Entries:
         for entries in ensembles[1:]:  # find errors before the first ensemble trains
             self._prepared([replace(entry.spec, start=None, saving=None) for entry in entries])
         with self.interrupt, _Watch(self.entries, self.progress, self.title) as watch:
-            for entries in ensembles:
+            while ensembles:
+                entries = ensembles.pop(0)
                 interrupted: BaseException | None = None
+                untold = [copied_callbacks(entry.spec) for entry in entries] if len(entries) > 1 else []
                 try:
                     self._train(entries, watch)
+                except Drawn as drawn:
+                    self._separate(entries, untold, drawn)
+                    ensembles = [[entry] for own in (entries, *ensembles) for entry in own]
                 except KeyboardInterrupt as error:
                     interrupted = error
                 if interrupted is not None or self.processes.agreed(self.interrupt.requested):
@@ -305,7 +312,10 @@ class Entries:
             seed = running[0].spec.seed
             with isolated(seed, self.device):
                 configs = [entry.spec for entry in running]
+                untouched = fingerprints(self.device)
                 ensemble = self._prepared(configs, [(recorders[entry], entry) for entry in running])
+                if len(running) > 1:
+                    ensemble.check_draws(untouched, ensemble.runs[0], "the setup of a strategy")
                 for entry in running:
                     entry.spec = replace(entry.spec, start=None)  # a checkpoint holds memory
                 del configs
@@ -323,6 +333,35 @@ class Entries:
                     train(ensemble)
                 finally:
                     self._collect(ensemble, running, watch, last=True)
+                if len(running) > 1 and fingerprints(self.device) != untouched:
+                    warnings.warn(
+                        "a model, strategy or callback draws from the global random generators, but not in its first "
+                        f"steps: runs differ from their own Trainer.fit; give together=False, or {_DRAW_FROM_NODES}",
+                        UserWarning,
+                        stacklevel=4,
+                    )
+
+    def _separate(self, entries: Sequence[Entry], untold: Sequence[list[Any]], drawn: Drawn) -> None:
+        """Forget what `entries` have done together, and give them callbacks that have not been told of it.
+
+        Raises:
+            ValueError: halving needs runs that train together.
+        """
+        if self.rungs:
+            raise ValueError(f"halving needs runs that train together, and {drawn}: {_DRAW_FROM_NODES}") from drawn
+        if self.processes.is_first:
+            warnings.warn(
+                f"{drawn}, of which runs that train together have none of their own: the runs start again, one after "
+                f"the other (together=False). So that they train together, {_DRAW_FROM_NODES}",
+                UserWarning,
+                stacklevel=4,
+            )
+        for entry, callbacks in zip(entries, untold, strict=True):
+            entry.spec = replace(entry.spec, callbacks=callbacks)
+            entry.history.continue_from(History(entry.spec.label, entry.spec.num_nodes, entry.spec.population))
+            entry.model = entry.error = entry.stopped_at = entry.finished_at = None
+            self.tell(self.entries.index(entry), Begun(entry.history.as_plain(), 0))
+            self._tell_end(entry)
 
     def _collect(self, ensemble: Ensemble, running: Sequence[Entry], watch: _Watch, last: bool = False) -> None:
         """Keep the models of runs that have ended, note which have left, and show the progress of all.
@@ -493,6 +532,12 @@ class Entries:
         if problem is not None:
             raise problem
         return 0, {}
+
+
+def copied_callbacks(spec: RunSpec) -> list[Any]:
+    """Return copies of a run's callbacks, but not of what all runs share."""
+    shared = {id(one): one for one in (spec.model, spec.train_dataset, spec.val_dataset, spec.loss_fn)}
+    return copy.deepcopy(list(spec.callbacks), shared)
 
 
 def for_elsewhere(spec: RunSpec, relay: Relay) -> RunSpec:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from vsim.arguments import naming, retold
 from vsim.cluster.frozen import clear_gradients, skipping
 from vsim.cluster.optimizers import torch_optimizers
-from vsim.cluster.randomness import global_states, same_states
+from vsim.cluster.randomness import global_states
 from vsim.data.batches import Uneven, sizes_of
 from vsim.engine.machine import moved, repeating, synchronize
 from vsim.engine.objective import explained
@@ -53,7 +52,7 @@ def end(ensemble: Ensemble) -> None:
     """Release resources that only training needs, and keep the final states of the process's random generators."""
     for run in ensemble.runs:
         device = run.cluster.weights.device
-        if run.globals is None:
+        if run.data_states is None:
             run.left_states = global_states(device)
         if run.clients is not None:
             run.clients.release()
@@ -97,6 +96,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
         reached = [run for run in ensemble.training if run.done == step]
         saved = True
         for run in reached:
+            run.trial_steps -= 1
             with _own(ensemble, run):
                 saved &= resume.save_if_due(run, stops)
         _tell_ends(ensemble, reached)
@@ -138,13 +138,16 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     except Exception as error:
         _all_leave(ensemble, runs, retold(error, f"the batches of step {step}: {error}"))
         return False
+    before = ensemble.states_for_trial(runs[0])
     with stack.threads():
         try:
-            losses = _computed(ensemble, stack, batch, device)
+            with runs[0].computing():
+                losses = stack.losses_and_grads(batch)
         except Exception as error:  # in the model or the data, which all runs of the stack share
             given = stack.few.batch if isinstance(batch, Uneven) else batch
             _all_leave(ensemble, runs, explained(error, stack.executor.objective, given, 1, f"at step {step}"))
             return False
+        ensemble.check_draws(before, runs[0], "the model")
         stops = _keep_losses(ensemble, stack, losses, step, batch)
         _take_own_steps(ensemble, stack)
     runs = [run for run in runs if run.trains]
@@ -155,27 +158,6 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     for run in runs:
         run.seconds += seconds * run.cluster.num_nodes / num_nodes
     return stops
-
-
-def _computed(ensemble: Ensemble, stack: Stack, batch: Any, device: torch.device) -> Tensor:
-    """Return the losses of a stack, and write the gradients to the rows of its runs."""
-    first = len(ensemble.runs) > 1 and not stack.has_stepped
-    before = global_states(device) if first else {}
-    losses = stack.losses_and_grads(batch)
-    if first and not same_states(before, global_states(device)):
-        _warn_of_global_draws()
-    stack.has_stepped = True
-    return losses
-
-
-def _warn_of_global_draws() -> None:
-    warnings.warn(
-        "the model draws from the global generators of torch, numpy or Python in forward, and all runs that train "
-        "together draw from the same ones: reproducible, but not the numbers of a Trainer.fit. Give together=False, or "
-        "draw by torch's functions, such as torch.rand or dropout, which take every node's own generator",
-        UserWarning,
-        stacklevel=2,
-    )
 
 
 def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, batch: Any) -> bool:
@@ -236,17 +218,18 @@ def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
 
 
 class _own(AbstractContextManager[None]):
-    """Context for code of one run: uses the run's own random state, and an error ends only this run."""
+    """Context for the code of one run, whose errors end only this run."""
 
     def __init__(self, ensemble: Ensemble, run: Run) -> None:
         self.ensemble, self.run = ensemble, run
-        self.globals = run.globals.here() if run.globals is not None and run.draws else nullcontext()
 
     def __enter__(self) -> None:
-        self.globals.__enter__()
+        self.before = self.ensemble.states_for_trial(self.run)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        self.globals.__exit__(kind, error, trace)
+        if error is None and self.before:
+            who = f"{self.run.spec.label}: its strategy or a callback"
+            self.ensemble.check_draws(self.before, self.run, who)
         if not isinstance(error, Exception) or not self.ensemble.tolerant:
             return False
         _leave(self.ensemble, self.run, error)
@@ -401,7 +384,9 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
             with ExitStack() as evaluating, torch.no_grad():
                 for run in own:
                     evaluating.enter_context(run.strategy.evaluating())
+                before = ensemble.states_for_trial(runs[0])
                 found.update(validate(own))
+                ensemble.check_draws(before, runs[0], "the model or a metric")
         except Exception as error:  # in the model or the data, which all these runs share
             _all_leave(ensemble, own, error)
         seconds, num_nodes = time.perf_counter() - started, sum(run.cluster.num_nodes for run in own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain
@@ -21,8 +21,8 @@ from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.plan import Plan
-from vsim.cluster.randomness import OwnGlobals, global_states
-from vsim.data.batches import BatchSource, Uneven, of_rows
+from vsim.cluster.randomness import DataStates, fingerprints, global_states
+from vsim.data.batches import BatchSource, Uneven, ValidationExamples, of_rows
 from vsim.engine import Executor
 from vsim.engine.indices import is_off_cpu
 from vsim.engine.machine import takes_one_thread, using_threads
@@ -57,7 +57,7 @@ class Run:
         history: the record of these outcomes, if this process keeps one.
         nodes: the nodes held in this process. collectives: how nodes communicate. batches: stacked batches (R, B, …).
         plan: which nodes take part in which steps; None: all nodes in all steps.
-        globals: the global random generators as this run alone would find them; None: the process's are its own.
+        data_states: what the run's data draw from; None: from the process's random generators, which are the run's own.
         minibatch_size: examples per node whose gradients are computed at once; None: the whole batch.
         continues: the rows of the start checkpoint that the nodes continue from; None: every node its own row.
         rows: the run's rows of the stack's matrix. cluster: its nodes. strategy: its own copy.
@@ -65,17 +65,18 @@ class Run:
         objective: model and loss, shared with its stack.
         max_steps: steps to train; after `stop`, fewer than `steps`.
         evaluator: measures the run on the validation data; None without validation data.
+        validation: the examples of the validation, on the run's device, once they are known.
         examples, tokens, seconds, validation_seconds: totals, including those before a resume. Runs that train
             together share the seconds of a step in proportion to their nodes.
         row: the history's row of the last step.
         starts: whether the run's first row is still to be reported; False in a resumed run.
-        draws: whether the strategy or a callback may draw from the run's own global random generators.
         left_states: the states in which training left the process's random generators.
         settings: the settings that must be equal in a resumed run, once known; see `vsim.checkpoint.settings`.
         fixed: path → kind of an object in the run's state that a resumed run cannot make.
         error: the error that ended this run; the others continue.
         stopped: whether this run was stopped before the others.
         concluded: whether its last step is reported and saved, and its callbacks know that it has ended.
+        trial_steps: in this number of steps, from the next one on, draws from the global random generators are found.
         rungs: steps after which the run is validated, besides the requested ones.
         node_losses: the losses of the nodes (K,) in the current or last step.
         clients: the state of a population's clients, if the run has a population.
@@ -89,7 +90,7 @@ class Run:
     collectives: Collectives
     batches: BatchSource
     plan: Plan | None = None
-    globals: OwnGlobals | None = None
+    data_states: DataStates | None = None
     minibatch_size: int | None = None
     continues: Sequence[int] | None = None
     client_data: Sequence[Dataset[Any]] = ()
@@ -101,19 +102,20 @@ class Run:
     interrupt: Interrupt = field(init=False)
     max_steps: int = field(init=False)
     evaluator: Callable[[Sequence[Run]], dict[Run, dict[str, float]]] | None = None
+    validation: ValidationExamples | None = None
     examples: int = 0
     tokens: int = 0
     seconds: float = 0.0
     validation_seconds: float = 0.0
     row: Mapping[str, float] = field(default_factory=dict)
     starts: bool = True
-    draws: bool = False
     left_states: dict[str, Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, str] = field(default_factory=dict)
     error: Exception | None = None
     stopped: bool = False
     concluded: bool = False
+    trial_steps: int = 2
     rungs: Collection[int] = ()
     # The current step: losses per node, learning rate, and the number of the ledger's events before the step.
     node_losses: list[float] = field(default_factory=list)
@@ -189,9 +191,9 @@ class Run:
 
     @property
     def random_states(self) -> dict[str, Any]:
-        """The states of the run's global random generators."""
-        if self.globals is not None:
-            return self.globals.states
+        """The states of the global random generators, which the run's data, or the run alone, draws from."""
+        if self.data_states is not None:
+            return self.data_states.states
         return global_states(self.cluster.weights.device) if self.left_states is None else self.left_states
 
     @property
@@ -374,9 +376,26 @@ class Run:
         rows = [before.index(node if node in before else peer) for node in run.collectives.active]
         return replace(run, continues=rows)
 
-    def here(self) -> AbstractContextManager[None]:
-        """Return a context in which the run draws from the global generators as if it were alone."""
-        return nullcontext() if self.globals is None else self.globals.here()
+    def fetching(self) -> AbstractContextManager[None]:
+        """Return a context in which the run's data draw from the global generators as if the run were alone."""
+        return nullcontext() if self.data_states is None else self.data_states.here()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Return a context for calls of the model in a step.
+
+        Raises:
+            ValueError: with `deterministic=True`, the model draws where no node has a generator of its own.
+        """
+        device = self.cluster.weights.device
+        before = fingerprints(device) if self.spec.deterministic and self.trial_steps > 0 else {}
+        yield
+        now = fingerprints(device) if before else {}
+        if found := [name for name in ("random", "numpy.random") if before.get(name) != now.get(name)]:
+            raise ValueError(
+                f"with deterministic=True a model must not draw from {' and '.join(found)} in forward, where nodes "
+                "have no generators of their own: draw by torch's functions, or leave out deterministic"
+            )
 
     def global_model(self) -> nn.Module:
         """Return a copy of the validated global model as an ordinary module."""
@@ -486,6 +505,10 @@ def _has_row_of(batch: Tensor, value: int) -> bool:
     return whole and bool((batch == value).flatten(1).all(1).any())
 
 
+class Drawn(BaseException):
+    """One of several runs draws from global random generators. It has none of its own, so it has to train by itself."""
+
+
 class AsynchronousWorkers(Protocol):
     """The workers of one asynchronous run; see `vsim.training.asynchronous`."""
 
@@ -504,7 +527,6 @@ class Stack:
         optimizers: the runs' optimizers, stepped in few calls.
         few: computes some of the rows, if nodes have batches of different sizes.
         workers: the workers of the stack's only run, if the run is asynchronous; they take the steps.
-        has_stepped: whether the stack has taken a step.
     """
 
     runs: list[Run]
@@ -515,7 +537,6 @@ class Stack:
     optimizers: Optimizers
     few: FewRows
     workers: AsynchronousWorkers | None = None
-    has_stepped: bool = False
 
     def losses_and_grads(self, batch: Any) -> Tensor:
         """Return the losses (R,) of a stacked batch (R, B, …) or an Uneven; write the gradients to the runs' rows."""
@@ -575,6 +596,16 @@ class Ensemble:
     stopping: Callable[[Ensemble], Collection[Run]] | None = None
     memory: Held = field(default_factory=Held)
     values: MutableMapping[nn.Module, dict[str, int]] = field(default_factory=WeakKeyDictionary)
+
+    def states_for_trial(self, run: Run) -> dict[str, bytes]:
+        """Return the states of the global random generators, if `run` is one of several and in its first steps."""
+        return fingerprints(run.cluster.weights.device) if run.trial_steps > 0 and len(self.runs) > 1 else {}
+
+    def check_draws(self, before: Mapping[str, bytes], run: Run, who: str) -> None:
+        """Raise `Drawn` if `who` has drawn from global random generators since `states_for_trial` returned `before`."""
+        now = self.states_for_trial(run) if before else {}
+        if found := [name for name, state in before.items() if state != now[name]]:
+            raise Drawn(f"{who} draws from the global random generators ({', '.join(found)})")
 
     @property
     def training(self) -> list[Run]:

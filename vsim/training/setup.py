@@ -23,7 +23,7 @@ from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.participation import Schedule, Trace
 from vsim.cluster.plan import Plan, Round
-from vsim.cluster.randomness import NODE, SHARED, OwnGlobals, generator
+from vsim.cluster.randomness import NODE, SHARED, DataStates, generator
 from vsim.cluster.replicas import Replicas, matrix
 from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import check_rows
@@ -31,7 +31,6 @@ from vsim.data.batches import (
     Batches,
     BatchSource,
     Source,
-    ValidationExamples,
     evened,
     joint_batches,
     one_in_memory,
@@ -49,7 +48,7 @@ from vsim.records.history import COLUMNS, History
 from vsim.records.progress import Reporter
 from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import Strategy
-from vsim.training.alike import batch_shapes, is_vsims_own, same_model, settings_order
+from vsim.training.alike import batch_shapes, same_model, settings_order
 from vsim.training.asynchronous import Workers
 from vsim.training.clients import Clients
 from vsim.training.evaluate import Evaluator
@@ -93,12 +92,10 @@ def prepare(
         ledger = history.ledger  # may be of another run
         collectives = StackedCollectives(ledger) if connect is None else connect(ledger, spec)
         check_room(min(spec.num_nodes, len(collectives.nodes)), bytes_of_node(spec), device, advice=WAYS_OUT)
-        own = None if len(specs) == 1 else OwnGlobals(spec.seed, device)
+        own = None if len(specs) == 1 else DataStates(spec.seed, device)
         with nullcontext() if own is None else own.here():
             batches = _batches(spec, collectives)
             client_data = client_datasets(spec)
-        if own is not None:
-            own.at_setup = own.states
         with naming(spec.label if len(specs) > 1 else ""):
             plan = plan_of(spec, batches)
         if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
@@ -269,21 +266,21 @@ def _stacked(
     for run, replicas in zip(runs, rows.parts, strict=True):
         run.rows, run.objective, run.interrupt = range(first, first + len(run.nodes)), objective, interrupt
         first = run.rows.stop
-        with run.here(), naming(run.spec.label if len(runs) > 1 else ""):
+        with naming(run.spec.label if len(runs) > 1 else ""):
             _place(run, replicas)
     streams = [stream for run in runs for stream in run.streams]
     engine = executor(whole, objective, streams, settings)
-    examples = _validation_examples(runs, device)
+    _find_validation_examples(runs, device)
     evaluators: dict[int, Evaluator] = {}
     for run in runs:
         if run.spec.start is not None:
-            with run.here(), naming(run.spec.label if len(runs) > 1 else ""):
+            with run.fetching(), naming(run.spec.label if len(runs) > 1 else ""):
                 resume(run, run.spec.start)
             run.spec = replace(run.spec, start=None)  # a checkpoint holds memory
     if len({run.done for run in runs}) > 1:
         raise ValueError(f"runs that train together are at different steps: {[run.done for run in runs]}")
     engine.step = runs[0].done
-    fetching: dict[Hashable, Run] = {}
+    fetching: dict[Hashable, DataStates | None] = {}
     batches = joint_batches([source(run, runs[0].done, fetching) for run in runs], runs[0].done)
     minibatch_size = runs[0].minibatch_size or spec.minibatch_size
     if spec.max_memory_usage is not None and runs[0].done < steps:
@@ -295,8 +292,8 @@ def _stacked(
     # Evaluation keeps no activations, so more examples fit at once than in training.
     batch_size = 4 * (minibatch_size or spec.batch_size)
     at_once = VmapExecutor.nodes_at_once(whole, settings)
-    for run, own in zip(runs, examples, strict=True):
-        if own is not None:
+    for run in runs:
+        if (own := run.validation) is not None:
             evaluator = Evaluator(engine, own.batch, batch_size, at_once, own.total)
             run.evaluator = evaluators.setdefault(id(own), evaluator)
     optimizers = Optimizers([run.strategy for run in runs])
@@ -343,7 +340,6 @@ def _place(run: Run, replicas: Replicas) -> None:
     device = replicas.weights.device
     run.cluster, run.strategy, run.max_steps = cluster, strategy, run.steps
     run.streams = [generator(spec.seed, NODE, run.collectives.active[n], device=device) for n in run.nodes]
-    run.draws = run.globals is not None and (bool(spec.callbacks) or not is_vsims_own(spec.strategy))
     if run.plan is not None and run.plan.renews:
         run.clients = Clients(strategy, cluster, run.plan.store, claims=0 in run.nodes)
 
@@ -362,42 +358,36 @@ def _warn_of_what_comes_late(strategy: Strategy, run: Run) -> None:
         warnings.warn(f"too few steps for {one}, and the run ends after {run.steps}", UserWarning, stacklevel=2)
 
 
-def source(run: Run, done: int, fetching: dict[Hashable, Run]) -> Source:
+def source(run: Run, done: int, fetching: dict[Hashable, DataStates | None]) -> Source:
     """Return the batches of a run after `done` steps.
 
     Args:
-        fetching: key → the first run with that key, which fetches for all runs with equal batches.
+        fetching: key → the states that the data of runs with this key, whose batches are equal, draw from.
     """
-    spec = run.spec
-    if run.globals is None:  # the only run
-        return Source(run.batches, id(run), nullcontext)
-    runs_code, shared = one_in_memory(run.batches) is None, is_vsims_own(spec.strategy)
+    spec, runs_code = run.spec, one_in_memory(run.batches) is None
     when = () if run.plan is None else (run.plan.segment(done + 1), *run.plan.missed(done + 1))
-    same = (spec.seed, spec.num_nodes, spec.batch_size, id(spec.train_dataset), when)
-    key: Hashable = same if shared or not runs_code else id(run)
-    if runs_code:  # runs that share a fetch share its random draws; they make no other draws
-        run.globals = fetching.setdefault(key, run).globals
-    return Source(run.batches, key, run.here if runs_code else nullcontext)
+    key: Hashable = (spec.seed, spec.num_nodes, spec.batch_size, id(spec.train_dataset), when)
+    run.data_states = fetching.setdefault(key, copy.copy(run.data_states))
+    return Source(run.batches, key, run.fetching if runs_code else nullcontext)
 
 
-def _validation_examples(runs: Sequence[Run], device: torch.device) -> list[ValidationExamples | None]:
-    """Return each run's validation examples on `device`, None without validation data.
+def _find_validation_examples(runs: Sequence[Run], device: torch.device) -> None:
+    """Give every run with validation data its validation examples on `device`.
 
     Runs with equal examples get the same object, and are measured together.
     """
-    found: list[ValidationExamples | None] = []
     for run in runs:
-        spec, examples = run.spec, None
-        if spec.val_dataset is not None:
-            with run.here():  # a dataset may draw from the global generators
-                (dataset,) = resolve(spec.val_dataset, spec.num_nodes, range(1), False, "val_dataset")
-                collate = (spec.dataloader_kwargs or {}).get("collate_fn")
-                examples = validation_examples(dataset, spec.val_size, collate)
-            known = (other for other in found if other is not None and _equal_examples(other.batch, examples.batch))
-            on_device = tree_map(lambda t: t.to(device), examples.batch)
-            examples = next(known, None) or examples._replace(batch=on_device)
-        found.append(examples)
-    return found
+        spec = run.spec
+        if spec.val_dataset is None or run.validation is not None:
+            continue
+        with run.fetching():
+            (dataset,) = resolve(spec.val_dataset, spec.num_nodes, range(1), False, "val_dataset")
+            collate = (spec.dataloader_kwargs or {}).get("collate_fn")
+            examples = validation_examples(dataset, spec.val_size, collate)
+        known = (own for own in (other.validation for other in runs) if own is not None)
+        equal = (own for own in known if _equal_examples(own.batch, examples.batch))
+        on_device = tree_map(lambda t: t.to(device), examples.batch)
+        run.validation = next(equal, None) or examples._replace(batch=on_device)
 
 
 def _equal_examples(one: Any, other: Any) -> bool:
