@@ -403,19 +403,25 @@ def plain_attributes(model: nn.Module, buffers: Container[str] = ()) -> dict[str
     cannot be pickled are left out.
     """
     found, known = dict[str, bytes](), dict[int, bytes]()  # modules may share an object, such as a configuration
-    for path, module in model.named_modules():
-        for name, value in {**vars(module), **tensor_tables(module)[1]}.items():
-            of_rnn = isinstance(module, nn.RNNBase) and name == "_flat_weights"  # its parameters
-            if name in _COMMON or of_rnn or f"{path}.{name}".lstrip(".") in buffers:
-                continue
+    for path, value in _attributes(model):
+        if path not in buffers:
             if id(value) not in known:
                 text = io.BytesIO()
                 with suppress(Exception):
                     _Plain(text).dump(value)
                     known[id(value)] = text.getvalue()
             if id(value) in known:
-                found[f"{path}.{name}".lstrip(".")] = known[id(value)]
+                found[path] = known[id(value)]
     return found
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) of the attributes and buffers of all modules, except parameters, submodules and the like."""
+    for path, module in model.named_modules():
+        for name, value in {**vars(module), **tensor_tables(module)[1]}.items():
+            is_of_rnn = isinstance(module, nn.RNNBase) and name == "_flat_weights"  # references to its parameters
+            if name not in _COMMON and not is_of_rnn:
+                yield f"{path}.{name}".lstrip("."), value
 
 
 def listed(paths: Sequence[str]) -> str:
@@ -496,9 +502,4 @@ def _kind(value: Any) -> str:
 
 def attached_in(model: nn.Module) -> list[str]:
     """Return the paths of modules' attributes and buffers that hold tensors of the graph of an earlier call."""
-    return [
-        f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules()
-        for name, value in {**vars(module), **tensor_tables(module)[1]}.items()
-        if name not in _COMMON and any(map(_is_attached, tree_leaves(value)))
-    ]
+    return [path for path, value in _attributes(model) if any(map(_is_attached, tree_leaves(value)))]

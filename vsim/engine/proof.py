@@ -45,7 +45,7 @@ class Proof(NamedTuple):
     def __str__(self) -> str:
         nodes = " and ".join(map(str, self.nodes))
         of = "nodes" if len(self.nodes) > 1 else "node"
-        return f"proved on {of} {nodes}: losses {self.losses:.0e}, gradients {self.gradients:.0e}"
+        return f"proved on {of} {nodes}: losses {self.losses:.0g}, gradients {self.gradients:.0g}"
 
 
 class Step(NamedTuple):
