@@ -146,19 +146,29 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options).unflatten(0, (nodes, batch))
 
 
-def dropout(x: Tensor, p: float, whole_features: bool, streams: Sequence[torch.Generator]) -> Tensor:
+def dropout(
+    x: Tensor, p: float, whole_features: bool, streams: Sequence[torch.Generator], inplace: bool = False
+) -> Tensor:
     """x (K, …) · mask / (1 − p); every node's generator draws its mask as an eager call would.
 
     Each draw is a launch on an accelerator, since a node's numbers depend on its own generator only, whichever nodes
     are computed with it.
     """
+    if p == 1.0:
+        return x * torch.zeros_like(x)
+    if not (whole_features or inplace or favors_loops(x.device)):  # CUDA's kernel for dropout has numbers of its own
+        ones = torch.ones_like(x[0])
+        return x * (_stack([_dropped(ones, p, stream) for stream in streams]) != 0) * (1 / (1 - p))
     features = (*x.shape[:3], *[1] * (x.dim() - 3))  # one draw for each example and channel
     mask = x.new_empty(features) if whole_features else torch.empty_like(x)
-    if p == 1.0:
-        return x * mask.zero_()
     for row, stream in zip(mask, streams, strict=True):
         row.bernoulli_(1 - p, generator=stream)
     return x * mask.div_(1 - p)
+
+
+def _dropped(ones: Tensor, p: float, stream: torch.Generator) -> Tensor:
+    with drawing_from(stream):
+        return F.dropout(ones, p)
 
 
 class _Gelu(torch.autograd.Function):

@@ -324,7 +324,7 @@ def _dropout(operation: Any, whole_features: bool, without_batch: int | None = N
         if streams is None:
             return NotImplemented
         one_example = x.dim() - 1 == without_batch
-        dropped = batched.dropout(x[:, None] if one_example else x, p, whole_features, streams)
+        dropped = batched.dropout(x[:, None] if one_example else x, p, whole_features, streams, inplace)
         dropped = dropped[:, 0] if one_example else dropped
         return x.copy_(dropped) if inplace else dropped
 
