@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pretend import DEVICE, OTHER, Device, accelerator, is_there, launches, on_cpu, reads
+from test_bad_input import MISFITS
 from test_strategies_common import STEPS, Row, every_row, examples, model, uneven
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
@@ -410,6 +411,16 @@ def test_an_index_out_of_range_is_the_error_of_the_cpu(profile: str, odd: str, o
     with accelerator(profile) as device:  # which still works
         assert torch.ones(2, device=device).sum().item() == 2
         fit(DEVICE, lookups(), lookups())
+
+
+@profiles
+@pytest.mark.parametrize("name", ["in parts", "y of torch.bool", "y of torch.int32"])
+def test_what_is_no_index_is_the_error_of_torch(profile: str, name: str) -> None:
+    make, data, loss_fn, message = MISFITS[name]
+    with accelerator(profile):
+        trainer = Trainer(make(), data, loss_fn=loss_fn, device=DEVICE)
+        with pytest.raises((TypeError, RuntimeError), match=f"(?s){message}"):
+            trainer.fit(strategy=diloco(), num_nodes=2, max_steps=2, progress=False)
 
 
 # The devices themselves -----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from vsim.cluster.replicas import Replicas
 _ENTRIES_ON_MPS = 2**31 - 1
 _LOOKUPS = (F.embedding, F.embedding_bag)
 _LOSSES = (F.cross_entropy, F.nll_loss)
+_INDICES = (torch.uint8, torch.int32, torch.int64)  # other dtypes are errors of PyTorch's own, or no indices
 
 
 def is_off_cpu(batch: Any) -> bool:
@@ -60,19 +61,22 @@ class InRange(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _LOOKUPS:  # has passed these two by position itself
-            indices, table, *rest = args
-            args = (self._clamped(indices, table.shape[0]), table, *rest)
-        elif func is torch.embedding and len(args) > 1:
-            table, indices, *rest = args
-            args = (table, self._clamped(indices, table.shape[0]), *rest)
-        elif func in _LOSSES and not args[1].is_floating_point():
-            outputs, labels, *rest = args
-            args = (outputs, self._clamped(labels, outputs.shape[-1 if outputs.dim() == 1 else 1], kwargs), *rest)
+        if len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
+            first, second, *rest = args
+            if func in _LOOKUPS:  # has passed these two by position itself
+                args = (self._clamped(first, second.shape[0]), second, *rest)
+            elif func is torch.embedding:
+                args = (first, self._clamped(second, first.shape[0]), *rest)
+            elif func in _LOSSES:
+                args = (first, self._clamped(second, first.shape[-1 if first.dim() == 1 else 1], kwargs), *rest)
+        if func is Tensor.unflatten:  # a method written in Python, which the compiler cannot trace
+            return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _clamped(self, indices: Tensor, size: int, options: Any = None) -> Tensor:
         """Return indices in 0 … size − 1; in a loss, the label that counts for nothing stays."""
+        if indices.dtype not in _INDICES:
+            return indices
         clamped = indices.clamp(0, size - 1)
         if options is not None:
             clamped = torch.where(indices == options.get("ignore_index", -100), indices, clamped)
