@@ -119,6 +119,15 @@ def test_on_cuda_a_graph_of_launches_is_asked_for(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_the_guard_of_indices_on_a_gpu_is_compiled(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"mlp": small_mlp, "cnn": small_cnn, "gpt": small_gpt}[task.name](0.0)
+    ours, theirs, batch = make(CompiledExecutor, model, 2), make(VmapExecutor, model, 2), batch_of(task, 2, 4)
+    monkeypatch.setattr("vsim.engine.objective.is_off_cpu", lambda batch: True)
+    torch.testing.assert_close(ours.losses_and_grads(batch), theirs.losses_and_grads(batch))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS[:2], ids=lambda task: task.name)  # the second has BatchNorm
 def test_pieces_follow_from_what_a_batch_keeps(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     model = {"mlp": small_mlp, "cnn": small_cnn}[task.name](0.0)

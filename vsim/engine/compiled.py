@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.cluster.randomness import default_generator, drawing_from
@@ -41,6 +42,9 @@ ACTIVATIONS_AT_ONCE = 40_000_000
 _COMPILING = "compiling: some 10 to 60 s the first time, seconds where torch's cache on disk has it"
 _MOST_GRAPHS = 256  # torch's own limit for one process
 _MOST_CHANGES = 8  # a model that changes more often is taken to change at every step
+# CUDA's kernels for attention whose gradient works under vmap, where no tensor says that it requires one: the others
+# then keep nothing for it.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 # Name and reason in the error of an operation; its first line has neither.
@@ -234,6 +238,8 @@ class CompiledExecutor(VmapExecutor):
             if self.compile_seconds is not None and not is_of_compiler(error):
                 raise
             allow_saved_tensors_hooks()
+            if self.captures:
+                torch.compiler.reset()  # what PyTorch keeps of a CUDA graph that failed would fail others
             raise CompileError(f"the model cannot be compiled: {_summary(error)}") from error
         stacked = losses[0] if len(losses) == 1 else torch.cat(losses)
         return stacked if share == 1.0 else stacked * share
@@ -259,7 +265,14 @@ class CompiledExecutor(VmapExecutor):
                         f"and every time it takes seconds; what no longer held: {change}"
                     ) from error
         # Every combination of shapes and model needs its own graph, and torch's limit counts all runs of the process.
-        with recompile_limit(_MOST_GRAPHS), guarding_hooks(), without_messages(), without_performance_warnings():
+        attends = sdpa_kernel(_ATTENTION) if self.captures else nullcontext()
+        with (
+            attends,
+            recompile_limit(_MOST_GRAPHS),
+            guarding_hooks(),
+            without_messages(),
+            without_performance_warnings(),
+        ):
             losses: Tensor = call()
         self.known.add(graph)
         return losses
