@@ -111,6 +111,29 @@ def test_a_subclass_has_to_promise_by_itself() -> None:
     assert len(trainer.strategy.cluster.replicas.weights.unique(dim=0)) == 2
 
 
+class Clamped(nn.Module):
+    """Assigns its weight again at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        self.layer.weight.data = self.layer.weight.data.clamp(-0.2, 0.2)
+        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 3}], ids=str)
+def test_a_row_that_is_assigned_is_trained(options: dict[str, Any]) -> None:
+    task = Task("clamped", lambda dropout=0.0: Clamped(), vectors)
+    ours, theirs = (
+        fit(SimpleReduceStrategy(inner_optim=SGD), task, executor="vmap", **options),
+        fit(SimpleReduceStrategy(inner_optim=SGD), task, executor="loop"),
+    )
+    torch.testing.assert_close(torch.tensor(ours.history.node_losses), torch.tensor(theirs.history.node_losses))
+
+
 def test_nodes_drop_differently_with_the_same_weights() -> None:
     class Seen(nn.Module):
         def __init__(self) -> None:

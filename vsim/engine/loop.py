@@ -76,7 +76,7 @@ class LoopExecutor(Executor):
                     own_share = share / len(self.nodes) if self.replicas.shares_grads else share
                     gradients = _gradients(loss, node.leaves, own_share)
                 write_or_add(node.grads, gradients, first and (number == 0 or not self.replicas.shares_grads))
-                _keep_assigned(node)
+                keep_assigned(node.leaves, node.homes)
                 losses.append(loss.detach())
         if row is not None and not row.is_meta and not torch.equal(bits_of(row), bits_of(self.replicas.weights)):
             raise ValueError(SHARED_ROW)
@@ -137,9 +137,9 @@ def _gradients(loss: Tensor, leaves: list[Tensor], share: float) -> list[Tensor]
     return gradients
 
 
-def _keep_assigned(node: _Node) -> None:
-    """Copy back weights that the model has assigned by `weight.data = …`."""
-    for leaf, home in zip(node.leaves, node.homes, strict=True):
+def keep_assigned(leaves: Iterable[Tensor], homes: Iterable[Tensor]) -> None:
+    """Copy back weights that the model has assigned by `weight.data = …`, as nn.LSTM does on CUDA."""
+    for leaf, home in zip(leaves, homes, strict=True):
         if leaf.data_ptr() != home.data_ptr():
             home.copy_(leaf.detach())
             leaf.data = home

@@ -371,6 +371,12 @@ def _hook(nodes: Nodes, operation: Any, tensor: Tensor, hook: Any) -> Any:
     raise NotImplementedError("a hook on a tensor would never be called")
 
 
+@rule_of_wrapped(torch.Tensor.data_ptr)
+def _data_ptr(nodes: Nodes, operation: Any, tensor: Tensor) -> Any:
+    """Tell nn.LSTM on CUDA that its weights share a place, as it would otherwise move them."""
+    return 0 if is_wrapped(tensor) and _is_of_torch() else NotImplemented
+
+
 # Lookups, activations, norms and losses -------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from vsim.engine import batched
 from vsim.engine.batched import NodesDifferError, VmapError
 from vsim.engine.executor import SHARED_ROW, Executor, Settings, check_depends, cloned, write_gradients
 from vsim.engine.indices import tables_at_once
-from vsim.engine.loop import LoopExecutor
+from vsim.engine.loop import LoopExecutor, keep_assigned
 from vsim.engine.memory import available_bytes, node_bytes, nodes_that_fit
 from vsim.engine.objective import Objective
 from vsim.engine.proof import Proof, prove
@@ -102,6 +102,7 @@ class VmapExecutor(Executor):
         self.left: dict[Any, VmapError] = {}  # shapes of batches that are left to the loop, and why
         self._left_nodes = False  # whether the loop has computed nodes in training
         self.pieces: list[Piece] = []
+        self._homes: list[Tensor] = []  # of the row of weights that nodes share, where they share gradients, too
         self._submodules = list(self.objective.modules())
         self._cut(even_pieces(self.replicas.num_held, self.at_once))
 
@@ -113,7 +114,8 @@ class VmapExecutor(Executor):
         # per node, the row is expanded to K rows.
         in_common = None
         if r.shares_grads:
-            in_common = {name: w.data[0].requires_grad_() for name, w in r.views(r.weights).items()}
+            self._homes = [w.data[0] for w in r.views(r.weights).values()]
+            in_common = {c.name: home.detach().requires_grad_() for c, home in zip(r.layout, self._homes, strict=True)}
         for rows in pieces:
             part = r.rows(rows.start, rows.stop)
             leaves = in_common or {
@@ -229,6 +231,8 @@ class VmapExecutor(Executor):
                 before.restore(error)
                 losses.append(self._by_loop(piece, batch, share, first, error))
                 continue
+            if self.replicas.shares_grads:
+                keep_assigned(piece.leaves.values(), self._homes)
             self.has_worked = True
             self.calls = self.calls or lowering.calls
             losses.append(stacked.detach() * share if share != 1.0 else stacked.detach())
