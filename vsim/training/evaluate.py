@@ -16,7 +16,7 @@ from vsim.cluster.randomness import EVALUATION, generator, isolated
 from vsim.cluster.replicas import Views
 from vsim.data.batches import validation_examples
 from vsim.engine import Executor, VmapExecutor
-from vsim.engine.executor import check_examples
+from vsim.engine.executor import bits_of, check_examples
 from vsim.engine.indices import is_off_cpu
 from vsim.engine.objective import Objective, explained
 from vsim.private_torch import without_performance_warnings
@@ -300,10 +300,11 @@ def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
     """Return the distinct rows, one by one, and for each of `rows` the indices of the distinct rows that it holds."""
     distinct: list[_Rows] = []
     places: list[list[int]] = []
-    known: dict[tuple[int, float], list[int]] = {}  # equal rows have equal sums
+    # Equal rows have equal sums of their bits. Sums of the numbers would depend on the number of rows on a GPU.
+    known: dict[tuple[int, int], list[int]] = {}
     for own in rows:
         places.append([])
-        for row, total in enumerate(own.weights.sum(1).tolist()):
+        for row, total in enumerate(bits_of(own.weights).sum(1).tolist()):
             of = slice(row, row + 1)
             one = _Rows(own.weights[of], {n: b[of] for n, b in own.buffers.items()}, own.seed, own.python[of])
             candidates = known.setdefault((own.seed, total), [])
@@ -339,7 +340,7 @@ def _columns(run: Run, nodes: _Measured, overall: _Measured) -> dict[str, float]
         "average_loss": overall.losses[-1],
         "node_loss_min": local.min(),
         "node_loss_max": local.max(),
-        "node_loss_std": local.std(correction=0),
+        "node_loss_std": (local - local[0]).std(correction=0),  # of equal losses exactly 0
         "global_formed": torch.tensor(
             not run.strategy.evaluates_mean or run.strategy.has_global_model(run.global_weights)
         ),
