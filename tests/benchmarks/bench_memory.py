@@ -42,8 +42,8 @@ sys.path.insert(0, sys.argv[4])
 from bench_step import MODELS
 torch.manual_seed(0)
 model, examples = MODELS[name].make(), MODELS[name].examples(K * B * 2)
-w = torch.zeros(8, requires_grad=True, device=device)
-w.sum().backward()
+w = torch.zeros(8, 8, requires_grad=True, device=device)
+(w @ w).sum().backward()  # cuBLAS takes 64 MiB for its first product on a large GPU
 torch.optim.AdamW([w]).step()
 torch_in_use = peak()
 from vsim import Trainer
