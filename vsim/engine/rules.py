@@ -374,7 +374,7 @@ def _hook(nodes: Nodes, operation: Any, tensor: Tensor, hook: Any) -> Any:
 @rule_of_wrapped(torch.Tensor.data_ptr)
 def _data_ptr(nodes: Nodes, operation: Any, tensor: Tensor) -> Any:
     """Tell nn.LSTM on CUDA that its weights share a place, as it would otherwise move them."""
-    return 0 if is_wrapped(tensor) and _is_of_torch() else NotImplemented
+    return 0 if is_wrapped(tensor) else NotImplemented
 
 
 # Lookups, activations, norms and losses -------------------------------------------------------------------------------
