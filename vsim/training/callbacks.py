@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vsim.arguments import one_of, real_number, whole_number
+from vsim.engine.executor import bits_of
 from vsim.private_torch import version
 from vsim.records.history import ACCURACIES
 from vsim.records.progress import Hook, Recorder, StepReport
@@ -135,8 +135,9 @@ def _values(run: Run) -> dict[str, int]:
     """Return name → checksum of the parameters of `run.model`; none if they train, as in a process for each node."""
     if run.spec.backend == "process" and run.spec.num_processes is None:
         return {}
-    named = [(n, p.detach()) for n, p in run.model.named_parameters() if p.layout is torch.strided and not p.is_meta]
-    return {name: zlib.crc32(p.cpu().contiguous().view(-1).view(torch.uint8).numpy().data) for name, p in named}
+    named = {n: p for n, p in run.model.named_parameters() if p.is_floating_point() and not p.is_meta}
+    sums = [bits_of(p).sum() for p in named.values()]
+    return dict(zip(named, torch.stack(sums).tolist(), strict=True))  # one read of the device
 
 
 class LossHooks(Callback):
