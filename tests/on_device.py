@@ -48,6 +48,12 @@ profiles = pytest.mark.parametrize("profile", ["cuda", "mps"])
 pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
 
 
+@pytest.fixture(autouse=True)
+def _unwatched() -> Iterator[None]:
+    with mock.patch.object(loop, "watching", return_value=nullcontext()):  # reads a model's checksums for `Noting`
+        yield
+
+
 class Noting(Callback):
     """Notes how often the host had read from the device after each step, and had waited for a copy to it."""
 
@@ -63,8 +69,7 @@ class Noting(Callback):
 def run(strategy: Strategy, device: Any = None, num_nodes: int = 4, module: Any = None, **options: Any) -> Trainer:
     trainer = Trainer(model() if module is None else module, uneven, examples(40, seed=9), device=device)
     options = {"max_steps": STEPS, "batch_size": 8, "val_interval": None, "executor": "vmap", **options}
-    with mock.patch.object(loop, "watching", return_value=nullcontext()):  # `Noting` changes no model
-        trainer.fit(strategy=strategy, num_nodes=num_nodes, progress=False, **options)
+    trainer.fit(strategy=strategy, num_nodes=num_nodes, progress=False, **options)
     return trainer
 
 

@@ -136,7 +136,7 @@ def _steps(
     weights.copy_(like.expand(whole.num_held, -1)[rows[:num_rows]])
     buffers = {name: b[rows].clone() for name, b in whole.buffers.items()}
     own = replace(whole, weights=weights, grads=grads, buffers=buffers, num_held=len(rows), first_node=0)
-    streams = [executor.generators[row].clone_state() for row in rows]
+    streams = [torch.Generator(like.device).set_state(executor.generators[row].get_state()) for row in rows]
     for batch, at_once in zip(batches, (None, 1), strict=True):
         engine = make(own, objective, streams, replace(executor.settings, chunk_size=at_once, compile=False))
         losses = engine.losses_and_grads(cloned(batch))
