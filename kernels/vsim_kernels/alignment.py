@@ -43,14 +43,6 @@ def empty_rows(num_rows: int, shape: Sequence[int], dtype: torch.dtype, device: 
     return _allocated(like, (num_rows, *size), strides, 0)
 
 
-def empty_rows_like(row: Tensor, num_rows: int) -> Tensor:
-    """Return an uninitialised *stacked* (num_rows, *row.shape) tensor of aligned rows with the layout of a dense `row`.
-
-    A row that is not dense counts as contiguous.
-    """
-    return _allocated(row, (num_rows, *row.shape), torch.empty_like(row, device="meta").stride(), 0)
-
-
 def are_apart(stacked: Tensor) -> bool:
     """Return whether the rows of a *stacked* (K, …) tensor are a multiple of 64 bytes apart; true of a single row.
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 def is_cast(operand: Any) -> bool:
     """Return whether autocast would cast an operand of an operation that it casts; it does not cast float64."""
     eligible = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64
-    return eligible and torch.is_autocast_enabled(operand.device.type)
+    return eligible and operand.device.type != "meta" and torch.is_autocast_enabled(operand.device.type)
 
 
 def cast(operand: Any, dtype: torch.dtype | None = None) -> Any:
@@ -50,10 +50,12 @@ _FLOAT32 = _functions(
     mse_loss smooth_l1_loss huber_loss hinge_embedding_loss cosine_embedding_loss margin_ranking_loss
     soft_margin_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss cdist trace prod
     """,
-)
+) | _functions((torch.fft,), "fft ifft fft2 ifft2 fftn ifftn rfft irfft rfft2 irfft2 rfftn irfftn hfft ihfft")
 # On a CPU, these take an input in bfloat16 and weights in float32, compute in float32, and return the input's dtype.
 _MIXED = _functions((F,), "layer_norm group_norm batch_norm instance_norm rms_norm")
-CAST = _LOWER | _FLOAT32 | _MIXED
+# On a CPU, autocast does not cast these, but functorch makes them products that it casts.
+_OF_VECTORS = _functions((torch, Tensor), "mv dot addmv")
+CAST = _LOWER | _FLOAT32 | _MIXED | _OF_VECTORS
 
 
 class Casting(TorchFunctionMode):

@@ -95,7 +95,6 @@ class CompiledExecutor(VmapExecutor):
         super().__init__(*args, **kwargs)
         self.compile_seconds: float | None = None
         self.known: set[Any] = set()  # shapes for which there is a graph
-        self._casts = self.settings.autocast  # or the model itself turns autocast on
         self._added: dict[tuple[float, bool], tuple[Tensor, Tensor]] = {}  # on the device, see `_called`
         self._draws = False  # whether the model draws random numbers, which the graph draws differently
         self.changes = 0  # times that the model's Python changed and was compiled again
@@ -106,7 +105,7 @@ class CompiledExecutor(VmapExecutor):
                 module.register_forward_hook(_without_gradient_of_padding)
 
         def of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
-            with self._precision(), Casting() if self._casts else nullcontext(), self.objective.placed(own, buffers):
+            with self._precision(), Casting() if self.casts else nullcontext(), self.objective.placed(own, buffers):
                 return self.objective(batch, False)[0]
 
         def total(weights: Views, buffers: Views, batch: Any) -> tuple[Tensor, Tensor]:
@@ -137,7 +136,7 @@ class CompiledExecutor(VmapExecutor):
         options: Any = {"guard_filter_fn": without_guards_on_torch, "fallback_random": True}
         if self.captures:
             options["triton.cudagraphs"] = True  # what mode="reduce-overhead" sets; a mode excludes options
-        self.uncompiled = losses_and_grads
+        self.uncompiled = without_performance_warnings()(losses_and_grads)
         self.compiled = torch.compile(losses_and_grads, dynamic=False, fullgraph=True, options=options)
 
     @property
@@ -180,10 +179,9 @@ class CompiledExecutor(VmapExecutor):
         except (DifferError, VmapError) as error:
             raise CompileError(f"the model cannot be compiled: {error}") from error
 
-    @classmethod
-    def _made_uncompiled(cls, *args: Any) -> CompiledExecutor:
-        made = cls(*args)
-        made.compiled = made.uncompiled
+    def _made_uncompiled(self, *args: Any) -> CompiledExecutor:
+        made = type(self)(*args)
+        made.casts, made.compiled = self.casts, made.uncompiled
         return made
 
     def _tried(self, batch: Any, share: float) -> Step:
@@ -198,7 +196,7 @@ class CompiledExecutor(VmapExecutor):
         with self.first_node(batch) as (objective, _, own), Casts() as casts:
             state = generator.get_state()
             objective(own, False)
-            self._casts = self._casts or casts.seen
+            self.casts = self.casts or casts.seen
             self._draws = not torch.equal(generator.get_state(), state)
 
     def _cut(self, pieces: list[slice]) -> None:

@@ -57,6 +57,7 @@ class Executor(ABC):
         preparing: text for a progress bar, if the next step does other long work first.
         has_given_threads: whether the user chose the number of threads.
         step: the number of the run's current step, from 1; a resumed run sets it to the completed steps.
+        casts: whether autocast is on, also if the model itself turns it on, which the proof finds out.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Executor(ABC):
         self.objective = objective
         self.generators = generators
         self.settings = settings or Settings()
+        self.casts = self.settings.autocast
         self._moved: list[tuple[Tensor, Tensor]] = []
         self._writes_in_evaluation: bool | None = None  # whether the model writes to its weights in evaluation
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from vsim.cluster.randomness import preserved
 from vsim.cluster.replicas import Replicas, Views, matrix
 from vsim.engine.batched import VmapError
+from vsim.engine.casting import Casts
 from vsim.engine.executor import SHARED_ROW, Executor, bits_of, cloned
 from vsim.engine.loop import LoopExecutor
 from vsim.engine.objective import Objective, attached_in, listed
@@ -84,7 +85,9 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
     if evaluating:
         objective.eval()
     with unwatched(), preserved(whole.weights.device):
-        loop = [step.copied() for step in _steps(LoopExecutor, executor, objective.copied(), rows, batches, False)]
+        with Casts() as casts:
+            loop = [step.copied() for step in _steps(LoopExecutor, executor, objective.copied(), rows, batches, False)]
+        executor.casts = executor.casts or casts.seen
         fast = _steps(uncompiled, executor, objective, rows, batches, whole.shares_grads)
         try:
             for theirs in loop:
@@ -108,7 +111,7 @@ def compared(executor: Executor, ours: Step, theirs: Step) -> tuple[float, float
         DifferError: they differ by more than rounding.
     """
     whole = executor.replicas
-    precise = whole.weights.dtype in (torch.float32, torch.float64) and not executor.settings.autocast
+    precise = whole.weights.dtype in (torch.float32, torch.float64) and not executor.casts
     of_losses, of_gradients, of_buffers = (OF_LOSSES, OF_GRADIENTS, OF_BUFFERS) if precise else [OF_BFLOAT16] * 3
     losses = _losses_apart(ours.losses, theirs.losses, of_losses)
     gradients = _gradients_apart(whole, ours.grads, theirs.grads, of_gradients)

@@ -51,7 +51,6 @@ class Nodes:
 
     Attributes:
         num_nodes: the number of nodes in this vmapped call.
-        favors_loops: whether the device does, see `batched.favors_loops`.
         shared: id of a tensor that `spread_all` has expanded → the original, which is the same for all nodes.
         way: how the current operation is called; rules may set it.
         failed: the first error of an operation; the model may have handled it.
@@ -75,7 +74,7 @@ class Nodes:
 
     @node.setter
     def node(self, node: Tensor) -> None:
-        self._device_type, self.favors_loops = node.device.type, batched.favors_loops(node.device)
+        self._device_type = node.device.type
         self._level = batch_level(node)
         self.num_nodes = len(unwrapped(node))
         self._node = node
@@ -184,12 +183,6 @@ class Nodes:
             marked = tree_map(mark, (args, kwargs))
             outcome = node_by_node(func, self.num_nodes, marked[0], marked[1], streams)
         return tree_map(lambda t: self.batch(t.tensor) if isinstance(t, Stacked) else t, outcome)
-
-    def needs_grad(self, t: Tensor) -> bool:
-        """Return whether a gradient flows into a tensor of the vmapped function."""
-        while is_wrapped(t):
-            t = unwrapped(t)
-        return t.requires_grad
 
 
 def refusal(func: Any, why: str) -> Exception:
