@@ -226,7 +226,7 @@ def test_deterministic(model: str) -> None:
         return
     once, again = (run(diloco(), model=model, deterministic=True) for _ in range(2))
     assert bits(once) == bits(again)
-    assert once.history.executor == "vmap"
+    assert once.history.executor == ("loop" if DEVICE.type == "cpu" else "vmap")
     assert_same_course(once, run(diloco(), "cpu", model=model, deterministic=True))
     assert not torch.are_deterministic_algorithms_enabled()
 

@@ -22,6 +22,12 @@ TASKS = {"MLP": (small_mlp, vectors), "CNN": (small_cnn, images), "GPT": (small_
 every_task = pytest.mark.parametrize("task", TASKS)
 
 
+@pytest.fixture(autouse=True)
+def _unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count without the guard of `run.model`, which reads the parameters after steps 1, 2, 4, … for a callback."""
+    monkeypatch.setattr("vsim.training.callbacks._values", lambda run: {})
+
+
 class Noting(Callback):
     """Notes how often the device had launched each operation after each step, and the host had waited for it."""
 
@@ -43,7 +49,8 @@ def launches(strategy: Strategy, num_nodes: int, task: str, dropout: float = 0.0
     with accelerator():
         trainer = Trainer(model(dropout), data(8 * num_nodes), device=DEVICE)
         trainer.fit(strategy=strategy, num_nodes=num_nodes, progress=False, **options)
-        assert not trainer.history.executor_reason
+        reason = trainer.history.executor_reason
+        assert reason.startswith("proved") and ";" not in reason  # no call went to the loop
     return [after - before for before, after in zip(noting.noted[:-2], noting.noted[1:-1], strict=True)]
 
 

@@ -11,7 +11,7 @@ from vsim_kernels.alignment import ALIGNMENT, aligned, are_apart, empty_rows, ro
 
 from vsim import Trainer
 from vsim.private_torch import is_wrapped
-from vsim.strategy import OptimSpec, SimpleReduceStrategy
+from vsim.strategy import OptimSpec, Strategy
 
 
 def begins(rows: Tensor) -> list[int]:
@@ -87,7 +87,7 @@ def test_parameters_and_batches_begin_aligned_and_can_be_written_to(backend: str
     SEEN.clear()
     place = {"backend": "process"} if backend == "process" else {"executor": backend}
     ended = trainer.fit(
-        strategy=SimpleReduceStrategy(optim_spec=OptimSpec("sgd", lr=0.0)),
+        strategy=Strategy(optim_spec=OptimSpec("sgd", lr=0.0)),
         num_nodes=3,
         max_steps=2,
         batch_size=3,
@@ -97,4 +97,4 @@ def test_parameters_and_batches_begin_aligned_and_can_be_written_to(backend: str
     torch.testing.assert_close(ended.second, model.second.clamp(-0.25, 0.25), rtol=1e-6, atol=0)  # a mean of equal ones
     assert (model.second.abs() > 0.25).any()
     if backend == "loop":
-        assert len(SEEN) >= 6 and all(places == [0, 0, 0] for places in SEEN)  # a trial calls it, too
+        assert len(SEEN) >= 6 and all(places == [0, 0, 0] for places in SEEN)

@@ -87,7 +87,6 @@ def test_the_bits_are_those_of_separate_modules(
         task,
         ours(optim_spec=spec, **strategy_options),
         num_nodes,
-        executor="loop",
         deterministic=True,
         **fit_options,
     )
@@ -142,12 +141,12 @@ def test_vmap_is_close_to_the_loop(strategy: str, task: Task, extra: str) -> Non
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
 
 
-def test_a_deterministic_fit_does_not_depend_on_how_the_nodes_are_asked_for() -> None:
-    task = TASKS[1]
-    outcomes = [
-        fit(task, FedAvgStrategy(H=2, inner_optim="sgd", lr=0.1), 3, deterministic=True, executor=executor)
-        for executor in ("auto", "loop", "vmap")
-    ]
-    ours, *others = (t.strategy.cluster.weights for t in outcomes if t.strategy is not None)
-    assert all(torch.equal(ours, theirs) for theirs in others)
-    assert [t.history.executor for t in outcomes[1:]] == ["loop", "vmap"]
+def test_a_deterministic_run_is_computed_node_by_node() -> None:
+    task, make = TASKS[1], partial(FedAvgStrategy, H=2, inner_optim="sgd", lr=0.1)
+    auto, loop = (fit(task, make(), 3, deterministic=True, executor=executor) for executor in ("auto", "loop"))
+    assert auto.strategy is not None and loop.strategy is not None
+    assert torch.equal(auto.strategy.cluster.weights, loop.strategy.cluster.weights)
+    assert (auto.history.executor, auto.history.executor_reason) == ("loop", "deterministic=True")
+    for options in ({"executor": "vmap"}, {"chunk_size": 2}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.* has no effect with deterministic=True"):
+            fit(task, make(), 3, deterministic=True, **options)

@@ -1,8 +1,9 @@
-"""Operations for all nodes at once: close to one node's, and with `exact` its very bits."""
+"""Operations for all nodes at once equal one node's up to rounding, with the draws of the node's own generator."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from vsim.cluster.randomness import NODE, generator
 from vsim.cluster.replicas import Replicas
 from vsim.engine import AutoExecutor, Executor, LoopExecutor, Settings, VmapExecutor, batched, rules
 from vsim.engine.objective import Objective
-from vsim.engine.rules import _DRAWS, _WHOLE, RULES, InexactError, rule
+from vsim.engine.rules import _DRAWS, _WHOLE, RULES
 from vsim.models import CNN, GPT, MLP
 
 CPU = torch.device("cpu")
@@ -33,20 +34,19 @@ def make(kind: type[Executor], model: nn.Module, num_nodes: int, **options: Any)
     return kind(replicas, Objective(replicas.module), streams, Settings(**options))
 
 
-def assert_same_bits(model: nn.Module, batch: list[Tensor], minibatch_size: int | None = None, **options: Any) -> None:
-    """Losses, gradients, buffers and what was drawn are equal to the bit, vectorized and in the loop."""
+def assert_agrees(model: nn.Module, batch: list[Tensor], minibatch_size: int | None = None, **options: Any) -> None:
+    """Losses, gradients and buffers are those of the loop up to rounding, and draws are equal to the bit."""
     num_nodes = len(batch[0])
-    ours = make(VmapExecutor, model, num_nodes, exact=True, **options)
-    theirs = make(LoopExecutor, model, num_nodes)
-    for _ in range(2):  # the first step of the vectorized one is computed in both ways
+    ours, theirs = make(VmapExecutor, model, num_nodes, **options), make(LoopExecutor, model, num_nodes)
+    for _ in range(2):
         losses = [e.losses_and_grads(batch, minibatch_size) for e in (ours, theirs)]
-        assert torch.equal(*losses)
-        for name, grad in ours.replicas.views(ours.replicas.grads).items():
-            assert torch.equal(grad, theirs.replicas.views(theirs.replicas.grads)[name]), name
+        torch.testing.assert_close(*losses)
+        torch.testing.assert_close(ours.replicas.grads, theirs.replicas.grads, rtol=1e-4, atol=1e-5)
         for name, buffer in ours.replicas.buffers.items():
-            assert torch.equal(buffer, theirs.replicas.buffers[name]), name
+            torch.testing.assert_close(buffer, theirs.replicas.buffers[name])
         for a, b in zip(ours.generators, theirs.generators, strict=True):
             assert torch.equal(a.get_state(), b.get_state())
+    assert not ours.reason  # vmapped it was
 
 
 # Whole models
@@ -85,31 +85,9 @@ def tasks(draw: st.DrawFn) -> tuple[nn.Module, list[Tensor], dict[str, Any]]:
 
 @settings(max_examples=60, derandomize=True)
 @given(tasks())
-def test_mlp_cnn_and_gpt_have_the_bits_of_the_loop(task: tuple[nn.Module, list[Tensor], dict[str, Any]]) -> None:
+def test_mlp_cnn_and_gpt_agree_with_the_loop(task: tuple[nn.Module, list[Tensor], dict[str, Any]]) -> None:
     model, batch, options = task
-    assert_same_bits(model, batch, **options)
-
-
-@pytest.mark.slow
-@settings(max_examples=120)
-@given(tasks())
-def test_many_models_have_the_bits_of_the_loop(task: tuple[nn.Module, list[Tensor], dict[str, Any]]) -> None:
-    model, batch, options = task
-    assert_same_bits(model, batch, **options)
-
-
-@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_the_bits_are_those_of_the_same_number_of_threads(threads: int) -> None:
-    # Products that are large enough to be divided among threads, forward and backward.
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        tokens = torch.randint(0, 97, (3, 16, 64), generator=torch.Generator().manual_seed(0))
-        assert_same_bits(GPT(97, seed=0), [tokens, tokens.flip(0)])
-        vectors = torch.randn(3, 40, 500, generator=torch.Generator().manual_seed(0))
-        assert_same_bits(MLP(500, (300, 200), seed=0), [vectors, torch.arange(120).view(3, 40) % 10])
-    finally:
-        torch.set_num_threads(before)
+    assert_agrees(model, batch, **options)
 
 
 # One operation at a time
@@ -147,6 +125,7 @@ OPERATIONS: dict[str, One] = {
     "prelu": One(lambda x, m: m.own[0](x), nn.PReLU(6)),
     "a spectrum": One(lambda x, m: torch.fft.rfft(x).abs()),
     "distances": One(lambda x, m: torch.cdist(x, m.table)),
+    "gelu": One(lambda x, m: F.gelu(x) + F.gelu(x, approximate="tanh")),
     "silu, elu, softplus": One(lambda x, m: F.silu(x) + F.elu(x) + F.softplus(x)),
     "relu in place": One(lambda x, m: F.relu(x, inplace=True)),
     "power and root": One(lambda x, m: (x**2 + 1).sqrt() + (x.abs() + 1) ** 0.3),
@@ -308,89 +287,20 @@ def written(x: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("num_nodes", [1, 3])
+@pytest.mark.parametrize(("num_nodes", "on_cpu"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_has_the_bits_of_the_loop(name: str, num_nodes: int) -> None:
-    x = torch.randn(num_nodes, 5, 6, generator=torch.Generator().manual_seed(1))
-    assert_same_bits(OPERATIONS[name], [x])
-
-
-class Entries(nn.Module):
-    """An operation of a tensor (n,), every entry of whose outcome is kept, and every entry of the input's gradient."""
-
-    def __init__(self, operation: Callable[[Tensor], Tensor], like: Tensor) -> None:
-        super().__init__()
-        out = operation(like)
-        self.operation = operation
-        self.offset = nn.Parameter(torch.zeros_like(like))  # its gradient is the input's
-        self.register_buffer("out", torch.zeros_like(out))
-        self.register_buffer("upstream", torch.randn(out.shape, generator=torch.Generator().manual_seed(9)))
-
-    def forward(self, batch: list[Tensor]) -> Tensor:
-        out = self.operation(batch[0] + self.offset)
-        self.out.copy_(out.detach())
-        return (out * self.upstream).sum()
-
-
-def assert_exact_form(operation: Callable[[Tensor], Tensor]) -> None:
-    """The form of an operation of (n,) is bitwise equal to it on each node alone, forward and backward.
-
-    A mean loss would hide an entry that differs in its last bit. Kernels take the last entries of a tensor in another
-    way than the rest, so that sizes matter.
-    """
-    for n in (1, 2, 3, 5, 7, 8, 9, 15, 17, 31, 33, 65):
-        x = torch.randn(3, n, generator=torch.Generator().manual_seed(n))
-        assert_same_bits(Entries(operation, x[0]), [x])
-
-
-EXACT_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "layer norm": lambda x: F.layer_norm(x, x.shape),
-    **{name: getattr(torch, name) for name in ("neg", "abs", "square", "reciprocal", "relu", "floor", "round")},
-    **{name: getattr(F, name) for name in ("relu6", "hardtanh", "leaky_relu", "softshrink", "hardswish")},
-    "sqrt": lambda x: x.abs().sqrt(),
-    "threshold": lambda x: F.threshold(x, 0.1, 20.0),
-    "clamp": lambda x: x.clamp(-0.5, 0.7),
-    "divide": lambda x: x / 3,
-    "by each other": lambda x: x / (x * x + 1),
-    "remainder": lambda x: x % 0.3,
-    "where": lambda x: torch.where(x > 0, x, 2 * x),
-}
-
-
-@pytest.mark.parametrize("name", EXACT_FORMS)
-def test_every_entry_of_an_exact_form_has_the_bits_of_the_loop(name: str) -> None:
-    assert_exact_form(EXACT_FORMS[name])
-
-
-def test_a_form_that_is_not_exact_is_found() -> None:
-    assert F.silu not in RULES
-    rule(F.silu, exact=True)(lambda x, inplace=False: F.silu(x))
-    try:
-        with pytest.raises((AssertionError, InexactError)):  # the first step compares sums of its own
-            assert_exact_form(F.silu)
-    finally:
-        del RULES[F.silu]
-
-
-@pytest.mark.parametrize("form", ["of the CPU", "of an accelerator"])
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_is_close_to_that_of_the_loop(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(1))
-    ours, theirs = (make(kind, OPERATIONS[name], 3) for kind in (VmapExecutor, LoopExecutor))
-    expected = theirs.losses_and_grads([x])
-    if form == "of an accelerator":
+def test_an_operation_agrees_with_the_loop(
+    name: str, num_nodes: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not on_cpu:  # the forms of an accelerator
         monkeypatch.setattr(batched, "favors_loops", lambda device: False)
-    torch.testing.assert_close(ours.losses_and_grads([x]), expected)
-    torch.testing.assert_close(ours.replicas.grads, theirs.replicas.grads, rtol=1e-4, atol=1e-6)
-    for buffer, own in ours.replicas.buffers.items():
-        torch.testing.assert_close(own, theirs.replicas.buffers[buffer])
-    assert not ours.reason  # vmapped it was
+    assert_agrees(OPERATIONS[name], [torch.randn(num_nodes, 5, 6, generator=torch.Generator().manual_seed(1))])
 
 
 # torch itself has no form of these that autocast calls.
 NOT_IN_BFLOAT16 = {"bilinear", "gamma"}
+# functorch rounds the scalar to bfloat16 before the product.
+ROUNDED = {"a scalar parameter"}
 # Autocast leaves these in bfloat16 on the CPU, and computes them in float32 on an accelerator.
 FLOAT32_ON_ACCELERATORS = {*(name for name in OPERATIONS if name.startswith("layer norm")), "transformer layer"}
 
@@ -429,8 +339,8 @@ def test_autocast_casts_an_operation_as_in_the_loop(name: str, form: str, monkey
         assert executor.name == "loop" or executor.reason == ""  # vmapped it was
     assert len(set(dtypes)) == 1
     # Far less than the 0.004 by which bfloat16 rounds: what is in float32 in the loop, is so in both.
-    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(*gradients, rtol=0.01, atol=1e-3)
+    torch.testing.assert_close(*losses, rtol=0.01 if name in ROUNDED else 1e-4, atol=1e-6)
+    torch.testing.assert_close(*gradients, rtol=0.02 if name in ROUNDED else 0.01, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", sorted(FLOAT32_ON_ACCELERATORS - {"transformer layer"}))
@@ -447,30 +357,12 @@ def test_autocast_normalizes_in_float32_on_an_accelerator(name: str, monkeypatch
     model.operation = noted
     x = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(1))
     make(VmapExecutor, model, 3, autocast=True).losses_and_grads([x])
-    assert dtypes == {torch.bfloat16, torch.float32}  # the first of the loop, which is the CPU's own
-
-
-@pytest.mark.parametrize(
-    ("operation", "named"),
-    [
-        (lambda x, m: x.exp_(), "exp_ writes into a tensor"),
-        (lambda x, m: x.clone().cumsum_(1), "cumsum_ writes into a tensor"),
-        (lambda x, m: torch.exp(x.detach(), out=torch.empty_like(x.detach())) * x, "exp writes into a tensor"),
-    ],
-)
-def test_what_has_no_exact_form_is_refused_by_name(operation: Callable[[Tensor, One], Tensor], named: str) -> None:
-    ours = make(VmapExecutor, One(operation), 2, exact=True)
-    with pytest.raises(InexactError, match=f"{named}.*executor='loop'"):
-        ours.losses_and_grads([torch.randn(2, 5, 6)])
+    assert dtypes == {torch.bfloat16, torch.float32}  # the first of one node, which is measured: the CPU's own
 
 
 def test_a_number_that_is_the_same_on_all_nodes_is_known() -> None:
     # BatchNorm's cumulative average divides by the number of batches, as a number of Python's.
-    model, batch = One(lambda x, m: m.own[0](x), nn.BatchNorm1d(6, momentum=None)), [torch.randn(3, 5, 6)]
-    assert_same_bits(model, batch)
-    ours = make(VmapExecutor, model, 3)
-    torch.testing.assert_close(ours.losses_and_grads(batch), make(LoopExecutor, model, 3).losses_and_grads(batch))
-    assert not ours.reason
+    assert_agrees(One(lambda x, m: m.own[0](x), nn.BatchNorm1d(6, momentum=None)), [torch.randn(3, 5, 6)])
 
 
 def test_every_operation_of_torch_that_draws_is_known_as_one() -> None:
@@ -506,7 +398,30 @@ def test_a_loss_in_bfloat16_is_rounded_once_on_an_accelerator(examples: int, mon
     torch.testing.assert_close(grad.float(), torch.autograd.grad(theirs.sum(), own)[0], rtol=0.02, atol=1e-5)
 
 
-# Nodes as groups of channels
+# The forms themselves
+
+
+@settings(max_examples=40)
+@given(
+    nodes=st.integers(1, 5),
+    examples=st.integers(1, 9),
+    inner=st.integers(1, 40),
+    outer=st.integers(1, 40),
+    with_bias=st.booleans(),
+    placed=st.booleans(),
+)
+def test_linear_is_that_of_each_node(
+    nodes: int, examples: int, inner: int, outer: int, with_bias: bool, placed: bool
+) -> None:
+    shapes = [(nodes, examples, inner), (nodes, outer, inner), (nodes, outer)][: 3 if with_bias else 2]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    places = [torch.full(shape, torch.nan) if placed else None for shape in shapes[1:]]
+    y = batched.linear(*[*inputs, None][:3], *places)
+    theirs = torch.stack([F.linear(*own) for own in zip(*inputs, strict=True)])
+    torch.testing.assert_close(y, theirs, rtol=1e-4, atol=1e-5)
+    grads, their_grads = (torch.autograd.grad(out, inputs, y.detach()) for out in (y, theirs))
+    torch.testing.assert_close(grads, their_grads, rtol=1e-4, atol=1e-5)
+    assert all(p is None or p.data_ptr() == g.data_ptr() for p, g in zip(places, grads[1:], strict=True))
 
 
 @pytest.mark.parametrize(("little", "name"), [(2**30, "vmap"), (100, "loop")])
@@ -535,11 +450,10 @@ def test_large_convolutions_run_node_by_node_on_an_accelerator(
     dilation=st.integers(1, 2),
     with_bias=st.booleans(),
     inside=st.booleans(),
-    placed=st.booleans(),
 )
-def test_a_grouped_convolution_is_that_of_each_node(
+def test_a_convolution_in_groups_is_that_of_each_node(
     nodes: int, groups: int, depth: int, next_depth: int, kernel: int, stride: int, padding: int, dilation: int,
-    with_bias: bool, inside: bool, placed: bool,
+    with_bias: bool, inside: bool,
 ) -> None:  # fmt: skip
     stream = torch.Generator().manual_seed(0)
 
@@ -549,16 +463,15 @@ def test_a_grouped_convolution_is_that_of_each_node(
     x = random(5, nodes, groups * depth, 7, 6).transpose(0, 1) if inside else random(nodes, 5, groups * depth, 7, 6)
     weight, bias = random(nodes, groups * next_depth, depth, kernel, kernel), random(nodes, groups * next_depth)
     given_tensors = [t.requires_grad_() for t in (x, weight, bias)][: 3 if with_bias else 2]
-    place = torch.full_like(weight, torch.nan) if placed else None
     geometry = ([stride] * 2, [padding] * 2, [dilation] * 2, False, [0, 0], groups)
     tensors = [*given_tensors, None][:3]
-    ours = batched.grouped_convolution(*tensors, *geometry, weight_grad=place)
-    theirs = batched.convolution(*tensors, *geometry)
+    ours = batched.convolution(*tensors, *geometry)
+    each = zip(*(itertools.repeat(t) if t is None else t for t in tensors), strict=False)
+    theirs = torch.stack([torch.convolution(*own, *geometry) for own in each])
     torch.testing.assert_close(ours, theirs)
     direction = random(*ours.shape)
     our_grads, their_grads = (torch.autograd.grad(out, given_tensors, direction) for out in (ours, theirs))
     torch.testing.assert_close(our_grads, their_grads)
-    assert place is None or our_grads[1].data_ptr() == place.data_ptr()
 
 
 @pytest.mark.parametrize("inside", [False, True])

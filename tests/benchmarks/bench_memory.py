@@ -10,7 +10,7 @@ run.
     python tests/benchmarks/bench_memory.py --device cuda --models mlp cnn gpt --nodes 16 64
 
 With --models, the table has what `Trainer.explain` predicts for a node (weights, gradients, optimizer, activations) and
-what was measured. The first step is compared with the loop's, and takes more than the later ones.
+what was measured. The peak is often that of the proof before the first step.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 Candidates:
 
 - `separate`: K modules with an optimizer each, in a loop, in plain PyTorch.
-- `vmap`, `loop`, `auto`, `exact` (deterministic), `exact, fused` (with torch's fused AdamW), and with --compile
-  `compiled`: `Trainer.fit` of nodes that train alone. Only the public interface is used, so that the script measures
-  any version of vsim that is installed: the seconds of a step are differences of the history's column.
+- `vmap`, `loop`, `auto`, `exact` (deterministic: on a CPU, the loop), `exact, fused` (with torch's fused AdamW), and
+  with --compile `compiled`: `Trainer.fit` of nodes that train alone. Only the public interface is used, so that the
+  script measures any version of vsim that is installed: the seconds of a step are differences of the history's column.
 - `floor`: the products, convolutions, attention, norms, activations, losses and optimizer of the vectorized step, each
   timed alone, over and over on the same data. The rest of a step's time is Python, autograd, copies and
   fetching memory. A compiler, which fuses operations, can get below.
@@ -58,8 +58,8 @@ EXECUTORS: dict[str, dict[str, Any]] = {
     "vmap": VMAP,
     "loop": {"executor": "loop"},
     "auto": {"executor": "auto"},
-    "exact": {"executor": "vmap", "deterministic": True},
-    "exact, fused": {"executor": "vmap", "deterministic": True},
+    "exact": {"deterministic": True},
+    "exact, fused": {"deterministic": True},
     "compiled": {"executor": "vmap", "compile": True},
 }
 # What a step cannot do without. What only moves data, adds or allocates is not counted.
