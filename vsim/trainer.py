@@ -163,9 +163,8 @@ class Trainer:
         """Take the first steps of `fit(**options)` and tell how they are computed; nothing is kept of them.
 
         Returns:
-            An `Explanation`, which shows itself: the form that every operation takes and whether that is bitwise equal
-            to one node alone, the memory per node, the executor and why, and the share of the machine's peak that a
-            step achieves.
+            An `Explanation`, which shows itself: the form that every operation takes, the memory per node, the executor
+            and why, and the share of the machine's peak that a step achieves.
         """
         if options.get("backend", "stacked") != "stacked":
             raise ValueError(
