@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,7 +42,6 @@ from vsim.strategy import (
     Strategy,
     edit,
 )
-from vsim.training import loop
 
 profiles = pytest.mark.parametrize("profile", ["cuda", "mps"])
 pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
