@@ -1,0 +1,357 @@
+"""Before the first step, the vectorized step of two nodes is compared with the loop's, on copies."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from separate import Scaled, vectors
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import vsim
+from vsim import Compute, Network, Trainer
+from vsim.cluster.randomness import NODE, generator, global_states, same_states
+from vsim.cluster.replicas import Replicas
+from vsim.engine import AutoExecutor, LoopExecutor, Settings, VmapError, VmapExecutor
+from vsim.engine.objective import Objective
+from vsim.engine.proof import Proof
+from vsim.strategy import AsyncDiLoCoStrategy, SimpleReduceStrategy, Strategy
+from vsim.training.run import Diverged
+
+OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": 4, "batch_size": 4, "progress": False}
+STRATEGIES = {
+    "rows of their own": Strategy(optim_spec="sgd", lr=0.1),
+    "one row": SimpleReduceStrategy(optim_spec="sgd", lr=0.1),
+}
+ROWS = STRATEGIES["rows of their own"]
+
+
+def trained(model: nn.Module, strategy: Strategy = ROWS, **options: Any) -> Trainer:
+    trainer = Trainer(model, vectors())
+    trainer.fit(strategy=strategy, **{**OPTIONS, **options})
+    return trainer
+
+
+# Wrong rules
+
+
+class _Forward(torch.autograd.Function):
+    """Doubles; vectorized, it gives every node another node's result."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return 2 * x.roll(1, in_dims[0]), in_dims[0]
+
+
+class _Backward(_Forward):
+    """Doubles; vectorized, only the gradient differs."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return x.detach() + x, in_dims[0]
+
+
+class Wrong(Scaled):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def scaled(self, x: Tensor) -> Tensor:
+        result: Tensor = self.function.apply(x)
+        return result
+
+
+class WrongStatistics(Wrong):
+    """Only a buffer is wrong: a mean of outputs, or how many are large."""
+
+    def __init__(self, start: Tensor) -> None:
+        super().__init__(_Forward)
+        self.register_buffer("seen", start)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        values = super().scaled(x.detach())
+        self.seen += values.mean(0) if self.seen.is_floating_point() else (values > 1).sum()
+        return x
+
+
+WRONG = {
+    "forward": (lambda: Wrong(_Forward), "the losses .* differ"),
+    "backward": (lambda: Wrong(_Backward), "the gradient of layer.weight differs"),
+    "running mean": (lambda: WrongStatistics(torch.zeros(5)), "the buffer seen differs"),
+    "count": (lambda: WrongStatistics(torch.tensor(0)), "the buffer seen differs"),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_rule_is_found(wrong: str, strategy: str) -> None:
+    make, message = WRONG[wrong]
+    by_loop = trained(make(), STRATEGIES[strategy], executor="loop")
+    for options in ({}, {"chunk_size": 2}, {"minibatch_size": 2}):
+        with pytest.raises(VmapError, match=f"{message}.*executor='loop'"):
+            trained(make(), STRATEGIES[strategy], executor="vmap", **options)
+    with pytest.warns(UserWarning, match=f"continues with 'loop': .*{message}"):
+        ours = trained(make(), STRATEGIES[strategy])
+    assert ours.history.executor == "loop" and "differ" in ours.history.executor_reason
+    np.testing.assert_array_equal(ours.history.node_losses, by_loop.history.node_losses)
+    for name, tensor in ours.model.state_dict().items():
+        assert torch.equal(tensor, by_loop.model.state_dict()[name])
+
+
+class Bent(torch.autograd.Function):
+    """As `_Forward`; vectorized, one percent more, in the dtype of its input."""
+
+    generate_vmap_rule = False
+    forward, setup_context, backward = _Forward.forward, _Forward.setup_context, _Forward.backward
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return 2.02 * x, in_dims[0]
+
+
+def test_bfloat16_has_wider_bounds() -> None:
+    with pytest.raises(VmapError, match="the losses"):
+        trained(Wrong(Bent), executor="vmap")
+    assert trained(Wrong(Bent), executor="vmap", autocast=True).history.executor == "vmap"
+    with pytest.raises(VmapError, match="the losses"):
+        trained(Wrong(_Forward), executor="vmap", autocast=True)
+
+
+def test_the_first_and_the_last_node_are_computed() -> None:
+    class Between(Scaled):
+        def scaled(self, x: Tensor) -> Tensor:
+            return x.erf()
+
+    reason = trained(Between(), num_nodes=5, executor="vmap").history.executor_reason
+    assert reason.startswith("proved on nodes 0 and 4: losses ")
+    assert "proved on node 0: losses" in trained(Between(), num_nodes=1, executor="vmap").history.executor_reason
+
+
+# What a proof leaves as it was
+
+
+class Right(Scaled):
+    """With all that a proof must leave as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.config = nn.BatchNorm1d(5), {"seen": False}
+
+    def scaled(self, x: Tensor) -> Tensor:
+        self.config["seen"] = True
+        return F.dropout(self.norm(x.erf().cumsum(1)), 0.4) * (1 + 0.1 * torch.rand(()))
+
+
+OF_ALL: list[tuple[Strategy, dict[str, Any]]] = [
+    (ROWS, {}),
+    (ROWS, {"chunk_size": 2}),
+    (ROWS, {"minibatch_size": 2}),
+    (STRATEGIES["one row"], {}),
+    (
+        AsyncDiLoCoStrategy(H=2, optim_spec="sgd", lr=0.1),
+        {"network": Network(1e9, 1e-3), "compute": Compute([1.0, 2.0, 3.0])},
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "options"), OF_ALL)
+def test_a_proof_changes_nothing(strategy: Strategy, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    prove, proofs = VmapExecutor.prove, []
+
+    def noted(self: VmapExecutor, *given: Any) -> Proof:
+        streams = [g.get_state() for g in self.generators]
+        tensors = [self.replicas.weights, self.replicas.grads, *self.replicas.buffers.values()]
+        before, states = [t.clone() for t in tensors], global_states(torch.device("cpu"))
+        attributes = self.objective._plain
+        proofs.append(prove(self, *given))
+        assert all(map(torch.equal, tensors, before)) and self.objective._plain == attributes
+        assert all(torch.equal(g.get_state(), state) for g, state in zip(self.generators, streams, strict=True))
+        assert same_states(states, global_states(torch.device("cpu"))) and not self.objective._of_nodes
+        return proofs[-1]
+
+    monkeypatch.setattr(VmapExecutor, "prove", noted)
+    ours = trained(Right(), strategy, executor="vmap", **options)
+    assert proofs and {"erf", "cumsum"} <= {name for name, _ in proofs[0].calls}
+    monkeypatch.setattr(VmapExecutor, "prove", lambda *_: Proof([0], 0.0, 0.0, Counter()))
+    without = trained(Right(), strategy, executor="vmap", **options)
+    np.testing.assert_array_equal(ours.history.node_losses, without.history.node_losses)
+    for name, tensor in ours.model.state_dict().items():
+        assert torch.equal(tensor, without.model.state_dict()[name])
+    by_loop = trained(Right(), strategy, executor="loop", **{**options, "chunk_size": None})
+    np.testing.assert_allclose(ours.history.node_losses, by_loop.history.node_losses, rtol=1e-4)
+
+
+def test_each_shape_of_batch_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prove, sizes = VmapExecutor.prove, []
+
+    def noted(self: VmapExecutor, batch: Any, *given: Any) -> Proof:
+        sizes.append(batch[0].shape[1])
+        return prove(self, batch, *given)
+
+    monkeypatch.setattr(VmapExecutor, "prove", noted)
+    trained(Right(), max_steps=8)  # 10 examples a node: 4, 4 and 2
+    assert sizes == [4, 2]
+    sizes.clear()
+    strategies = {"one row": STRATEGIES["one row"], "rows": ROWS, "rows, too": Strategy(optim_spec="sgd", lr=0.2)}
+    vsim.compare(Right(), vectors(), strategies=strategies, **{**OPTIONS, "max_steps": 8})
+    assert sizes == [4, 2]  # of all runs together
+
+
+# Models that are no function of their tensors; test_model_state.py has more
+
+
+def test_a_flag_that_is_written_once_leaves_a_model_vectorized() -> None:
+    class Flagged(Scaled):
+        kind = None
+
+        def scaled(self, x: Tensor) -> Tensor:
+            if self.kind is None:  # as classifiers of transformers do
+                self.kind = "single" if x.shape[1] == 1 else "several"
+            return x if self.kind == "several" else 2 * x
+
+    trainer = trained(Flagged())
+    assert trainer.history.executor == "vmap" and trainer.history.executor_reason.startswith("proved on nodes 0 and 2")
+    np.testing.assert_allclose(
+        trainer.history.node_losses, trained(Flagged(), executor="loop").history.node_losses, rtol=1e-5
+    )
+
+
+def test_an_error_of_the_model_is_its_own() -> None:
+    class Failing(Scaled):
+        def scaled(self, x: Tensor) -> Tensor:
+            raise KeyError("words")
+
+    class Misshapen(Scaled):
+        def scaled(self, x: Tensor) -> Tensor:
+            return x @ x
+
+    for executor in ("auto", "vmap", "loop"):
+        with pytest.raises(KeyError, match="words"):
+            trained(Failing(), executor=executor)
+        with pytest.raises(RuntimeError, match=r"raised this at step 1, given batch\[0\]: float32 \(4, 12\)") as caught:
+            trained(Misshapen(), executor=executor)
+        assert not isinstance(caught.value, VmapError)
+
+
+def test_losses_that_are_not_finite_on_both_ways_are_no_difference() -> None:
+    class Infinite(Scaled):
+        def scaled(self, x: Tensor) -> Tensor:
+            return x / 0.0
+
+    with pytest.raises(Diverged, match="non-finite loss at step 1"):  # and no warning
+        trained(Infinite())
+
+
+# Small models, drawn by chance
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(6, 6),
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 2, 3, padding=1), nn.Flatten()),
+    "batch norm": lambda: nn.BatchNorm1d(6),
+    "layer norm": lambda: nn.LayerNorm(6),
+    "dropout": lambda: nn.Dropout(0.3),
+    "recurrent": lambda: Last(nn.GRU(2, 6, batch_first=True)),
+    "gelu": nn.GELU,
+    "softmax": lambda: nn.Softmax(-1),
+    "in place": lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True)),
+    "noise": lambda: Noise(),
+    "count": lambda: Count(),
+    "Python's noise": lambda: Noise(random.random),
+}
+
+
+class Last(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x.view(-1, 3, 2))[0][:, -1]
+        return found
+
+
+class Noise(nn.Module):
+    def __init__(self, draw: Callable[[], Any] = lambda: torch.rand(())) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.draw())
+
+
+class Count(nn.Module):
+    """In Python."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x / self.calls
+
+
+class Drawn(nn.Module):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(12, 6), *(LAYERS[name]() for name in names), nn.Linear(6, 5))
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.layers(batch[0]), batch[1])
+
+
+@settings(max_examples=40)
+@given(
+    names=st.lists(st.sampled_from(sorted(LAYERS)), max_size=4),
+    num_nodes=st.integers(1, 4),
+    size=st.sampled_from([2, 5]),
+    minibatch_size=st.sampled_from([None, 3]),
+    chunk_size=st.sampled_from([None, 2]),
+    shares=st.booleans(),
+)
+def test_the_first_step_is_the_loops(
+    names: list[str],
+    num_nodes: int,
+    size: int,
+    minibatch_size: int | None,
+    chunk_size: int | None,
+    shares: bool,
+) -> None:
+    stream = torch.Generator().manual_seed(size)
+    x, y = torch.randn(num_nodes, size, 12, generator=stream), torch.randint(5, (num_nodes, size), generator=stream)
+    found = []
+    for kind in (AutoExecutor, LoopExecutor):
+        replicas = Replicas.of_several([Drawn(names)], [num_nodes], torch.device("cpu"), shares, shares)
+        replicas.module.train()
+        streams = [generator(0, NODE, node) for node in range(num_nodes)]
+        executor = kind(replicas, Objective(replicas.module), streams, Settings(chunk_size=chunk_size))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "executor='auto' continues with 'loop'", UserWarning)
+            random.seed(1)
+            losses = executor.losses_and_grads([x.clone(), y.clone()], minibatch_size)
+        found.append([losses, replicas.grads.clone(), *replicas.buffers.values()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
