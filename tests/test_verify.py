@@ -20,8 +20,7 @@ from vsim.cli import main
 from vsim.cluster import Cluster
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import NODE, generator
-from vsim.cluster.replicas import Replicas
-from vsim.engine import EXECUTORS, Settings, VmapExecutor
+from vsim.engine import VmapExecutor
 from vsim.engine.rules import Lowering
 from vsim.models import CNN, GPT, MLP
 from vsim.process import NodeFailure
@@ -121,9 +120,6 @@ def test_a_custom_strategy_is_bit_identical(tmp_path: Path, monkeypatch: pytest.
     before = {name: t.clone() for name, t in model.state_dict().items()}
     random_state = torch.get_rng_state()
     torch.set_num_threads(2)
-    at_once: list[int] = []
-    of_piece = VmapExecutor._losses
-    monkeypatch.setattr(VmapExecutor, "_losses", lambda *a: at_once.append(len(a[1].numbers)) or of_piece(*a))
 
     report = vsim.verify(
         model,
@@ -134,8 +130,6 @@ def test_a_custom_strategy_is_bit_identical(tmp_path: Path, monkeypatch: pytest.
         val_dataset=examples(20),
         loss_fn=F.cross_entropy,
         threads=1,
-        executor="vmap",
-        chunk_size=1,
         batch_size=6,
         minibatch_size=3,
         val_interval=2,
@@ -144,7 +138,6 @@ def test_a_custom_strategy_is_bit_identical(tmp_path: Path, monkeypatch: pytest.
     )
 
     assert report.identical and report.first_difference is None and report.steps == 6
-    assert at_once == (5 * 2 + 1) * 2 * [1]  # nodes one by one: five batches in two minibatches, a last one of 2
     assert str(report) == (
         "bit-identical over 6 steps (2 nodes, 99 parameters: losses, weights, buffers, optimizer state, "
         "global weights, ledger, history)"
@@ -211,7 +204,7 @@ def test_models_of_ordinary_size_are_bit_identical(name: str) -> None:
     else:
         model = GPT(97, dropout=0.1, seed=0)
         data = TensorDataset(*torch.randint(97, (2, 70, 64), generator=stream))
-    options: dict[str, Any] = {"executor": "vmap", "batch_size": 8, "progress": False}
+    options: dict[str, Any] = {"batch_size": 8, "progress": False}
     report = vsim.verify(model, data, DiLoCoStrategy(H=2), num_nodes=3, max_steps=4, **options)
     assert report.identical, report
 
@@ -370,10 +363,7 @@ class ByFunctorch(Lowering):
 
 
 class Fast(VmapExecutor):
-    """Vectorized without care for the last bits, though an exact run was asked for."""
-
-    def __init__(self, replicas: Replicas, objective: Any, generators: Any, settings: Settings) -> None:
-        super().__init__(replicas, objective, generators, replace(settings, exact=False))
+    """Vectorized, though a deterministic run was asked for."""
 
     def lowering(self, piece: int = 0, first: bool = False) -> Lowering:
         return ByFunctorch(self.generators)
@@ -381,7 +371,7 @@ class Fast(VmapExecutor):
 
 @pytest.mark.slow
 def test_rounding_that_adamw_makes_whole_steps_of_is_still_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EXECUTORS, "auto", Fast)
+    monkeypatch.setattr("vsim.training.setup.executor_of", lambda name: Fast)
     report = verified(SimpleReduceStrategy(optim_spec=OptimSpec("adamw", lr=0.1)), model=Net(dropout=0.0))
 
     first = report.first_difference
@@ -524,8 +514,6 @@ def test_a_report_shows_itself() -> None:
 
 
 def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="chunk_size=1 has no effect with executor='loop'"):
-        verified(Strategy(), executor="loop", chunk_size=1)
     with pytest.raises(TypeError, match=r"verify\(\) got an unknown argument 'batchsize'; did you mean 'batch_size'"):
         verified(Strategy(), batchsize=3)
     with pytest.raises(TypeError, match=r"unknown argument 'deterministic'"):
@@ -549,7 +537,7 @@ COMMAND = ["verify", "--data", "digits", "--model", "mlp", "--nodes", "2", "--qu
 
 @pytest.mark.slow
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, "--steps", "3", "--strategy", "diloco:H=2", "--executor", "vmap"]) == 0
+    assert main([*COMMAND, "--steps", "3", "--strategy", "diloco:H=2"]) == 0
     assert capsys.readouterr().out.startswith("bit-identical over 3 steps (2 nodes, ")
 
 
@@ -566,4 +554,4 @@ def test_the_exit_status_tells_of_a_difference(
     assert main([*COMMAND, "--strategy", "diloco:H=7", "--threads", "2", "--seed", "5"]) == 1
     assert "first difference: step 1, node 0, weights, w" in capsys.readouterr().out
     assert isinstance(given["strategy"], DiLoCoStrategy) and given["counts"] == (2, 50)
-    assert (given["threads"], given["seed"], given["progress"], given["executor"]) == (2, 5, False, "auto")
+    assert (given["threads"], given["seed"], given["progress"]) == (2, 5, False)

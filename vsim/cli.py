@@ -580,7 +580,6 @@ def verify(
     strategy: str = "diloco",
     threads: Annotated[int | None, _optional(default="the machine's / K")] = None,
     processes: Annotated[int | None, _optional("N", "none")] = None,
-    executor: Literal["auto", "vmap", "loop"] = "auto",
 ) -> int:
     """Train in the simulator and in one process per node, and compare the bits after every step.
 
@@ -588,7 +587,6 @@ def verify(
         strategy: what to verify
         threads: CPU threads of every process
         processes: compare with this number of processes, too, which hold several nodes each
-        executor: how the simulator computes gradients
     """
     train, _ = problem.datasets()
     report = verify_strategy(
@@ -599,7 +597,6 @@ def verify(
         problem.steps,
         threads=threads,
         num_processes=processes,
-        executor=executor,
         batch_size=problem.examples_per_step,
         seed=problem.seed,
         progress=not problem.quiet,

@@ -110,8 +110,6 @@ def verify(
     loss_fn: LossFunction | None = None,
     threads: int | None = None,
     num_processes: int | None = None,
-    executor: str = "auto",
-    chunk_size: int | None = None,
     **fit_options: Any,
 ) -> VerifyReport:
     """Train in the simulator, then with a process for every node, and compare the two after every step.
@@ -131,7 +129,6 @@ def verify(
         threads: CPU threads of the simulator and of every process; default the machine's cores over K, at least 1.
         num_processes: also compare with this number of processes, from 1 to K; default: with a process for every node
             only.
-        executor, chunk_size: of the simulator, see `Trainer.fit`; "vmap" tests the step of all nodes at once.
         fit_options: of `Trainer.fit`: batch_size, minibatch_size, gradient_accumulation, shuffle, val_size,
             val_interval, seed, participation, compute, correlation_interval, dataloader_kwargs, timeout_seconds,
             progress, accuracy. With `participation` processes start and end as nodes join and leave.
@@ -175,19 +172,18 @@ def verify(
         whole_number("num_processes", num_processes, at_most=num_nodes)
     simulator = Trainer(model, train_dataset, val_dataset, loss_fn=loss_fn)
     simulator.run_label = "simulator"
-    of_engine: dict[str, Any] = {"executor": executor, "chunk_size": chunk_size}
     of_processes = {"backend": "process", "threads_per_process": threads, "timeout_seconds": timeout_seconds}
     if num_processes is not None:
-        simulator.spec(**options, **of_processes, **of_engine, num_processes=num_processes)  # may be refused
+        simulator.spec(**options, **of_processes, num_processes=num_processes)  # may be refused
     agreed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="vsim-verify-") as name:
         folder = Path(name)
         with using_threads(threads):
-            simulator.fit(**options, **of_engine, callbacks=[KeepStates(folder)])
+            simulator.fit(**options, callbacks=[KeepStates(folder)])
         assert simulator.strategy is not None
         replicas = simulator.strategy.cluster.replicas
         for number in [None] if num_processes is None else [None, num_processes]:
-            own = {} if number is None else {"num_processes": number, **of_engine}
+            own = {} if number is None else {"num_processes": number}
             processes = Trainer(model, train_dataset, val_dataset, loss_fn=loss_fn)
             processes.run_label = "processes"
             steps, found = _compared(simulator, processes, folder, max_steps, {**options, **of_processes, **own})
