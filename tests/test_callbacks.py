@@ -88,22 +88,6 @@ def test_hooks_are_the_short_form() -> None:
     assert heard == [("eval", 0, val[0]), ("train", 1, train[1]), ("train", 2, train[2]), ("eval", 2, val[2])]
 
 
-@pytest.mark.parametrize("executor", ["vmap", "loop", "auto"])
-def test_a_change_of_the_live_model_takes_effect(executor: str) -> None:
-    def run(change: Any) -> Any:
-        trainer = Trainer(Scaled(), vectors())
-        trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.1), **QUICK, executor=executor, callbacks=[change])
-        return trainer.history["train_loss"]
-
-    def halve(run: Run) -> None:
-        if run.done == 3:
-            run.model.scale = 0.5
-
-    plain, halved = run(lambda run: None), run(halve)
-    np.testing.assert_array_equal(plain[:4], halved[:4])
-    assert np.all(plain[4:] != halved[4:])
-
-
 # Changes of the weights
 
 
@@ -357,16 +341,17 @@ def test_wrong_names_and_values_are_refused(call: Any, message: str) -> None:
         Trainer(small_mlp(), vectors()).fit(strategy=Strategy(), **QUICK, callbacks=[call])
 
 
-@pytest.mark.parametrize("executor", ["vmap", "loop", "auto"])
+@pytest.mark.filterwarnings("ignore:executor='auto' continues with 'loop'")
+@pytest.mark.parametrize("executor", ["vmap", "auto"])
 def test_attributes_change_in_every_copy_of_the_model(executor: str) -> None:
     class Counting(Scaled):
         calls = 0
 
         def forward(self, batch: list[Tensor]) -> Tensor:
-            self.calls += 1  # so that the loop gives every node a copy
-            return super().forward(batch)
+            self.calls += 1
+            return super().forward(batch) / self.calls
 
-    def losses(model: nn.Module, change: Any) -> Any:
+    def losses(model: nn.Module, change: Any, executor: str) -> Any:
         trainer = Trainer(model, vectors())
         trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.1), **QUICK, executor=executor, callbacks=[change])
         return trainer.history.node_losses
@@ -375,13 +360,10 @@ def test_attributes_change_in_every_copy_of_the_model(executor: str) -> None:
         if run.done == 3:
             run.each_model(lambda model: setattr(model, "scale", 0.5))
 
-    def assign(run: Run) -> None:
-        if run.done == 3:
-            run.model.scale = 0.5
-
     for model in (Scaled(), Counting()) if executor != "vmap" else (Scaled(),):
-        np.testing.assert_array_equal(losses(model, halve), losses(model, assign))
-        assert np.all(losses(model, halve)[4:] != losses(model, lambda run: None)[4:])
+        halved, plain = losses(model, halve, executor), losses(model, lambda run: None, executor)
+        assert np.array_equal(halved[:3], plain[:3]) and np.all(halved[3:] != plain[3:])
+        np.testing.assert_allclose(halved, losses(model, halve, "loop"), rtol=1e-5)
 
 
 def add(p: nn.Parameter) -> None:

@@ -381,8 +381,10 @@ def test_nodes_of_unequal_size_train_as_each_alone(executor: str, drop_last: boo
 
     model, kwargs = Noisy(dropout=0.0), {"drop_last": drop_last}
     strategy = FedAvgStrategy(H=100, optim_spec=OptimSpec("sgd", lr=0.1, momentum=0.5))
-    options: dict[str, Any] = {"executor": executor, "dataloader_kwargs": kwargs, "deterministic": True, "max_steps": 7}
-    _, trainer = trained(strategy, model, num_nodes=3, data=data, **options)
+    exact = executor == "loop"
+    options: dict[str, Any] = {"executor": executor, "deterministic": exact, "dataloader_kwargs": kwargs}
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
+    _, trainer = trained(strategy, model, num_nodes=3, data=data, max_steps=7, **options)
     assert trainer.strategy is not None
     for node in range(3):
         own = copy.deepcopy(model).train()
@@ -393,8 +395,9 @@ def test_nodes_of_unequal_size_train_as_each_alone(executor: str, drop_last: boo
             loss = own(next(batches))
             loss.backward()
             optimizer.step()
-            assert trainer.history.node_losses[step, node] == float(loss.detach())
-        assert torch.equal(trainer.strategy.cluster.weights[node], nn.utils.parameters_to_vector(own.parameters()))
+            np.testing.assert_allclose(trainer.history.node_losses[step, node], float(loss.detach()), **tolerance)
+        weights = nn.utils.parameters_to_vector(own.parameters())
+        torch.testing.assert_close(trainer.strategy.cluster.weights[node], weights, **tolerance)
     small = 0 if drop_last else 3 * 2  # node 0's every second batch has two examples
     assert trainer.history["examples"][-1] == 7 * 3 * 4 - small
 

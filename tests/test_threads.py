@@ -94,7 +94,7 @@ def test_few_weights_without_convolutions_have_one_thread(model: nn.Module, num_
 
 @pytest.mark.usefixtures("three_threads")
 def test_deterministic_runs_have_the_threads_that_the_real_ones_have() -> None:
-    calls, _, _ = trained(4, executor="vmap", deterministic=True)
+    calls, _, _ = trained(4, deterministic=True)
     assert set(calls) == {3}
 
 

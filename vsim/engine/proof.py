@@ -79,7 +79,9 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
         Exception: of the model itself, which the loop raises.
     """
     whole = executor.replicas
-    rows = sorted({0, whole.num_held - 1})
+    length = torch.linalg.vector_norm(whole.weights, dim=1).expand(whole.num_held)
+    alive = ((length > 0) & length.isfinite()).nonzero().flatten().tolist()  # rows of runs that have left are zero
+    rows = sorted({alive[0], alive[-1]} if alive else {0, whole.num_held - 1})
     batches = [tree_map(lambda t, of=of: t[of], batch) for of in (rows, rows[::-1])]
     apart, objective = [], executor.objective.copied()
     if evaluating:
@@ -94,12 +96,13 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
                 ours = next(fast)
                 mean = theirs.grads.mean(0, keepdim=True) if whole.shares_grads else theirs.grads
                 apart.append(compared(executor, ours, theirs._replace(grads=mean)))
-            if kept := attached_in(objective.model):
-                raise DifferError(f"{listed(kept)} keeps a tensor that the model has computed for all nodes")
-        except VmapError:
-            raise
+            if kept := _kept_in(objective):
+                raise DifferError(kept)
         except Exception as error:  # they differ, or Python that an earlier call has changed fails
-            raise VmapError(f"the model cannot be vectorised over nodes: {error} — {_LOOP}") from error
+            kept = _kept_in(objective)
+            if isinstance(error, VmapError) and not kept:
+                raise
+            raise VmapError(f"the model cannot be vectorised over nodes: {kept or error} — {_LOOP}") from error
     losses, gradients = map(max, zip(*apart, strict=True))
     return Proof([whole.first_node + row for row in rows], losses, gradients, ours.calls)
 
@@ -146,6 +149,11 @@ def _steps(
         if whole.shares_weights and not torch.equal(bits_of(weights), bits_of(like.expand(len(weights), -1))):
             raise ValueError(SHARED_ROW)
         yield Step(losses, grads, buffers, getattr(engine, "calls", {}))
+
+
+def _kept_in(objective: Objective) -> str:
+    kept = attached_in(objective.model)
+    return f"{listed(kept)} keeps a tensor that the model has computed for all nodes" if kept else ""
 
 
 def _losses_apart(ours: Tensor, theirs: Tensor, bound: float) -> float:
