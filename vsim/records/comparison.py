@@ -268,7 +268,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return Comparison(self.allreduce_bytes)
 
     def describe(self) -> Provenance:
-        """Describe what was compared: strategies, model, data, options, versions, machine, date and call.
+        """Describe what was compared: strategies, model, data, options, versions, machine, date, call and executor.
 
         Only options that differ from the defaults of `Trainer.fit` are listed. A comparison from a file without
         configurations is described only by its strategies and seeds.
@@ -279,7 +279,8 @@ class Comparison(Mapping[str, ComparedRun]):
         seeds: Any = next(iter(by_name.values())) if alike else by_name
         calls = {name: own.get("call", "") for name, own in runs.items()}
         configs = [run.history.config for own in self._runs.values() for run in own if run.history.config]
-        return described(calls, seeds, self.calls, configs)
+        computed = dict.fromkeys(filter(None, (history.computed for history in self._all_histories())))
+        return described(calls, seeds, self.calls, configs, list(computed))
 
     def _titles(self, name: str) -> dict[str, Any]:
         """Return the titles of a row of the table: column → text."""

@@ -356,11 +356,17 @@ class History:
         history.ledger = Ledger.from_plain(plain["ledger"], history.ledger.num_nodes)
         return history
 
+    @property
+    def computed(self) -> str:
+        """The executor and why it was chosen: "vmap, proved on nodes 0 and 15: losses 2e-07, gradients 4e-06"."""
+        return ", ".join(filter(None, (self.executor, self.executor_reason)))
+
     def __repr__(self) -> str:
         done = int(self._columns["step"][-1]) if len(self) else 0
         return (
             f"History({self.strategy or 'run'}: {self.num_nodes} nodes, {done} steps, "
-            f"train loss {self.last('train_loss'):.4f}, global loss {self.last('global_loss'):.4f})"
+            f"train loss {self.last('train_loss'):.4f}, global loss {self.last('global_loss'):.4f}"
+            f"{self.computed and f'; {self.computed}'})"
         )
 
 

@@ -184,13 +184,18 @@ def _lines(content: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
 
 
 def described(
-    strategies: Mapping[str, str], seeds: Any, calls: Sequence[str], configs: Sequence[Mapping[str, Any]]
+    strategies: Mapping[str, str],
+    seeds: Any,
+    calls: Sequence[str],
+    configs: Sequence[Mapping[str, Any]],
+    computed: Sequence[str],
 ) -> Provenance:
     """Return a description of compared runs.
 
     Args:
         strategies: name → the call that makes the strategy. seeds: of the runs, or name → seeds.
         calls: the calls that trained the runs. configs: the configurations of the runs, as far as known.
+        computed: the executors of the runs, each with the reason.
     """
     shared: dict[str, Any] = {}
     for config in configs:
@@ -209,4 +214,5 @@ def described(
     given = {name for config in configs for name in (*config.get("given", ()), "num_nodes", "started", "loss_fn")}
     known = {name: own[name] for name in own if name in given} | about
     known = {name: value for name, value in known.items() if value not in (None, "", [])}
+    known |= {"computed": list(computed)} if computed else {}
     return Provenance({"strategies": dict(strategies), "seeds": seeds, **known, "calls": list(calls)})
