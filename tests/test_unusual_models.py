@@ -359,8 +359,9 @@ def test_what_is_compiled_wrongly_is_not(kind: type[Classifier]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
 def test_what_cannot_be_compiled_leaves_nothing_behind() -> None:
-    with pytest.warns(UserWarning, match="executor='auto' continues with 'loop'"):
+    with pytest.warns(UserWarning, match="executor='auto' continues with 'loop'") as caught:
         assert trained(Checkpointed(16), compile=True).history.executor == "loop"
+    assert len([one for one in caught if "continues with" in str(one.message)]) == 1
     assert trained(ClippedWithoutGrad(16), compile=True).history.executor == "compiled"
 
 

@@ -98,7 +98,8 @@ class AutoExecutor(Executor):
         try:
             return self.chosen.losses_and_grads(batch, minibatch_size)
         except CompileError as error:  # the model's Python keeps changing
-            self._continue_simpler(error)
+            self._choose_simpler(error)
+            self._warn(error)
             self.step -= 1
             return self.losses_and_grads(batch, minibatch_size)
 
@@ -111,27 +112,33 @@ class AutoExecutor(Executor):
         shapes = shapes_of(batch)
         if (shapes, share == 1.0) in self.decision.proofs or shapes in self.decision.left:
             return
-        assert isinstance(self.chosen, VmapExecutor)
-        try:
-            proof = self.chosen.prove(batch, share)
-        except (VmapError, CompileError) as error:
-            if self.decision.proofs and isinstance(error, VmapError):
-                self.decision.left[shapes] = error
-                return
-            self._continue_simpler(error)
-            self.prepare(batch, share)
+        failed, proof = None, None
+        while isinstance(self.chosen, VmapExecutor) and proof is None:
+            try:
+                proof = self.chosen.prove(batch, share)
+            except (VmapError, CompileError) as error:
+                if self.decision.proofs and isinstance(error, VmapError):
+                    self.decision.left[shapes] = error
+                    return
+                failed = error
+                self._choose_simpler(error)
+        if failed is not None:
+            self._warn(failed)
+        if proof is None:
             return
         self.chosen.has_worked = True
         if not self.decision.proofs and self.asked == "auto" and not self.settings.compile and _convolves_alone(proof):
             self._choose(LoopExecutor, "convolutions of this size are computed node by node anyway")
         self.decision.proofs[shapes, share == 1.0] = proof
 
-    def _continue_simpler(self, error: Exception) -> None:
+    def _choose_simpler(self, error: Exception) -> None:
         """Replace an executor that cannot run this model by the next simpler one."""
         if self.asked != "auto":
             raise error
         simpler = VmapExecutor if isinstance(error, CompileError) and not self._takes_one_at_a_time() else LoopExecutor
         self._choose(simpler, str(error))
+
+    def _warn(self, error: Exception) -> None:
         warnings.warn(f"executor='auto' continues with {self.chosen.name!r}: {error}", UserWarning, stacklevel=5)
 
     def _choose(self, kind: type[Executor], why: str) -> None:
