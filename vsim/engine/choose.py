@@ -113,9 +113,10 @@ class AutoExecutor(Executor):
         if (shapes, share == 1.0) in self.decision.proofs or shapes in self.decision.left:
             return
         failed, proof = None, None
-        while isinstance(self.chosen, VmapExecutor) and proof is None:
+        while isinstance(fast := self.chosen, VmapExecutor) and proof is None:
             try:
-                proof = self.chosen.prove(batch, share)
+                proof = fast.prove(batch, share)
+                fast.has_worked = True
             except (VmapError, CompileError) as error:
                 if self.decision.proofs and isinstance(error, VmapError):
                     self.decision.left[shapes] = error
@@ -126,7 +127,6 @@ class AutoExecutor(Executor):
             self._warn(failed)
         if proof is None:
             return
-        self.chosen.has_worked = True
         if not self.decision.proofs and self.asked == "auto" and not self.settings.compile and _convolves_alone(proof):
             self._choose(LoopExecutor, "convolutions of this size are computed node by node anyway")
         self.decision.proofs[shapes, share == 1.0] = proof
