@@ -120,11 +120,6 @@ class Order:
         sizes = {int(self.shard_sizes[node]) for node in set(self.nodes)}
         return len(sizes) == 1 and len(set(self.missed)) == 1
 
-    @property
-    def always_full(self) -> bool:
-        """Whether no batch is smaller than `batch_size`."""
-        return self.drop_last or not bool((self.shard_sizes % self.batch_size).any())
-
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Order:
         """Return the order of n of the nodes, each of which has missed that many of the run's steps."""
         order = copy.copy(self)
