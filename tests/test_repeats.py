@@ -99,11 +99,12 @@ def test_on_an_accelerator_nodes_are_not_cut_by_free_memory(monkeypatch: pytest.
             trainer.prepare(strategy=DiLoCoStrategy(H=2), num_nodes=4, max_steps=2, **options).only[1].executor.settings
         )
 
-    assert settings_of(deterministic=True) == Settings(exact=True)
+    assert settings_of(deterministic=True) == Settings(deterministic=True)
     monkeypatch.setattr(batched, "favors_loops", lambda device: False)
     assert settings_of() == Settings()
-    assert settings_of(deterministic=True) == Settings(chunk_size=4)
-    assert settings_of(deterministic=True, chunk_size=2) == Settings(chunk_size=2)
+    assert settings_of(deterministic=True) == Settings(deterministic=True, chunk_size=4)
+    monkeypatch.setattr(vsim.training.spec, "pick_device", lambda *_: CUDA)
+    assert settings_of(deterministic=True, chunk_size=2) == Settings(deterministic=True, chunk_size=2)
 
 
 def test_on_mps_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -460,10 +460,7 @@ def explained(error: Exception, objective: Objective, batch: Any, nodes: int, wh
 def _advice(error: Exception, objective: Objective, batch: Any, kept: list[str]) -> str:
     model, loss_fn = objective.model, objective.loss_fn
     if kept:
-        return (
-            f". {', '.join(kept)} keeps a tensor of an earlier call, which cannot be computed with again: make it a "
-            "buffer (register_buffer), and detach what is written there"
-        )
+        return f". {advice_on(kept)}"
     takes_other = r"forward\(\) (missing|takes|got)|(list|tuple|dict)'? object|argument .* must be Tensor, not"
     if isinstance(error, TypeError | AttributeError):
         if not re.search(takes_other, str(error)):
@@ -487,6 +484,14 @@ def _advice(error: Exception, objective: Objective, batch: Any, kept: list[str])
     ):
         return ". Labels and token ids count from 0, and stay below the number of classes, or of rows of an embedding"
     return f". The first weight, {name}, has shape {tuple(weight.shape)}" if re.search("shape|size", str(error)) else ""
+
+
+def advice_on(kept: list[str]) -> str:
+    """Return what to do about attributes and buffers that hold tensors of an earlier graph."""
+    return (
+        f"{', '.join(kept)} keeps a tensor of an earlier call, which cannot be computed with again: make it a buffer "
+        "(register_buffer), and detach what is written there"
+    )
 
 
 def _described(tensor: Tensor, nodes: int) -> str:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from vsim.arguments import retold
 from vsim.cluster.randomness import preserved
 from vsim.cluster.replicas import Replicas, Views, matrix
 from vsim.engine.batched import VmapError
 from vsim.engine.casting import Casts
 from vsim.engine.executor import SHARED_ROW, Executor, bits_of, cloned
 from vsim.engine.loop import LoopExecutor
-from vsim.engine.objective import Objective, attached_in, listed
+from vsim.engine.objective import Objective, advice_on, attached_in, listed
 from vsim.private_torch import unwatched
 
 # Largest differences of losses, absolute or relative to a loss above 1; of gradients, relative to the norm of the
@@ -87,8 +88,14 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
     if evaluating:
         objective.eval()
     with unwatched(), preserved(whole.weights.device):
-        with Casts() as casts:
-            loop = [step.copied() for step in _steps(LoopExecutor, executor, objective.copied(), rows, batches, False)]
+        reference = objective.copied()
+        try:
+            with Casts() as casts:
+                loop = [step.copied() for step in _steps(LoopExecutor, executor, reference, rows, batches, False)]
+        except RuntimeError as error:
+            if kept := attached_in(reference.model):
+                raise retold(error, f"{error}. {advice_on(kept)}") from error
+            raise
         executor.casts = executor.casts or casts.seen
         fast = _steps(uncompiled, executor, objective, rows, batches, whole.shares_grads)
         try:

@@ -115,7 +115,7 @@ class VmapExecutor(Executor):
         in_common = None
         if r.shares_grads:
             self._homes = [w.data[0] for w in r.views(r.weights).values()]
-            in_common = {c.name: home.detach().requires_grad_() for c, home in zip(r.layout, self._homes, strict=True)}
+            in_common = {c.name: home.data.requires_grad_() for c, home in zip(r.layout, self._homes, strict=True)}
         for rows in pieces:
             part = r.rows(rows.start, rows.stop)
             leaves = in_common or {
