@@ -204,11 +204,11 @@ class Trainer:
             device: overrides the device of Trainer.
             autocast: compute in bfloat16 where torch.autocast does; weights stay as they are.
             executor: "vmap" (all nodes at once), "loop" (one by one) or "auto": vmap, but the loop where that is as
-                fast or the only right one, by a rule of the model and its shapes; see `vsim.engine.AutoExecutor`.
-                `history.executor_reason` says why.
-            deterministic: on the CPU, in float32: bitwise equal to separate processes in eager PyTorch; the first step
-                is computed both ways and compared. On CUDA: runs repeat bit by bit, with PyTorch's deterministic
-                algorithms. Not for MPS. A model must not draw from Python's or NumPy's global generator in `forward`.
+                fast, or where vmap is not proved to agree with it; see `vsim.engine.AutoExecutor`. `history.computed`
+                says which, and why.
+            deterministic: on the CPU: compute nodes one by one in eager PyTorch, in float32 bitwise equal to separate
+                processes; a model must not draw from Python's or NumPy's global generator in `forward`. On CUDA: runs
+                repeat bit by bit, with PyTorch's deterministic algorithms. Not for MPS.
             compile: torch.compile the loss and its gradient, and those kernels of strategies for which that was
                 measured to pay (see `vsim_kernels.compiled`); the first step then takes 5 to 20 seconds. Not for
                 executor="loop".

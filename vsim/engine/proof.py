@@ -103,13 +103,13 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
                 ours = next(fast)
                 mean = theirs.grads.mean(0, keepdim=True) if whole.shares_grads else theirs.grads
                 apart.append(compared(executor, ours, theirs._replace(grads=mean)))
-            if kept := _kept_in(objective):
-                raise DifferError(kept)
+            if why := _kept_in(objective):
+                raise DifferError(why)
         except Exception as error:  # they differ, or Python that an earlier call has changed fails
-            kept = _kept_in(objective)
-            if isinstance(error, VmapError) and not kept:
+            why = _kept_in(objective)
+            if isinstance(error, VmapError) and not why:
                 raise
-            raise VmapError(f"the model cannot be vectorised over nodes: {kept or error} — {_LOOP}") from error
+            raise VmapError(f"the model cannot be vectorised over nodes: {why or error} — {_LOOP}") from error
     losses, gradients = map(max, zip(*apart, strict=True))
     return Proof([whole.first_node + row for row in rows], losses, gradients, ours.calls)
 
