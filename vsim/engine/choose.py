@@ -127,7 +127,8 @@ class AutoExecutor(Executor):
             self._warn(failed)
         if proof is None:
             return
-        if not self.decision.proofs and self.asked == "auto" and not self.settings.compile and _convolves_alone(proof):
+        may_choose = not (self.decision.proofs or self.settings.compile or self.replicas.shares_grads)
+        if may_choose and self.asked == "auto" and _convolves_alone(proof):
             self._choose(LoopExecutor, "convolutions of this size are computed node by node anyway")
         self.decision.proofs[shapes, share == 1.0] = proof
 

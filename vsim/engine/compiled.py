@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,8 +137,10 @@ class CompiledExecutor(VmapExecutor):
         options: Any = {"guard_filter_fn": without_guards_on_torch, "fallback_random": True}
         if self.captures:
             options["triton.cudagraphs"] = True  # what mode="reduce-overhead" sets; a mode excludes options
-        self.uncompiled = without_performance_warnings()(losses_and_grads)
-        self.compiled = torch.compile(losses_and_grads, dynamic=False, fullgraph=True, options=options)
+        self._function = losses_and_grads
+        self.compiled: Callable[..., Tensor] = torch.compile(
+            losses_and_grads, dynamic=False, fullgraph=True, options=options
+        )
 
     @property
     def captures(self) -> bool:
@@ -147,6 +150,15 @@ class CompiledExecutor(VmapExecutor):
         buffers are there (`_cut`), and losses are copied before the next call writes over them.
         """
         return self.replicas.weights.device.type == "cuda"
+
+    def uncompiled(self, *args: Any) -> Tensor:
+        """Compute what the graph computes, in eager PyTorch."""
+        with self._attending(), without_performance_warnings():
+            return self._function(*args)
+
+    def _attending(self) -> AbstractContextManager[Any]:
+        """Return the context in which attention has a gradient under vmap."""
+        return sdpa_kernel(_ATTENTION) if self.captures else nullcontext()
 
     @property
     def reason(self) -> str:  # type: ignore[override]
@@ -263,9 +275,8 @@ class CompiledExecutor(VmapExecutor):
                         f"and every time it takes seconds; what no longer held: {change}"
                     ) from error
         # Every combination of shapes and model needs its own graph, and torch's limit counts all runs of the process.
-        attends = sdpa_kernel(_ATTENTION) if self.captures else nullcontext()
         with (
-            attends,
+            self._attending(),
             recompile_limit(_MOST_GRAPHS),
             guarding_hooks(),
             without_messages(),

@@ -28,8 +28,10 @@ from vsim.private_torch import unwatched
 # Largest differences of losses, absolute or relative to a loss above 1; of gradients, relative to the norm of the
 # tensor's gradient, or to _LEAST_SHARE of the norm of all if that is larger, as a gradient that cancels out is nothing
 # but rounding; of buffers, relative to their norm, or to that of a hundredth in every entry, as the mean of normalized
-# outputs is nothing but rounding. If a rule is wrong, the relative error is about 1.
-OF_LOSSES, OF_GRADIENTS, OF_BUFFERS, OF_BFLOAT16, _LEAST_SHARE = 1e-4, 1e-2, 1e-3, 0.1, 0.05
+# outputs is nothing but rounding. If a rule is wrong, the relative error is about 1. In bfloat16, gradients of an MLP
+# were seen to differ by 0.13 on a GPU.
+_BOUNDS, _BOUNDS_OF_BFLOAT16 = (1e-4, 1e-2, 1e-3), (0.1, 0.3, 0.1)
+_LEAST_SHARE = 0.05
 
 
 class DifferError(Exception):
@@ -122,7 +124,7 @@ def compared(executor: Executor, ours: Step, theirs: Step) -> tuple[float, float
     """
     whole = executor.replicas
     precise = whole.weights.dtype in (torch.float32, torch.float64) and not executor.casts
-    of_losses, of_gradients, of_buffers = (OF_LOSSES, OF_GRADIENTS, OF_BUFFERS) if precise else [OF_BFLOAT16] * 3
+    of_losses, of_gradients, of_buffers = _BOUNDS if precise else _BOUNDS_OF_BFLOAT16
     losses = _losses_apart(ours.losses, theirs.losses, of_losses)
     gradients = _gradients_apart(whole, ours.grads, theirs.grads, of_gradients)
     for name, buffer in ours.buffers.items():
