@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import copyreg
+import io
 import itertools
 import multiprocessing
 import os
@@ -26,6 +28,8 @@ from typing import IO, Any, NamedTuple, NoReturn
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from vsim.engine.memory import check_room
 from vsim.private_torch import NAMES_OF_OPERATORS
@@ -155,16 +159,25 @@ def train_in_processes(
             return run.listen()
 
 
+class _Pickler(cloudpickle.Pickler):
+    """Cloudpickle, which also ships parametrized modules: their class, made at run time by torch, refuses to."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module) and is_parametrized(obj) and type(obj).__reduce__ is object.__reduce__:
+            return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
+        return super().reducer_override(obj)
+
+
 def _ship(content: RunSpec | Entries, file: IO[bytes]) -> None:
     try:
-        cloudpickle.dump(content, file)
+        _Pickler(file).dump(content)
         file.flush()
     except OSError:
         raise
     except Exception as whole:
         for spec, field in itertools.product(_specs(content), fields(RunSpec)):
             try:
-                cloudpickle.dumps(getattr(spec, field.name))
+                _Pickler(io.BytesIO()).dump(getattr(spec, field.name))
             except Exception as error:
                 raise TypeError(
                     f"backend='process' cannot ship {field.name} to the processes: {error}{_advice(error)}"
@@ -177,11 +190,6 @@ def _specs(content: RunSpec | Entries) -> list[RunSpec]:
 
 
 def _advice(error: Exception) -> str:
-    if "parametrized modules" in str(error):
-        return (
-            ". Give the model a __reduce__ that returns a function of its state_dict() which builds it again and loads "
-            "that, and (state_dict(),)"
-        )
     if any(name in str(error) for name in NAMES_OF_OPERATORS):
         return ". Define custom operators, and the functions that call them, in a module that the script imports"
     return ""
