@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from separate import small_gpt, small_mlp, tokens, vectors
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, OneCycleLR, SequentialLR, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import vsim
@@ -208,6 +208,20 @@ TABLE = [
         lambda: fit(dataloader_kwargs={"batch_size": 1}),
         TypeError,
         "dataloader_kwargs got .*'batch",
+    ),
+    *(
+        Bad(
+            name,
+            partial(fit, dataloader_kwargs={name: value}),
+            TypeError,
+            rf"dataloader_kwargs got '{name}', .* give .*{cure}",
+        )
+        for name, value, cure in (
+            ("sampler", [0, 1], r"Subset\(dataset, list\(sampler\)\)"),
+            ("batch_sampler", [[0, 1]], r"Subset\(dataset, .* in batch_sampler .*batch_size="),
+            ("shuffle", False, "shuffle="),
+            ("generator", None, "seed="),
+        )
     ),
     # Numbers
     Bad("no nodes", lambda: fit(num_nodes=0), ValueError, rf"{NODES} >= 1, got 0"),
@@ -493,6 +507,19 @@ TABLE = [
         r"lr_scheduler StepLR\(step_size=0\) is not possible: .*zero",
     ),
     Bad("half a schedule", lambda: FedAvgStrategy(lr_scheduler=StepLR), TypeError, r"StepLR\(\) .* 'step_size'"),
+    *(
+        Bad(
+            f"{scheduler if isinstance(scheduler, type) else 'a made one'}",
+            partial(FedAvgStrategy, lr_scheduler=scheduler),
+            TypeError,
+            rf"lr_scheduler .*{name}.* a subclass .*__init__\(self, optimizer\): super\(\).__init__\(.*LinearLR",
+        )
+        for name, scheduler in (
+            ("SequentialLR", SequentialLR),
+            ("ChainedScheduler", ChainedScheduler),
+            ("ChainedScheduler", ChainedScheduler([StepLR(torch.optim.SGD([torch.zeros(1)], lr=0.1), 2)])),
+        )
+    ),
     Bad(
         "a schedule shorter than the run",
         lambda: fit(

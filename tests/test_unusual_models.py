@@ -454,12 +454,24 @@ def test_what_cannot_be_vectorized_is_refused_by_name(kind: type[Classifier]) ->
     assert trainer.history.executor == "loop"
 
 
+class Judged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.utils.weight_norm(nn.Linear(5, 5)).requires_grad_(False)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.critic(outputs), targets)
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_a_layer_with_the_old_weight_norm_is_named() -> None:
     model = SmallOperations(12)
     nn.utils.weight_norm(model.first)
     with pytest.raises(TypeError, match=r"In first, use torch\.nn\.utils\.parametrizations\.weight_norm"):
         trained(model)
+    trainer = Trainer(nn.Linear(12, 5), vectors(), loss_fn=Judged())
+    with pytest.raises(TypeError, match=r"loss_fn .*\. In critic, use torch\.nn\.utils\.parametrizations\.weight_norm"):
+        trainer.fit(strategy=FedAvgStrategy(), **OPTIONS)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling

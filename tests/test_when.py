@@ -104,6 +104,12 @@ class Sequential(torch.optim.lr_scheduler.SequentialLR):
         super().__init__(optimizer, parts, [5])
 
 
+class Chained(torch.optim.lr_scheduler.ChainedScheduler):
+    def __init__(self, optimizer: Any) -> None:
+        parts: list[Any] = [torch.optim.lr_scheduler.ExponentialLR(optimizer, g) for g in (0.5, 0.9)]
+        super().__init__(parts, optimizer)
+
+
 @pytest.mark.parametrize(
     ("scheduler", "kwargs"),
     [
@@ -112,6 +118,7 @@ class Sequential(torch.optim.lr_scheduler.SequentialLR):
         (torch.optim.lr_scheduler.CyclicLR, {"base_lr": 0.05, "max_lr": 0.2, "step_size_up": 3}),
         (torch.optim.lr_scheduler.MultiStepLR, {"milestones": [2, 5, 9]}),
         (Sequential, {}),
+        (Chained, {}),
         (None, None),
     ],
     ids=str,

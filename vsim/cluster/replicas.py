@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from vsim_kernels.alignment import ALIGNMENT
 
 from vsim.private_torch import has_gradient_hooks, hooks_of
 
+Copied = TypeVar("Copied")
 Views = dict[str, Tensor]
 
 
@@ -84,7 +85,7 @@ class Replicas:
         trainable = {name: p for name, p in models[0].named_parameters() if p.requires_grad}
         _check_trainable(trainable)
         _check_present(models[0], device)
-        module = _copied(models[0]).to(device)
+        module = copied(models[0], "the model").to(device)
         layout, start = [], 0
         for name, p in trainable.items():
             layout.append(Columns(name, p.shape, start, start + p.numel()))
@@ -231,19 +232,19 @@ def _check_present(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def copied(module: Copied, what: str) -> Copied:
+    """Return a deep copy of a model or loss, or raise a TypeError with the cure for old parametrizations of torch."""
     try:
-        return copy.deepcopy(model)
+        return copy.deepcopy(module)
     except Exception as error:
         # Old parametrizations of torch.nn.utils compute a weight before each call, and keep it as a plain attribute.
-        hooks = {path: hooks_of(m)["forward pre-hook"].values() for path, m in model.named_modules()}
+        named = module.named_modules() if isinstance(module, nn.Module) else ()
+        hooks = {path: hooks_of(m)["forward pre-hook"].values() for path, m in named}
         old = [path for path, own in hooks.items() for h in own if type(h).__name__ in ("WeightNorm", "SpectralNorm")]
         advice = (
             f". In {', '.join(old)}, use torch.nn.utils.parametrizations.weight_norm or spectral_norm" if old else ""
         )
-        raise TypeError(
-            f"the model cannot be copied by copy.deepcopy, which every node needs: {error}{advice}"
-        ) from error
+        raise TypeError(f"{what} cannot be copied by copy.deepcopy, which every node needs: {error}{advice}") from error
 
 
 def _check_one(what: str, of: Mapping[str, str]) -> None:

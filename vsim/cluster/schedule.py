@@ -10,12 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, OneCycleLR, SequentialLR
 
 from vsim.arguments import one_of, reject_unknown, true_or_false, whole_number
 from vsim.cluster.optimizers import StackedOptimizer, torch_optimizers, without_compiler
 
 SCHEDULES = ("cosine", "lambda_cosine")
+JOINING = {
+    SequentialLR: "optimizer, [LinearLR(optimizer), …], milestones=[…]",
+    ChainedScheduler: "[LinearLR(optimizer), …], optimizer",
+}
 
 
 def warmup_cosine(warmup_steps: int, cosine_anneal: bool, max_steps: int) -> Callable[[int], float]:
@@ -99,6 +103,12 @@ class Schedule:
             whole_number("max_steps", self.kwargs["max_steps"])
 
     def _check_class(self, scheduler: Any, given: list[str]) -> None:
+        for joining, init in JOINING.items():
+            if scheduler is joining or isinstance(scheduler, joining):
+                raise TypeError(
+                    f"lr_scheduler must be made for each optimizer, and {joining.__name__} joins schedulers that have "
+                    f"one; give a subclass of it with def __init__(self, optimizer): super().__init__({init})"
+                )
         if not (isinstance(scheduler, type) and issubclass(scheduler, LRScheduler)):
             raise TypeError(
                 f"lr_scheduler must be a torch.optim.lr_scheduler class or one of {', '.join(SCHEDULES)}, "

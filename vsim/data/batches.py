@@ -33,6 +33,14 @@ LOADER_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
 )
+_CURES = {  # what to give in place of arguments of DataLoader that choose or order the examples
+    "sampler": "torch.utils.data.Subset(dataset, list(sampler)) as the dataset; shuffle=False keeps the order",
+    "batch_sampler": "torch.utils.data.Subset(dataset, [i for batch in batch_sampler for i in batch]) as the dataset, "
+    "and batch_size=; shuffle=False keeps the order",
+    "batch_size": "batch_size= itself, the examples of one node and step",
+    "shuffle": "shuffle= itself",
+    "generator": "seed=",
+}
 
 
 class Batches:
@@ -207,6 +215,9 @@ class _OfNodes(ConcatDataset[Any]):
 def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], bool]:
     """Return (the user's arguments for the DataLoader, drop_last), checked."""
     options = dict(dataloader_kwargs or {})
+    for name, cure in _CURES.items():
+        if name in options:
+            raise TypeError(f"dataloader_kwargs got {name!r}, but vsim deals the examples to the nodes; give {cure}")
     reject_unknown(options, LOADER_OPTIONS, "dataloader_kwargs")
     a_function("dataloader_kwargs: collate_fn", options.get("collate_fn"), "samples")
     a_function("dataloader_kwargs: worker_init_fn", options.get("worker_init_fn"), "worker's number")

@@ -24,7 +24,7 @@ from vsim.cluster.ledger import Ledger
 from vsim.cluster.participation import Schedule, Trace
 from vsim.cluster.plan import Plan, Round
 from vsim.cluster.randomness import NODE, SHARED, DataStates, generator
-from vsim.cluster.replicas import Replicas, matrix
+from vsim.cluster.replicas import Replicas, copied, matrix
 from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import check_rows
 from vsim.data.batches import (
@@ -256,7 +256,8 @@ def _stacked(
     whole.module.train()  # which a model may override
     for module in kept:
         module.training = False
-    objective = Objective(whole.module, copy.deepcopy(spec.loss_fn), copy.deepcopy(spec.accuracy)).to(device)
+    loss_fn, accuracy = copied(spec.loss_fn, "loss_fn"), copied(spec.accuracy, "accuracy")
+    objective = Objective(whole.module, loss_fn, accuracy).to(device)
     objective.originals = tuple(run.spec.model for run in runs)
     # On an accelerator a deterministic run takes all nodes at once: pieces that follow from free memory do not repeat.
     repeats = spec.deterministic and not batched.favors_loops(device)
