@@ -259,10 +259,15 @@ def test_by_hand() -> None:
     assert edit()(torch.tensor([[1.0], [-2.0]])).tolist() == pytest.approx([0.73106 - 2 * 0.26894], abs=1e-4)
     # Largest halves (4, 0) and (0, −3), (2, 0): 4 and 2 agree, −3 is alone.
     assert ties(0.5)(torch.tensor([[4.0, 1.0], [-1.0, -3.0], [2.0, 1.0]])).tolist() == [3, -3]
+    # A sum of 0 has no sign.
+    assert ties(1.0)(torch.tensor([[4.0, 1.0], [-4.0, 3.0]])).tolist() == [0, 2]
     # Of two nodes each sends one of two singular parts, here orthogonal ones: nothing is lost.
     parts = torch.stack([torch.diag(torch.tensor([3.0, 0.0])), torch.diag(torch.tensor([0.0, 2.0]))])
     torch.testing.assert_close(tsv()(parts), torch.diag(torch.tensor([3.0, 2.0])))
     torch.testing.assert_close(tsv()(parts[:1]), parts[0])
+    # Each of three nodes sends one of two. The vectors e₁, e₂, e₁ become e₁/√2, e₂, e₁/√2: (3 + 1) / 2 and 2.
+    more = torch.cat([parts, torch.diag(torch.tensor([1.0, 0.0]))[None]])
+    torch.testing.assert_close(tsv()(more), 2 * torch.eye(2))
     assert median()(rows).tolist() == [2.5]
     # ⌈0.2 · 4⌉ = 1 on each side; of two nodes none.
     assert trimmed_mean(0.2)(rows).tolist() == [2.5] and trimmed_mean(0.2)(rows[2:]).tolist() == [6.5]
