@@ -432,6 +432,52 @@ def test_runs_in_threads_draw_what_each_draws_alone() -> None:
         np.testing.assert_array_equal(losses, own_losses)
 
 
+# Modes of the caller
+
+
+@both_executors
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_run_trains_in_any_mode_of_its_caller(mode: Any, executor: str) -> None:
+    def trained() -> list[Tensor]:
+        model, seen = small_cnn(), list[nn.Module]()
+        model.head.bias.requires_grad_(False)
+        options: dict[str, Any] = {"executor": executor, "max_steps": 3}
+        trainer = Trainer(model, images(), images())
+        nested = Trainer(model, images())
+        final = fit(trainer, callbacks=[lambda run: seen.append(fit(nested, **options))], **options)
+        metrics = {"nested": lambda model, batch: seen.append(fit(nested, **options)) or 0.0}
+        fit(trainer, metrics=metrics, **options)
+        assert all(p.requires_grad and not p.is_inference() for p in final.features.parameters())
+        every = [t for own in (final, *seen) for t in (*own.parameters(), *own.buffers())]
+        return [*every, torch.as_tensor(trainer.history.measured("global_loss")[0])]
+
+    expected = trained()
+    with mode():
+        found = trained()
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode) and not torch.is_grad_enabled()
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+
+
+def test_all_faces_train_in_inference_mode() -> None:
+    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 3, "batch_size": 4, "progress": False}
+
+    def trained() -> list[Tensor]:
+        strategies = {"a": FedAvgStrategy(H=2, lr=0.01)}
+        compared = vsim.compare(
+            lambda seed: small_mlp(), vectors(), vectors(), strategies=strategies, seeds=[1], **options
+        )
+        settings = {"strategy": FedAvgStrategy, "settings": {"H": [1, 2], "lr": 0.01}}
+        swept = vsim.sweep(small_mlp(), vectors(), vectors(), **settings, **options)
+        models = [run.model for comparison in (compared, swept) for name in comparison for run in comparison.runs(name)]
+        return [parameters_to_vector(model.parameters()).detach() for model in models]
+
+    expected = trained()
+    with torch.inference_mode():
+        found = trained()
+        assert vsim.verify(small_mlp(), vectors(), FedAvgStrategy(H=2, lr=0.01), **options).identical
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected) == 3
+
+
 # Models of other projects
 
 

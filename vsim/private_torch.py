@@ -140,8 +140,11 @@ def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to in place. A public form of it would replace it."""
-    return tensor._version
+    """Return how often a tensor was written to in place, 0 if it was made in inference mode, where nothing counts.
+
+    A public form of it would replace it.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def storage_key(tensor: Tensor) -> int:

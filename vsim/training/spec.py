@@ -325,7 +325,8 @@ Result = TypeVar("Result")
 def takes_options(*but: str, of: Callable[..., Any] = RunSpec) -> Callable[[Function], Function]:
     """Replace `**options` in a function's signature by the keyword arguments of `of`.
 
-    An unknown keyword raises a TypeError that names the nearest valid one.
+    An unknown keyword raises a TypeError that names the nearest valid one. The function trains in any mode of its
+    caller: `torch.no_grad` and `torch.inference_mode` end where it begins.
 
     Args:
         but: arguments of `of` that the function does not take.
@@ -346,7 +347,8 @@ def takes_options(*but: str, of: Callable[..., Any] = RunSpec) -> Callable[[Func
             reject_unknown(options, valid, where)
             if missing := [name for name in required if name not in options]:
                 raise TypeError(f"{where} needs {' and '.join(missing)}")
-            return function(*args, **options)
+            with torch.inference_mode(False), torch.enable_grad():
+                return function(*args, **options)
 
         taking.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]
         taking.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": given.return_annotation}
