@@ -138,8 +138,13 @@ class Evaluator:
     def _mean(self, metric: Metric, name: str, rows: _Rows, pieces: Sequence[Any]) -> float:
         """Return a user's metric of the first model, averaged over the examples."""
         total = examples = 0.0
-        for piece, outcome in zip(pieces, self._applied(metric, rows, pieces), strict=True):
+        outcomes = self._applied(metric, rows, pieces)
+        for piece in pieces:
             size = len(tree_leaves(piece)[0])
+            try:
+                outcome = next(outcomes)
+            except Exception as error:
+                raise retold(error, f"metrics[{name!r}]: {error}") from error
             try:
                 total, examples = total + size * float(outcome), examples + size
             except (TypeError, ValueError, RuntimeError) as error:
