@@ -144,6 +144,122 @@ def test_a_loss_that_cannot_be_vectorized_over_examples_has_a_standard_error_too
     assert math.isnan(fitted(vectors(50, seed=1), loss_fn=contrastive, executor="loop").history.last("global_loss_se"))
 
 
+class Differentiating(nn.Module):
+    """Computes its loss from gradients in forward, and has statistics and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2))
+        self.head = nn.Linear(8, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def energy(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(self.body(x))[:, 0]
+
+
+class Equation(Differentiating):
+    """A physics-informed network: the residual of a differential equation."""
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x = batch[0].requires_grad_()
+        u = self.energy(x)
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return (slope.sum(1) + u - batch[1]).square().mean()
+
+
+class Forces(Differentiating):
+    """A force field, which keeps no graph of its forces in evaluation, and has an error of its own."""
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        energy = self.energy(x)
+        if not energy.requires_grad:
+            raise AssertionError("forces are derivatives: enable gradients")
+        (minus,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training, retain_graph=True)
+        return (energy - batch[1]).square().mean() + minus.square().mean()
+
+
+class Backward(Differentiating):
+    """A penalty in evaluation only, on gradients that `backward` leaves at the parameters."""
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = (self.energy(batch[0]) - batch[1]).square().mean()
+        if self.training:
+            return loss
+        loss.backward(retain_graph=True)
+        assert self.head.bias.grad is not None
+        return loss + self.head.bias.grad.square().sum()
+
+
+def norm_of_gradient(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.autograd.grad(model(batch), model.head.bias, create_graph=True)[0].norm()
+
+
+@pytest.mark.filterwarnings("ignore:executor='auto' continues with 'loop'")
+@pytest.mark.parametrize("executor", ["auto", "loop"])
+@pytest.mark.parametrize("kind", [Equation, Forces, Backward])
+def test_models_that_differentiate_are_validated_as_plain_pytorch_does(
+    kind: type[Differentiating], executor: str
+) -> None:
+    val, clients = vectors(12, seed=1), [vectors(10, seed=2), vectors(10, seed=3)]  # each in one batch
+    metrics = {"norm": norm_of_gradient, "weights": lambda model, batch: model.head.weight.sum()}
+    options: dict[str, Any] = {"executor": executor, "strategy": FedAvgStrategy("sgd", H=4, lr=0.05)}
+    measured = fitted(
+        val, kind(), metrics=metrics, client_val_dataset=lambda rank, *_: clients[rank], val_interval=1, **options
+    )
+    assert measured.strategy is not None
+    history, cluster = measured.history, measured.strategy.cluster
+    assert history.executor == ("vmap" if kind is Backward and executor == "auto" else "loop")
+    model = cluster.replicas.as_module(measured.strategy.global_weights(), cluster.mean_buffers(), like=kind()).eval()
+
+    def loss(data: TensorDataset) -> Tensor:
+        model.zero_grad()
+        return model([t.clone() for t in data.tensors]).detach()
+
+    assert history.last("global_loss") == pytest.approx(float(loss(val)), rel=1e-5)
+    assert history.client_val_losses == pytest.approx([float(loss(data)) for data in clients], rel=1e-5)
+    assert history.last("norm") == pytest.approx(float(norm_of_gradient(model, val.tensors).detach()), rel=1e-4)
+    assert history.last("weights") == pytest.approx(float(model.head.weight.sum().detach()), rel=1e-4)
+    if kind is not Backward:
+        examples = torch.stack([loss(TensorDataset(*(t[i : i + 1] for t in val.tensors))) for i in range(12)])
+        assert history.last("global_loss_se") == pytest.approx(float(examples.std()) / math.sqrt(12), rel=1e-4)
+    alone = fitted(val, kind(), val_interval=None, **options)
+    assert alone.strategy is not None
+    assert torch.equal(alone.strategy.cluster.weights, cluster.weights)
+    for name, buffer in alone.strategy.cluster.replicas.buffers.items():
+        assert torch.equal(buffer, cluster.replicas.buffers[name])
+    assert not any(t.requires_grad or t.grad_fn for t in (cluster.weights, *cluster.replicas.buffers.values()))
+
+
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+def test_other_models_are_validated_without_gradients(executor: str) -> None:
+    class Ordinary(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert torch.is_grad_enabled() == self.training
+            return super().forward(x)
+
+    def norm(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        model.train(torch.is_grad_enabled())
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        return torch.autograd.grad(loss, model.bias)[0].norm()
+
+    options: dict[str, Any] = {"loss_fn": F.cross_entropy, "executor": executor, "val_interval": 1}
+    history = fitted(vectors(20, seed=1), Ordinary(4, 2), metrics={"norm": norm}, **options).history
+    assert history.measured("norm")[0].min() > 0
+
+
+def test_a_metric_that_fails_is_named() -> None:
+    for error in (ZeroDivisionError("no examples"), ValueError("no gradient")):
+
+        def failing(model: nn.Module, batch: Any, error: Exception = error) -> float:
+            raise error
+
+        with pytest.raises(type(error), match=rf"metrics\['ratio'\]: {error}"):
+            fitted(vectors(20), metrics={"ratio": failing})
+
+
 def test_batches_without_a_label_are_named() -> None:
     data = TensorDataset(torch.randn(16, 4), torch.full((16,), -100))
     trainer = Trainer(nn.Linear(4, 2), data, loss_fn=F.cross_entropy)

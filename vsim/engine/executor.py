@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class Executor(ABC):
         self.casts = self.settings.autocast
         self._moved: list[tuple[Tensor, Tensor]] = []
         self._writes_in_evaluation: bool | None = None  # whether the model writes to its weights in evaluation
+        self._differentiates: list[Callable[..., Any] | None] = []  # what needs gradients in evaluation
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         """Return stacked losses (K,) of a stacked batch (K, B, …), and write the gradients to `replicas.grads`.
@@ -158,7 +160,6 @@ class Executor(ABC):
         # Copy back always, because writes through `.data` or by BatchNorm do not change a tensor's version.
         torch._foreach_copy_(places, copies)
 
-    @torch.no_grad()
     def evaluate(
         self,
         weights: Tensor,
@@ -170,16 +171,21 @@ class Executor(ABC):
         """Return stacked losses (R,) and counts (R, 2) of weights (R, P) on one shared batch (B, …).
 
         The model draws from `stream`, the same numbers for every row. The training state does not change. Counts are
-        the right predictions and those that count, None if the objective has no accuracy.
+        the right predictions and those that count, None if the objective has no accuracy. The rows of a model that
+        differentiates in forward are computed one by one.
 
         Args:
             objective: the result of `for_evaluation`, to reuse it for several batches; default: a new one.
         """
         objective = objective or self.for_evaluation()
-        with self._restored(weights):
-            return self._evaluate(objective, weights, buffers, batch, stream)
 
-    @torch.no_grad()
+        def compute(differentiates: bool) -> tuple[Tensor, Tensor | None]:
+            evaluate = partial(Executor._evaluate, self) if differentiates else self._evaluate
+            return evaluate(objective, weights, buffers, batch, stream)
+
+        with self._restored(weights):
+            return self._without_graph(compute, stream)
+
     def apply(
         self,
         function: Callable[[nn.Module, Any], Any],
@@ -191,8 +197,38 @@ class Executor(ABC):
     ) -> Any:
         """Return function(model, batch), with the model as in `evaluate` and shared weights (P,) and buffers."""
         objective = objective or self.for_evaluation()
-        with self._placed(objective, weights.clone(), buffers, stream, requires_grad=False):
-            return function(objective.model, as_given(cloned(batch)))
+
+        def compute(differentiates: bool) -> Any:
+            with self._placed(objective, weights.clone(), buffers, stream, requires_grad=differentiates):
+                return function(objective.model, as_given(cloned(batch)))
+
+        return self._without_graph(compute, stream, function)
+
+    def _without_graph(
+        self, compute: Callable[[bool], Any], stream: torch.Generator, of: Callable[..., Any] | None = None
+    ) -> Any:
+        """Return compute(False) without gradients or, if that fails for want of them, compute(True) with gradients.
+
+        Args:
+            stream: the generator that is drawn from.
+            of: the function that is computed; None: the objective. What has needed gradients once is computed with them
+                from then on, and so are all functions of an objective that has.
+        """
+        differentiates = any(one is None or one is of for one in self._differentiates)
+        if not differentiates:
+            state = stream.get_state()
+            try:
+                with torch.no_grad():
+                    return compute(False)
+            except Exception as error:
+                if "grad" not in str(error):
+                    raise
+            stream.set_state(state)
+        with torch.enable_grad():
+            found = compute(True)
+        if not differentiates:
+            self._differentiates.append(of)
+        return tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, found)
 
     def for_evaluation(self, row: int = 0) -> Objective:
         """Return a copy of the model and loss in evaluation mode.
@@ -236,7 +272,8 @@ class Executor(ABC):
         for row, own_weights in enumerate(weights):
             stream.set_state(state)
             with self._placed(objective, own_weights, {n: b[row] for n, b in buffers.items()}, stream):
-                outcomes.append(objective(cloned(batch), True))
+                loss, own_counts = objective(cloned(batch), True)
+            outcomes.append((loss.detach(), own_counts))
         counts = [own for _, own in outcomes if own is not None]
         return torch.stack([loss for loss, _ in outcomes]), torch.stack(counts) if counts else None
 
