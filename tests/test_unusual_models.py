@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -241,6 +242,24 @@ class Normalizing(Classifier):
         return self.second(self.first(x).tanh())
 
 
+class Hidden(Classifier):
+    """A layer is in a dict in a list, where torch does not find its parameters."""
+
+    trains = True
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        torch.manual_seed(0)
+        self.parts = [{"scale": nn.Linear(12, 12).requires_grad_(self.trains)}]
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.parts[0]["scale"](x)))
+
+
+class HiddenFrozen(Hidden):
+    trains = False
+
+
 HOOKED = [HookedModule, HookedBefore, HookedOperation]
 IN_PYTHON = [Counting, Starting]
 NOT_VECTORIZED = [
@@ -257,6 +276,7 @@ UNUSUAL = [
     Normalizing,
     SmallOperations,
     Masking,
+    HiddenFrozen,
 ]
 SGD = OptimSpec("sgd", lr=0.2, momentum=0.9)
 OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 4, "minibatch_size": 2, "progress": False}
@@ -517,7 +537,28 @@ class Penalized(nn.Module):
         return F.cross_entropy(self.layer(batch[0]), batch[1]) + self.whole[0]().square().sum()
 
 
+class Recorded(Classifier):
+    """A hook writes what forward reads: to the model, which its closure names, or to the module that it is given."""
+
+    def __init__(self, write: Callable[[Any, Tensor], object], start: list[Any] | None, by_closure: bool) -> None:
+        super().__init__(12)
+        self.by_closure = by_closure
+        if start is not None:
+            (self if by_closure else self.first).seen = list(start)
+        self.first.register_forward_hook(
+            lambda module, _, out: write(self if by_closure else module, out.detach().mean(0))
+        )
+
+    def outputs(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.second(hidden + sum((self if self.by_closure else self.first).seen))
+
+
 REFUSED = [
+    (
+        lambda: Hidden(16),
+        r"the parameter parts\[0\]\['scale'\]\.(weight|bias).*nn\.ModuleList.*requires_grad_\(False\)",
+    ),
     (lambda: Listed(16), r"the loss depends on first\.weight not by the module that has it.*belongs to no node"),
     (Penalized, r"the loss depends on layer\.weight not by the module that has it"),
     (lambda: Teacher(16), r"changes teacher\.weight in forward, a frozen parameter.*make it a buffer"),
@@ -534,6 +575,79 @@ def test_what_no_node_could_have_of_its_own_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         trained(make(), executor=executor)
+
+
+class Weighted(nn.Module):
+    """A loss with a parameter, which is called as a module, by a method or by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(outputs * self.scale, y)
+
+
+LOSSES: dict[str, Callable[[Weighted], Callable[[Tensor, Tensor], Tensor]]] = {
+    "module": lambda loss: loss,
+    "lambda": lambda loss: lambda outputs, y: loss(outputs, y),
+    "method": lambda loss: loss.forward,
+    "partial": lambda loss: functools.partial(loss),
+    "parameter": lambda loss: lambda outputs, y: F.cross_entropy(outputs * loss.scale.exp(), y),
+}
+
+
+def trained_with(loss_fn: Any, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    trainer = Trainer(nn.Linear(12, 5), vectors(), loss_fn=loss_fn)
+    trainer.fit(strategy=FedAvgStrategy(H=H, optim_spec=SGD), **{**OPTIONS, **options})
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"executor": "vmap"}, {"executor": "loop"}, pytest.param({"backend": "process"}, marks=pytest.mark.slow)],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_has_no_parameters_that_train(kind: str, options: dict[str, Any]) -> None:
+    loss = Weighted()
+    with pytest.raises(ValueError, match=r"parameter.*part of the model.*freeze") as caught:
+        trained_with(LOSSES[kind](loss), **options)
+    assert kind != "method" or "loss_fn.scale of shape []" in str(caught.value)
+    if options != {"backend": "process"}:
+        loss.requires_grad_(False)
+        factor = loss.scale.exp() if kind == "parameter" else loss.scale
+        rows, expected = (
+            trained_with(of, **options).strategy.cluster.weights  # type: ignore[union-attr]
+            for of in (LOSSES[kind](loss), lambda outputs, y: F.cross_entropy(outputs * float(factor), y))
+        )
+        torch.testing.assert_close(rows, expected)
+
+
+WRITES: list[tuple[Callable[[Any, Tensor], object], list[Any] | None]] = [
+    (lambda own, out: setattr(own, "seen", [out]), None),
+    (lambda own, out: setattr(own, "seen", [out]), [1.0]),
+    (lambda own, out: own.seen.append(out), [1.0]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:executor='auto' continues with 'loop'")
+@pytest.mark.parametrize("executor", ["auto", "loop"])
+@pytest.mark.parametrize(("write", "start"), WRITES)
+def test_a_hook_writes_to_the_module_that_it_is_given(write: Any, start: list[Any] | None, executor: str) -> None:
+    with pytest.raises(ValueError, match=r"a function that names the model changes .*from a hook's arguments"):
+        trained(Recorded(write, start, by_closure=True), executor=executor)
+    expected = train_separately(
+        Recorded(write, start, by_closure=False),
+        vectors(),
+        AverageWeights(H),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9),
+        **{name: value for name, value in OPTIONS.items() if name != "progress"},
+    )
+    trainer = trained(Recorded(write, start, by_closure=False), executor=executor)
+    assert trainer.strategy is not None
+    torch.testing.assert_close(trainer.strategy.cluster.weights, expected.weights)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from vsim_kernels.alignment import aligned, empty_rows, is_aligned
 
 from vsim.cluster.randomness import default_generator, drawing_from, preserved
 from vsim.cluster.replicas import Replicas, Views
-from vsim.engine.objective import Objective, as_given, listed
+from vsim.engine.objective import Objective, as_given, described_stranger, listed
 from vsim.private_torch import unwatched, version
 
 SHARED_ROW = (
@@ -80,6 +80,9 @@ class Executor(ABC):
         self.settings = settings or Settings()
         self.casts = self.settings.autocast
         self._moved: list[tuple[Tensor, Tensor]] = []
+        self._has_checked = False  # the first loss
+        models = (objective.model, *objective.originals)
+        self._strangers = {id(p): name for model in models for name, p in model.named_parameters()}
         self._writes_in_evaluation: bool | None = None  # whether the model writes to its weights in evaluation
         self._differentiates: list[Callable[..., Any] | None] = []  # what needs gradients in evaluation
 
@@ -131,6 +134,54 @@ class Executor(ABC):
         placed = objective.placed(weights, buffers)
         with unwatched(), preserved(device), drawing_from(stream), torch.enable_grad(), self._precision(), placed:
             yield objective, {**weights, **buffers}, cloned(batch)
+
+    def _loss(self, objective: Objective, batch: Any) -> Tensor:
+        """Return the loss of one node's batch; check that the first one depends on and changes only what is the node's.
+
+        A node's module is a copy of the model that was given. But a parameter held elsewhere, in a list or a closure,
+        is that of the original or of no model, and a function that names the original changes the original.
+
+        Raises:
+            ValueError: the loss depends on parameters that no node trains, or a function changes the original.
+        """
+        if self._has_checked:
+            return objective(batch, False)[0]
+        self._has_checked, before = True, self._state_of_originals()
+        changed = ValueError(
+            "a function that names the model changes the model that was given, not the copies that a run trains: take "
+            "the module from a hook's arguments, or use a bound method (self.register_forward_hook(self.f))"
+        )
+        try:
+            loss: Tensor = objective(batch, False)[0]
+        except Exception as error:
+            if self._state_of_originals() != before:
+                raise changed from error
+            raise
+        if self._state_of_originals() != before:
+            raise changed
+        for leaf in leaves_of(loss):
+            if isinstance(leaf, nn.Parameter) and not self._trains(leaf):
+                name = self._strangers.get(id(leaf))
+                if name is None:
+                    raise ValueError(f"the loss depends on {described_stranger(objective, leaf)}")
+                raise ValueError(
+                    f"the loss depends on {name} not by the module that has it but by another way, such as a list, a "
+                    "closure or a global variable, where it belongs to no node and is never trained: take it from "
+                    "its module, in forward"
+                )
+        return loss
+
+    def _state_of_originals(self) -> list[Any]:
+        """Return what changes when tensors or attributes of the user's models change."""
+        modules = [module for model in self.objective.originals for module in model.modules()]
+        tensors = [t for module in modules for t in (*module.parameters(False), *module.buffers(False))]
+        values = [value for module in modules for value in vars(module).values()]
+        sizes = [(id(value), len(value) if isinstance(value, list | dict | set) else 0) for value in values]
+        return [*map(version, tensors), *sizes]
+
+    def _trains(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is a node's own. By default none is, as nodes' own are plain tensors."""
+        return False
 
     def _leaf(self, rows: Tensor) -> Tensor:
         """Return a parameter or buffer (R, *shape) for the model: `rows`, or a copy if `rows` is not aligned.
@@ -359,6 +410,20 @@ def undone(executor: Executor) -> Iterator[None]:
             stream.set_state(state)
         for tensor, value in tensors:
             tensor.copy_(value)
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the leaves of a loss's graph."""
+    nodes, found = [loss.grad_fn], []
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
+        following = {other for other, _ in getattr(node, "next_functions", ()) if other is not None}
+        nodes += following - seen
+        seen |= following
+    return found
 
 
 def write_gradients(losses: Tensor, leaves: list[Tensor], grads: list[Tensor], share: float, first: bool) -> None:

@@ -13,7 +13,6 @@ from vsim_kernels.alignment import rows_apart
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Views
 from vsim.engine.executor import SHARED_ROW, Executor, bits_of, check_depends, write_or_add
-from vsim.private_torch import version
 
 
 class LoopExecutor(Executor):
@@ -28,10 +27,6 @@ class LoopExecutor(Executor):
         super().__init__(*args, **kwargs)
         r = self.replicas
         self.names = [c.name for c in r.layout]
-        models = (self.objective.model, *self.objective.originals)
-        self._strangers = {id(p): name for model in models for name, p in model.named_parameters()}
-        self._originals = [t for model in self.objective.originals for t in (*model.parameters(), *model.buffers())]
-        self._has_checked = False
         # Weights of each node, and views of these weights as parameters for the model.
         homes = [[self._leaf(w)[0] for w in r.views(rows).values()] for rows in r.weights.split(1)]
         leaves = [[home.detach().requires_grad_() for home in own] for own in homes]
@@ -57,8 +52,7 @@ class LoopExecutor(Executor):
         """Compute only the nodes with these numbers, as `_backward` does; `batch` is the stacked batch of all nodes.
 
         Raises:
-            ValueError: the model changes a row of weights that nodes share, or its loss depends on parameters that
-                belong to no node.
+            ValueError: the model changes a row of weights that nodes share; and see `Executor._loss`.
         """
         batch, losses = tree_map(rows_apart, batch), []
         row = self.replicas.weights.clone() if self.replicas.shares_weights else None
@@ -66,13 +60,11 @@ class LoopExecutor(Executor):
             for number in numbers:
                 node, objective = self.nodes[number], self.objective.of_row(number)
                 own_batch = tree_map(lambda t, number=number: t[number], batch)
-                of_originals = [] if self._has_checked else list(map(version, self._originals))
                 parameters = dict(zip(self.names, node.leaves, strict=True))
                 # Keep the context until the gradients are computed, as checkpointed parts of the model run again.
                 with drawing_from(self.generators[number]), objective.placed(parameters, node.buffers):
                     with self._precision():
-                        loss, _ = objective(own_batch, False)
-                    self._check_reached(loss, of_originals)
+                        loss = self._loss(objective, own_batch)
                     own_share = share / len(self.nodes) if self.replicas.shares_grads else share
                     gradients = _gradients(loss, node.leaves, own_share)
                 write_or_add(node.grads, gradients, first and (number == 0 or not self.replicas.shares_grads))
@@ -81,41 +73,6 @@ class LoopExecutor(Executor):
         if row is not None and not row.is_meta and not torch.equal(bits_of(row), bits_of(self.replicas.weights)):
             raise ValueError(SHARED_ROW)
         return torch.stack(losses) * share if share != 1.0 else torch.stack(losses)
-
-    def _check_reached(self, loss: Tensor, of_originals: list[int]) -> None:
-        """Check that the first loss depends only on parameters of the node, and that it changed only the node's.
-
-        During a step, a node's own tensors replace the module's parameters. But a parameter held elsewhere, in a list
-        or in a function that names the trainer's model, is still the original.
-
-        Args:
-            of_originals: the versions of the originals' tensors before.
-
-        Raises:
-            ValueError: the loss depends on other parameters, or a function changes the original.
-        """
-        if self._has_checked:
-            return
-        self._has_checked = True
-        if of_originals != list(map(version, self._originals)):
-            raise ValueError(
-                "a function that names the model changes the model that was given, not the copies that a run trains: "
-                "take the module from a hook's arguments, or use a bound method (self.register_forward_hook(self.f))"
-            )
-        nodes = [loss.grad_fn]
-        seen = set(nodes)
-        while nodes:
-            node = nodes.pop()
-            name = self._strangers.get(id(getattr(node, "variable", None)))
-            if name is not None:
-                raise ValueError(
-                    f"the loss depends on {name} not by the module that has it but by another way, such as a list, a "
-                    "closure or a global variable, where it belongs to no node and is never trained: take it from "
-                    "its module, in forward"
-                )
-            found = {following for following, _ in getattr(node, "next_functions", ()) if following is not None}
-            nodes += found - seen
-            seen |= found
 
 
 class _Node(NamedTuple):

@@ -424,6 +424,22 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}".lstrip("."), value
 
 
+def described_stranger(objective: Objective, parameter: Tensor) -> str:
+    """Return where a parameter is that belongs to no model, and what to do about it."""
+    holders = [*_attributes(objective.model), ("loss_fn", getattr(objective.loss_fn, "__self__", None))]
+    names = {
+        id(p): f" {path}{keystr(key)}.{name}".rstrip(".")
+        for path, value in holders
+        for key, own in tree_flatten_with_path(value)[0]
+        for name, p in (own.named_parameters() if isinstance(own, nn.Module) else [("", own)])
+    }
+    return (
+        f"the parameter{names.get(id(parameter), '')} of shape {list(parameter.shape)}, which the model does not have, "
+        "so that no node trains it: make the module that has it part of the model, with an nn.ModuleList in place of a "
+        "list, or freeze it by requires_grad_(False)"
+    )
+
+
 def listed(paths: Sequence[str]) -> str:
     """Return the first few of several paths as text."""
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")

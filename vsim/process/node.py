@@ -124,12 +124,15 @@ class EagerExecutor(Executor):
                 own.copy_(p.detach())
                 p.data = own
 
+    def _trains(self, parameter: Tensor) -> bool:
+        return any(parameter is p for p in self.parameters)
+
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         for p in self.parameters:
             p.grad = None
         with self._moved_up_to_date(), drawing_from(self.generators[0]):
             with self._precision():
-                loss, _ = self.objective(tree_map(lambda t: t[0], batch))
+                loss = self._loss(self.objective, tree_map(lambda t: t[0], batch))
             if share != 1.0:
                 loss = loss * share
             check_depends(loss)
