@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from vsim.data import Batches, Order, epoch_indices
-from vsim.data.batches import joined, of_rows, resolve, sizes_of, validation_examples
+from vsim.data.batches import evened, joined, of_rows, resolve, sizes_of, validation_examples
 from vsim.data.order import Uneven
 
 
@@ -414,13 +414,14 @@ def test_what_is_no_dataset(dataset: Any, error: type[Exception], message: str) 
         resolve(dataset, 2, range(2), True, "train_dataset")
 
 
-def test_batches_that_cannot_be_stacked() -> None:
+def test_batches_that_differ_in_shape_stay_apart() -> None:
     def ragged(samples: list[int]) -> Tensor:
-        return torch.zeros(len(samples), samples[0] + 1)
+        return torch.full((len(samples), samples[0] // 2 + 1), samples[0])
 
-    batches = Batches([Numbers(8, int)], 2, 2, False, 0, {"collate_fn": ragged})
-    with pytest.raises(ValueError, match=r"different shapes, \[\(2, 1\), \(2, 2\)\].*pad to a fixed length"):
-        next(batches.from_step())
+    batch = next(Batches([Numbers(8, int)], 4, 2, False, 0, {"collate_fn": ragged}).from_step())
+    assert batch.rows == [[0, 1], [2, 3]]  # first examples 0, 1, 2, 3
+    assert [part.tolist() for part in batch.parts] == [[[[0]] * 2, [[1]] * 2], [[[2, 2]] * 2, [[3, 3]] * 2]]
+    assert evened(batch).tolist() == [[[2, 2]] * 2] * 4
 
 
 @pytest.mark.parametrize("options", [{}, {"collate_fn": lambda samples: {"text": [str(s) for s in samples]}}])

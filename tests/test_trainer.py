@@ -13,7 +13,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separate import TASKS, Task, images, small_cnn, small_gpt, small_mlp, vectors
+from separate import (
+    TASKS,
+    AverageWeights,
+    Task,
+    images,
+    small_cnn,
+    small_gpt,
+    small_mlp,
+    train_separately,
+    vectors,
+)
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import Dataset, TensorDataset
@@ -411,6 +421,73 @@ def test_gradient_accumulation_is_the_whole_batch(options: dict[str, int], execu
         )
 
     torch.testing.assert_close(weights(**options), weights(), rtol=1e-5, atol=1e-6)
+
+
+class Texts(Dataset[Any]):
+    """Words of one to eight tokens; padded to `length`, or as they are."""
+
+    def __init__(self, length: int | None = None) -> None:
+        stream = torch.Generator().manual_seed(0)
+        sizes = torch.randint(1, 9, (29,), generator=stream).tolist()
+        self.texts = [torch.randint(1, 11, (size,), generator=stream) for size in sizes]
+        if length is not None:
+            self.texts = [F.pad(text, (0, length - len(text))) for text in self.texts]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, i: int) -> list[Tensor]:
+        return [self.texts[i], torch.tensor(i % 5)]
+
+
+def padded(samples: list[list[Tensor]]) -> list[Tensor]:
+    """Pad to the longest text of a node's batch."""
+    texts, labels = zip(*samples, strict=True)
+    return [nn.utils.rnn.pad_sequence(list(texts), batch_first=True), torch.stack(labels)]
+
+
+class Bag(nn.Module):
+    """Reads no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(11, 8), nn.Linear(8, 5)
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        known = (batch[0] > 0).float()[..., None]
+        return F.cross_entropy(self.head((self.words(batch[0]) * known).sum(1) / known.sum(1)), batch[1])
+
+
+class Choosing(Bag):
+    """Takes words out of the texts, which cannot be vectorized."""
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return super().forward(batch) + self.words(batch[0][batch[0] > 0]).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:executor='auto' continues with 'loop'")
+@pytest.mark.parametrize(("kind", "executor"), [(Bag, "vmap"), (Bag, "loop"), (Choosing, "auto")])
+def test_batches_of_different_lengths_train_as_separate_models(kind: type[Bag], executor: str) -> None:
+    options: dict[str, Any] = {"num_nodes": 3, "max_steps": 6, "batch_size": 4, "minibatch_size": 2}
+    expected = train_separately(
+        kind(), Texts(8), AverageWeights(2), lambda parameters: torch.optim.SGD(parameters, lr=0.5), **options
+    )
+    trainer = Trainer(kind(), Texts())
+    strategy = FedAvgStrategy("sgd", H=2, lr=0.5)
+    fit(trainer, strategy, executor=executor, dataloader_kwargs={"collate_fn": padded}, **options)
+    assert trainer.strategy is not None
+    torch.testing.assert_close(trainer.strategy.cluster.weights, expected.weights)
+    torch.testing.assert_close(torch.as_tensor(trainer.history.node_losses).float(), torch.tensor(expected.losses))
+    assert trainer.history.executor == ("loop" if kind is Choosing else executor)
+
+
+@pytest.mark.slow
+def test_batches_of_different_lengths_have_the_bits_of_processes() -> None:
+    options: dict[str, Any] = {"batch_size": 4, "progress": False, "dataloader_kwargs": {"collate_fn": padded}}
+    strategy = FedAvgStrategy("sgd", H=2, lr=0.5)
+    report = vsim.verify(Choosing(), Texts(), strategy, 3, 6, num_processes=2, **options)
+    assert report.identical, report
 
 
 # Threads

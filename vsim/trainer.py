@@ -22,7 +22,7 @@ from vsim.checkpoint.folder import Saving, checkpoints_in, held
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import idle_dropout
-from vsim.data.batches import Data
+from vsim.data.batches import Data, evened
 from vsim.engine.explain import Explanation, explain
 from vsim.engine.machine import check_repeats, pick_device
 from vsim.engine.objective import LossFunction
@@ -176,7 +176,7 @@ class Trainer:
         batch = next(stack.batches)
         stack.batches = itertools.chain([batch], stack.batches)
         first = itertools.islice(steps(ensemble), 12)
-        return explain(stack.executor, first, batch, run.strategy.optim, stack.minibatch_size)
+        return explain(stack.executor, first, evened(batch), run.strategy.optim, stack.minibatch_size)
 
     @typed_by(RunSpec)
     @takes_options()

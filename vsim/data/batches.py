@@ -235,6 +235,8 @@ def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[st
 class _Collate:
     """Collate the samples of all nodes, by the user's function node by node, or all at once as torch does.
 
+    The batches of the user's function may differ in shape between nodes, for instance in the length that it pads to.
+
     Args:
         by_node: whether it is given lists of every node's samples; False: equally many of each node in one list.
     """
@@ -246,6 +248,14 @@ class _Collate:
         if not self.by_node:
             size = len(samples) // self.num_nodes
             samples = [samples[i * size : (i + 1) * size] for i in range(self.num_nodes)]
+        if self.collate is not None:
+            batches = [self.collate(own) for own in samples]
+            for batch in batches:
+                check_tensors(batch)
+            structures = [tree_structure(batch) for batch in batches]
+            if any(structure != structures[0] for structure in structures):
+                raise ValueError(f"the nodes' batches have different fields and cannot be stacked: {structures}")
+            return joined([tree_map(lambda t: t[None], batch) for batch in batches], [1] * len(batches))
         alike: dict[int, list[int]] = {}
         for row, own in enumerate(samples):
             alike.setdefault(len(own), []).append(row)
@@ -255,17 +265,9 @@ class _Collate:
 
     def _stacked(self, samples: list[list[Any]]) -> Any:
         """Return the stacked batch of nodes with equally many samples."""
-        if self.collate is None:
-            batch = _collated([sample for own in samples for sample in own])
-            check_tensors(batch)
-            return tree_map(lambda t: t.view(len(samples), len(t) // len(samples), *t.shape[1:]), batch)
-        batches = [self.collate(own) for own in samples]
-        for batch in batches:
-            check_tensors(batch)
-        structures = [tree_structure(batch) for batch in batches]
-        if any(structure != structures[0] for structure in structures):
-            raise ValueError(f"the nodes' batches have different fields and cannot be stacked: {structures}")
-        return tree_map(_stack, *batches)
+        batch = _collated([sample for own in samples for sample in own])
+        check_tensors(batch)
+        return tree_map(lambda t: t.view(len(samples), len(t) // len(samples), *t.shape[1:]), batch)
 
 
 def _collated(samples: list[Any]) -> Any:
@@ -284,7 +286,7 @@ def _stack(*tensors: Tensor) -> Tensor:
     if len(shapes) > 1:
         raise ValueError(
             f"the nodes' batches have different shapes, {sorted(shapes)}, and cannot be stacked; "
-            "pad to a fixed length in collate_fn"
+            "pad them, or give dataloader_kwargs={'collate_fn': …}, whose batches may differ between nodes"
         )
     return torch.stack(tensors)
 
@@ -598,11 +600,12 @@ def sizes_of(batch: Any, rows: Iterable[int] = (0,)) -> tuple[int, int]:
 
 
 def evened(batch: Any) -> Any:
-    """Return a batch as large as one can be, to measure with: of an Uneven, all rows have the first one's examples."""
+    """Return a batch as large as one can be, to measure with: all rows of an Uneven have the largest part's."""
     if not isinstance(batch, Uneven):
         return batch
     rows = [0] * sum(map(len, batch.rows))
-    return tree_map(lambda t: t[rows], batch.parts[0])
+    largest = max(batch.parts, key=lambda part: sum(t[0].numel() for t in tree_leaves(part)))
+    return tree_map(lambda t: t[rows], largest)
 
 
 def of_rows(batch: Any, rows: range) -> Any:

@@ -78,6 +78,7 @@ class AutoExecutor(Executor):
 
     @property
     def name(self) -> str:  # type: ignore[override]
+        self._follow()
         return self.chosen.name
 
     @property
@@ -105,8 +106,7 @@ class AutoExecutor(Executor):
 
     def prepare(self, batch: Any, share: float = 1.0) -> None:
         """Prove the executor for stacked batches of these shapes, or take a simpler one."""
-        if self.chosen.__class__ is not self.decision.kind:
-            self.chosen = self._made()
+        self._follow()
         if isinstance(self.chosen, LoopExecutor) or self.replicas.weights.is_meta:
             return
         shapes = shapes_of(batch)
@@ -131,6 +131,11 @@ class AutoExecutor(Executor):
         if may_choose and self.asked == "auto" and _convolves_alone(proof):
             self._choose(LoopExecutor, "convolutions of this size are computed node by node anyway")
         self.decision.proofs[shapes, share == 1.0] = proof
+
+    def _follow(self) -> None:
+        """Take the executor that another executor of the same runs has decided on."""
+        if self.chosen.__class__ is not self.decision.kind:
+            self.chosen = self._made()
 
     def _choose_simpler(self, error: Exception) -> None:
         """Replace an executor that cannot run this model by the next simpler one."""

@@ -103,6 +103,8 @@ def explain(
         seconds.append(time.perf_counter() - started)
         started = time.perf_counter()
     batch = tree_map(lambda t: t.to(replicas.weights.device), batch)
+    with FlopCounterMode(display=False) as flops:
+        executor.losses_and_grads(batch, minibatch_size)
     engine = executor.chosen if isinstance(executor, AutoExecutor) else executor
     calls = engine.calls if isinstance(engine, VmapExecutor) else Counter()
     operations = [Operation(name, count, form) for (name, form), count in calls.most_common()]
@@ -113,8 +115,6 @@ def explain(
         "optimizer": optimizer_bytes(optimizer) / nodes,
         "activations": activation_bytes(engine, tree_map(lambda t: t[0], batch)),
     }
-    with FlopCounterMode(display=False) as flops:
-        executor.losses_and_grads(batch, minibatch_size)
     return Explanation(
         executor.name,
         executor.reason,
