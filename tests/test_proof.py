@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import vsim
 from vsim import Compute, Network, Trainer
-from vsim.cluster.randomness import NODE, generator, global_states, same_states
+from vsim.cluster.randomness import NODE, fingerprints, generator
 from vsim.cluster.replicas import Replicas
 from vsim.engine import AutoExecutor, LoopExecutor, Settings, VmapError, VmapExecutor
 from vsim.engine.objective import Objective
@@ -184,12 +184,12 @@ def test_a_proof_changes_nothing(strategy: Strategy, options: dict[str, Any], mo
     def noted(self: VmapExecutor, *given: Any) -> Proof:
         streams = [g.get_state() for g in self.generators]
         tensors = [self.replicas.weights, self.replicas.grads, *self.replicas.buffers.values()]
-        before, states = [t.clone() for t in tensors], global_states(torch.device("cpu"))
+        before, states = [t.clone() for t in tensors], fingerprints(torch.device("cpu"))
         attributes = self.objective._plain
         proofs.append(prove(self, *given))
         assert all(map(torch.equal, tensors, before)) and self.objective._plain == attributes
         assert all(torch.equal(g.get_state(), state) for g, state in zip(self.generators, streams, strict=True))
-        assert same_states(states, global_states(torch.device("cpu"))) and not self.objective._of_nodes
+        assert states == fingerprints(torch.device("cpu")) and not self.objective._of_nodes
         return proofs[-1]
 
     monkeypatch.setattr(VmapExecutor, "prove", noted)
