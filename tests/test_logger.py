@@ -35,6 +35,7 @@ from vsim.records.loggers import Logger, RunLog, check_run_name, folder_name
 from vsim.records.loggers.base import train_row
 from vsim.records.progress import StepReport
 from vsim.records.provenance import describe
+from vsim.saved import read_log
 from vsim.strategy import DeMoStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
 
 STEPS = 6
@@ -131,6 +132,30 @@ def test_tokens_per_second() -> None:
     np.testing.assert_allclose(
         column(train, "tokens_per_second"), 7 * np.array(column(train, "examples_per_second")), rtol=1e-12
     )
+
+
+class Measures(FedAvgStrategy):
+    """Has a column of its own from step `since` on, whose name must be quoted in a file."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__(H=2, lr=0.01)
+        self.since = since
+
+    def measured(self) -> Mapping[str, float]:
+        return {'twice, "2k"': 2.0 * self.cluster.step} if self.cluster.step >= self.since else {}
+
+
+@pytest.mark.parametrize("since", [0, 1, 3])
+def test_a_strategys_own_columns_are_in_the_files_from_their_first_step_on(since: int) -> None:
+    name = 'twice, "2k"'
+    history = fit(strategy=Measures(since), run_name="own", metrics={"one": lambda model, batch: 1.0}).history
+    files = (read(f"logs/own/{kind}.csv") for kind in ("train", "validation"))
+    for rows, steps in zip(files, (range(1, STEPS + 1), (0, 3, 6)), strict=True):
+        assert column(rows, "step") == [*steps]
+        np.testing.assert_array_equal(column(rows, name), history[name][[*steps]])
+        assert all(None not in row.values() for row in rows)
+        assert ("one" in rows[0]) == (len(steps) == 3)
+    assert read_log("logs/own")["step"].tolist() == history["step"].tolist()
 
 
 def test_without_accuracy_and_validation() -> None:

@@ -78,7 +78,7 @@ def train_row(row: Row, before: Row) -> dict[str, float]:
         train_perplexity = exp(train_loss), lr, payload_bytes and wire_bytes (so far, per node), seconds (of training so
         far), memory_bytes, divergence and correlation (NaN where not measured), examples_per_second and
         tokens_per_second (of all nodes together, over the training time since the step logged before; tokens are NaN
-        where batches do not hold token ids, see `vsim.data.batches.sizes_of`).
+        where batches do not hold token ids, see `vsim.data.batches.sizes_of`), and the strategy's own columns.
     """
     elapsed = row["seconds"] - before["seconds"]
     tokens_before = before.get("tokens", 0.0) if before["step"] else 0.0
@@ -95,6 +95,7 @@ def train_row(row: Row, before: Row) -> dict[str, float]:
         **{name: row.get(name, math.nan) for name in _TRAIN_COLUMNS},
         "examples_per_second": per_second(row["examples"] - before["examples"]),
         "tokens_per_second": per_second(row.get("tokens", math.nan) - tokens_before),
+        **{name: value for name, value in row.items() if name not in COLUMNS},
     }
 
 

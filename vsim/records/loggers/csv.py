@@ -12,14 +12,16 @@ from typing import Any, TextIO
 
 from vsim.records.history import csv_field
 from vsim.records.loggers.base import Row, free_folders, log_folder
+from vsim.writing import replacing
 
 
 class CSVLogger:
     """Files in `<log_dir>/<run_name>/`: `train.csv`, `validation.csv` and `config.json`.
 
     Every row is written to its file when it is logged, so that an interrupted or killed run keeps its files. Missing
-    values are empty fields. A folder that already holds a run is not touched: the new run gets a number
-    (`<run_name>-2`), and a warning says so. Without a run name, the date and time are the name.
+    values are empty fields; for a column that appears later, the file is written again. A folder that already holds a
+    run is not touched: the new run gets a number (`<run_name>-2`), and a warning says so. Without a run name, the date
+    and time are the name.
 
     Args:
         log_dir: the folder of all runs; made if needed.
@@ -66,19 +68,27 @@ class CSVLogger:
 
 
 class _Table:
-    """A CSV file that grows by a line at a time; the first row names the columns."""
+    """A CSV file that grows by a line at a time. A column that appears later is empty in the lines before."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file: TextIO = path.open("x", newline="", encoding="utf-8")
-        self._writer: Any = csv.writer(self._file)
         self._columns: list[str] = []
 
     def write(self, row: Row) -> None:
-        if not self._columns:
-            self._columns = list(row)
-            self._writer.writerow(map(csv_field, self._columns))
-        self._writer.writerow([csv_field(row.get(name, math.nan)) for name in self._columns])
+        if new := [name for name in row if name not in self._columns]:
+            self._add(new)
+        csv.writer(self._file).writerow([csv_field(row.get(name, math.nan)) for name in self._columns])
         self._file.flush()
+
+    def _add(self, new: list[str]) -> None:
+        with self._path.open(newline="", encoding="utf-8") as file:
+            lines = list(csv.reader(file))[1:]
+        self._columns += new
+        with replacing(self._path) as part, part.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([map(csv_field, self._columns), *(line + [""] * len(new) for line in lines)])
+        self._file.close()
+        self._file = self._path.open("a", newline="", encoding="utf-8")
 
     def close(self) -> None:
         self._file.close()

@@ -94,7 +94,8 @@ class RunLog:
         if self._last is None:
             self._last = {"step": 0, "examples": 0, "seconds": 0} if row["step"] == 1 else row
         if self._is_due(row, run.max_steps):
-            self._tell("log_train", train_row(row, self._last))
+            metrics = self.config.get("metrics") or ()  # these are of validations
+            self._tell("log_train", train_row({name: row[name] for name in row if name not in metrics}, self._last))
             self._last = row
 
     def on_evaluation(self, run: Any) -> None:
