@@ -146,6 +146,8 @@ def test_a_folder_where_nothing_can_be_used(run: Path, tmp_path: Path) -> None:
 FORGED = [
     ('"step": 7', '"step": "seven"', "step must be a whole number"),
     ('"num_nodes": 3, "population"', '"num_nodes": -3, "population"', "does not have -3 values a step"),
+    ('"population": 3', '"population": 1000000000000000', "num_nodes=1,000,000,000,000,000 nodes take"),
+    ('"ledger": {"steps": 7', '"ledger": {"steps": 1000000000000000', "steps=1,000,000,000,000,000 steps take"),
     ('"columns": {"step"', '"columns": {"more"', "'step'"),
     ('"columns": {"step": {"sha256": "', '"columns": {"step": {"sha256": "elsewhere', "elsewhere"),
     ('"dtype": "float64"', '"dtype": "load"', "view"),

@@ -573,6 +573,26 @@ def test_a_store_belongs_to_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         trained(Counting(), **own)
 
 
+def test_a_store_that_is_cut_short_while_it_is_used_is_an_error(tmp_path: Path) -> None:
+    """Access to what the file lacks would kill the process."""
+    store = tmp_path / "clients"
+
+    def cut(run: Any) -> None:
+        if run.done == 3:
+            os.truncate(store / "0.bin", 5)
+
+    own: dict[str, Any] = {"num_nodes": 2, "participation": Sample(2, of=6, store=store)}
+    with pytest.raises(OSError, match=r"0\.bin has been cut from 48 to 5 bytes"):
+        trained(Counting(), callbacks=[cut], **own)
+    (store / "0.bin").unlink()
+    os.mkfifo(store / "0.bin")
+    with pytest.raises(OSError, match=r"0\.bin is a pipe or a device"):
+        trained(Counting(), **own)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"store '.*file' cannot be made"):
+        trained(Counting(), num_nodes=2, participation=Sample(2, of=6, store=tmp_path / "file"))
+
+
 def test_losses_of_clients() -> None:
     _, cohorts = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=2, participation=Sample(2, of=5))
     losses, rounds = cohorts.history.client_losses, cohorts.ledger.attendance

@@ -7,12 +7,15 @@ import json
 import random
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -206,6 +209,20 @@ def _replace(content: object, rng: random.Random) -> None:
         content = below
 
 
+@pytest.mark.parametrize("name", ["end.json", "step-00000006.safetensors"])
+def test_a_record_that_was_copied_from_another_run_is_recognized(name: str, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    options: dict[str, Any] = {"save_dir": saved, "seeds": [1, 2]}
+    strategies: dict[str, vsim.strategy.Strategy] = {"AllReduce": SimpleReduceStrategy(lr=1e-3)}
+    compared(strategies, max_steps=STEPS, **options)
+    shutil.copy(saved / "AllReduce,_seed_1" / name, saved / "AllReduce,_seed_2" / name)
+    with pytest.raises(vsim.CheckpointError, match=r"is of (the run 'AllReduce, seed 1', not|another run: seed)"):
+        compared(strategies, max_steps=STEPS, resume=True, **options)
+    if name == "end.json":
+        with pytest.raises(ValueError, match=r"seed_1 and .*seed_2 hold the record of one run, 'AllReduce, seed 1'"):
+            read_comparison(saved)
+
+
 # Watching -------------------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +293,41 @@ def test_data_follow_files_that_grow(trained: tuple[vsim.Comparison, Path], tmp_
         assert "comparison.json" in str(data("error")["error"])
         three_strategies().to_json(tmp_path / "comparison.json")
         assert data("alone")["digest"] != first["digest"]
+
+
+@pytest.mark.parametrize("kind", ["forged", "device", "not shown"])
+def test_a_bad_file_is_a_line_and_cuts_no_connection(
+    kind: str, trained: tuple[vsim.Comparison, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path = tmp_path / "comparison.json"
+    shutil.copy(trained[1] / "comparison.json", path)
+    with served(path) as watch:
+        where = urlsplit(watch.url)
+        while b"AllReduce" not in asked(watch, where.path + "data")[1]:
+            pass
+        if kind == "forged":
+            content = json.loads(path.read_text())
+            content["runs"][0]["history"]["population"] = 10**15
+            path.write_text(json.dumps(content))
+        elif kind == "device":
+            path.unlink()
+            path.symlink_to("/dev/zero")
+        else:
+            monkeypatch.setattr("vsim.watch.data_of", lambda *_: {}["of no kind that is expected"])
+            path.write_text(path.read_text() + " ")
+        for _ in range(100):
+            status, answer = asked(watch, where.path + "data")
+            assert status == 200
+            if said := str(json.loads(answer).get("error", "")):
+                break
+            threading.Event().wait(0.05)
+        assert "comparison.json" in said
+        with socket.create_connection((where.hostname, where.port)) as browser:  # which goes before it is answered
+            browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            browser.sendall(f"GET {where.path}data HTTP/1.1\r\nHost: {where.netloc}\r\n".encode())
+        assert asked(watch, where.path + "data")[0] == 200
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_ctrl_c_ends_it(trained: tuple[vsim.Comparison, Path]) -> None:

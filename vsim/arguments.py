@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -57,6 +58,17 @@ def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | Non
     return int(value)
 
 
+def countable(name: str, value: Any, things: str, bytes_each: int, *, at_least: int = 1) -> int:
+    """Return a `whole_number` of things, if this machine's memory holds that many; raise a ValueError otherwise."""
+    count, memory = whole_number(name, value, at_least=at_least), psutil.virtual_memory().total
+    if count * bytes_each > memory:
+        raise ValueError(
+            f"{name}={count:,} {things} take {count * bytes_each // 10**9:,} GB of memory, and this machine has "
+            f"{memory / 1e9:.3g} GB; at most {name}={memory // bytes_each:,} fit"
+        )
+    return count
+
+
 def real_number(
     name: str,
     value: Any,
@@ -81,6 +93,15 @@ def real_number(
             allowed.append("finite")
         raise ValueError(f"{name} must be {' and '.join(allowed)}, got {value}")
     return float(value)
+
+
+def encodable(what: str, text: str) -> str:
+    """Return a text that files can hold; raise a ValueError if it has a lone surrogate, which UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} must be text that UTF-8 can encode, without surrogates; got {text!r}") from None
+    return text
 
 
 def true_or_false(name: str, value: Any) -> bool:

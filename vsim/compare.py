@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vsim.arguments import naming, one_of, true_or_false, whole_number
+from vsim.arguments import encodable, naming, one_of, true_or_false, whole_number
 from vsim.cluster.participation import Participation
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
@@ -300,7 +300,7 @@ def train_entries(
     for seed in seeds:
         trainer = Trainer(models[seed], train_dataset, val_dataset, loss_fn=loss_fn)
         for name, settings in entries.items():
-            label = name if len(seeds) == 1 else f"{name}, seed {seed}"
+            label = encodable("the name of a run", name if len(seeds) == 1 else f"{name}, seed {seed}")
             own = {**options, **settings, "seed": seed, "logger": for_one_run(logger)}
             if logs:
                 own["run_name"] = f"{folder}/{folder_name(label)}"

@@ -6,7 +6,6 @@ Nothing is written, and nothing locked: reading never disturbs a run.
 from __future__ import annotations
 
 import csv
-import json
 import math
 import os
 import re
@@ -18,10 +17,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from vsim.arguments import countable
 from vsim.checkpoint.files import load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in
+from vsim.cluster.ledger import BYTES_OF_A_STEP
+from vsim.cluster.plan import BYTES_OF_A_CLIENT
 from vsim.cluster.state import CheckpointError
 from vsim.network import Timeline
+from vsim.reading import parse_json, read_text
 from vsim.records.cache import Cache
 from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.history import COLUMNS, History, file_path, holding_a_record, read_json
@@ -175,9 +178,11 @@ def read_log(folder: str | Path) -> History:
                 rows.setdefault(int(line["step"]), {}).update(line)
         config = {}
         with suppress(OSError, ValueError):
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            config = parse_json(read_text(folder / "config.json"))
         nodes = config.get("num_nodes") if isinstance(config, dict) else None
-        history = Log(folder.name, nodes if type(nodes) is int and nodes > 0 else 1)
+        history = Log(folder.name, countable("num_nodes", 1 if nodes is None else nodes, "nodes", BYTES_OF_A_CLIENT))
+        for step in (min(rows, default=0), max(rows, default=0)):
+            countable("step", step, "steps", BYTES_OF_A_STEP, at_least=0)
         for step in sorted(rows):
             row = {"examples" if key == "examples_trained" else key: value for key, value in rows[step].items()}
             history.append({key: value for key, value in row.items() if key in COLUMNS})
@@ -187,13 +192,11 @@ def read_log(folder: str | Path) -> History:
 def _lines(path: Path, must: bool) -> Iterator[dict[str, float]]:
     """Yield the whole lines of a CSV file as numbers; the last may be half written."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         if must:
             raise
         return
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path.name} is not text: {error}") from error
     for line in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
         if None in line or None in line.values():
             raise ValueError(f"a line of {path.name} has another number of fields than its header")
@@ -263,10 +266,10 @@ def _logged(folder: Path) -> SavedRun:
 def _is_held(folder: Path) -> bool:
     """Return whether a process that is alive saves there, by what its lock file says: the lock itself is left alone."""
     try:
-        said = (folder / ".lock").read_text(encoding="utf-8", errors="replace")
+        said = read_text(folder / ".lock", errors="replace")
     except OSError:
         return False
-    match = re.fullmatch(r"process (\d+) on (.+)", said)
+    match = re.fullmatch(r"process (\d{1,9}) on (.+)", said)
     if match is None or match[2] != socket.gethostname():
         return True
     try:
@@ -282,8 +285,11 @@ def _gathered(path: Path, runs: Sequence[tuple[Path, SavedRun]]) -> Comparison:
     """Make a comparison of runs that are called "name, seed 1", or as they like."""
     sent = [float(run.history["payload_bytes"][1]) for _, run in runs if len(run.history) > 1]
     comparison = Comparison(int(max(sent, default=0)))  # what AllReduce would send, if it is among them
+    holders: dict[str, Path] = {}
     for folder, run in runs:
         told = run.history.strategy or folder.name
+        if (path / "race.json").is_file() and holders.setdefault(told, folder) is not folder:
+            raise ValueError(f"{holders[told]} and {folder} hold the record of one run, {told!r}: remove the copy")
         match = _SEED.fullmatch(told) or _SEED.fullmatch(told.replace("_", " "))
         name, run.seed = (match[1], int(match[2])) if match else (told, run.seed)
         comparison._add(name, run)

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ class Watch:
             if not self._data or time.monotonic() - self._looked >= 0.9 * self.every:
                 try:
                     self._read()
-                except (OSError, ValueError, TypeError) as error:  # a file is being replaced: the next look tells
+                except (OSError, ValueError) as error:  # a file is being replaced: the next look tells
                     return json.dumps({"error": str(error)}).encode()
             return self._data
 
@@ -130,8 +131,13 @@ class Watch:
         stamps = self._stamps()
         self._looked = time.monotonic()
         if stamps != self._files or not self._data:
-            comparisons = select(read_comparisons(self.paths, self._cache), self.only)
-            self._data = self._encoded(data_of(comparisons, self.network, self.compute, self._cache))
+            try:
+                comparisons = select(read_comparisons(self.paths, self._cache), self.only)
+                self._data = self._encoded(data_of(comparisons, self.network, self.compute, self._cache))
+            except (OSError, ValueError):
+                raise
+            except Exception as error:  # a forged file
+                raise ValueError(f"{', '.join(map(str, self.paths))} cannot be shown: {error!r}") from error
             self._files = stamps
             self._cache.end_round()
             self._looked = time.monotonic()
@@ -158,6 +164,10 @@ def _handler(watch: Watch) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "vsim", ""
         timeout = 30
+
+        def handle(self) -> None:
+            with suppress(ConnectionError):  # the browser no longer waits
+                super().handle()
 
         def do_GET(self) -> None:
             if self.headers.get("Host") not in watch.hosts or self.headers.get_all("Host", [])[1:]:

@@ -35,6 +35,7 @@ from vsim.cluster.ledger import Ledger
 from vsim.cluster.reductions import reduce_rows
 from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
+from vsim.reading import regular
 from vsim.records.history import History
 from vsim.writing import replacing
 
@@ -310,11 +311,11 @@ def unpacked(text: str, contents: Mapping[str, Tensor]) -> Any:
 
 
 def _read(path: Path) -> Checkpoint:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     problem = "is not a checkpoint of vsim, or is torn: "
     try:
-        if path.stat().st_size == 0:
+        if regular(path).stat().st_size == 0:
             raise CheckpointError(f"{path} is empty")
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -342,8 +343,8 @@ def _read(path: Path) -> Checkpoint:
         raise CheckpointError(f"there is no checkpoint at {path}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (SafetensorError, LookupError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path} {problem}{error}") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} {problem}{str(error) or type(error).__name__}") from error
 
 
 def _digest(flat: Tensor) -> str:

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.cluster.plan import Segment
+from vsim.arguments import countable, real_number, whole_number
+from vsim.cluster.plan import BYTES_OF_A_CLIENT, Segment
 from vsim.cluster.traffic import traffic
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Groups = tuple[Sequence[int], ...]
+BYTES_OF_A_STEP = 256  # least memory of the record of a step
 
 
 class Event(NamedTuple):
@@ -185,15 +187,27 @@ class Ledger(Sequence[Event]):
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], num_nodes: int) -> Ledger:
-        """Restore the ledger of K nodes from the output of `as_plain`."""
-        ledger = cls(num_nodes)
-        kinds = [
-            (*facts, ledger.everyone if groups is None else tuple(map(tuple, groups)))
-            for *facts, groups in plain["kinds"]
-        ]
+        """Restore the ledger of K nodes from the output of `as_plain`.
+
+        Raises:
+            TypeError, ValueError: a number is not what it counts, or too large for this machine to be true.
+        """
+        ledger = cls(countable("num_nodes", num_nodes, "nodes", BYTES_OF_A_CLIENT))
+        ledger.steps = countable("steps", plain["steps"], "steps", BYTES_OF_A_STEP, at_least=0)
+        kinds = []
+        for *facts, groups in plain["kinds"]:
+            those = ledger.everyone if groups is None else tuple(map(tuple, groups))
+            kinds.append(event := Event._make([0, 0, *facts, those]))
+            real_number("payload_bytes", event.payload_bytes, at_least=0)
+            if groups is not None and not all(0 <= node < num_nodes for group in those for node in group):
+                raise ValueError(f"a group of {event.label!r} has other nodes than 0 to {num_nodes - 1}")
+        latest = max((max(step, due) for step, due, _ in plain["events"]), default=0)
+        countable("the step of an event", latest, "steps", BYTES_OF_A_STEP, at_least=0)
         for step, due, kind in plain["events"]:
-            ledger.record(Event._make([step, due, *kinds[kind]]))
-        ledger.steps, ledger.clock = plain["steps"], plain.get("clock")
+            for at in (step, due):
+                whole_number("the step of an event", at, at_least=0)
+            ledger.record(kinds[kind]._replace(step=step, due=due))
+        ledger.clock = plain.get("clock")
         ledger.seconds = [(now, computed) for now, computed in plain.get("seconds", [])]
         ledger.attendance = [
             Segment(first, last, tuple(nodes), tuple(late), seconds, tuple(local))

@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 
-from vsim.arguments import known_keywords, one_of, real_number, whole_number
-from vsim.cluster.plan import Plan, Round, Segment
+from vsim.arguments import countable, known_keywords, one_of, real_number, whole_number
+from vsim.cluster.plan import BYTES_OF_A_CLIENT, Plan, Round, Segment
 from vsim.cluster.randomness import PARTICIPATION, generator
 from vsim.cluster.store import Store
+from vsim.reading import read_text
 
-_BYTES_OF_A_CLIENT = 64  # least memory of a plan and the order of examples, per client of a population
 _ROUNDING = 1 + 1e-12  # tolerance for rounding when a number must be whole, or a node on time
 
 
@@ -163,12 +162,11 @@ class Trace(Participation):
 
 def _events(file: Any) -> Iterator[tuple[int, int, str]]:
     if isinstance(file, str | Path):
-        with Path(file).open(newline="", encoding="utf-8") as lines:
-            table = csv.DictReader(lines)
-            missing = {"step", "node", "event"} - set(table.fieldnames or ())
-            if missing:
-                raise ValueError(f"{file} must have the columns step, node, event; it lacks {sorted(missing)}")
-            rows = [(row["step"], row["node"], row["event"]) for row in table]
+        table = csv.DictReader(read_text(Path(file)).splitlines())
+        missing = {"step", "node", "event"} - set(table.fieldnames or ())
+        if missing:
+            raise ValueError(f"{file} must have the columns step, node, event; it lacks {sorted(missing)}")
+        rows = [(row["step"], row["node"], row["event"]) for row in table]
     elif isinstance(file, Iterable):
         rows = list(file)
     else:
@@ -351,15 +349,9 @@ class Sample(Participation):
         stragglers: Stragglers | None = None,
         store: str | Path | None = None,
     ) -> None:
-        self.n, self.of = whole_number("n", n), whole_number("of", of)
+        self.n, self.of = whole_number("n", n), countable("of", of, "clients", BYTES_OF_A_CLIENT)
         if self.n > self.of:
             raise ValueError(f"a cohort of {n} cannot be drawn from a population of {of}")
-        memory, needed = psutil.virtual_memory().total, _BYTES_OF_A_CLIENT * self.of
-        if needed > memory:
-            raise ValueError(
-                f"of={self.of:,} clients take {needed / 1e9:,.0f} GB to count, and this machine has "
-                f"{memory / 1e9:.3g} GB; at most of={memory // _BYTES_OF_A_CLIENT:,} fit"
-            )
         self.rounds = None if rounds is None else whole_number("rounds", rounds)
         self.epochs = None if epochs is None else real_number("epochs", epochs, above=0)
         if not isinstance(store, str | Path | None) or store == "":

@@ -16,6 +16,7 @@ from vsim.cluster.store import Store
 # Seconds(first, last, local) → every node's compute seconds for steps first … last (from 1), or `local` steps per node.
 Seconds = Callable[[int, int, NDArray[np.int64] | None], NDArray[np.float64]]
 Nodes = tuple[int, ...]
+BYTES_OF_A_CLIENT = 64  # least memory of a plan and the order of examples, per client of a population
 
 
 class Segment(NamedTuple):

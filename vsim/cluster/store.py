@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import secrets
+import stat
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ class Store:
         self.folder = folder
         self._name = secrets.token_hex(16).encode()
         self._lock = -1
+        self._files: dict[str, mmap.mmap] = {}
 
     def claim(self) -> None:
         """Lock the folder for this run, and write the run's name to it.
@@ -37,7 +39,10 @@ class Store:
         """
         if self._lock >= 0:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(error.errno, f"store {str(self.folder)!r} cannot be made: {error.strerror}") from error
         lock = self._open("owner")
         try:
             if fcntl is not None:
@@ -71,6 +76,15 @@ class Store:
         finally:
             os.close(lock)
 
+    def check_whole(self) -> None:
+        """Raise an OSError if a file has been cut short: access to what it lacks would kill the process."""
+        for name, memory in self._files.items():
+            if memory.size() < len(memory):
+                raise OSError(
+                    f"store {str(self.folder)!r}: {name} has been cut from {len(memory):,} to {memory.size():,} bytes, "
+                    "and what it held for this run is lost"
+                )
+
     def tensor(self, name: str, population: int, like: Tensor) -> Tensor:
         """Return a tensor (N, *shape) in a file, with a row of the shape of `like` for every client.
 
@@ -87,7 +101,7 @@ class Store:
             os.ftruncate(file, size)
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file, 0, size)
-            memory = mmap.mmap(file, size)
+            memory = self._files[name] = mmap.mmap(file, size)
         except OSError as error:
             text = f"no room for the {size / 1e9:.3g} GB of {population:,} clients"
             reason = text if error.errno in (errno.ENOSPC, errno.EFBIG) else error.strerror
@@ -99,7 +113,11 @@ class Store:
     def _open(self, name: str) -> int:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         try:
-            return os.open(self.folder / name, flags, 0o644)
+            file = os.open(self.folder / name, flags, 0o644)
         except OSError as error:
             reason = "is a link" if error.errno == errno.ELOOP else error.strerror
             raise OSError(error.errno, f"store {str(self.folder)!r}: {name} {reason}") from error
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise OSError(f"store {str(self.folder)!r}: {name} is a pipe or a device, not a file")
+        return file

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from vsim.extras import extra
+from vsim.reading import regular
 
 __all__ = ["TextDataset", "Vocabulary", "digits", "docs_text", "mnist", "text_file"]
 
@@ -142,7 +143,7 @@ def text_file(
     if not path.is_file():
         raise FileNotFoundError(f"text_file: no file at {path}")
     try:
-        text = path.read_text(encoding=encoding)
+        text = regular(path).read_text(encoding=encoding)
     except LookupError:
         raise ValueError(f"text_file: unknown encoding {encoding!r}; 'utf-8' and 'latin-1' are common") from None
     except UnicodeError as error:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from vsim.arguments import naming, one_of, real_number
+from vsim.arguments import encodable, naming, one_of, real_number
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
@@ -206,7 +206,7 @@ class Comparison(Mapping[str, ComparedRun]):
             raise TypeError(f"names must be a dict of name → new name, got {names!r}")
         for name in names:
             one_of("a strategy", name, self)
-        called = [names.get(name, name) for name in self]
+        called = [encodable("the name of a run", names.get(name, name)) for name in self]
         if twice := sorted({name for name in called if called.count(name) > 1}):
             raise ValueError(f"two strategies would be called {', '.join(twice)}")
         return self._renamed(names)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from vsim.arguments import real_number
 from vsim.cluster.ledger import Ledger
 from vsim.network import Compute, Network, Timeline, timeline
+from vsim.reading import parse_json, read_text
 from vsim.records.statistics import Crossing, crossing
 from vsim.writing import replacing
 
@@ -217,11 +218,10 @@ class History:
         """
         if not self.is_of_cohorts:
             return self[f"{way}_bytes"]
-        sent = np.zeros(1 + max([int(self.last("step")), *(event.step for event in self.ledger)]))
-        for event in self.ledger:
-            sent[event.step] += getattr(event, f"total_{way}_bytes")
-        found: NDArray[np.float64] = sent.cumsum()[self["step"].astype(int)] / self.ledger.num_nodes
-        return found
+        events = sorted(self.ledger, key=lambda event: event.step)
+        sent = np.cumsum([0.0, *(getattr(event, f"total_{way}_bytes") for event in events)])
+        found = sent[np.searchsorted([event.step for event in events], self["step"], side="right")]
+        return found / self.ledger.num_nodes
 
     def __getitem__(self, column: str) -> NDArray[np.float64]:
         if column not in self._columns:
@@ -338,6 +338,9 @@ class History:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> History:
         """Restore the history from the output of `as_plain`. A missing column becomes NaN."""
+        for name in ("strategy", "executor"):
+            if not isinstance(plain[name], str):
+                raise TypeError(f"{name} must be a text, got {plain[name]!r}")
         history = cls(plain["strategy"], plain["num_nodes"], plain.get("population"))
         history.executor, history.executor_reason = plain["executor"], plain.get("executor_reason", "")
         history.minibatch_size, history.config = plain.get("minibatch_size"), dict(plain.get("config", {}))
@@ -346,6 +349,9 @@ class History:
             history._columns[name] = [_number(v) for v in plain["columns"].get(name, [None] * rows)]
             if len(history._columns[name]) != rows:
                 raise ValueError(f"column {name!r} has {len(history._columns[name])} values, and 'step' {rows}")
+        steps = history["step"]
+        if not (np.array_equal(steps, np.floor(steps)) and (np.diff(steps, prepend=-1) > 0).all()):
+            raise ValueError(f"column 'step' must hold ascending whole numbers, got {steps}")
         history._losses = [np.array([_number(v) for v in row]) for row in plain["node_losses"]]
         if any(len(row) != history.num_nodes for row in history._node_losses):
             raise ValueError(f"node_losses does not have {history.num_nodes} values a step, one a node")
@@ -354,6 +360,8 @@ class History:
             if len(values) != history.ledger.num_nodes:
                 raise ValueError(f"client_val has {len(values)} {name}, and the run {history.ledger.num_nodes} clients")
         history.ledger = Ledger.from_plain(plain["ledger"], history.ledger.num_nodes)
+        if rows and steps[-1] != history.ledger.steps:
+            raise ValueError(f"the last step is {steps[-1]:g}, and that of the ledger {history.ledger.steps}")
         return history
 
     @property
@@ -387,11 +395,11 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
 
 def read_json(path: str | Path, what: str, keys: Iterable[str]) -> dict[str, Any]:
     """Read a dict that has these keys; otherwise raise a ValueError that names the expected content."""
-    with open(file_path(path), encoding="utf-8") as file:
-        try:
-            content = json.load(file)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
+    text = read_text(file_path(path))
+    try:
+        content = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict) or any(key not in content for key in keys):
         raise ValueError(f"{path} was not written by {what}.to_json: it lacks {' or '.join(map(repr, keys))}")
     return content
@@ -409,8 +417,10 @@ def holding_a_record(path: str | Path, what: str) -> Iterator[None]:
     """Convert errors in a block that reads a file of another form to a ValueError that names the file."""
     try:
         yield
-    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+    except OSError:
+        raise
+    except Exception as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise ValueError(f"{path} does not hold what {what}.to_json writes: {reason}") from error
 
 

@@ -31,7 +31,7 @@ class Clients(Stateful):
         ValueError: another run uses the folder. OSError: the disk is full.
     """
 
-    derived = ("_owners", "_first", "_files", "_store")
+    derived = ("_owners", "_first", "_files", "_store", "_claims")
 
     def __init__(self, strategy: Strategy, cluster: Cluster, store: Store | None = None, claims: bool = True) -> None:
         if strategy.is_per_node and cluster.plan is not None and cluster.plan.segment(1).steps:
@@ -55,7 +55,7 @@ class Clients(Stateful):
         self._first = [value[0].clone() for _, _, value in self._values()]
         self.kept: dict[int, list[Tensor]] = {}
         self._files: list[Tensor] | None = None
-        self._store = store if claims else None
+        self._store, self._claims = store, claims
         if store is not None:
             if claims:
                 store.claim()
@@ -83,8 +83,13 @@ class Clients(Stateful):
         self._first = state["first"]  # in a fork that resumes, this differs from the model's
 
     def _check(self) -> None:
-        if self._store is not None:
+        self._check_whole()
+        if self._store is not None and self._claims:
             self._store.check()
+
+    def _check_whole(self) -> None:
+        if self._store is not None:
+            self._store.check_whole()
 
     def release(self) -> None:
         """Let other runs use the folder, once this one has ended."""
@@ -93,6 +98,7 @@ class Clients(Stateful):
 
     def leave(self, cluster: Cluster) -> None:
         """Store the rows of the clients that take part now."""
+        self._check_whole()
         with cluster.collectives.unbilled():
             all_rows = [cluster.collectives.all_gather(v, label="state of clients").cpu() for *_, v in self._values()]
         for row, client in enumerate(cluster.active):
@@ -105,6 +111,7 @@ class Clients(Stateful):
 
     def arrive(self, cluster: Cluster) -> None:
         """Load the state of the clients that take part now into their rows."""
+        self._check_whole()
         values = [value for *_, value in self._values()]
         for row, node in enumerate(cluster.replicas.nodes if values else ()):
             for own, value in zip(self.kept.get(cluster.active[node], self._first), values, strict=True):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vsim.arguments import naming
+from vsim.arguments import naming, whole_number
 from vsim.checkpoint.files import Checkpoint, load_checkpoint
 from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, folder_at, held, step_of
 from vsim.cluster.collectives import Collectives
@@ -28,6 +28,7 @@ from vsim.cluster.randomness import fingerprints, isolated
 from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
 from vsim.engine.memory import available_bytes
+from vsim.reading import read_text
 from vsim.records.history import History, write_json
 from vsim.records.progress import LiveRace, LiveTable, Recorder, Reporter, StepReport
 from vsim.training.callbacks import Relay, savable, tell
@@ -619,7 +620,7 @@ def read_whole(path: Path) -> dict[str, Any]:
         CheckpointError: the file is damaged.
     """
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(read_text(path))
         known = content.pop("sha256")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a file of a comparison, or is torn: {error!r}") from error
@@ -637,8 +638,20 @@ def read_end(entry: Entry) -> dict[str, Any] | None:
     """Return how a run of this length ended; None if it has not ended."""
     assert entry.folder is not None
     path = entry.folder / "end.json"
-    end = read_whole(path) if path.exists() else None
-    return None if end is None or not (end["early"] or end["finished"] in (None, _length(entry))) else end
+    if not path.exists():
+        return None
+    end = read_whole(path)
+    try:
+        history = History.from_plain(end["history"])
+        whole_number("step", end["step"], at_least=0)
+        of_this_length = end["early"] or end["finished"] in (None, _length(entry))
+    except Exception as error:
+        raise CheckpointError(f"{path} does not hold the end of a run: {error!r}") from error
+    if history.strategy != entry.spec.label:
+        raise CheckpointError(
+            f"{path} is of the run {history.strategy!r}, not of {entry.spec.label!r}; remove it to train this run again"
+        )
+    return end if of_this_length else None
 
 
 def ended_by(end: dict[str, Any] | None, step: int) -> bool:

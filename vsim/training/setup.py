@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
-from vsim.arguments import is_factory, naming
+from vsim.arguments import encodable, is_factory, naming
 from vsim.checkpoint.settings import settings_of
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
@@ -328,8 +328,8 @@ def _place(run: Run, replicas: Replicas) -> None:
     strategy.setup(cluster)
     for own in (strategy, *strategy.communication_modules):
         check_rows(own, cluster.replicas.num_held)
-    taken = [name for name in strategy.measured() if name in (*COLUMNS, *(spec.metrics or ()))]
-    if taken:
+    measured = [encodable(f"{type(strategy).__name__}: a name in measured()", name) for name in strategy.measured()]
+    if taken := [name for name in measured if name in (*COLUMNS, *(spec.metrics or ()))]:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
     if spec.start is None and 0 in run.nodes:  # once a run
         _warn_of_what_comes_late(strategy, run)

@@ -13,7 +13,16 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from vsim.arguments import a_function, is_factory, one_of, real_number, reject_unknown, true_or_false, whole_number
+from vsim.arguments import (
+    a_function,
+    encodable,
+    is_factory,
+    one_of,
+    real_number,
+    reject_unknown,
+    true_or_false,
+    whole_number,
+)
 from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.folder import Saving
 from vsim.cluster.participation import Deadline, Participation, Sample
@@ -155,6 +164,7 @@ class RunSpec:
         for column, metric in self.metrics.items():  # type: ignore[union-attr]
             if not isinstance(column, str) or not column or column in COLUMNS:
                 raise ValueError(f"metrics: {column!r} cannot name a new column of the history")
+            encodable("metrics: a name", column)
             a_function(f"metrics[{column!r}]", metric, "model, batch")
         for name in ("eval_loss_hook", "metrics"):
             if getattr(self, name) and self.val_dataset is None:

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from vsim.arguments import encodable
 from vsim.records.history import ACCURACIES, COLUMNS
 
 
@@ -137,7 +138,7 @@ def check_run_name(run_name: str) -> str:
     """Return `run_name` if it can name a folder within the log folder; "a/b" is one within another."""
     if not isinstance(run_name, str):
         raise TypeError(f"run_name must be a string, got {run_name!r} of type {type(run_name).__name__}")
-    parts = Path(run_name).parts
+    parts = Path(encodable("run_name", run_name)).parts
     too_long = any(len(part.encode()) > 200 for part in parts)  # file systems take 255 bytes; a number may be added
     if not parts or Path(run_name).is_absolute() or ".." in parts or "\0" in run_name or too_long:
         allowed = "with names of at most 200 bytes" if too_long else "such as 'diloco' or 'a/b'"
