@@ -24,6 +24,7 @@ from torch import nn
 
 from vsim import Trainer, load_checkpoint
 from vsim.process import CollectiveFailure, ForkServerFailure, NodeFailure
+from vsim.process.child import _traceback
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
 from vsim.training.interrupt import Interrupted
 
@@ -138,6 +139,24 @@ def test_an_exception_comes_with_its_rank_and_traceback() -> None:
     assert "node 2 failed after step 4 of the run" in str(failure)
     assert "in raise_out_of_luck" in str(failure) and "test_process_faults.py" in str(failure)
     assert trainer.history["step"].tolist() == [0, 1, 2, 3, 4]
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise TypeError("never")
+
+
+@pytest.mark.parametrize("error", [OutOfLuck(1, "no more" * 10**6), OutOfLuck(1, "no more"), Speechless()])
+def test_a_traceback_is_short_whatever_the_message(error: Exception) -> None:
+    """Python needs seconds for a message of millions of lines."""
+    try:
+        raise error
+    except Exception:
+        text = _traceback(error)
+    assert text.startswith("Traceback") == (len(str(error.args)) < 1000)
+    assert len(text) < 12_000
+    assert "in test_a_traceback_is_short" in text and type(error).__name__ in text
+    assert ("(7,000,007 characters)" in text) == (len(str(error.args)) > 1000)
 
 
 def test_a_process_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:

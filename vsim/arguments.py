@@ -146,6 +146,11 @@ def naming(name: str) -> Iterator[None]:
         raise type(error)(f"{name}: {error}") from error
 
 
+def brief(text: str, most: int = 10_000) -> str:
+    """Return a text, or of a very long one the beginning and its length: it may hold a whole dataset."""
+    return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
+
+
 def retold(error: Exception, text: str) -> Exception:
     """Return an error of the same kind with another text, caused by `error`; a RuntimeError where the kind cannot."""
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vsim.arguments import encodable, naming, one_of, true_or_false, whole_number
+from vsim.arguments import brief, encodable, naming, one_of, true_or_false, whole_number
 from vsim.cluster.participation import Participation
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
@@ -448,7 +448,7 @@ def _compared(entry: Entry) -> ComparedRun:
         where = f" ({_first_line(error.__cause__).rstrip(':')})" if isinstance(error.__cause__, NodeFailure) else ""
         diverged = isinstance(error, Diverged)
         failure = str(error).split(" (")[0] if diverged else f"{type(error).__name__}: {_first_line(error)}{where}"
-        warnings.warn(f"{entry.spec.label}: {error}{where}", UserWarning, stacklevel=4)
+        warnings.warn(f"{entry.spec.label}: {brief(str(error))}{where}", UserWarning, stacklevel=4)
     elif not entry.has_outcome:
         step = int(entry.history.last("step"))
         failure = f"interrupted after step {step}" if step else "interrupted before the first step"
@@ -498,4 +498,4 @@ def _made(model: Any, seed: int) -> nn.Module:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+    return brief((str(error).strip().splitlines() or [""])[0])

@@ -26,6 +26,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from vsim.arguments import brief
 from vsim.engine.machine import settle_vector_functions
 from vsim.private_torch import register_recorders
 from vsim.process.collectives import CollectiveFailure
@@ -165,7 +166,7 @@ def main(
         atexit._run_exitfuncs()  # multiprocessing would skip the user's exit handlers
     except BaseException as error:
         with suppress(OSError):  # the parent is gone
-            _say(parent, "lost" if _follows_from_a_loss(error) else "failed", (_pickled(error), traceback.format_exc()))
+            _say(parent, "lost" if _follows_from_a_loss(error) else "failed", (_pickled(error), _traceback(error)))
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
@@ -272,6 +273,14 @@ def _follows_from_a_loss(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, CollectiveFailure):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+def _traceback(error: BaseException) -> str:
+    """Return the traceback of an error; without its causes if its message is long, which Python needs seconds for."""
+    with suppress(Exception):  # in a user's __str__
+        if (short := brief(text := str(error))) != text:
+            return f"{''.join(traceback.format_tb(error.__traceback__))}{type(error).__qualname__}: {short}"
+    return traceback.format_exc()
 
 
 def _pickled(error: BaseException) -> bytes | None:
