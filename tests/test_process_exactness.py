@@ -248,7 +248,6 @@ def fit(
     return Result(trainer, final, keep.rows())
 
 
-SIMULATED = {"executor": "vmap"}
 PROCESSES = {"backend": "process", "threads_per_process": 1}
 
 
@@ -266,7 +265,7 @@ def both(tmp_path: Path, task: Task, variant: Variant, strategy: Strategy, num_n
         val_interval=5,
         correlation_interval=4,
     )
-    return run(tmp_path / "simulated", **SIMULATED), run(tmp_path / "processes", **PROCESSES)
+    return run(tmp_path / "simulated"), run(tmp_path / "processes", **PROCESSES)
 
 
 def assert_same_bits(simulated: Result, processes: Result) -> None:
@@ -356,7 +355,7 @@ def test_what_is_defined_in_a_function_is_shipped_with_loader_workers_and_a_loss
         max_steps=6,
         dataloader_kwargs={"collate_fn": collate, "num_workers": 1, "drop_last": True},
     )
-    simulated, processes = run(tmp_path / "simulated", **SIMULATED), run(tmp_path / "processes", **PROCESSES)
+    simulated, processes = run(tmp_path / "simulated"), run(tmp_path / "processes", **PROCESSES)
     assert_same_bits(simulated, processes)
     assert processes.rows["seen"].tolist() == [36, 36]
 

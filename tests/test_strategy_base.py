@@ -125,7 +125,6 @@ class OwnOptimizer(Strategy):
 CUSTOM = [AverageByHand, AverageByAssignment, AverageThenStepMyself, AssignThenStepMyself, OwnOptimizer]
 
 
-@both_executors
 @pytest.mark.parametrize(
     ("task", "spec"),
     [  # every model, every optimizer; the others are slow
@@ -136,27 +135,25 @@ CUSTOM = [AverageByHand, AverageByAssignment, AverageThenStepMyself, AssignThenS
     ids=lambda value: getattr(value, "name", repr(value)),
 )
 @pytest.mark.parametrize("custom", CUSTOM, ids=lambda custom: custom.__name__)
-def test_averaging_by_hand_is_allreduce(custom: type[Strategy], task: Task, spec: OptimSpec, executor: str) -> None:
+def test_averaging_by_hand_is_allreduce(custom: type[Strategy], task: Task, spec: OptimSpec) -> None:
     # The sum of 3 rows divided by 3 is bitwise equal to their mean. Not the fused kernels, which are not chosen for
     # an optimizer that was built over the stacked parameters.
     if spec.elementwise:
         spec = OptimSpec(spec.cls, fused=False, **spec.kwargs)
     options: dict[str, Any] = {"lr_scheduler": StepLR, "lr_scheduler_kwargs": {"step_size": 2}}
-    ours = trained(custom(inner_optim=spec, **options), task, executor=executor, deterministic=True)
-    theirs = trained(SimpleReduceStrategy(inner_optim=spec, **options), task, executor=executor, deterministic=True)
+    ours = trained(custom(inner_optim=spec, **options), task, deterministic=True)
+    theirs = trained(SimpleReduceStrategy(inner_optim=spec, **options), task, deterministic=True)
     assert torch.equal(ours, theirs)
     if spec.cls is torch.optim.SGD:  # the others make steps out of rounding
         # Without the flag AllReduce computes the mean gradient in one product.
-        theirs = trained(SimpleReduceStrategy(inner_optim=spec, **options), task, executor=executor)
+        theirs = trained(SimpleReduceStrategy(inner_optim=spec, **options), task, executor="vmap")
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@both_executors
-def test_a_custom_strategy_is_clipped_as_allreduce_is(executor: str) -> None:
-    options: dict[str, Any] = {"executor": executor, "deterministic": True}
-    ours = trained(AverageByHand(inner_optim=SPEC, max_norm=0.1), **options)
-    assert torch.equal(ours, trained(SimpleReduceStrategy(inner_optim=SPEC, max_norm=0.1), **options))
-    assert not torch.equal(ours, trained(SimpleReduceStrategy(inner_optim=SPEC), **options))
+def test_a_custom_strategy_is_clipped_as_allreduce_is() -> None:
+    ours = trained(AverageByHand(inner_optim=SPEC, max_norm=0.1), deterministic=True)
+    assert torch.equal(ours, trained(SimpleReduceStrategy(inner_optim=SPEC, max_norm=0.1), deterministic=True))
+    assert not torch.equal(ours, trained(SimpleReduceStrategy(inner_optim=SPEC), deterministic=True))
 
 
 class AverageWeightsByAssignment(Strategy):
