@@ -65,20 +65,19 @@ class AutoExecutor(Executor):
 
     def _decide(self) -> None:
         fast: type[Executor] = CompiledExecutor if self.settings.compile else VmapExecutor
+        one_at_a_time = VmapExecutor.nodes_at_once(self.replicas, self.settings) == 1
         on_cpu = batched.favors_loops(self.replicas.weights.device)
         if self.settings.deterministic and on_cpu:
             self.decision.kind, self.decision.why = LoopExecutor, "deterministic=True"
-        elif self.asked == "auto" and fast is VmapExecutor and self._takes_one_at_a_time():
+        elif self.asked == "auto" and fast is VmapExecutor and one_at_a_time:
             self.decision.kind, self.decision.why = LoopExecutor, "nodes would be computed one at a time anyway"
         else:
             self.decision.kind = fast
 
-    def _takes_one_at_a_time(self) -> bool:
-        return VmapExecutor.nodes_at_once(self.replicas, self.settings) == 1
-
     @property
     def name(self) -> str:  # type: ignore[override]
-        self._follow()
+        if self.chosen.__class__ is not self.decision.kind:  # another executor of the same runs has decided
+            self.chosen = self._made()
         return self.chosen.name
 
     @property
@@ -106,7 +105,8 @@ class AutoExecutor(Executor):
 
     def prepare(self, batch: Any, share: float = 1.0) -> None:
         """Prove the executor for stacked batches of these shapes, or take a simpler one."""
-        self._follow()
+        if self.chosen.__class__ is not self.decision.kind:
+            self.chosen = self._made()
         if isinstance(self.chosen, LoopExecutor) or self.replicas.weights.is_meta:
             return
         shapes = shapes_of(batch)
@@ -132,17 +132,12 @@ class AutoExecutor(Executor):
             self._choose(LoopExecutor, "convolutions of this size are computed node by node anyway")
         self.decision.proofs[shapes, share == 1.0] = proof
 
-    def _follow(self) -> None:
-        """Take the executor that another executor of the same runs has decided on."""
-        if self.chosen.__class__ is not self.decision.kind:
-            self.chosen = self._made()
-
     def _choose_simpler(self, error: Exception) -> None:
         """Replace an executor that cannot run this model by the next simpler one."""
         if self.asked != "auto":
             raise error
-        simpler = VmapExecutor if isinstance(error, CompileError) and not self._takes_one_at_a_time() else LoopExecutor
-        self._choose(simpler, str(error))
+        several = VmapExecutor.nodes_at_once(self.replicas, self.settings) > 1
+        self._choose(VmapExecutor if isinstance(error, CompileError) and several else LoopExecutor, str(error))
 
     def _warn(self, error: Exception) -> None:
         warnings.warn(f"executor='auto' continues with {self.chosen.name!r}: {error}", UserWarning, stacklevel=5)

@@ -41,11 +41,8 @@ class LoopExecutor(Executor):
             for k in range(r.num_held)
         ]
 
-    def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
-        self.objective.part()
-        return super().losses_and_grads(batch, minibatch_size)
-
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        self.objective.part()
         return self.compute(range(len(self.nodes)), batch, share, first)
 
     def compute(self, numbers: Iterable[int], batch: Any, share: float, first: bool) -> Tensor:
