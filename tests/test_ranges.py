@@ -108,10 +108,8 @@ def test_every_strategy_has_the_same_bits_in_any_number_of_processes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", ["vmap", "loop"])
 @pytest.mark.parametrize(("num_nodes", "number"), [(5, 2), (5, 3), (3, 3)])
 def test_ranges_may_differ_in_size(
-    executor: str,
     num_nodes: int,
     number: int,
     ranks_of: Callable[[int], Ranks],
@@ -119,7 +117,7 @@ def test_ranges_may_differ_in_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(number).train)
-    run: dict[str, Any] = {"model": small_cnn(), "data": TASKS[1].data(), "executor": executor, "deterministic": True}
+    run: dict[str, Any] = {"model": small_cnn(), "data": TASKS[1].data(), "deterministic": True}
     run["num_nodes"] = num_nodes
     strategies = DiLoCoStrategy(H=3), SPARTAStrategy(p_sparta=0.2, async_delay=2), SimpleReduceStrategy()
     for i, strategy in enumerate(strategies):
