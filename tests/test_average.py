@@ -502,8 +502,8 @@ def test_on_the_command_line_and_in_sweeps() -> None:
         (lambda: AsyncDiLoCoStrategy(average=compress(TopK(0.1))), "messages arrive one by one"),
         (lambda: trimmed_mean(0.6), "share must be > 0 and <= 0.5, got 0.6"),
         (lambda: krum(-1), "faulty must be a whole number >= 0, got -1"),
-        (lambda: clip("mean"), "clip must be one of 'median', got 'mean'"),
-        (lambda: clip(0), "clip must be > 0, got 0"),
+        (lambda: clip("mean"), "clip: norm must be one of 'median', got 'mean'"),
+        (lambda: clip(0), "clip: norm must be > 0, got 0"),
         (lambda: started(FedAvgStrategy(average=krum(1)), Parameters((2,)), 4), "at least .* = 5 nodes, got 4"),
     ],
 )

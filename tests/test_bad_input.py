@@ -376,7 +376,12 @@ TABLE = [
         ValueError,
         "the loss does not depend on any trainable parameter",
     ),
-    Bad("loss_fn of a kind", lambda: fit(loss_fn="mse"), TypeError, r"a function of \(outputs, y\), got str"),
+    Bad(
+        "loss_fn of a kind",
+        lambda: fit(loss_fn="mse"),
+        TypeError,
+        r"loss_fn must be a function of \(outputs, y\), got 'mse'",
+    ),
     Bad(
         "loss_fn that learns",
         lambda: fit(loss_fn=nn.Linear(5, 1)),
@@ -618,8 +623,13 @@ TABLE = [
         "Asynchronous: asynchronous strategies are simulated only",
     ),
     Bad("a name with a zero", lambda: fit(run_name="a\0b"), ValueError, "run_name must name a folder"),
-    Bad("a number for a folder", lambda: fit(save_dir=3), TypeError, "save_dir must be the path of a folder, got 3"),
-    Bad("a number for a run", lambda: fit(resume=3), TypeError, "resume must be True, a path or a Checkpoint, got 3"),
+    Bad("a number for a folder", lambda: fit(save_dir=3), TypeError, "save_dir must be a path, got 3"),
+    Bad(
+        "a number for a run",
+        lambda: fit(resume=3),
+        TypeError,
+        "resume, unless True .*, must be a path, got 3",
+    ),
     Bad(
         "arguments of the loader in a list",
         lambda: fit(dataloader_kwargs=["drop_last"]),
@@ -667,7 +677,7 @@ TABLE = [
     Bad(
         "another word for compile",
         lambda: fit(compile="trace"),
-        ValueError,
+        TypeError,
         "compile must be True or False, got 'trace'",
     ),
     Bad(
@@ -805,7 +815,7 @@ TABLE = [
         )
     ),
     Bad("a step that is none", lambda: fit(strategy=Idle()), TypeError, r"Idle.step\(\) must end with super\(\).step"),
-    Bad("a number of seeds", lambda: compared(seeds=3), TypeError, "seeds must be a list of numbers, got 3"),
+    Bad("a number of seeds", lambda: compared(seeds=3), TypeError, "seeds must be a list, got 3"),
     Bad("a run without a name", lambda: compared(""), ValueError, "every strategy needs a name, .* one is empty"),
     Bad("a number for a name of a run", lambda: compared(3), TypeError, "names of strategies must be strings, got 3"),
 ]

@@ -222,10 +222,10 @@ def test_a_full_disk_is_a_warning_and_the_results_are_returned(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("path", "error", "message"),
     [
-        ("", ValueError, "save_dir must be the path of a folder, got ''"),
-        ("a\0b", ValueError, r"save_dir must be the path of a folder, got 'a\\x00b'"),
+        ("", ValueError, "save_dir must be a path, got ''"),
+        ("a\0b", ValueError, r"save_dir must be a path, got 'a\\x00b'"),
         ("a" * 300, CheckpointError, "cannot be written to: .*File name too long"),
-        (3, TypeError, "save_dir must be the path of a folder, got 3"),
+        (3, TypeError, "save_dir must be a path, got 3"),
     ],
     ids=["empty", "nul", "long", "number"],
 )

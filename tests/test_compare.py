@@ -157,7 +157,7 @@ def test_a_run_that_fails_later_is_kept_and_loses_no_other() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"seeds": []}, ValueError, r"seeds must be different numbers, at least one, got \[\]"),
+        ({"seeds": []}, ValueError, r"seeds must have at least one value, got \[\]"),
         ({"seeds": [1, 1]}, ValueError, "seeds must be different numbers"),
         ({"seeds": [1, -1]}, ValueError, "every one of seeds must be a whole number >= 0, got -1"),
         ({"seeds": [1], "seed": 2}, TypeError, "seed and seeds say the same thing"),

@@ -225,7 +225,7 @@ def test_images() -> None:
         ({"optimizer_kwargs": {"rl": 1}}, TypeError, "AdamW got an unknown argument 'rl'"),
         ({"outer_optimizer_kwargs": {"momentun": 1}}, TypeError, "SGD got .* did you mean 'momentum'"),
         ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
-        ({"train_loss_hook": 3}, TypeError, "train_loss_hook must be a function of one TrainStats, got 3"),
+        ({"train_loss_hook": 3}, TypeError, r"train_loss_hook must be a function of \(TrainStats\), got 3"),
     ],
 )
 def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -126,7 +126,7 @@ def test_files_are_named_by_paths_alone(history: History) -> None:
     reader, writer = os.pipe()
     for act in (History.from_json, vsim.Comparison.from_json, history.to_json, history.to_csv):
         for number in (reader, writer, True, None):
-            with pytest.raises(TypeError, match="path must be the path of a file, got"):
+            with pytest.raises(TypeError, match="path must be a path, got"):
                 act(number)  # type: ignore[operator]
     os.close(reader), os.close(writer)  # still open
 

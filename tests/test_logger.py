@@ -660,7 +660,7 @@ def test_a_comparison_without_a_name_is_named_by_the_time() -> None:
         ({"run_name": "../up"}, ValueError, r"must name a folder within the log folder.*got '\.\./up'"),
         ({"run_name": "/root"}, ValueError, "must name a folder within the log folder"),
         ({"run_name": ""}, ValueError, "must name a folder within the log folder.*got ''"),
-        ({"wandb_project": 3}, TypeError, "project must be the name of a project, got 3"),
+        ({"wandb_project": 3}, TypeError, "project must be a text, got 3"),
         ({"run_name": "x", "log_interval": 0}, ValueError, "log_interval must be a whole number >= 1, got 0"),
         ({"log_interval": 5}, ValueError, "log_interval has no effect without a logger, run_name or wandb_project"),
         ({"run_name": "x", "log_x_axis": "example"}, ValueError, "log_x_axis must be one of.*did you mean 'examples'"),

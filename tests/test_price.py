@@ -325,7 +325,7 @@ def test_bad_input() -> None:
         ({"parameters": None, "model": 3}, TypeError, "model must be an nn.Module, got 3"),
         ({"seed": "a"}, TypeError, "seed must be a whole number, got 'a'"),
         ({"parameters": 0}, ValueError, "parameters must be a whole number from 1 to 10+, got 0"),
-        ({"parameters": 1e99}, ValueError, "parameters must be a whole number from 1 to 10+, got 9"),
+        ({"parameters": 1e99}, ValueError, r"parameters must be .*got 1e\+99"),
         ({"bytes_per_parameter": 3}, ValueError, "bytes_per_parameter must be one of '1', '2', '4', '8', got '3'"),
         ({"network": None}, TypeError, "network is missing"),
         ({"compute": None}, TypeError, "compute is missing"),
@@ -346,8 +346,8 @@ def test_bad_input() -> None:
     wrong: Any = {
         "utilization must be > 0 and <= 1": {"utilization": [2]},
         "grid must be > 0": {"grid": [0]},
-        "utilization must be several numbers, got 0.9": {"utilization": 0.9},
-        "grid must be several numbers, got": {"grid": []},
+        "utilization must be a list, got 0.9": {"utilization": 0.9},
+        "grid must have at least one value": {"grid": []},
     }
     for message, change in wrong.items():
         with pytest.raises((ValueError, TypeError), match=message):

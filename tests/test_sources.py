@@ -163,17 +163,17 @@ def test_text_file_missing_or_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"block_size": 0}, "block_size: got 0; an integer of at least 1"),
-        ({"block_size": 1.5}, "block_size: got 1.5"),
-        ({"stride": 0}, "stride: got 0"),
-        ({"stride": True}, "stride: got True"),
-        ({"val_fraction": 0.0}, "val_fraction: got 0.0; a number between 0 and 1"),
-        ({"val_fraction": 1}, "val_fraction: got 1"),
+        ({"block_size": 0}, "block_size must be .*>= 1, got 0"),
+        ({"block_size": 1.5}, "block_size must be .*got 1.5"),
+        ({"stride": 0}, "stride must be .*got 0"),
+        ({"stride": True}, "stride must be .*got True"),
+        ({"val_fraction": 0.0}, "val_fraction must be .*> 0 and < 1, got 0.0"),
+        ({"val_fraction": 1}, "val_fraction must be .*got 1"),
         ({"block_size": 10**6}, "pydoc_data.topics: got .* at least 10000010"),
     ],
 )
 def test_docs_text_rejects(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         docs_text(**arguments)
 
 
@@ -195,7 +195,7 @@ def test_digits() -> None:
     assert not torch.equal(digits(seed=1)[1].tensors[1], val.tensors[1])
     assert len(digits(val_fraction=0.5)[1]) == 898
     assert len(digits(val_fraction=1e-9)[1]) == 1
-    with pytest.raises(ValueError, match="val_fraction: got -1"):
+    with pytest.raises(ValueError, match=r"val_fraction must be .*got -1"):
         digits(val_fraction=-1)
 
 

@@ -228,7 +228,7 @@ def test_real_processes_have_equal_bits(num_nodes: int) -> None:
         ({"fragments": [["embedding"], ["blocks"]]}, ValueError, "head is in none"),
         ({"fragments": [["embedding", "head", "blocks"], ["blocks.1"]]}, ValueError, "blocks.1.weight is in 2"),
         ({"fragments": [["embedding", "haed"]]}, ValueError, "'haed', the name of no parameter; there are"),
-        ({"fragments": ["embedding"]}, TypeError, "got the name 'embedding' in place of a list"),
+        ({"fragments": ["embedding"]}, TypeError, "got 'embedding' in place of a list"),
         ({"fragments": 2.0}, TypeError, "fragments must be"),
         ({"pattern": "stride"}, ValueError, "did you mean 'strided'"),
         ({"H": 4, "delay": 4}, ValueError, "delay must be below H"),

@@ -91,7 +91,7 @@ def test_names_of_objects_say_what_differs() -> None:
         ),
         ({"outer_rl": [5]}, TypeError, "did you mean 'outer_lr'"),
         ({"inner_lr": [0.1, 0.2], "lr": 0.1}, TypeError, r"^DiLoCo inner_lr=0.1 is refused: .*two spellings"),
-        ({"H": []}, ValueError, "H is an empty list"),
+        ({"H": []}, ValueError, "H must have at least one value"),
         ({"H": [5, 10, 5]}, ValueError, "H has 5 twice"),
     ],
 )

@@ -6,14 +6,19 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import psutil
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def reject_unknown(given: Iterable[str], valid: Iterable[str], where: str) -> None:
@@ -48,14 +53,19 @@ def known_keywords(function: Function) -> Function:
 
 
 def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None) -> int:
-    """Return `value` if it is an int in [at_least, at_most]; raise a ValueError or TypeError otherwise."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be a whole number, got {value!r} of type {type(value).__name__}")
-    value = value.__index__()
-    if value < at_least or (at_most is not None and value > at_most):
+    """Return `value` if it is an int in [at_least, at_most], below 2**63; raise a ValueError or TypeError otherwise."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be a whole number, got {given(value)}")
+    if not at_least <= number <= (2**63 - 1 if at_most is None else at_most):
         allowed = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise ValueError(f"{name} must be a whole number {allowed}, got {value}")
-    return int(value)
+        raise ValueError(
+            f"{name} must be a whole number {allowed}{', below 2**63' * (number >= 2**63)}, got {value!r:.100}"
+        )
+    return number
 
 
 def countable(name: str, value: Any, things: str, bytes_each: int, *, at_least: int = 1) -> int:
@@ -78,20 +88,20 @@ def real_number(
     at_most: float = math.inf,
     below: float = math.inf,
 ) -> float:
-    """Return `value` as a float if it is finite and in the range; raise a ValueError or TypeError otherwise."""
+    """Return `value` as a float if it is in the range and float32 can hold it; raise a ValueError or TypeError."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not (at_least <= value <= at_most and above < value < below):
+        raise TypeError(f"{name} must be a number, got {given(value)}")
+    is_finite = abs(value) <= _LARGEST
+    if not (is_finite and at_least <= value <= at_most and above < value < below):
         bounds = [
             f">= {at_least:g}" if at_least > -math.inf else "",
             f"> {above:g}" if above > -math.inf else "",
             f"<= {at_most:g}" if at_most < math.inf else "",
             f"< {below:g}" if below < math.inf else "",
+            "" if is_finite or value != value else "finite" if abs(value) == math.inf else f"<= {_LARGEST:.2g} in size",
         ]
-        allowed = [bound for bound in bounds if bound]
-        if not allowed or abs(value) == math.inf:
-            allowed.append("finite")
-        raise ValueError(f"{name} must be {' and '.join(allowed)}, got {value}")
+        allowed = [bound for bound in bounds if bound] or ["finite"]
+        raise ValueError(f"{name} must be {' and '.join(allowed)}, got {value!s:.100}")
     return float(value)
 
 
@@ -107,24 +117,66 @@ def encodable(what: str, text: str) -> str:
 def true_or_false(name: str, value: Any) -> bool:
     """Return `value` as a bool if it is one; raise a TypeError otherwise: any text would be true, "no" as well."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+        raise TypeError(f"{name} must be True or False, got {given(value)}")
     return bool(value)
 
 
 def a_function(name: str, value: Any, of: str) -> None:
-    """Raise a TypeError unless `value` is None or can be called; `of` are its arguments."""
-    if value is not None and not callable(value):
-        raise TypeError(f"{name} must be a function of ({of}), got {value!r} of type {type(value).__name__}")
+    """Raise a TypeError unless `value` can be called with the arguments `of`. A class cannot: it would make objects."""
+    if not callable(value) or isinstance(value, type):
+        raise TypeError(f"{name} must be a function of ({of}), got {given(value)}")
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # a builtin function has none
+        return
+    try:
+        signature.bind(*of.split(", "))
+    except TypeError as error:
+        raise TypeError(f"{name} must be a function of ({of}), got {given(value)}: {error}") from None
 
 
 def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
     """Return `value` if it is one of the `allowed` names; raise a ValueError otherwise."""
     allowed = list(allowed)
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         nearest = difflib.get_close_matches(str(value), allowed, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
-    return str(value)
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r:.100}{hint}")
+    return value
+
+
+def a_text(name: str, value: Any) -> str:
+    """Return `value` if it is a text that is not empty; raise a TypeError otherwise."""
+    if not isinstance(value, str) or not value.strip():
+        raise TypeError(f"{name} must be a text, got {given(value)}")
+    return value
+
+
+def a_list(name: str, value: Any) -> list[Any]:
+    """Return the entries of a sequence, an array or a tensor; raise a TypeError or ValueError if there are none."""
+    entries = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
+        raise TypeError(f"{name} must be a list, got {given(value)}")
+    if not 1 <= len(entries) <= 10**6:  # more are a typing error
+        allowed = "at most 1,000,000 values" if entries else "at least one value"
+        raise ValueError(f"{name} must have {allowed}, got {value!r:.100}")
+    return list(entries)
+
+
+def a_path(name: str, value: Any) -> Path:
+    """Return `value` as a path if it is one, or a text; raise a TypeError or ValueError otherwise."""
+    if not isinstance(value, str | PathLike):  # such as the number of an open file
+        raise TypeError(f"{name} must be a path, got {given(value)}")
+    if not str(value).strip() or "\0" in str(value):
+        raise ValueError(f"{name} must be a path, got {str(value)!r}; '.' is the current folder")
+    return Path(value)
+
+
+def given(value: Any) -> str:
+    """Return a short text for a value of a wrong type: the value, and its type where that is not obvious."""
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    return f"{value!r:.100} of type {type(value).__name__}"
 
 
 def only_one(where: str, **given: Any) -> Any:
@@ -163,4 +215,4 @@ def retold(error: Exception, text: str) -> Exception:
 
 def is_factory(dataset: Any) -> bool:
     """Return whether an argument is a function that makes each node's dataset."""
-    return callable(dataset) and not hasattr(dataset, "__getitem__")
+    return callable(dataset) and not isinstance(dataset, type) and not hasattr(dataset, "__getitem__")

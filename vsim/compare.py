@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vsim.arguments import brief, encodable, naming, one_of, true_or_false, whole_number
+from vsim.arguments import a_function, a_list, brief, encodable, naming, one_of, true_or_false, whole_number
 from vsim.cluster.participation import Participation
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
@@ -433,11 +433,9 @@ def _checked_seeds(seeds: Sequence[int] | None, options: dict[str, Any]) -> list
         seeds = [options.pop("seed", 42)]
     elif "seed" in options:
         raise TypeError("seed and seeds say the same thing; give one of them")
-    if isinstance(seeds, int):
-        raise TypeError(f"seeds must be a list of numbers, got {seeds}; seed={seeds} gives one")
-    checked = [whole_number(what, seed, at_least=0) for seed in seeds]
-    if not checked or len(set(checked)) < len(checked):
-        raise ValueError(f"seeds must be different numbers, at least one, got {checked}")
+    checked = [whole_number(what, seed, at_least=0) for seed in a_list("seeds", seeds)]
+    if len(set(checked)) < len(checked):
+        raise ValueError(f"seeds must be different numbers, got {checked}")
     return checked
 
 
@@ -490,7 +488,8 @@ def rungs(count: int, max_steps: int, factor: int) -> list[tuple[int, int]]:
 
 def _made(model: Any, seed: int) -> nn.Module:
     if not callable(model) or isinstance(model, type):  # the first argument of a class is no seed
-        raise TypeError(f"model must be a torch.nn.Module, or a function f(seed) that makes one, got {model!r}")
+        raise TypeError(f"model must be a torch.nn.Module, or a function f(seed) that makes one, got {model!r:.100}")
+    a_function("model", model, "seed")
     made = model(seed)
     if not isinstance(made, nn.Module):
         raise TypeError(f"model({seed}) must return a torch.nn.Module, got {type(made).__name__}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vsim.arguments import reject_unknown
+from vsim.arguments import a_list, reject_unknown
 from vsim.records.provenance import describe
 from vsim.records.sweep import Point
 from vsim.strategy.base import Strategy, StrategyOptions
@@ -61,16 +61,19 @@ def made(strategy: Callable[..., Strategy], name: str, values: Mapping[str, Any]
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{name} is refused: {error}") from error
     if not isinstance(result, Strategy):
-        raise TypeError(f"{name}: expected a class of strategies or a function that returns one, got {result!r}")
+        raise TypeError(f"strategy: expected a class of strategies or a function that returns one, got {result!r}")
     return result
 
 
 def known_settings(strategy: Any, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
     """Raise a TypeError for a setting that is neither an argument of `strategy` nor one of `also`, with the nearest."""
-    if isinstance(strategy, Strategy) or not callable(strategy):
-        raise TypeError(f"strategy must be a class, such as DiLoCoStrategy, or a function, got {strategy!r}")
+    try:
+        if isinstance(strategy, Strategy):
+            raise TypeError
+        parameters = inspect.signature(strategy).parameters.values()
+    except (TypeError, ValueError):  # no function, or one without a signature
+        raise TypeError(f"strategy must be a class, such as DiLoCoStrategy, or a function, got {strategy!r}") from None
     valid = settings_of(strategy)
-    parameters = inspect.signature(strategy).parameters.values()
     open_ended = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
     unknown = [key for key in settings if key not in valid and not difflib.get_close_matches(key, also, 1, 0.8)]
     if open_ended not in ([], ["options"]) and unknown:
@@ -116,16 +119,13 @@ def merged(strategies: Mapping[str, Any]) -> dict[str, Any]:
 
 def _listed(key: str, value: Any) -> list[Any]:
     """The values of a setting; one, if it is no list."""
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if not isinstance(value, (list, tuple, range)):
+    if not isinstance(value, list | tuple | range | np.ndarray):
         return [value]
-    if not value:
-        raise ValueError(f"{key} is an empty list: give at least one value")
+    value = a_list(key, value)
     for i, one in enumerate(value):
         if any(one is other or (type(one) is type(other) and _equal(one, other)) for other in value[:i]):
             raise ValueError(f"{key} has {one!r} twice")
-    return list(value)
+    return value
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vsim.arguments import given, real_number, true_or_false, whole_number
 from vsim.private_torch import TorchDispatchMode
 
 __all__ = ["CNN", "GPT", "MLP"]
@@ -79,9 +80,10 @@ class MLP(_LossModel):
         *,
         seed: int | None = None,
     ) -> None:
-        _check_sizes(in_features=in_features, num_classes=num_classes)
+        whole_number("in_features", in_features)
+        whole_number("num_classes", num_classes)
         _check_tuple("hidden", hidden)
-        _check_dropout(dropout)
+        real_number("dropout", dropout, at_least=0, below=1)
         super().__init__()
         self.in_features = in_features
         layers: list[nn.Module] = []
@@ -132,8 +134,9 @@ class CNN(_LossModel):
     ) -> None:
         _check_tuple("image_shape", image_shape, length=3)
         _check_tuple("channels", channels, at_least=1)
-        _check_sizes(num_classes=num_classes)
-        _check_dropout(dropout)
+        whole_number("num_classes", num_classes)
+        true_or_false("batch_norm", batch_norm)
+        real_number("dropout", dropout, at_least=0, below=1)
         depth, height, width = image_shape
         if min(height, width) < 2 ** len(channels):
             raise ValueError(
@@ -192,8 +195,10 @@ class GPT(_LossModel):
         *,
         seed: int | None = None,
     ) -> None:
-        _check_sizes(vocab_size=vocab_size, block_size=block_size, layers=layers, width=width, heads=heads)
-        _check_dropout(dropout)
+        sizes = {"vocab_size": vocab_size, "block_size": block_size, "layers": layers, "width": width, "heads": heads}
+        for name, size in sizes.items():
+            whole_number(name, size)
+        real_number("dropout", dropout, at_least=0, below=1)
         if width % heads:
             raise ValueError(f"width: got {width}; a multiple of heads={heads} is needed")
         super().__init__()
@@ -250,17 +255,16 @@ class GPT(_LossModel):
         Raises:
             ValueError: an argument out of its range.
         """
-        if prompt.ndim != 2 or prompt.dtype != torch.int64 or prompt.shape[1] == 0:
-            raise ValueError(f"prompt: got {tuple(prompt.shape)} {prompt.dtype}; (B, T0 ≥ 1) int64 is needed")
+        if not isinstance(prompt, Tensor) or prompt.ndim != 2 or prompt.dtype != torch.int64 or prompt.shape[1] == 0:
+            found = f"{tuple(prompt.shape)} {prompt.dtype}" if isinstance(prompt, Tensor) else given(prompt)
+            raise ValueError(f"prompt: got {found}; (B, T0 ≥ 1) int64 is needed")
         lowest, highest = (int(end) for end in prompt.aminmax()) if prompt.numel() else (0, 0)
         if lowest < 0 or highest >= self.vocab_size:
             raise ValueError(f"prompt: got tokens {lowest} to {highest}; 0 to {self.vocab_size - 1} allowed")
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens: got {max_new_tokens}; at least 0 allowed")
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature: got {temperature}; a finite number of at least 0 allowed")
+        whole_number("max_new_tokens", max_new_tokens, at_least=0)
+        real_number("temperature", temperature, at_least=0)
         if top_k is not None:
-            _check_sizes(top_k=top_k)
+            whole_number("top_k", top_k)
         if generator is None:
             generator = torch.Generator(prompt.device).manual_seed(0)
         training = {module: module.training for module in self.modules()}
@@ -323,10 +327,8 @@ def _seeded(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ValueError(f"seed: got {seed!r}; None or an integer from 0 to 2**63 - 1 allowed")
     # On the CPU whatever the default device, so that a seed means the same weights everywhere.
-    with torch.device("cpu"), _DrawingFrom(torch.Generator().manual_seed(seed)):
+    with torch.device("cpu"), _DrawingFrom(torch.Generator().manual_seed(whole_number("seed", seed, at_least=0))):
         yield
 
 
@@ -344,20 +346,9 @@ class _DrawingFrom(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}: got {size!r}; an integer of at least 1 allowed")
-
-
 def _check_tuple(name: str, sizes: Sequence[int], length: int | None = None, at_least: int = 0) -> None:
-    if isinstance(sizes, int) or len(sizes) < at_least or (length is not None and len(sizes) != length):
+    if not isinstance(sizes, list | tuple) or len(sizes) < at_least or (length is not None and len(sizes) != length):
         count = f"{length}" if length is not None else f"at least {at_least}"
-        raise ValueError(f"{name}: got {sizes!r}; a sequence of {count} integers allowed")
+        raise TypeError(f"{name} must be a list of {count} whole numbers, got {given(sizes)}")
     for index, size in enumerate(sizes):
-        _check_sizes(**{f"{name}[{index}]": size})
-
-
-def _check_dropout(dropout: float) -> None:
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout: got {dropout!r}; a probability in [0, 1) allowed")
+        whole_number(f"{name}[{index}]", size)

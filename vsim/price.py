@@ -6,12 +6,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
-from numbers import Real
 
 import numpy as np
 from torch import nn
 
-from vsim.arguments import known_keywords, real_number, whole_number
+from vsim.arguments import a_list, known_keywords, real_number, whole_number
 from vsim.cluster.ledger import Ledger
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.network.links import MOST_NODES, bits_per_second
@@ -55,7 +54,7 @@ def price(
     num_nodes = whole_number("num_nodes", num_nodes, at_most=MOST_NODES)
     network.check(num_nodes)
     seed = whole_number("seed", seed, at_least=0)
-    model = without_values(parameters, layers or _overlapped(compute, model), model, bytes_per_parameter)
+    model = without_values(parameters, _overlapped(layers, compute, model), model, bytes_per_parameter)
     return timeline(_dry_run(strategy, model, num_nodes, max_steps, seed, compute), network, compute)
 
 
@@ -92,13 +91,10 @@ def required_bandwidth(
         ValueError: nothing is sent in `max_steps` steps; and see `price`.
     """
     compute = Compute.of(compute)
-    for name, several in (("utilization", utilization), ("grid", grid)):
-        if isinstance(several, str | Real) or (several is not None and not len(several)):
-            raise TypeError(f"{name} must be several numbers, got {several!r}")
-    shares = [real_number("utilization", share, above=0, at_most=1) for share in utilization]
-    given = np.logspace(8, 12, 50).tolist() if grid is None else grid
+    shares = [real_number("utilization", share, above=0, at_most=1) for share in a_list("utilization", utilization)]
+    given = a_list("grid", np.logspace(8, 12, 50) if grid is None else grid)
     bits = sorted(bits_per_second("grid", one) for one in given)
-    model = without_values(parameters, layers or _overlapped(compute, model), model, bytes_per_parameter)
+    model = without_values(parameters, _overlapped(layers, compute, model), model, bytes_per_parameter)
     num_nodes = whole_number("num_nodes", num_nodes, at_most=MOST_NODES)
     ledger = _dry_run(strategy, model, num_nodes, whole_number("max_steps", max_steps), 42, compute)
     if not ledger.total_wire_bytes + ledger.server_wire_bytes:
@@ -114,9 +110,9 @@ def required_bandwidth(
     return {share: bits[place] if place < len(bits) else math.inf for share, place in places.items()}
 
 
-def _overlapped(compute: Compute, model: nn.Module | None) -> int | None:
-    """Return the layers that the compute has, if the model is to have as many."""
-    return compute.layers if model is None and compute.layers > 1 else None
+def _overlapped(layers: int | None, compute: Compute, model: nn.Module | None) -> int | None:
+    """Return the layers that are given or else that the compute has, if the model is to have as many."""
+    return compute.layers if layers is None and model is None and compute.layers > 1 else layers
 
 
 def _dry_run(

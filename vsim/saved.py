@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from vsim.arguments import countable
+from vsim.arguments import a_path, countable
 from vsim.checkpoint.files import load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.cluster.ledger import BYTES_OF_A_STEP
@@ -27,7 +27,7 @@ from vsim.network import Timeline
 from vsim.reading import parse_json, read_text
 from vsim.records.cache import Cache
 from vsim.records.comparison import ComparedRun, Comparison
-from vsim.records.history import COLUMNS, History, file_path, holding_a_record, read_json
+from vsim.records.history import COLUMNS, History, holding_a_record, read_json
 from vsim.records.sweep import Sweep
 
 # What `vsim compare` and `vsim sweep` call them.
@@ -73,7 +73,7 @@ def read_comparison(path: str | Path, cache: Cache | None = None) -> Comparison:
         FileNotFoundError: there is nothing of that kind.
         ValueError: it holds something else.
     """
-    path, cache = file_path(path), Cache() if cache is None else cache
+    path, cache = a_path("path", path), Cache() if cache is None else cache
     found = [path / name for name in NAMES if (path / name).is_file()] if path.is_dir() else [path]
     if len(found) == 1:
         comparison: Comparison = cache.get(_stamp(found[0]), _read_file, found[0])
@@ -96,7 +96,7 @@ def read_comparisons(paths: Sequence[str | Path], cache: Cache | None = None) ->
     """
     if not paths:
         raise ValueError("name a comparison that was saved, such as vsim-out/comparison.json")
-    places = [file_path(path).resolve() for path in paths]
+    places = [a_path("path", path).resolve() for path in paths]
     if len(set(places)) < len(places):
         raise ValueError(f"a file is named more than once: {', '.join(map(str, paths))}")
     told = [place.parent if place.name in NAMES else place.parent / place.stem for place in places]
@@ -170,7 +170,7 @@ def read_log(folder: str | Path) -> History:
     Raises:
         FileNotFoundError: there is no train.csv. ValueError: it holds something else.
     """
-    folder = file_path(folder)
+    folder = a_path("folder", folder)
     with holding_a_record(folder, "CSVLogger"):
         rows: dict[int, dict[str, float]] = {}
         for name in ("validation.csv", "train.csv"):

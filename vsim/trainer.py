@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vsim.arguments import known_keywords
+from vsim.arguments import a_function, known_keywords
 from vsim.checkpoint.files import Checkpoint, load_checkpoint, saving_of, start_of
 from vsim.checkpoint.folder import Saving, checkpoints_in, held
 from vsim.cluster.ledger import Ledger
@@ -24,7 +24,7 @@ from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import idle_dropout
 from vsim.data.batches import Data, evened
 from vsim.engine.explain import Explanation, explain
-from vsim.engine.machine import check_repeats, pick_device
+from vsim.engine.machine import check_repeats, devices_of_nodes, pick_device
 from vsim.engine.objective import LossFunction
 from vsim.private_torch import uncompiled
 from vsim.process import (
@@ -97,9 +97,8 @@ class Trainer:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
-            given = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else type(loss_fn).__name__
-            raise TypeError(f"loss_fn must be a function of (outputs, y), got {given}")
+        if loss_fn is not None:
+            a_function("loss_fn", loss_fn, "outputs, y")
         self.model = uncompiled(model)  # its names would begin with `_orig_mod.`; compile=True is for all nodes
         check_apart(self.model)
         if idle := idle_dropout(self.model):
@@ -115,6 +114,8 @@ class Trainer:
         if device is not None and devices is not None:
             raise TypeError("device and devices say the same thing; give one of them")
         self.device = None if device is None else pick_device(device)
+        if devices is not None:
+            devices_of_nodes(devices, None, 1)  # an error, if there is one, now
         self.devices = devices
         self.history = History()
         self.strategy: Strategy | None = None
@@ -129,7 +130,7 @@ class Trainer:
 
     def spec(self, label: str = "", **options: Any) -> RunSpec:
         """Return what `fit(**options)` asks for, checked."""
-        if options.get("backend") == "process" and options.get("device") is options.get("devices") is None:
+        if str(options.get("backend")) == "process" and options.get("device") is options.get("devices") is None:
             options["devices"] = self.devices
         spec = RunSpec(self.model, self.train_dataset, self.val_dataset, self.loss_fn, label, **options)
         if spec.resume is True and spec.save_dir is None and under_torchrun():
@@ -266,7 +267,7 @@ class Trainer:
             NodeFailure: with backend="process", a node's process died; what a node raises is raised here, caused by a
                 NodeFailure that has its rank and traceback.
         """
-        is_other_rank = options.get("backend") == "process" and world_rank() > 0
+        is_other_rank = str(options.get("backend")) == "process" and world_rank() > 0
         started = datetime.now()
         with held(None if is_other_rank else options.get("save_dir")):
             name = type(options.get("strategy")).__name__

@@ -14,9 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from vsim.arguments import real_number, whole_number
+from vsim.arguments import a_path, real_number, whole_number
 from vsim.records.cache import Cache
-from vsim.records.history import file_path
 from vsim.records.report.data import AnyCompute, AnyNetwork
 from vsim.records.report.page import data_of, served
 from vsim.saved import files_at, read_comparisons, select
@@ -60,7 +59,7 @@ class Watch:
         compute: AnyCompute = None,
         only: Sequence[str] = (),
     ) -> None:
-        self.paths, self.network, self.compute = [file_path(path) for path in paths], network, compute
+        self.paths, self.network, self.compute = [a_path("path", path) for path in paths], network, compute
         self.every = real_number("every", every, at_least=0.1, at_most=3600)
         self._lock = threading.Lock()
         self._token = secrets.token_urlsafe(24)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from vsim.arguments import whole_number
+from vsim.arguments import a_path, given, true_or_false, whole_number
 from vsim.checkpoint.folder import (
     Saving,
     checkpoint_path,
@@ -111,14 +111,15 @@ class Checkpoint:
 
         Raises:
             CheckpointError: `like` has other parameters or buffers.
-            IndexError: there is no such node.
+            TypeError, ValueError: there is no such node, or `like` is not a model.
         """
+        if not isinstance(like, nn.Module):
+            raise TypeError(f"like must be a torch.nn.Module, got {given(like)}")
         skeleton = Replicas.of(like, 1, torch.device("cpu"))
         self.check_layout(skeleton)
         if node is None:
             return skeleton.as_module(self.mean_weights(), self.mean_buffers(), like)
-        if not 0 <= node < len(self.weights):
-            raise IndexError(f"node must be from 0 to {len(self.weights) - 1}, got {node}")
+        node = whole_number("node", node, at_least=0, at_most=len(self.weights) - 1)
         return skeleton.as_module(self.weights[node], {n: b[node] for n, b in self.buffers.items()}, like)
 
     def fork(self, optimizer: bool = True) -> Checkpoint:
@@ -135,7 +136,7 @@ class Checkpoint:
             optimizer: keep the state of the nodes' inner optimizers if it fits. It fits if K, optimizer class, device
                 and `deterministic` are the same, and the options keep the same tensors. False: reset the state.
         """
-        return replace(self, forks=True, keeps_optimizer=optimizer)
+        return replace(self, forks=True, keeps_optimizer=true_or_false("optimizer", optimizer))
 
     def fill(self, history: History) -> None:
         """Fill an empty history with the record so far, unless this is a fork."""
@@ -164,7 +165,7 @@ class Checkpoint:
         }
         about = {name: getattr(self, name) for name in ("step", "settings", "state")}
         text, contents = packed({"format": FORMAT, **about, "history": record})
-        with replacing(Path(path)) as part:
+        with replacing(a_path("path", path)) as part:
             try:
                 arrays = {digest: flat.numpy() for digest, flat in contents.items()}
                 save_file(arrays, part, {"vsim": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
@@ -206,7 +207,7 @@ def load_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
         CheckpointError: there is no checkpoint, it is damaged, or the file is something else.
         TypeError, ValueError: `step` is not a whole number ≥ 0.
     """
-    path = Path(path)
+    path = a_path("path", path)
     if not os.path.isdir(path):
         return _read(path)
     found = checkpoints_in(path)
@@ -236,7 +237,8 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
     `fit(…, save_dir=d, resume=latest_checkpoint(d))` resumes a run if there is one, and starts it otherwise.
     """
-    return Path(folder) if checkpoints_in(Path(folder)) else None
+    folder = a_path("folder", folder)
+    return folder if checkpoints_in(folder) else None
 
 
 def start_of(resume: Any, save_dir: str | Path | None, last: Checkpoint | None) -> Checkpoint | None:
@@ -257,9 +259,9 @@ def start_of(resume: Any, save_dir: str | Path | None, last: Checkpoint | None) 
                 "save_dir, or the path of a checkpoint"
             )
         return last
-    if resume is not True and not isinstance(resume, str | Path):
-        raise TypeError(f"resume must be True, a path or a Checkpoint, got {resume!r}")
-    return load_checkpoint(save_dir if resume is True else resume)  # type: ignore[arg-type]
+    return load_checkpoint(
+        a_path("save_dir", save_dir) if resume is True else a_path("resume, unless True or a Checkpoint,", resume)
+    )
 
 
 def saving_of(checkpoint_interval: int | None, save_dir: str | Path | None, start: Checkpoint | None) -> Saving | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from vsim.arguments import a_path
 from vsim.cluster.state import CheckpointError
 from vsim.writing import PART
 
@@ -74,11 +75,7 @@ def folder_at(path: Any) -> Path:
     Raises:
         TypeError, ValueError: `path` is not a path. CheckpointError: `path` is a file.
     """
-    if not isinstance(path, str | Path):
-        raise TypeError(f"save_dir must be the path of a folder, got {path!r}")
-    if not str(path).strip() or "\0" in str(path):
-        raise ValueError(f"save_dir must be the path of a folder, got {str(path)!r}")
-    folder = Path(path).absolute()
+    folder = a_path("save_dir", path).absolute()
     if os.path.exists(folder) and not folder.is_dir():
         raise CheckpointError(f"save_dir {str(path)!r} is not a folder")
     return folder

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vsim.arguments import one_of, only_one, real_number, reject_unknown
+from vsim.arguments import naming, one_of, only_one, real_number, reject_unknown
 from vsim.cluster.muon import StackedMuon, hidden_matrices
 from vsim.cluster.optimizers import JointOptimizers, NodeOptimizers, StackedOptimizer, in_training, without_compiler
 from vsim.cluster.replicas import Replicas, with_gaps
@@ -304,7 +304,8 @@ def resolve_optim(
         if rate is not None and "lr" in spec.kwargs:
             raise TypeError(f"{where}: the learning rate is given twice, as {rate} and in {spec}")
     else:
-        spec = default if given is None else OptimSpec(given)
+        with naming(next((name for name, value in spellings.items() if value is not None), "")):
+            spec = default if given is None else OptimSpec(given)
     if rate is None:
         return spec
     name = next(name for name, value in rates.items() if value is not None)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vsim.arguments import countable, known_keywords, one_of, real_number, whole_number
+from vsim.arguments import a_path, countable, known_keywords, one_of, real_number, whole_number
 from vsim.cluster.plan import BYTES_OF_A_CLIENT, Plan, Round, Segment
 from vsim.cluster.randomness import PARTICIPATION, generator
 from vsim.cluster.store import Store
@@ -172,9 +172,9 @@ def _events(file: Any) -> Iterator[tuple[int, int, str]]:
     else:
         raise TypeError(f"a Trace takes a file or rows of (step, node, event), got {file!r}")
     for row in rows:
-        if not isinstance(row, Iterable) or len(own := tuple(row)) != 3:
+        if not isinstance(row, list | tuple | np.ndarray) or len(row) != 3:
             raise ValueError(f"Trace: a row must be (step, node, event), got {row!r}")
-        step, node, event = own
+        step, node, event = row
         at, which = (int(n) if isinstance(n, str) and n.strip().isdecimal() else n for n in (step, node))
         one_of("Trace: event", event, ("join", "leave", "fail"))
         yield whole_number("Trace: a step", at, at_least=0), whole_number("Trace: a node", which, at_least=0), event
@@ -354,12 +354,10 @@ class Sample(Participation):
             raise ValueError(f"a cohort of {n} cannot be drawn from a population of {of}")
         self.rounds = None if rounds is None else whole_number("rounds", rounds)
         self.epochs = None if epochs is None else real_number("epochs", epochs, above=0)
-        if not isinstance(store, str | Path | None) or store == "":
-            raise TypeError(f"store must be the path of a folder, got {store!r}")
         if not isinstance(stragglers, Stragglers | None):
             raise TypeError(f"stragglers must be Deadline, DropSlowest or OverCommit, got {stragglers!r}")
         self.stragglers = stragglers
-        self.store = None if store is None else Path(store)
+        self.store = None if store is None else a_path("store", store)
         if self.store is not None and self.changes_nothing(n):
             raise ValueError(f"store has no effect in {self}: all {n} clients take part in all rounds; leave it out")
 

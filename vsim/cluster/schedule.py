@@ -71,8 +71,13 @@ class Schedule:
         cosine_anneal: bool | None,
         max_steps: int | None,
     ) -> None:
-        named = {"warmup_steps": warmup_steps, "cosine_anneal": cosine_anneal, "max_steps": max_steps}
-        given = {name: value for name, value in named.items() if value is not None}
+        given: dict[str, Any] = {}
+        if warmup_steps is not None:
+            given["warmup_steps"] = whole_number("warmup_steps", warmup_steps, at_least=0)
+        if cosine_anneal is not None:
+            given["cosine_anneal"] = true_or_false("cosine_anneal", cosine_anneal)
+        if max_steps is not None:
+            given["max_steps"] = whole_number("max_steps", max_steps)
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"lr_scheduler_kwargs must be a dict of the scheduler's arguments, got {kwargs!r}")
         self.kwargs = dict(kwargs or {})
@@ -91,7 +96,7 @@ class Schedule:
             self._check_class(scheduler, [name for name, value in given.items() if value])
 
     def _check_named(self, scheduler: Any, given: dict[str, Any]) -> None:
-        name = one_of("lr_scheduler", scheduler or "lambda_cosine", SCHEDULES)
+        name = one_of("lr_scheduler", "lambda_cosine" if scheduler is None else scheduler, SCHEDULES)
         reject_unknown(self.kwargs, ["warmup_steps", "cosine_anneal", "max_steps"], "lr_scheduler_kwargs")
         twice = self.kwargs.keys() & given.keys()
         if twice:

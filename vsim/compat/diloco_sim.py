@@ -11,9 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from vsim.arguments import known_keywords, real_number, whole_number
+from vsim.arguments import a_function, a_path, given, known_keywords, naming, real_number, whole_number
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.optim import OptimSpec
+from vsim.data.batches import check_dataset
 from vsim.data.order import Order
 from vsim.engine.objective import LossFunction
 from vsim.records.history import History
@@ -108,22 +109,30 @@ class DilocoSimulator:
     ) -> None:
         if not callable(model_cls) or isinstance(model_cls, nn.Module):
             raise TypeError(f"model_cls must be a class, called with model_kwargs; got {model_cls!r}")
-        counts = {"num_nodes": num_nodes, "batch_size": batch_size, "num_epochs": num_epochs}
-        for name, count in {**counts, "eval_iters": eval_iters, "diloco_interval": diloco_interval}.items():
+        counts = {"num_nodes": num_nodes, "batch_size": batch_size, "num_epochs": num_epochs, "eval_iters": eval_iters}
+        for name, count in {**counts, "diloco_interval": diloco_interval, "sparta_interval": sparta_interval}.items():
             whole_number(name, count)
         if max_local_step is not None:
             whole_number("max_local_step", max_local_step)
         if real_number("p_sparta", p_sparta, at_least=0, at_most=1) == 0 and sparta_interval != 1:
             raise ValueError(f"sparta_interval={sparta_interval} has no effect without a p_sparta above 0")
-        if not hasattr(train_dataset, "__len__"):
-            raise TypeError(f"train_dataset must be a dataset with __getitem__ and __len__, got {train_dataset!r}")
-        self.model = model_cls(**(model_kwargs or {}))
+        check_dataset(train_dataset, "train_dataset")
+        if eval_dataset is not None:
+            check_dataset(eval_dataset, "eval_dataset")
+        own = {"model_kwargs": model_kwargs, "optimizer_kwargs": optimizer_kwargs}
+        for name, kwargs in {**own, "outer_optimizer_kwargs": outer_optimizer_kwargs}.items():
+            if not isinstance(kwargs, Mapping | None):
+                raise TypeError(f"{name} must be a dict of arguments, got {given(kwargs)}")
+        with naming("model_cls, model_kwargs"):
+            self.model = model_cls(**(model_kwargs or {}))
         self.trainer = Trainer(self.model, train_dataset, eval_dataset, loss_fn=loss_fn)
-        inner = OptimSpec(optimizer_cls, **(optimizer_kwargs if optimizer_kwargs is not None else {"lr": 0.001}))
+        with naming("optimizer_cls, optimizer_kwargs"):
+            inner = OptimSpec(optimizer_cls, **(optimizer_kwargs if optimizer_kwargs is not None else {"lr": 0.001}))
         outer_kwargs = outer_optimizer_kwargs
         if outer_kwargs is None:
             outer_kwargs = _OUTER if outer_optimizer_cls is torch.optim.SGD else {}
-        outer = OptimSpec(outer_optimizer_cls, **outer_kwargs)
+        with naming("outer_optimizer_cls, outer_optimizer_kwargs"):
+            outer = OptimSpec(outer_optimizer_cls, **outer_kwargs)
         schedule: Any = {"warmup_steps": warmup_steps, "cosine_anneal": cosine_anneal}
         self.strategy: Strategy
         if p_sparta:
@@ -143,6 +152,7 @@ class DilocoSimulator:
         if ckpt_interval is not None:
             self._fit_options["checkpoint_interval"] = whole_number("ckpt_interval", ckpt_interval) * diloco_interval
         if save_dir is not None:
+            a_path("save_dir", save_dir)
             self._fit_options["save_dir"] = save_dir
 
     def train(self) -> nn.Module:
@@ -174,6 +184,7 @@ def _with_stats(
     hook: Callable[[Any], Any] | None, name: str, stats: type[TrainStats]
 ) -> Callable[[int, float], Any] | None:
     """Return what `fit` calls as f(step, loss) for a hook that takes `stats`."""
-    if hook is not None and not callable(hook):
-        raise TypeError(f"{name} must be a function of one {stats.__name__}, got {hook!r}")
-    return None if hook is None else lambda step, loss: hook(stats(loss, perplexity(loss), step))
+    if hook is None:
+        return None
+    a_function(name, hook, stats.__name__)
+    return lambda step, loss: hook(stats(loss, perplexity(loss), step))

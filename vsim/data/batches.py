@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import copy
 import hashlib
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -219,10 +218,10 @@ def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[st
         if name in options:
             raise TypeError(f"dataloader_kwargs got {name!r}, but vsim deals the examples to the nodes; give {cure}")
     reject_unknown(options, LOADER_OPTIONS, "dataloader_kwargs")
-    a_function("dataloader_kwargs: collate_fn", options.get("collate_fn"), "samples")
-    a_function("dataloader_kwargs: worker_init_fn", options.get("worker_init_fn"), "worker's number")
     for name, value in options.items():
         where = f"dataloader_kwargs: {name}"
+        if name in ("collate_fn", "worker_init_fn") and value is not None:
+            a_function(where, value, "samples" if name == "collate_fn" else "worker's number")
         if name in ("pin_memory", "persistent_workers", "in_order", "drop_last"):
             options[name] = true_or_false(where, value)
         elif name == "timeout":
@@ -447,14 +446,7 @@ def resolve(dataset: Any, num_nodes: int, ranks: range, train: bool, what: str) 
         ValueError: a dataset is empty.
     """
     if is_factory(dataset):
-        try:
-            inspect.signature(dataset).bind(0, num_nodes, train)
-        except TypeError as error:
-            raise TypeError(
-                f"{what} is a function, but not one of (rank, num_nodes, train_dataset): {error}"
-            ) from error
-        except ValueError:  # functions written in C may have no signature
-            pass
+        a_function(what, dataset, "rank, num_nodes, train_dataset")
         made = [dataset(rank, num_nodes, train) for rank in ranks]
         return [check_dataset(d, f"{what}({rank}, {num_nodes}, {train})") for rank, d in zip(ranks, made, strict=True)]
     return [check_dataset(dataset, what)]
@@ -472,10 +464,10 @@ def check_dataset(dataset: Any, what: str) -> Dataset[Any]:
             f"{what} is a {type(dataset).__name__} with {', '.join(map(repr, list(dataset)[:5]))}; give one of its "
             f"datasets, such as dataset[{next(iter(dataset), 'train')!r}]"
         )
-    if isinstance(dataset, (type, IterableDataset)) or not (
+    if isinstance(dataset, type | IterableDataset | str | bytes) or not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     ):
-        iterable = hasattr(dataset, "__iter__") and not isinstance(dataset, type)
+        iterable = hasattr(dataset, "__iter__") and not isinstance(dataset, type | str | bytes)
         advice = "; list(dataset) reads an iterable dataset into memory, as one that can be indexed" if iterable else ""
         raise TypeError(
             f"{what} must be a dataset with __getitem__ and __len__, or a function f(rank, num_nodes, train_dataset) "

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from vsim.arguments import known_keywords, one_of, real_number, whole_number
+from vsim.arguments import a_function, known_keywords, one_of, real_number, whole_number
 from vsim.cluster.randomness import isolated
 from vsim.data.batches import check_dataset, fetch, in_memory
 from vsim.figures.style import literal, sized
@@ -80,7 +80,7 @@ def partition(
     if odd:
         raise TypeError(f"partition: {odd[0]}= has no effect on {kind!r}, which takes {', '.join(defaults) or 'none'}")
     given = {name: default if named[name] is None else named[name] for name, default in defaults.items()}
-    if None in given.values():
+    if any(value is None for value in given.values()):
         raise TypeError(f"partition: {kind!r} needs {' and '.join(n for n, v in given.items() if v is None)}=")
     for name, value in given.items():
         real_number(name, value, above=0) if name == "alpha" else whole_number(name, value)
@@ -141,12 +141,11 @@ class Partition:
         from matplotlib.colors import PowerNorm
         from matplotlib.ticker import MaxNLocator
 
-        from vsim.figures.paper import new_figure
+        from vsim.figures.paper import axes_of
 
         if not self.classes:
             raise ValueError(f"{self!r} has no classes to show: give partition(…, labels=…)")
-        if ax is None:
-            ax = new_figure(3.4, min(4.0, 1.6 + 0.11 * len(self.classes))).subplots()
+        ax = axes_of(ax, 3.4, min(4.0, 1.6 + 0.11 * len(self.classes)))
         counts, many = self.counts.numpy(), self.num_nodes > _FEW
         if many:
             counts = counts[np.lexsort((-counts.sum(1), counts.argmax(1)))]
@@ -195,6 +194,8 @@ def _classes(dataset: Dataset[Any], labels: Labels | None, needed: bool) -> tupl
     if labels is None and not needed:
         return [], np.zeros(size, np.int64)
     if labels is None or callable(labels):
+        if labels is not None:
+            a_function("labels", labels, "example")
         labels = list(_read(dataset, labels, size))
     found = np.asarray(labels)
     if found.shape != (size,) or found.dtype.kind not in "biuU":

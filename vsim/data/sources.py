@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from vsim.arguments import a_path, a_text, real_number, whole_number
 from vsim.extras import extra
 from vsim.reading import regular
 
@@ -139,9 +140,10 @@ def text_file(
         FileNotFoundError: there is no such file.
         ValueError: it is too short for one window in each part, or is not text in this encoding.
     """
-    path = Path(path)
+    path = a_path("path", path)
     if not path.is_file():
         raise FileNotFoundError(f"text_file: no file at {path}")
+    a_text("encoding", encoding)
     try:
         text = regular(path).read_text(encoding=encoding)
     except LookupError:
@@ -166,7 +168,8 @@ def digits(val_fraction: float = 0.2, seed: int = 0) -> tuple[TensorDataset, Ten
         ValueError: an argument out of its range.
     """
     sklearn_datasets = extra("sklearn.datasets", "digits", "scikit-learn", "digits")
-    _check_fraction(val_fraction)
+    real_number("val_fraction", val_fraction, above=0, below=1)
+    seed = whole_number("seed", seed, at_least=0)
     bunch = sklearn_datasets.load_digits()
     x = torch.from_numpy(bunch.images.astype(np.float32)).div_(16).unsqueeze(1)  # (N, 1, 8, 8)
     y = torch.from_numpy(bunch.target.astype(np.int64))
@@ -191,7 +194,7 @@ def mnist(folder: str | Path) -> tuple[TensorDataset, TensorDataset]:
         FileNotFoundError: the folder or one of the files is missing.
         ValueError: a file is not in the format, is cut short, or has another count than its companion.
     """
-    folder = Path(folder)
+    folder = a_path("folder", folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"mnist: no folder at {folder}")
     # All four are found before the first is read: an incomplete folder is then reported at once.
@@ -208,9 +211,8 @@ def _windows(
     """Encode a text, cut its end off for validation, and lay windows over both parts."""
     stride = block_size if stride is None else stride
     for name, size in (("block_size", block_size), ("stride", stride)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}: got {size!r}; an integer of at least 1 allowed")
-    _check_fraction(val_fraction)
+        whole_number(name, size)
+    real_number("val_fraction", val_fraction, above=0, below=1)
     # A window needs one character more than block_size, for its last target, and each part needs a window.
     # Rounded first, because 1 - 0.9 is a little less than 0.1 and would ask for one character too many.
     minimum = math.ceil(round((block_size + 1) / min(val_fraction, 1 - val_fraction), 6))
@@ -229,11 +231,6 @@ def _windows(
 def _val_length(length: int, val_fraction: float, at_least: int) -> int:
     """Return the number of validation examples out of `length`, leaving `at_least` on both sides."""
     return min(max(round(length * val_fraction), at_least), length - at_least)
-
-
-def _check_fraction(val_fraction: float) -> None:
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"val_fraction: got {val_fraction!r}; a number between 0 and 1 allowed")
 
 
 def _code_points(text: str) -> npt.NDArray[np.uint32]:

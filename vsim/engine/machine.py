@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from vsim.arguments import retold
+from vsim.arguments import a_list, naming, retold
 from vsim.engine.executor import Executor
 
 # One thread computes the steps of nodes that have fewer weights together: four MLPs of 26,000 weights have 104,000, and
@@ -36,12 +36,12 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         "cpu": 1,
     }
     here = [name for name, count in available.items() if count]
-    if device is None or device == "":  # scripts for EXO Gym default to "" on the command line
+    if device is None or (isinstance(device, str) and not device):  # scripts for EXO Gym default to ""
         return torch.device(here[0])
     try:
         chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"unknown device {device!r}; this machine has {', '.join(here)}") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"unknown device {device!r:.100}; this machine has {', '.join(here)}") from error
     if (chosen.index or 0) >= available.get(chosen.type, 0):
         raise ValueError(f"device {str(device)!r} is not available; this machine has {', '.join(here)}")
     return chosen
@@ -52,9 +52,9 @@ def devices_of_nodes(
 ) -> list[torch.device]:
     """Return the devices that are assigned to the nodes' processes in turn."""
     if devices is not None:
-        if isinstance(devices, str) or not len(devices):
-            raise TypeError(f"devices must be a list of devices with at least one, got {devices!r}")
-        return [_numbered(pick_device(d)) for d in devices]
+        listed = a_list("devices", devices)
+        with naming("devices"):
+            return [_numbered(pick_device(d)) for d in listed]
     if device is not None:
         return [_numbered(pick_device(device))]
     gpus = torch.cuda.device_count()

@@ -15,6 +15,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
+from vsim.arguments import given
 from vsim.writing import replacing
 
 # What files are written with: in PDF the fonts are embedded as TrueType, which publishers ask for and which can be
@@ -31,6 +32,13 @@ class PaperFigure(Figure):
     def save(self, path: str | Path) -> None:
         """Write it to a file; see `vsim.figures.paper.save`."""
         save(self, path)
+
+
+def axes_of(ax: Axes | None, width: float, height: float) -> Axes:
+    """Return `ax`, by default the axes of a new figure of this size in inches; raise a TypeError for anything else."""
+    if not isinstance(ax, Axes | None):
+        raise TypeError(f"ax must be axes of matplotlib, got {given(ax)}")
+    return new_figure(width, height).subplots() if ax is None else ax
 
 
 def save(figure: Figure | Axes, path: str | Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.arguments import known_keywords, real_number, whole_number
+from vsim.arguments import known_keywords, naming, real_number, whole_number
 from vsim.network.links import seconds
 
 _PLAIN = ("num_nodes", "layers", "jitter", "seed", "bucket_bytes", "dollars_per_hour")
@@ -71,12 +71,12 @@ class Compute:
         if seed is not None and not self.jitter:
             raise TypeError("seed is that of the jitter, and has no effect without jitter=")
         self.seed = 42 if seed is None else whole_number("seed", seed, at_least=0)
+        self.bucket_bytes = 25e6 if bucket_bytes is None else real_number("bucket_bytes", bucket_bytes, at_least=0)
         if bucket_bytes is not None and layers is None:
             raise TypeError(
                 f"bucket_bytes={bucket_bytes:g} has no effect without layers=: everything is sent at once. Give "
                 "Compute(…, layers=24), the layers of the model"
             )
-        self.bucket_bytes = 25e6 if bucket_bytes is None else real_number("bucket_bytes", bucket_bytes, at_least=0)
         self.dollars_per_hour: float | None = None
         if dollars_per_hour is not None:
             self.dollars_per_hour = real_number("dollars_per_hour", dollars_per_hour, at_least=0)
@@ -105,7 +105,8 @@ class Compute:
         """
         if given is None:
             raise TypeError("compute is missing: give Compute(seconds_per_step), or the seconds a step takes")
-        return given if isinstance(given, Compute) else cls(given)
+        with naming("compute"):
+            return given if isinstance(given, Compute) else cls(given)
 
     def as_plain(self) -> dict[str, Any]:
         """Return the compute as lists and numbers, which JSON can hold."""

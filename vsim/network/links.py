@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vsim.arguments import known_keywords, one_of, real_number, whole_number
+from vsim.arguments import a_text, known_keywords, naming, one_of, real_number, whole_number
 from vsim.network.cost import ALGORITHMS, COLLECTIVES, rounds, slowest_on_best_ring, ways
 
 Floats = NDArray[np.float64]
@@ -137,7 +137,7 @@ class Network:
         >>> Network.parse("200 Mbit/s, 50 ms, tree")
         Network(200 Mbit/s, 50 ms, tree)
         """
-        first, *rest = (part.strip() for part in str(text).split(","))
+        first, *rest = (part.strip() for part in a_text("text", text).split(","))
         named = rest and (rest[-1] in ALGORITHMS or not any(letter.isdigit() for letter in rest[-1]))
         collective = one_of("collective", rest.pop(), ALGORITHMS) if named else collective
         if len(rest) > 1:
@@ -157,7 +157,8 @@ class Network:
             raise TypeError("network is missing: give a Network, or text such as '200 Mbit/s, 50 ms'")
         if isinstance(given, Network):
             return given
-        return cls.parse(given, collective) if isinstance(given, str) else cls(given, collective=collective)
+        with naming("network"):
+            return cls.parse(given, collective) if isinstance(given, str) else cls(given, collective=collective)
 
     @classmethod
     def between(cls, bandwidth: Sequence[Any], latency: Sequence[Any] | float | str = 0, **options: Any) -> Network:
@@ -222,7 +223,8 @@ class Network:
                 link = given.get((a, b), given.get((b, a), inside if a == b else between))
                 if isinstance(link, Mapping):
                     raise ValueError(f"no links are given for {a if a == b else f'{a} and {b}'}")
-                bits[i, j], delays[i, j] = _link(link)
+                with naming("inside" if i == j else "between"):
+                    bits[i, j], delays[i, j] = _link(link)
         return cls._of_places(bits, delays, np.repeat(np.arange(len(names)), counts), options)
 
     @classmethod

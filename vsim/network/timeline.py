@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vsim.arguments import a_list, whole_number
 from vsim.figures.style import STYLE, styled
 from vsim.network.clock import Clock, Record, Span
 from vsim.network.compute import Compute
@@ -70,15 +71,14 @@ class Timeline:
         """
         if self.ledger.seconds:
             raise ValueError("the timeline of an asynchronous run has no picture: its nodes are at no common step")
-        first, last = around_first_event(self.ledger) if steps is None else steps
         total, num_nodes = self.ledger.steps, self.ledger.num_nodes
-        if not 1 <= first <= last <= total:
+        drawn = a_list("steps", around_first_event(self.ledger) if steps is None else steps)
+        ends = [whole_number("steps", step, at_least=0) for step in drawn]
+        if len(ends) != 2 or not 1 <= ends[0] <= ends[1] <= total:
             raise ValueError(f"steps must be the first and the last that are drawn, of 1 … {total}, got {steps}")
-        shown = range(min(4, num_nodes)) if nodes is None else nodes
-        odd = [node for node in shown if not 0 <= node < num_nodes]
-        if odd or not len(shown):
-            raise ValueError(f"nodes must be some of 0 … {num_nodes - 1}, got {nodes}")
-        return _gantt(self, (first, last), shown, ax)
+        given = a_list("nodes", range(min(4, num_nodes)) if nodes is None else nodes)
+        shown = [whole_number("nodes", node, at_least=0, at_most=num_nodes - 1) for node in given]
+        return _gantt(self, (ends[0], ends[1]), shown, ax)
 
     def __repr__(self) -> str:
         return (
@@ -198,9 +198,9 @@ def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axe
     """Draw some steps of some nodes; see `Timeline.plot`."""
     from matplotlib.patches import Patch
 
-    from vsim.figures.paper import new_figure
+    from vsim.figures.paper import axes_of
 
-    ax = new_figure(6.8, 1.1 + 0.5 * len(nodes)).subplots() if ax is None else ax
+    ax = axes_of(ax, 6.8, 1.1 + 0.5 * len(nodes))
     watched: list[Span] = []
     Clock(line.ledger, line.network, line.compute, watched.append).run(steps[1])
     # (what, step, label, row, start, end) of every bar.

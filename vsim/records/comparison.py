@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from vsim.arguments import encodable, naming, one_of, real_number
+from vsim.arguments import a_list, a_text, encodable, given, naming, one_of, real_number
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
@@ -157,7 +157,7 @@ class Comparison(Mapping[str, ComparedRun]):
 
     def runs(self, name: str) -> list[ComparedRun]:
         """Return the runs of one strategy, one for each seed."""
-        if name not in self._runs:
+        if not isinstance(name, str) or name not in self._runs:
             raise KeyError(f"no run {name!r}; there are {', '.join(self._runs)}")
         return self._runs[name]
 
@@ -478,7 +478,7 @@ class Comparison(Mapping[str, ComparedRun]):
                 has the model: a mean that no node has costs one more all-reduce.
         """
         ways = {f"{way}_bytes": way for way in ("wire", "payload")}
-        if of in ways:
+        if a_text("of", of) in ways:
             return self._until(loss, lambda run: self._spent(run, ways[of]))
         return {
             name: [run.history.at_step(own.step, of) for run, own in zip(self.runs(name), found, strict=True)]
@@ -661,6 +661,8 @@ class Comparison(Mapping[str, ComparedRun]):
             ValueError: a strategy cannot be priced without training; or nodes took part in some of the steps only.
             TypeError: a name has no strategy.
         """
+        if not isinstance(strategies, Mapping | None):
+            raise TypeError(f"strategies must be a dict of name → strategy, got {given(strategies)}")
         bare = without_values(parameters, layers, model, bytes_per_parameter)
         clock = None if self.compute is None or self.num_nodes is None else self.compute.totals(self.num_nodes)
         other = copy.copy(self)
@@ -675,9 +677,10 @@ class Comparison(Mapping[str, ComparedRun]):
                     "participation=; the report's slider of the model's size multiplies its bytes"
                 )
             strategy = (strategies or {}).get(name, first.strategy)
-            if strategy is None:
+            if not hasattr(strategy, "dry_run"):
                 raise TypeError(
-                    f"{name} was read from a file without strategies: give at(…, strategies={{{name!r}: …}})"
+                    f"{name} was read from a file without strategies: give at(…, strategies={{{name!r}: …}}), got "
+                    f"{strategy!r:.100}"
                 )
             most = max(1, *(run.ledger.steps for run in runs))
             with naming(name), naming_layers(bare):
@@ -779,7 +782,7 @@ class Comparison(Mapping[str, ComparedRun]):
                 row["validated on"] = ", ".join(dict.fromkeys(h.validated_on for h in self.histories[name]))
         titles = [title for name in self._ordered()[:1] for title in self._titles(name)]
         marks: Marks | None = None
-        has_loss = columns is None or (isinstance(columns, Sequence) and self._loss_title in columns)
+        has_loss = columns is None or (isinstance(columns, list | tuple) and self._loss_title in columns)
         if len(self) > 1 and has_loss:
             losses = self._by_seed(self._loss)
             found = ranking({name: losses[name] for name in self if name not in diverged})
@@ -827,7 +830,8 @@ class Comparison(Mapping[str, ComparedRun]):
             network, compute: determine "time", see `vsim.timeline`; default: the comparison's.
         """
         axis = self._x_axis(x, network, compute)
-        return bands(self._drawn(), axis, y or self._loss_column, ax, True, self._looks(), self._diverged(), logy)
+        y = self._loss_column if y is None else y
+        return bands(self._drawn(), axis, y, ax, True, self._looks(), self._diverged(), logy)
 
     @overload
     def report(
@@ -863,11 +867,11 @@ class Comparison(Mapping[str, ComparedRun]):
         """
         from vsim.records.report.page import report
 
-        page = report({title or "Comparison": self}, network, compute, title)
+        page = report({"Comparison" if title is None else a_text("title", title): self}, network, compute, title)
         return page if path is None else page.save(path)
 
     def _x_axis(self, x: str, network: AnyNetwork, compute: AnyCompute) -> str | XAxis:
-        if x == "time":
+        if isinstance(x, str) and x == "time":
             return time_axis(self._all_histories(), *self._must_be_priced(network, compute))
         if network is not None or compute is not None:
             raise TypeError(f"network and compute have no effect with x={x!r}; x='time' follows from them")
@@ -895,11 +899,9 @@ class Comparison(Mapping[str, ComparedRun]):
             logy: whether the loss is on a logarithmic axis.
             width: in inches; the width of a page (6.8), or of a column (3.3), in which the panels are stacked.
         """
-        if strategies is not None and not isinstance(strategies, list):
-            raise TypeError(f"strategies must be a list of names, got {strategies!r}")
         if title is not None and not isinstance(title, str):
             raise TypeError(f"title must be a text, got {title!r}")
-        shown = self if strategies is None else self[strategies]
+        shown = self if strategies is None else self[a_list("strategies", strategies)]
         title = shown._title() if title is None else title
         looks = shown._looks()
         axis = shown._x_axis(x, network, compute)

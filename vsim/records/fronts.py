@@ -55,7 +55,7 @@ def amount(of: str, value: Any) -> float:
     Raises:
         TypeError: the value is neither a number nor text. ValueError: it is below 0, or text of another form.
     """
-    one_of("a budget", of, BUDGETS)
+    one_of("within: a budget", of, BUDGETS)
     where = f"within[{of!r}]"
     if of == "time":
         return seconds(where, value, at_least=0)
@@ -197,9 +197,9 @@ class Front:
         Args:
             ax: default: the axes of a new figure as wide as a column.
         """
-        from vsim.figures.paper import new_figure
+        from vsim.figures.paper import axes_of
 
-        ax = new_figure(3.3, 2.7).subplots() if ax is None else ax
+        ax = axes_of(ax, 3.3, 2.7)
         kind = COSTS[self.cost]
         known = self.frame[np.isfinite(self.frame["loss"])]
         costs = known[kind.column]

@@ -7,14 +7,13 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.arguments import real_number
+from vsim.arguments import a_path, a_text, real_number
 from vsim.cluster.ledger import Ledger
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.reading import parse_json, read_text
@@ -224,13 +223,13 @@ class History:
         return found / self.ledger.num_nodes
 
     def __getitem__(self, column: str) -> NDArray[np.float64]:
-        if column not in self._columns:
+        if not isinstance(column, str) or column not in self._columns:
             raise KeyError(f"no column {column!r}; there are {', '.join(self._columns)}")
         return np.asarray(self._columns[column])
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Return a column; all NaN if this run has no column of that name."""
-        return self[name] if name in self._columns else np.full(len(self), math.nan)
+        return self[name] if a_text("name", name) in self._columns else np.full(len(self), math.nan)
 
     def __len__(self) -> int:
         return len(self._columns["step"])
@@ -383,19 +382,19 @@ def write_csv(path: str | Path, frame: pd.DataFrame) -> None:
     for column in frame.select_dtypes(exclude="number"):
         frame[column] = frame[column].map(csv_field)
     frame.columns = frame.columns.map(csv_field)
-    with replacing(file_path(path)) as part:
+    with replacing(a_path("path", path)) as part:
         frame.to_csv(part, index=False, float_format=lambda v: str(csv_field(v)), lineterminator="\r\n")
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     """Write a dict as JSON that every reader takes: no NaN, no infinity."""
-    with replacing(file_path(path)) as part, open(part, "w", encoding="utf-8") as file:
+    with replacing(a_path("path", path)) as part, open(part, "w", encoding="utf-8") as file:
         json.dump(content, file, allow_nan=False)
 
 
 def read_json(path: str | Path, what: str, keys: Iterable[str]) -> dict[str, Any]:
     """Read a dict that has these keys; otherwise raise a ValueError that names the expected content."""
-    text = read_text(file_path(path))
+    text = read_text(a_path("path", path))
     try:
         content = parse_json(text)
     except (ValueError, RecursionError) as error:
@@ -403,13 +402,6 @@ def read_json(path: str | Path, what: str, keys: Iterable[str]) -> dict[str, Any
     if not isinstance(content, dict) or any(key not in content for key in keys):
         raise ValueError(f"{path} was not written by {what}.to_json: it lacks {' or '.join(map(repr, keys))}")
     return content
-
-
-def file_path(path: str | Path) -> Path:
-    """Return the path of a file; raise a TypeError for anything else, such as the number of an open file."""
-    if not isinstance(path, str | PathLike):
-        raise TypeError(f"path must be the path of a file, got {path!r} of type {type(path).__name__}")
-    return Path(path)
 
 
 @contextmanager

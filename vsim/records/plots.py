@@ -286,15 +286,13 @@ def bands(
     Raises:
         ValueError, KeyError: there is no such x, or no column y, or no run has tokens.
     """
-    from vsim.figures.paper import new_figure, plain_ticks
+    from vsim.figures.paper import axes_of, plain_ticks
 
     true_or_false("logy", logy)
     axis = x if isinstance(x, XAxis) else X_AXES[one_of("x", x, X_AXES)]
     lists = _lists(runs)
     looks, diverged = looks or looks_of(list(runs)), diverged or {}
-    own = new_figure(4.4, 3.2) if ax is None else None
-    ax = own.subplots() if own is not None else ax
-    assert ax is not None
+    own, ax = ax is None, axes_of(ax, 4.4, 3.2)
     if x == "tokens" and lists and not any(h.last("tokens") > 0 for histories in lists.values() for h in histories):
         raise ValueError("x='tokens' needs batches that hold token ids; x='examples' is there for all data")
     if x == "round" and not all(h.ledger.attendance for histories in lists.values() for h in histories):
@@ -338,8 +336,8 @@ def bands(
         which = literal(", ".join(silent)) if len(silent) <= 2 else f"{len(silent)} of {len(drawn)}"
         ax.set_title(f"horizontal, as nothing is sent: {which}", fontsize=7.5, color="0.4", loc="right")
     rows = _add_legend(ax, looks, diverged) if legend and ax.get_lines() else 0
-    if own is not None:
-        own.set_figheight(3.2 + 0.15 * rows)
+    if own and (figure := ax.get_figure(root=True)) is not None:
+        figure.set_figheight(3.2 + 0.15 * rows)
     return ax
 
 
@@ -558,12 +556,10 @@ def heatmap(
     from matplotlib.cm import ScalarMappable
     from matplotlib.patches import Patch, Rectangle
 
-    from vsim.figures.paper import new_figure, plain_ticks
+    from vsim.figures.paper import axes_of, plain_ticks
 
     (x_name, x_values), (y_name, y_values) = x, y
-    if ax is None:
-        width = min(6.8, max(3.3, 1.4 + 0.42 * len(x_values)))
-        ax = new_figure(width, min(6.0, 1.05 + 0.4 * len(y_values))).subplots()
+    ax = axes_of(ax, min(6.8, max(3.3, 1.4 + 0.42 * len(x_values))), min(6.0, 1.05 + 0.4 * len(y_values)))
     known = [cell.value for cell in cells.values() if math.isfinite(cell.value)]
     colours = ScalarMappable(_norm(known), _MAP)
     figure = ax.get_figure(root=True)

@@ -88,7 +88,8 @@ class Sweep(Comparison):
         """
         looks = self._looks(None if colour is None else one_of("colour", colour, self.varied))
         axis = self._x_axis(x, network, compute)
-        return bands(self._drawn(), axis, y or self._loss_column, ax, True, looks, self._diverged(), logy)
+        y = self._loss_column if y is None else y
+        return bands(self._drawn(), axis, y, ax, True, looks, self._diverged(), logy)
 
     def heatmap(self, x: str, y: str, /, *, ax: Axes | None = None, **fixed: Any) -> Axes:
         """Draw the final loss, averaged over the seeds, over two settings, whose values are ordered categories.

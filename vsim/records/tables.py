@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
-from vsim.arguments import one_of, whole_number
+from vsim.arguments import a_text, given, one_of, whole_number
 
 # Digits after the point, if not 2: more for losses and bytes, fewer for times and counts.
 _CLIENT_LOSSES = ("client loss", "client loss, 90th percentile", "client loss, worst")
@@ -69,13 +69,16 @@ def text_table(
         TypeError: `columns` is not a list of names.
         ValueError: there is no such column or format, or digits are less than 0.
     """
-    if columns is not None and (isinstance(columns, str) or not isinstance(columns, Sequence)):
-        raise TypeError(f"columns must be a list of names, such as ['wire MB/node'], got {columns!r}")
+    a_text("format", format)
+    if columns is not None and not isinstance(columns, list | tuple):
+        raise TypeError(f"columns must be a list of names, such as ['wire MB/node'], got {given(columns)}")
     known = [key for row in rows[:1] for key in row if not key.endswith(" std")]
-    given = digits if isinstance(digits, Mapping) else dict.fromkeys(known, digits)
-    for name in [*(columns or ()), *given]:
-        one_of("a column", name, known)
-    own = {name: whole_number("digits", n, at_least=0) for name, n in given.items() if n is not None}
+    by_column = digits if isinstance(digits, Mapping) else dict.fromkeys(known, digits)
+    for name in columns or ():
+        one_of("columns: each", name, known)
+    for name in by_column:
+        one_of("digits: a column", name, known)
+    own = {name: whole_number("digits", n, at_least=0) for name, n in by_column.items() if n is not None}
     below, asked = list(notes), columns
     if columns is None:
         columns = [name for name in known if name not in ON_DEMAND]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vsim.arguments import a_list
 from vsim.figures.style import STYLE, literal, sized
 from vsim.network.links import delay, rate
 from vsim.network.timeline import duration
@@ -167,10 +168,9 @@ class Winners:
         Args:
             ax: default: the axes of a new figure as wide as a column.
         """
-        from vsim.figures.paper import new_figure, plain_ticks
+        from vsim.figures.paper import axes_of, plain_ticks
 
-        if ax is None:
-            ax = new_figure(3.3, 2.7).subplots()
+        ax = axes_of(ax, 3.3, 2.7)
         bits, milliseconds = self.bandwidths, np.maximum(self.latencies, 1e-9) * 1e3
         ax.set(xscale="log", yscale="log", xlabel="bandwidth (bit/s)", ylabel="latency (ms)")
         shown = sorted({names for row in self.first for names in row if names})
@@ -359,9 +359,4 @@ def ascending(name: str, given: Sequence[float | str] | None, default: Floats, p
     """Return rates or delays, given as numbers or text, in ascending order; raise a ValueError if there are none."""
     if given is None:
         return default
-    if isinstance(given, str) or not hasattr(given, "__len__"):
-        raise TypeError(f"{name} must be a list, got {given!r}")
-    values = sorted({parse(name, one.item() if hasattr(one, "item") else one) for one in given})
-    if not values:
-        raise ValueError(f"{name} must have at least one value")
-    return np.array(values)
+    return np.array(sorted({parse(name, one) for one in a_list(name, given)}))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from vsim.arguments import one_of, real_number, whole_number
+from vsim.arguments import a_function, one_of, real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.reductions import reduce_rows, shares_of
 from vsim.strategy.asynchronous import AsynchronousStrategy
@@ -80,9 +80,12 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
             raise TypeError("AsyncDiLoCo: buffer and patience both say how many arrivals an outer step has; give one")
         self.waits = patience is not None
         name, arrivals = ("patience", patience) if self.waits else ("buffer", 1 if buffer is None else buffer)
-        self.awaited = math.inf if self.waits and patience == math.inf else whole_number(name, arrivals)
-        if not callable(staleness):
+        self.awaited = (
+            math.inf if isinstance(patience, float) and patience == math.inf else whole_number(name, arrivals)
+        )
+        if isinstance(staleness, str):
             staleness = STALENESS[one_of("staleness", staleness, STALENESS)]
+        a_function("staleness", staleness, "staleness")
         self.staleness = staleness
         super().__init__(H, inner_optim=inner_optim, **options)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from vsim_kernels import matrix_shape, sort_rows, topk_entries
 
-from vsim.arguments import one_of, real_number, whole_number
+from vsim.arguments import a_function, one_of, real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Among, Merge, Pending
 from vsim.cluster.reductions import reduce_rows
@@ -350,9 +350,9 @@ class clip(Part):
 
     def __post_init__(self) -> None:
         if isinstance(self.norm, str):
-            one_of("clip", self.norm, ["median"])
+            one_of("clip: norm", self.norm, ["median"])
         else:
-            real_number("clip", self.norm, above=0)
+            real_number("clip: norm", self.norm, above=0)
 
     def __call__(self, rows: Tensor, cluster: Cluster, label: str) -> None:
         """Scale stacked `rows` (R, P) in place."""
@@ -550,6 +550,7 @@ def average_of(
                 f"{where}: average must be an average such as trimmed_mean(0.2) or mean() | clip(1.0), the name of a "
                 f"rule ({', '.join(RULES)}), or a function of (rows, weights), got {average!r}"
             )
+        a_function(f"{where}: average", made, "rows, weights")
         made = _Own(made)
     result = Average(made)
     if result.rule.by not in by:

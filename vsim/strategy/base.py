@@ -211,7 +211,7 @@ class Strategy(Configured):
         own = [n for n in inspect.signature(type(self).__init__).parameters if n not in ("self", "options", *of_all)]
         where = f"{type(self).__name__}()"
         reject_unknown(options, [*own, *of_all], where)
-        if not isinstance(communication_modules, Sequence):
+        if not isinstance(communication_modules, list | tuple):
             raise TypeError(
                 f"{where}: communication_modules must be a list of CommunicationModules, got {communication_modules!r}"
             )

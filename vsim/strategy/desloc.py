@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import Unpack
 
-from vsim.arguments import whole_number
+from vsim.arguments import a_text, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optimizers import states_by_node
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
@@ -29,7 +29,7 @@ class StateAverage(CommunicationModule):
     """
 
     def __init__(self, name: str, every: int) -> None:
-        self.name = name
+        self.name = a_text("name", name)
         self.H = whole_number("every", every)
 
     def sync(self, cluster: Cluster) -> None:

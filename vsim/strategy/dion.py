@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from typing_extensions import Unpack
 from vsim_kernels import left_factor, low_rank, matrix_shape, orthogonalize, right_factor
 
-from vsim.arguments import real_number
+from vsim.arguments import naming, real_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
 from vsim.strategy.base import Optim, Strategy, StrategyOptions
@@ -74,9 +74,11 @@ class DionStrategy(Strategy):
         self.rank_fraction = real_number("rank_fraction", rank_fraction, above=0, at_most=1)
         self.mu = real_number("mu", mu, at_least=0, at_most=1)
         decay = real_number("weight_decay", weight_decay, at_least=0)
-        rest = inner_optim or OptimSpec("adamw", betas=(0.9, 0.95))
+        rest = OptimSpec("adamw", betas=(0.9, 0.95)) if inner_optim is None else inner_optim
         # The step of the matrices takes the place of their gradient.
-        super().__init__(inner_optim=OptimSpec("sgd", weight_decay=decay, rest=rest, only=only), **options)
+        with naming("inner_optim"):
+            optim = OptimSpec("sgd", weight_decay=decay, rest=rest, only=only)
+        super().__init__(inner_optim=optim, **options)
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)

@@ -34,7 +34,7 @@ class PrivateAverage(AveragingCommunicator):
     carried = ("rounds",)
 
     def __init__(self, every: int | When, clip: float, noise_multiplier: float, delta: float) -> None:
-        super().__init__(every=every, average="mean" if clip == math.inf else limit(clip))
+        super().__init__(every=every, average="mean" if isinstance(clip, float) and clip == math.inf else limit(clip))
         if self.when.has_warmup:
             raise ValueError(
                 f"DP-FedAvg: H must be a number of steps or a schedule without a warm-up, got {every!r}: in its "

@@ -76,5 +76,5 @@ class FedDynStrategy(Strategy):
     def __init__(
         self, inner_optim: Optim = None, H: int = 10, *, alpha: float = 0.1, **options: Unpack[StrategyOptions]
     ) -> None:
-        inner = inner_optim if options.get("optim_spec") is not None else inner_optim or "sgd"
+        inner = "sgd" if inner_optim is None and options.get("optim_spec") is None else inner_optim
         super().__init__([DynamicRegularizer(H, alpha)], inner_optim=inner, **options)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from vsim.arguments import one_of, real_number
+from vsim.arguments import given, one_of, real_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec, resolve_optim
 from vsim.cluster.optimizers import forget
@@ -38,6 +38,8 @@ class FedAdam(Optimizer):
     ) -> None:
         real_number("lr", lr, at_least=0)
         real_number("tau", tau, above=0)
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise TypeError(f"betas must be two numbers, got {given(betas)}")
         for beta in betas:
             real_number("betas", beta, at_least=0, at_most=1)
         super().__init__(params, {"lr": lr, "betas": betas, "tau": tau})

@@ -62,11 +62,13 @@ class Fragment:
 
 def checked_fragments(fragments: Fragments, H: int) -> Fragments:
     """Return `fragments=` as given, a number as an int; it is from 1 to H, each being sent once in H steps."""
-    if fragments is None or isinstance(fragments, list | tuple):
-        if fragments is not None:
-            whole_number("fragments", len(fragments), at_most=H)
-        return fragments
-    return whole_number("fragments", fragments, at_most=H)
+    if not isinstance(fragments, list | tuple):
+        return None if fragments is None else whole_number("fragments", fragments, at_most=H)
+    whole_number("fragments: their number", len(fragments), at_most=H)
+    for names in fragments:
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"fragments must be a number, or lists of names; got {names!r:.100} in place of a list")
+    return fragments
 
 
 def first_step(i: int, H: int, parts: int) -> int:
@@ -115,8 +117,6 @@ def _layer(name: str) -> str:
 def _listed(layout: Sequence[Columns], lists: Sequence[Sequence[str]]) -> list[list[Columns]]:
     parts = []
     for names in lists:
-        if isinstance(names, str):
-            raise TypeError(f"fragments must be a number, or lists of names; got the name {names!r} in place of a list")
         for name in names:
             if not any(_is_in(c.name, name) for c in layout):
                 raise ValueError(

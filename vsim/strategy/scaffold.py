@@ -120,7 +120,8 @@ class ScaffoldStrategy(Strategy):
         server_lr: float = 1.0,
         **options: Unpack[StrategyOptions],
     ) -> None:
-        super().__init__([ControlVariates(H, server_lr)], inner_optim=inner_optim or "sgd", **options)
+        inner = "sgd" if inner_optim is None else inner_optim
+        super().__init__([ControlVariates(H, server_lr)], inner_optim=inner, **options)
         own = self.optim_spec
         if own.cls is not torch.optim.SGD or own.rest or own.kwargs.get("momentum") or own.kwargs.get("maximize"):
             raise TypeError(

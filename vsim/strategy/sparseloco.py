@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
-from vsim.arguments import real_number
+from vsim.arguments import naming, real_number
 from vsim.cluster import Cluster
 from vsim.strategy.average import Average, compress
 from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
@@ -86,6 +86,7 @@ class SparseLoCoStrategy(Strategy):
         outer_lr: float = 1.0,
         **options: Unpack[StrategyOptions],
     ) -> None:
-        quantizer = None if quantization_bits is None else StatisticalQuantizer(quantization_bits)
+        with naming("quantization_bits"):
+            quantizer = None if quantization_bits is None else StatisticalQuantizer(quantization_bits)
         sent = compress(TileTopK(topk, chunk, "packed", quantizer), error_feedback)
         super().__init__([SparseLoCoCommunicator(H, sent, outer_lr)], inner_optim=inner_optim, **options)

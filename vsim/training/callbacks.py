@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vsim.arguments import one_of, real_number, whole_number
+from vsim.arguments import a_text, one_of, real_number, whole_number
 from vsim.engine.executor import bits_of
 from vsim.private_torch import version
 from vsim.records.history import ACCURACIES
@@ -173,7 +173,7 @@ class Monitor(Callback):
     """
 
     def __init__(self, monitor: str = "global_loss", mode: str = "min", min_delta: float = 0.0) -> None:
-        self.monitor = monitor
+        self.monitor = a_text("monitor", monitor)
         self.mode = one_of("mode", mode, ("min", "max"))
         self.min_delta = real_number("min_delta", min_delta, at_least=0)
         self.restart()

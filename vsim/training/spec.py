@@ -16,6 +16,7 @@ from torch import nn
 from vsim.arguments import (
     a_function,
     encodable,
+    given,
     is_factory,
     one_of,
     real_number,
@@ -43,7 +44,7 @@ _COUNTS_OR_NONE = (
     *("max_steps", "val_size", "val_interval", "checkpoint_interval", "correlation_interval"),
     *("chunk_size", "threads_per_process"),
 )
-_FLAGS = ("shuffle", "autocast", "deterministic")
+_FLAGS = ("shuffle", "autocast", "deterministic", "compile")
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +121,7 @@ class RunSpec:
             raise TypeError(f"strategy must be a vsim Strategy object, got {self.strategy!r}")
         if not hasattr(self.strategy, "communication_modules"):
             raise TypeError(f"{type(self.strategy).__name__}.__init__() must call super().__init__()")
+        one_of("backend", self.backend, ("stacked", "process"))
         for name in _COUNTS:
             self._set(name, whole_number(name, getattr(self, name)))
         for name in _COUNTS_OR_NONE:
@@ -132,8 +134,8 @@ class RunSpec:
             raise TypeError(
                 f"participation must be a Sample, Dropout, Schedule or the like, got {self.participation!r}"
             )
-        if self.progress not in (True, False, "plot", "table"):
-            raise ValueError(f"progress must be True, False, 'plot' or 'table', got {self.progress!r}")
+        if not isinstance(self.progress, bool | str) or self.progress not in (True, False, "plot", "table"):
+            raise ValueError(f"progress must be True, False, 'plot' or 'table', got {self.progress!r:.100}")
         self._check_callbacks()
         self._check_data()
         self._check_computing()
@@ -149,15 +151,17 @@ class RunSpec:
 
     def _check_callbacks(self) -> None:
         for name in ("train_loss_hook", "eval_loss_hook"):
-            a_function(name, getattr(self, name), "step, loss")
-        if not isinstance(self.callbacks, Sequence | None) or isinstance(self.callbacks, str):
-            raise TypeError(f"callbacks must be a list of callbacks, got {self.callbacks!r}")
+            if getattr(self, name) is not None:
+                a_function(name, getattr(self, name), "step, loss")
+        if not isinstance(self.callbacks, Sequence | None) or isinstance(self.callbacks, str | bytes):
+            raise TypeError(f"callbacks must be a list of callbacks, got {given(self.callbacks)}")
         self._set("callbacks", list(self.callbacks or ()))
         events = ("on_start", "on_step", "on_evaluation", "on_end", "on_exit")
-        hearing = [c for c in self.callbacks if callable(c) or any(hasattr(c, event) for event in events)]
-        odd = [c for c in self.callbacks if isinstance(c, type) or c not in hearing]
-        if odd:
-            raise TypeError(f"callbacks must be vsim.Callback objects, or functions f(run), got {odd[0]!r}")
+        for one in self.callbacks:
+            if isinstance(one, type) or not (callable(one) or any(hasattr(one, event) for event in events)):
+                raise TypeError(f"callbacks must be vsim.Callback objects, or functions f(run), got {one!r:.100}")
+            if not any(hasattr(one, event) for event in events):
+                a_function("callbacks", one, "run")
         if not isinstance(self.metrics, Mapping | None):
             raise TypeError(f"metrics must be a dict of name → function of (model, batch), got {self.metrics!r}")
         self._set("metrics", dict(self.metrics or {}))
@@ -171,8 +175,8 @@ class RunSpec:
                 raise ValueError(f"{name} has no effect without a val_dataset")
         if self.accuracy is None:
             return
-        if self.accuracy is not False and not callable(self.accuracy):
-            raise TypeError(f"accuracy must be a function of (outputs, targets), or False, got {self.accuracy!r}")
+        if self.accuracy is not False:
+            a_function("accuracy", self.accuracy, "outputs, targets")
         if self.val_dataset is None and self.client_val_dataset is None:
             raise ValueError("accuracy has no effect without a val_dataset or client_val_dataset")
 
@@ -183,6 +187,8 @@ class RunSpec:
                 f"client, or a Partition; got {type(self.client_val_dataset).__name__}. Data that all clients share "
                 "are a val_dataset"
             )
+        if self.client_val_dataset is not None:
+            a_function("client_val_dataset", self.client_val_dataset, "rank, num_nodes, train_dataset")
         if not isinstance(self.dataloader_kwargs, Mapping | None):
             raise TypeError(
                 f"dataloader_kwargs must be a dict of arguments of DataLoader, got {self.dataloader_kwargs!r}"
@@ -199,8 +205,6 @@ class RunSpec:
 
     def _check_computing(self) -> None:
         one_of("executor", self.executor, EXECUTORS)
-        if not isinstance(self.compile, bool):
-            raise ValueError(f"compile must be True or False, got {self.compile!r}")
         inexact = {"autocast=True": self.autocast, "compile=True": self.compile}
         if self.deterministic and any(inexact.values()):
             given = next(name for name, chosen in inexact.items() if chosen)
@@ -216,7 +220,6 @@ class RunSpec:
             raise ValueError(f"{given} has no effect with executor='loop', which is eager and takes one node at a time")
 
     def _check_backend(self) -> None:
-        one_of("backend", self.backend, ("stacked", "process"))
         changing = isinstance(self.participation, Sample) and isinstance(self.participation.stragglers, Deadline)
         if changing and self.backend == "process":
             raise ValueError(f"{self.participation}: cohorts of changing size are simulated only, not in processes")
@@ -226,11 +229,11 @@ class RunSpec:
             if idle:
                 raise ValueError(f"{', '.join(idle)} has no effect with backend='stacked'")
         elif self.num_processes is not None:
-            if self.num_processes != "auto":
-                if isinstance(self.num_processes, str):
-                    raise ValueError(f"num_processes must be a whole number or 'auto', got {self.num_processes!r}")
+            if not isinstance(self.num_processes, str):
                 number = whole_number("num_processes", self.num_processes, at_most=self.num_nodes)
                 self._set("num_processes", number)
+            elif self.num_processes != "auto":
+                raise ValueError(f"num_processes must be a whole number or 'auto', got {self.num_processes!r}")
             if self.participation is not None:
                 raise ValueError(
                     f"{self.participation}: nodes come and go in the simulator, or with a process for every node "
@@ -317,7 +320,7 @@ def _minibatch_size(batch_size: int, minibatch_size: int | None, pieces: int | N
         return None
     value = whole_number(name, value, at_most=batch_size)
     if batch_size % value:
-        divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
+        divisors = [d for d in range(1, min(batch_size, 10_000) + 1) if batch_size % d == 0]
         raise ValueError(
             f"batch_size {batch_size} cannot be divided by {name} {value}; {name} may be one of {divisors}"
         )

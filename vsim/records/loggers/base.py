@@ -146,15 +146,6 @@ def check_run_name(run_name: str) -> str:
     return run_name
 
 
-def log_folder(log_dir: Any) -> Path:
-    """Return the folder of all runs; raise a TypeError or ValueError for anything but a path."""
-    if not isinstance(log_dir, str | Path):
-        raise TypeError(f"log_dir must be the path of a folder, got {log_dir!r}")
-    if isinstance(log_dir, str) and not log_dir.strip():
-        raise ValueError(f"log_dir must be the path of a folder, got {log_dir!r}; '.' is the current one")
-    return Path(log_dir)
-
-
 def date_and_time() -> str:
     """Return the name of a run without one: date and time."""
     return datetime.now().strftime("%Y%m%d_%H%M%S")

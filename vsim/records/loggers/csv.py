@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from vsim.arguments import a_path
 from vsim.records.history import csv_field
-from vsim.records.loggers.base import Row, free_folders, log_folder
+from vsim.records.loggers.base import Row, free_folders
 from vsim.writing import replacing
 
 
@@ -31,7 +32,7 @@ class CSVLogger:
     """
 
     def __init__(self, log_dir: str | Path = "logs") -> None:
-        self.log_dir = log_folder(log_dir)
+        self.log_dir = a_path("log_dir", log_dir)
         self.folder: Path | None = None
         self._tables: dict[str, _Table] = {}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from vsim.arguments import one_of
+from vsim.arguments import a_text, one_of
 from vsim.cluster.randomness import preserved
 from vsim.records.loggers.base import Logger, Row, check_run_name, train_row, validation_row
 from vsim.records.loggers.csv import CSVLogger
@@ -40,7 +40,7 @@ def run_loggers(
     if run_name is not None:
         check_run_name(run_name)
     if wandb_project is not None:
-        loggers.append(WandbLogger(wandb_project))
+        loggers.append(WandbLogger(a_text("wandb_project", wandb_project)))
     one_of("log_x_axis", log_x_axis, X_AXES)
     if log_x_axis != "step" and all(isinstance(one, CSVLogger) for one in loggers):
         raise ValueError(

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vsim.arguments import a_path
 from vsim.extras import extra
-from vsim.records.loggers.base import Row, free_folders, log_folder, x_of
+from vsim.records.loggers.base import Row, free_folders, x_of
 
 # Columns whose last values the HParams page shows.
 _RESULTS = ("train_loss", "global_loss", "local_loss", "payload_bytes", "wire_bytes")
@@ -34,7 +35,7 @@ class TensorBoardLogger:
 
     def __init__(self, log_dir: str | Path = "logs") -> None:
         _tensorboard()
-        self.log_dir = log_folder(log_dir)
+        self.log_dir = a_path("log_dir", log_dir)
         self.folder: Path | None = None
         self._writer: Any = None
 

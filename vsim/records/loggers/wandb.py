@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from vsim.arguments import reject_unknown
+from vsim.arguments import a_text, reject_unknown
 from vsim.extras import extra
 from vsim.records.loggers.base import Row, x_of
 
@@ -32,8 +32,9 @@ class WandbLogger:
     """
 
     def __init__(self, project: str, experiment_name: str | None = None, **init: Any) -> None:
-        if not isinstance(project, str) or not project:
-            raise TypeError(f"WandbLogger: project must be the name of a project, got {project!r}")
+        a_text("WandbLogger: project", project)
+        if experiment_name is not None:
+            a_text("WandbLogger: experiment_name", experiment_name)
         wandb = extra("wandb", "WandbLogger", "wandb", "wandb")
         own = {"project", "name", "config", "reinit"}
         valid = [name for name in inspect.signature(wandb.init).parameters if name not in own]

@@ -77,10 +77,12 @@ def content(
     network = comparison.network if network is None else network
     compute = comparison.compute if compute is None else compute
     assumed = [what for what, own in (("network", network), ("compute", compute)) if own is None]
-    on = Network.of(network or NETWORK, "server" if comparison._of_clients else "ring")
+    on = Network.of(NETWORK if network is None else network, "server" if comparison._of_clients else "ring")
     total = sum(len(comparison.runs(name)) for name in comparison)
     most = _FEW if total <= _MANY_RUNS else _MANY
-    page = _Page(comparison, on, Compute.of(compute or COMPUTE), most, Cache() if cache is None else cache)
+    page = _Page(
+        comparison, on, Compute.of(COMPUTE if compute is None else compute), most, Cache() if cache is None else cache
+    )
     return {**page.as_plain(), "assumed": assumed}
 
 

@@ -12,8 +12,8 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from vsim.arguments import a_path
 from vsim.records.cache import Cache
-from vsim.records.history import file_path
 from vsim.records.report.data import AnyCompute, AnyNetwork, Comparison, content
 from vsim.version import __version__
 from vsim.writing import replacing
@@ -37,7 +37,7 @@ class Report:
         Raises:
             ValueError: the path is a folder, or in no folder that exists.
         """
-        path = file_path(path)
+        path = a_path("path", path)
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"path must name a file in a folder that exists, got {str(path)!r}")
         with replacing(path) as part:
