@@ -1,0 +1,431 @@
+"""Every parameter of every public function refuses nonsense by name, before training, or takes it knowingly."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from separate import small_mlp, vectors
+from torch import nn
+
+import vsim
+import vsim.data
+import vsim.models
+import vsim.network
+import vsim.strategy
+from vsim.logger import CSVLogger
+from vsim.strategy import DiLoCoStrategy, OptimSpec, RandomIndexSelector, SimpleReduceStrategy, Strategy, TopK
+from vsim.strategy.base import StrategyOptions
+
+resource = pytest.importorskip("resource")  # not on Windows
+
+# Values that are nonsense for most parameters, each made where it is given.
+NONSENSE: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "[]": list,
+    "''": str,
+    "b'x'": lambda: b"x",
+    "10**400": lambda: 10**400,
+    "-1": lambda: -1,
+    "0.5": lambda: 0.5,
+    "nan": lambda: float("nan"),
+    "inf": lambda: float("inf"),
+    "1e39": lambda: 1e39,  # beyond float32
+    "array": lambda: np.array([1, 2]),
+    "tensor": lambda: torch.tensor([1.0, 2.0]),
+    "[None]": lambda: [None],
+    "class": lambda: int,
+    "lambda": lambda: lambda: None,
+    "object": object,
+    "dict": lambda: {"a": 1},
+    "1j": lambda: 1j,
+    "True": lambda: True,
+    "'{'": lambda: "{",
+    "'%s'": lambda: "%s",
+    "'25MB'": lambda: "25MB",
+}
+SECONDS, BYTES = 10, 2**32  # that a call may take, in time and address space
+
+# What is taken knowingly: why, the values, and the "function.parameter: annotation" that take them.
+ACCEPTED = [
+    ("left out", "None", r"None|Optim|Personal|Fragments|AnyNetwork|AnyCompute|StrategyOptions"),
+    (
+        "left out",
+        "None",
+        r"\.(callbacks|max_steps|num_workers|outer_lr|error_feedback)|DilocoSimulator\.(loss|cos|warm)",
+    ),
+    ("a flag", "True", r": .*bool|error_feedback"),
+    ("a number", "0.5", r": .*(float|StrategyOptions)|compute|network|inside|between|(given|grid):"),
+    ("a loss may have any sign", "-1", r"\.loss:"),
+    ("no limit", "inf", r"\.(network|bandwidth|given|inside|between|server|patience):"),
+    ("one number for each node or point", "array tensor", r"compute|seconds_per_step|speeds|given|grid|bandwidths|lat"),
+    ("whole numbers", "array", r"\.(seeds|steps|H|num_nodes|batch_size):"),
+    ("any sequence is a dataset", "array tensor [None]", r"dataset:"),
+    ("a path or name, looked up later", "'{' '%s' '25MB'", r"path|folder|_dir|store|(run_|experiment_)?name:|project"),
+    ("what a run looks up when it starts", "'{' '%s' '25MB'", r"\.(monitor|only|personal):"),
+    ("a title", "'{' '%s' '25MB'", r"\.title:"),
+    ("no title, no pattern, and EXO Gym's default device", "''", r"figure\.title|\.(only|personal|device):"),
+    ("none", "[]", r"\.(logger|callbacks|columns|file|hidden|communication_modules):"),
+    ("the default device", "[None]", r"\.devices:"),
+    ("one node in a region", "dict", r"regions\.regions:"),
+]
+# Other words under which an error speaks of a parameter.
+ALIASES = {
+    "changes": "Schedule",
+    "cls": "optimizer",
+    "dataset": "num_nodes",
+    "file": "Trace",
+    "given": "network|compute",
+    "inner_lr": "lr",
+    "inside": "region|links",
+    "model_cls": "model",
+    "names": "strategy",
+    "optim_spec": "inner_optim",
+    "outer": "outer_optim",
+    "parts": "average",
+    "rest": "optimizer",
+    "speeds": "seconds_per_step",
+    "text": "bandwidth",
+    "train_dataset": "dataset|training dataset",
+    "val_dataset": "dataset",
+}
+# An error that is not about the value need not show it.
+NOT_THE_VALUE = (
+    "no effect|un(known|expected)|missing|needs|is empty|either|none|of shape|got 0|finite|dataset|node|model"
+)
+
+# Public, and not called here: name → why.
+MADE_ELSEWHERE = {
+    **dict.fromkeys(["Checkpoint", "ComparedRun", "Comparison", "Event", "History", "Ledger", "Sweep"], "of a run"),
+    **dict.fromkeys(["Difference", "Partition", "Timeline", "VerifyReport"], "the result of a function"),
+    **dict.fromkeys(["Batches", "Order", "TextDataset", "epoch_indices"], "of options that have been checked"),
+    **dict.fromkeys(["FedAdam", "FedAdagrad", "FedYogi"], "torch optimizers, built from an OptimSpec"),
+    **dict.fromkeys(["GroupAverage"], "of HierarchicalStrategy's arguments"),
+    **dict.fromkeys(
+        ["Callback", "CheckpointError", "Vocabulary", "LocalTrainer"], "no arguments, or those of a parent"
+    ),
+}
+
+
+class Accepted(BaseException):
+    """Raised in place of training: nothing was found in the arguments."""
+
+
+class Slow(BaseException):
+    """Raised in a call that takes too long."""
+
+
+class Call(NamedTuple):
+    """A public function, and arguments that it takes."""
+
+    name: str
+    function: Callable[..., Any]
+    given: dict[str, Any]
+    without: frozenset[str] = frozenset()
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        kinds = inspect.Parameter
+        found = inspect.signature(self.function).parameters.values()
+        return {p.name: p for p in found if p.kind is not kinds.VAR_KEYWORD and p.name not in self.without}
+
+    def __call__(self, **changed: Any) -> Any:
+        given, parameters = {**self.given, **changed}, inspect.signature(self.function).parameters
+        positional = [
+            n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) and n in given
+        ]
+        return self.function(*[given.pop(name) for name in positional], **given)
+
+
+def with_parameters(function: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function of keywords with this signature: name → annotation."""
+    own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=text) for name, text in names.items()]
+
+    def called(**given: Any) -> Any:
+        return function(**given)
+
+    called.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    return called
+
+
+def calls(folder: Path) -> list[Call]:
+    model, data, train = small_mlp(), vectors(64), {"num_nodes": 2, "max_steps": 2, "batch_size": 4, "progress": False}
+    problem = {"model": model, "train_dataset": data, "val_dataset": data}
+    trainer = vsim.Trainer(**problem)
+    trainer.fit(**train, strategy=SimpleReduceStrategy(), save_dir=folder / "saved")
+    history, checkpoint = trainer.history, vsim.load_checkpoint(folder / "saved")
+    strategies = {"a": SimpleReduceStrategy(lr=0.1), "b": DiLoCoStrategy(H=1, lr=0.1)}
+    compared = vsim.compare(**problem, **train, strategies=strategies, seeds=[1, 2])
+    settings = {"H": [1, 2], "lr": [0.1, 0.2]}
+    swept = vsim.sweep(**problem, **train, strategy=DiLoCoStrategy, settings=settings)
+    dealt, loss = vsim.data.partition(data, 2, "iid"), compared.runs("a")[0].history.last("global_loss") + 1
+    times, of_nodes = {"network": 1e6, "compute": 1.0}, {"strategy": SimpleReduceStrategy(), "num_nodes": 4}
+    for name, result in (("compared", compared), ("history", history)):
+        result.to_json(folder / f"{name}.json")
+    (folder / "text.txt").write_text("abc " * 1000)
+    options = inspect.signature(vsim.Trainer.fit).parameters
+    shared = frozenset(options) - {"strategy", "num_nodes"}
+
+    def fit(**changed: Any) -> Any:
+        for option in changed.keys() & {"log_x_axis", "log_interval"}:
+            changed = {"logger": CSVLogger(folder / option), **changed}
+        if changed.keys() & {"num_processes", "devices", "threads_per_process", "timeout_seconds"}:
+            changed["backend"] = "process"
+        if "checkpoint_interval" in changed:
+            changed["save_dir"] = folder / "other"
+        return vsim.Trainer(**problem).fit(**{"strategy": SimpleReduceStrategy(), **train, **changed})
+
+    def trained(**given: Any) -> Any:
+        return vsim.Trainer(**given).fit(**train, strategy=SimpleReduceStrategy())
+
+    def swept_over(**given: Any) -> Any:
+        own = {key: value for key, value in train.items() if key not in given}
+        varied = {name: [value] for name, value in given.items()}
+        return vsim.sweep(**problem, **own, strategy=DiLoCoStrategy, settings=varied)
+
+    def looked_into(**given: Any) -> Any:
+        (name, value), *_ = given.items()
+        inside = {"metrics": {"m": value}, "callbacks": [value]}
+        return fit(**{name: inside.get(name, {name: value})} if name in inside else {"dataloader_kwargs": given})
+
+    of_trainer = {name: p.annotation for name, p in inspect.signature(vsim.Trainer).parameters.items()}
+    of_fit = {name: p.annotation for name, p in options.items() if name != "self"}
+    of_setting = {"H": "int", "outer_lr": "float", "num_nodes": "int", "batch_size": "int"}
+    of_container = {"metrics": "", "callbacks": "", "num_workers": "int", "timeout": "float", "drop_last": "bool"}
+    simulator = {"model_cls": lambda: nn.Linear(12, 5), "loss_fn": F.cross_entropy, "train_dataset": data}
+    regions = {"regions": {"a": 2, "b": 2}, "inside": "1 Mbit/s, 1 ms", "between": ("1 Mbit/s", 0)}
+    of_network, of_data = vsim.Network, vsim.data
+    found = [
+        Call("Trainer", with_parameters(trained, of_trainer), problem),
+        Call("Trainer.fit", with_parameters(fit, of_fit), {}),
+        Call("inside an option", with_parameters(looked_into, of_container), {}),
+        Call("a setting of a sweep", with_parameters(swept_over, of_setting), {}),
+        Call("compare", vsim.compare, {**problem, **train, **times, "strategies": strategies}),
+        Call("sweep", vsim.sweep, {**problem, **train, "strategy": DiLoCoStrategy, "settings": settings}, shared),
+        Call("verify", vsim.verify, {**problem, **train, "strategy": SimpleReduceStrategy()}),
+        Call("price", vsim.price, {**of_nodes, **times, "max_steps": 4, "parameters": 1e6}),
+        Call("required_bandwidth", vsim.required_bandwidth, {**of_nodes, "parameters": 1e6, "compute": 1.0}),
+        Call("timeline", vsim.timeline, {"run": history, **times}),
+        Call("grid", vsim.grid, {"strategy": DiLoCoStrategy}),
+        Call("latest_checkpoint", vsim.latest_checkpoint, {"folder": folder / "saved"}),
+        Call("load_checkpoint", vsim.load_checkpoint, {"path": folder / "saved"}),
+        Call("Checkpoint.fork", checkpoint.fork, {}),
+        Call("Checkpoint.model", checkpoint.model, {"like": model}),
+        Call("Checkpoint.save", checkpoint.save, {"path": folder / "own.vsim"}),
+        Call("Compute", vsim.Compute, {"seconds_per_step": 1.0, "layers": 4, "jitter": 0.1}),
+        Call("Compute.from_flops", vsim.Compute.from_flops, {"flops_per_step": 1e9, "flops_per_second": 1e12}),
+        Call("Compute.of", vsim.Compute.of, {"given": 1.0}),
+        Call("Network", of_network, {"bandwidth": 1e6}),
+        Call("Network.of", of_network.of, {"given": 1e6}),
+        Call("Network.parse", of_network.parse, {"text": "1 Mbit/s"}),
+        Call("Network.between", of_network.between, {"bandwidth": [[1, 1], [1, 1]]}),
+        Call("Network.regions", of_network.regions, regions),
+        Call("Deadline", vsim.Deadline, {"seconds": "adaptive"}),
+        Call("DropSlowest", vsim.DropSlowest, {"share": 0.5}),
+        Call("Dropout", vsim.Dropout, {"p": 0.5}),
+        Call("OverCommit", vsim.OverCommit, {}),
+        Call("Sample", vsim.Sample, {"n": 2, "of": 4}),
+        Call("Schedule", vsim.Schedule, {"changes": {0: [0, 1]}}),
+        Call("Trace", vsim.Trace, {"file": [(1, 0, "leave")]}),
+        Call("EarlyStopping", vsim.EarlyStopping, {}),
+        Call("KeepBest", vsim.KeepBest, {}),
+        Call("History.column", history.column, {"name": "step"}),
+        Call("History.last", history.last, {"column": "step"}),
+        Call("History.from_json", vsim.History.from_json, {"path": folder / "history.json"}),
+        Call("History.time", history.time, times),
+        Call("History.to_csv", history.to_csv, {"path": folder / "history.csv"}),
+        Call("History.to_json", history.to_json, {"path": folder / "history2.json"}),
+        Call("Timeline.plot", history.time(1e6, 1.0).plot, {}),
+        Call("CSVLogger", CSVLogger, {}),
+        Call("TensorBoardLogger", vsim.TensorBoardLogger, {}),
+        Call("WandbLogger", vsim.WandbLogger, {"project": "one"}),
+        Call("Comparison.at", compared.at, {"parameters": 1e6}),
+        Call("Comparison.best", compared.best, {"within": {"time": "10 h"}, **times}),
+        Call("Comparison.cheapest", compared.cheapest, {"loss": loss, **times}),
+        Call("Comparison.differences", compared.differences, {}),
+        Call("Comparison.figure", compared.figure, {}),
+        Call("Comparison.from_json", vsim.Comparison.from_json, {"path": folder / "compared.json"}),
+        Call("Comparison.pareto", compared.pareto, {}),
+        Call("Comparison.plot", compared.plot, {}),
+        Call("Comparison.renamed", compared.renamed, {"names": {"a": "c"}}),
+        Call("Comparison.report", compared.report, {"path": folder / "report.html"}),
+        Call("Comparison.rows", compared.rows, times),
+        Call("Comparison.runs", compared.runs, {"name": "a"}),
+        Call("Comparison.steps_to", compared.steps_to, {"loss": loss}),
+        Call("Comparison.table", compared.table, times),
+        Call("Comparison.to_csv", compared.to_csv, {"path": folder / "compared.csv"}),
+        Call("Comparison.to_json", compared.to_json, {"path": folder / "compared2.json"}),
+        Call("Comparison.winners", compared.winners, {"loss": loss, "compute": 1.0}),
+        Call("Comparison.without", compared.without, {}),
+        Call("Sweep.plot", swept.plot, {}),
+        Call("Sweep.heatmap", swept.heatmap, {"x": "H", "y": "lr"}),
+        Call("DilocoSimulator", vsim.DilocoSimulator, {**simulator, "eval_dataset": data}),
+        Call("partition", of_data.partition, {"dataset": data, "num_nodes": 2, "kind": "dirichlet", "alpha": 1.0}),
+        Call("partition, shards", of_data.partition, {"dataset": data, "num_nodes": 2, "kind": "shards", "shards": 2}),
+        Call("Partition.indices", dealt.indices, {"rank": 0}),
+        Call("Partition.plot", dealt.plot, {}),
+        Call("digits", of_data.digits, {}),
+        Call("docs_text", of_data.docs_text, {}),
+        Call("text_file", of_data.text_file, {"path": folder / "text.txt"}),
+        Call("mnist", of_data.mnist, {"folder": folder / "mnist"}),
+        Call("CNN", vsim.models.CNN, {}),
+        Call("GPT", vsim.models.GPT, {"vocab_size": 16}),
+        Call("MLP", vsim.models.MLP, {}),
+        Call("GPT.generate", vsim.models.GPT(16).generate, {"prompt": torch.zeros(1, 1).long(), "max_new_tokens": 1}),
+        Call("OptimSpec", OptimSpec, {"cls": "sgd", "rest": "sgd"}),
+    ]
+    needed: dict[str, dict[str, Any]] = {
+        "AsynchronousStrategy": {"H": 1},
+        "AveragingCommunicator": {"island_size": 2},
+        "CommunicateOptimizeStrategy": {"communication_modules": []},
+        "Every": {"H": 1},
+        "HierarchicalStrategy": {"levels": {2: 1, 4: 2}},
+        "PostLocal": {"warmup_steps": 1},
+        "PrivateAverage": {"every": 1, "clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
+        "QSR": {"alpha": 1.0},
+        "Seconds": {"seconds": 1.0},
+        "SparseCommunicator": {"index_selector": RandomIndexSelector(0.5)},
+        "StateAverage": {"name": "exp_avg", "every": 2},
+        "clip": {"norm": 1.0},
+        "compress": {"compressor": TopK(0.1), "error_feedback": True},
+    }
+    for name in vsim.strategy.__all__:
+        one = getattr(vsim.strategy, name)
+        if not callable(one) or name in MADE_ELSEWHERE or name == "OptimSpec":
+            continue
+        given = needed.get(name, {"p": 0.5} if name.endswith("IndexSelector") else {})
+        found.append(Call(name, one, given))
+    for name in StrategyOptions.__annotations__:
+        schedule = {"lr_scheduler": "cosine"} if name in ("warmup_steps", "cosine_anneal", "max_steps") else {}
+        found.append(Call("Strategy", with_parameters(Strategy, {name: "StrategyOptions, bool"}), schedule))
+    return found
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """End a call that takes too long."""
+
+    def late(*_: Any) -> None:
+        raise Slow
+
+    previous = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def shows(text: str, value: Any) -> bool:
+    """Whether an error shows a value, an entry of it, or its type."""
+    entries = value.tolist() if isinstance(value, np.ndarray | torch.Tensor) else value
+    parts = [value, *(entries if isinstance(entries, list | bytes) else ())]
+    parts += [*entries.keys(), *entries.values()] if isinstance(entries, dict) else []
+    texts = [t for one in parts for t in (type(one).__name__, getattr(one, "__qualname__", repr(one)), str(one))]
+    return any(one[:12].lower() in text.lower() for one in texts)
+
+
+def objection(call: Call, name: str, value: Any) -> str | None:
+    """Return what is wrong with the error that a value raises; None if the value is accepted."""
+    try:
+        with limited(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            call(**{name: value})
+        return None
+    except Accepted:
+        return None
+    except KeyError as error:  # a look-up by name
+        return "" if re.search("no (run|column)", str(error)) and shows(str(error), value) else f"KeyError: {error}"
+    except (TypeError, ValueError, OSError) as error:
+        text = str(error)
+        if isinstance(value, str) and isinstance(error, OSError | vsim.CheckpointError) and value in text:
+            return ""  # a path at which there is nothing
+        names = rf"\b({name}|{ALIASES.get(name, name)})\b|unknown argument"
+        if isinstance(error, OSError) or not re.search(names, text):
+            return f"without the name: {type(error).__name__}: {text[:200]}"
+        if not shows(text, value) and not re.search(NOT_THE_VALUE, text):
+            return f"without the value: {text[:200]}"
+        return f"long: {text[:200]} …" if len(text) > 1000 else ""
+    except BaseException as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    finally:
+        plt.close("all")
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def train(*_: Any, **__: Any) -> None:
+        raise Accepted
+
+    def replace() -> None:
+        for module, name in (("trainer", "train"), ("trainer", "train_in_processes"), ("training.entries", "train")):
+            monkeypatch.setattr(sys.modules[f"vsim.{module}"], name, train)
+
+    return replace
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if sys.platform == "linux":  # elsewhere the limit does not work
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.slow
+def test_nonsense(tmp_path, monkeypatch, untrained, little_memory) -> None:
+    monkeypatch.chdir(tmp_path)
+    table, wrong, used, count = calls(tmp_path), [], set(), 0
+    known = {call.name for call in table} | MADE_ELSEWHERE.keys()
+    public = {name for module in (vsim, vsim.strategy, vsim.data, vsim.network, vsim.models) for name in module.__all__}
+    assert not public - known - {"__version__", "COMPARED", "PRESETS", "RULES", "STRATEGIES"}
+    untrained()
+    for call in table:
+        for name, parameter in call.parameters.items():
+            for value, make in NONSENSE.items():
+                (tmp_path / str(count)).mkdir()
+                monkeypatch.chdir(tmp_path / str(count))
+                count += 1
+                where = f"{call.name}.{name}: {parameter.annotation}"
+                found = objection(call, name, make())
+                if found is None:
+                    fits = [value in values.split() and re.search(place, where) for _, values, place in ACCEPTED]
+                    rows = [row for row, fit in enumerate(fits) if fit]
+                    used.update(rows)
+                    found = "" if rows else "accepted"
+                if found:
+                    wrong.append(f"{call.name}.{name} = {value}: {found}")
+    assert count > 13_000
+    assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong])
+    assert used == set(range(len(ACCEPTED)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("seeds", {"seeds": range(10**12)}),
+        ("H", {"settings": {"H": range(1, 10**12)}}),
+        ("num_nodes", {"num_nodes": 10**12}),
+        ("minibatch_size", {"batch_size": 10**12, "minibatch_size": 7}),
+    ],
+)
+def test_sizes_are_checked_before_memory(name: str, given: dict[str, Any], little_memory) -> None:
+    options = {"strategy": DiLoCoStrategy, "settings": {"H": 1}, "num_nodes": 2, "max_steps": 1, "progress": False}
+    with limited(), pytest.raises(ValueError, match=rf"\b{name}\b"):
+        vsim.sweep(small_mlp(), vectors(), **{**options, **given})
