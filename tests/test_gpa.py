@@ -35,7 +35,7 @@ def test_two_steps_by_hand() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_without_averaging_it_is_the_inner_optimizer_to_the_bit(deterministic: bool, mu_y: float) -> None:
     gpa, plain = (
-        common.weights(common.run(strategy, deterministic=deterministic))
+        common.weights(common.run(strategy, executor="auto", deterministic=deterministic))
         for strategy in (GPAStrategy(ADAMW, mu_x=0, mu_y=mu_y), SimpleReduceStrategy(ADAMW))
     )
     assert torch.equal(gpa, plain)
