@@ -444,7 +444,7 @@ def test_fewer_examples_than_nodes_or_than_a_batch() -> None:
         Batches([pairs(8), pairs(3)], 2, 5, True, 0, {"drop_last": True})
     with pytest.raises(TypeError, match=r"dataloader_kwargs got an unknown argument 'num_worker'.*'num_workers'"):
         Batches([pairs(8)], 2, 2, True, 0, {"num_worker": 2})
-    with pytest.raises(TypeError, match="dataloader_kwargs got 'shuffle'.*give shuffle="):
+    with pytest.raises(TypeError, match=r"dataloader_kwargs got 'shuffle'.*give shuffle="):
         Batches([pairs(8)], 2, 2, True, 0, {"shuffle": True})
 
 
