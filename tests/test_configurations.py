@@ -488,7 +488,7 @@ def test_who_takes_part_is_the_same_in_a_run_that_was_cut_in_two_and_node_by_nod
         return
     exact = {name: value for name, value in whole.options.items() if name not in ("compile", "chunk_size")}
     found = []
-    for executor in ("vmap", "loop"):
+    for executor in ("auto", "loop"):
         one = dataclasses.replace(whole, options={**exact, "deterministic": True, "executor": executor})
         with tempfile.TemporaryDirectory() as folder:
             found.append(Outcome(copy.deepcopy(one), Path(folder)).trainer)
