@@ -236,6 +236,8 @@ def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Ten
     y = F.layer_norm(x, shape, eps=eps)
     # The kernel takes one weight for all examples: multiply by those of each node afterwards.
     weight, bias = (t if t is None else t.view(len(t), *[1] * (x.dim() - t.dim()), *shape) for t in (weight, bias))
+    if weight is not None and bias is not None:
+        return torch.addcmul(bias, y, weight)  # in one pass
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
