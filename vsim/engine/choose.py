@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vsim.cluster.replicas import Replicas, Views
+from vsim.cluster.replicas import Views
 from vsim.engine import batched
 from vsim.engine.batched import VmapError
 from vsim.engine.compiled import CompiledExecutor, CompileError
-from vsim.engine.executor import Executor, Settings, minibatches
+from vsim.engine.executor import Executor, minibatches
 from vsim.engine.loop import LoopExecutor
 from vsim.engine.objective import Objective
 from vsim.engine.proof import Proof
@@ -48,17 +48,11 @@ class AutoExecutor(Executor):
     """
 
     def __init__(
-        self,
-        replicas: Replicas,
-        objective: Objective,
-        generators: Sequence[torch.Generator],
-        settings: Settings | None = None,
-        asked: str = "auto",
-        decided: dict[int, Decision] | None = None,
+        self, *args: Any, asked: str = "auto", decided: dict[int, Decision] | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(replicas, objective, generators, settings)
+        super().__init__(*args, **kwargs)
         self.asked, known = asked, {} if decided is None else decided
-        self.decision = known.setdefault(id((*objective.originals, objective.model)[0]), Decision())
+        self.decision = known.setdefault(id((*self.objective.originals, self.objective.model)[0]), Decision())
         if self.decision.kind is None:
             self._decide()
         self.chosen = self._made()
