@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,7 +35,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, OneCycleLR, St
 from torch.utils.data import Dataset
 
 import vsim
-from vsim import Checkpoint, CheckpointError, Trainer, load_checkpoint
+from vsim import Checkpoint, CheckpointError, Dropout, Trainer, load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.cluster import Cluster
 from vsim.data import epoch_indices
@@ -197,21 +197,17 @@ def test_the_extra_state_of_a_model(tmp_path: Path) -> None:
 
 
 class Eccentric(Strategy):
-    """Keeps state of every kind, in attributes."""
+    """Declares state of every kind."""
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
-        self.anchor = copy.deepcopy(self.model)
-        self.average = torch.zeros_like(cluster.weights)
-        self.alias = self.average[:, 3:7]
-        self.count, self.best, self.label, self.flags = 0, float("nan"), "", {"odd": False, 3: None}
-        self.window: deque[float] = deque(maxlen=3)
-        self.seen: set[int] = set()
-        self.arrays = [np.zeros(2), np.float32(1)]
-        self.draws = (np.random.default_rng(3), random.Random(4), torch.Generator().manual_seed(5))
-        self.later: Tensor | None = None
-        self.parts: list[Tensor] = []
-        self.own_optim = torch.optim.Adam([nn.Parameter(torch.ones(4))], lr=0.1)
+        average = torch.zeros_like(cluster.weights)
+        self.keep_stacked(anchor=copy.deepcopy(self.model), average=average, alias=average[:, 3:7])
+        self.keep_shared(count=0, best=float("nan"), label="", flags={"odd": False, 3: None}, seen=set())
+        self.keep_shared(window=deque(maxlen=3), arrays=[np.zeros(2), np.float32(1)], later=None, parts=[])
+        self.keep_shared(draws=(np.random.default_rng(3), random.Random(4), torch.Generator().manual_seed(5)))
+        own = nn.Parameter(torch.ones(4))
+        self.keep_shared(own=own, own_optim=torch.optim.Adam([own], lr=0.1))
         self.function = max
 
     def step(self) -> None:
@@ -250,66 +246,66 @@ def test_a_strategy_with_state_of_every_kind(tmp_path: Path) -> None:
         assert_same_run(fit(strategy, resume=at(step)), straight)
 
 
-class Noting(CommunicationModule):
-    """Says itself what its state is."""
+class Growing(CommunicationModule):
+    """Changes an attribute that it does not declare, from a step on; and nothing else depends on it."""
 
-    def setup(self, cluster: Cluster) -> None:
-        self.source = iter(range(1000))  # whose state cannot be found
-        self.drawn = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.drawn}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.drawn = state["drawn"]
-        self.source = iter(range(self.drawn, 1000))
+    def __init__(self, value: Any, step: int = 1) -> None:
+        self.value, self.step = value, step
 
     def communicate(self, cluster: Cluster) -> None:
-        self.drawn += 1
-        cluster.weights.add_(1e-3 * next(self.source))
+        if cluster.step >= self.step:
+            self.value = self.value + 1
 
 
-class Silent(Noting):
-    """The same, but for saying it."""
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        (0, r"write self\.keep_shared\(value=…\)"),
+        (torch.zeros(2), r"write self\.keep_shared\(value=…\)"),
+        (torch.zeros(3, 2), r"write self\.keep_stacked\(value=…\)"),
+        (np.zeros(2), r"write self\.keep_shared\(value=…\)"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("options", [{"save_dir": True}, {"participation": Dropout(0.01)}], ids=str)
+def test_state_that_is_not_declared_is_an_error_after_the_first_step(
+    value: Any, line: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {**options, "save_dir": tmp_path} if "save_dir" in options else options
+    trainer = trainer_of()
+    with pytest.raises(CheckpointError, match=rf"Growing\.value changed since the setup and is not declared.*{line}"):
+        fit(CommunicateOptimizeStrategy([Growing(value)]), trainer, **options)
+    assert len(trainer.history) == 2  # step 0 and the first
 
-    state_dict = CommunicationModule.state_dict
-    load_state_dict = CommunicationModule.load_state_dict
+
+@pytest.mark.filterwarnings("ignore:step .* could not be saved:UserWarning")
+def test_state_that_changes_later_is_a_warning_and_the_run_is_kept(tmp_path: Path) -> None:
+    strategy = CommunicateOptimizeStrategy([GradientAverage(), Growing(0, step=3)])
+    trainer = trainer_of()
+    with pytest.warns(UserWarning, match=r"step 14 could not be saved, and training continues: Growing\.value changed"):
+        kept = fit(strategy, trainer, save_dir=tmp_path, checkpoint_interval=2)
+    assert_same_run(kept, fit(strategy))
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000002.safetensors"]
+    with pytest.raises(CheckpointError, match=r"Growing\.value changed"):
+        fit(strategy, trainer, max_steps=20, resume=True)
 
 
-class Late(CommunicationModule):
-    """Makes an object when it is too late."""
+@pytest.mark.parametrize(
+    "value", [iter([1]), (i for i in "ab"), object(), defaultdict(list)], ids=lambda x: type(x).__name__
+)
+def test_state_that_cannot_be_saved_is_said_before_training(value: Any, tmp_path: Path) -> None:
+    class Odd(CommunicationModule):
+        def setup(self, cluster: Cluster) -> None:
+            self.keep_shared(value=value)
 
-    def communicate(self, cluster: Cluster) -> None:
-        if cluster.step == 3:
-            self.kept = {"eccentric": FedAvgStrategy()}
-
-
-def test_a_module_that_says_what_its_state_is(tmp_path: Path) -> None:
-    strategy = CommunicateOptimizeStrategy([GradientAverage(), Noting()])
-    straight = fit(strategy)
-    at = saved_at_every_step(strategy, tmp_path)
-    assert_same_run(fit(strategy, resume=at(11)), straight)
-
-
-def test_state_that_cannot_be_saved_is_said_before_training(tmp_path: Path) -> None:
     steps: list[int] = []
-    message = r"strategy\.communication_modules\[0\]\.source is a range_iterator, whose state cannot be saved"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=rf"Odd\.value is a {type(value).__name__}, which cannot be saved"):
         fit(
-            CommunicateOptimizeStrategy([Silent()]),
+            CommunicateOptimizeStrategy([Odd()]),
             save_dir=tmp_path,
             train_loss_hook=lambda step, loss: steps.append(step),
         )
     assert not steps
-
-
-def test_an_object_that_is_made_during_a_run_is_an_error_when_it_is_saved(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError,
-        match=r"communication_modules\[0\]\.kept\['eccentric'\] is a vsim\..*FedAvgStrategy that was made after",
-    ):
-        fit(CommunicateOptimizeStrategy([Late()]), save_dir=tmp_path, checkpoint_interval=2)
-    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000002.safetensors"]
 
 
 # Folders -------------------------------------------------------------------------------------------------------------

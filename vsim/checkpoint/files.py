@@ -29,8 +29,8 @@ from vsim.checkpoint.folder import (
     is_checkpoint,
     step_of,
 )
-from vsim.checkpoint.settings import differences, flat_bytes, layout_of
-from vsim.checkpoint.tree import Node
+from vsim.checkpoint.settings import differences, layout_of
+from vsim.checkpoint.tree import Encoded, flat_bytes
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.reductions import reduce_rows
 from vsim.cluster.replicas import Replicas, Views
@@ -39,7 +39,7 @@ from vsim.reading import regular
 from vsim.records.history import History
 from vsim.writing import replacing
 
-FORMAT = 8
+FORMAT = 9
 
 
 @dataclass(eq=False)
@@ -50,7 +50,8 @@ class Checkpoint:
         step: t, completed optimizer steps.
         history: the record of the run up to this step.
         settings: argument → value for everything that determines the run; see `vsim.checkpoint.settings`.
-        state: the run's state as a tree; see `vsim.checkpoint.tree`.
+        held: the number of nodes that each process held.
+        stacked, shared: name → encoded state, with a row for each node or equal on all; see `vsim.checkpoint.tree`.
         path: the file that the checkpoint was loaded from, if any.
         forks: whether a run that starts from this checkpoint is a new run; see `fork`.
         keeps_optimizer: whether a fork keeps the state of the inner optimizers, if it fits.
@@ -59,7 +60,9 @@ class Checkpoint:
     step: int
     history: History
     settings: dict[str, Any]
-    state: dict[str, Node]
+    held: list[int]
+    stacked: dict[str, Encoded]
+    shared: dict[str, Encoded]
     path: Path | None = None
     forks: bool = False
     keeps_optimizer: bool = True
@@ -70,12 +73,6 @@ class Checkpoint:
         return self.history.num_nodes
 
     @property
-    def held(self) -> list[int]:
-        """The number of nodes that each process held."""
-        parts = self.state["weights"]["value"]
-        return [len(part) for part in parts] if len(parts) > 1 else [len(self.state["streams"]["items"])]
-
-    @property
     def ledger(self) -> Ledger:
         """The ledger of all collectives up to this step."""
         return self.history.ledger
@@ -83,15 +80,16 @@ class Checkpoint:
     @property
     def weights(self) -> Tensor:
         """Stacked (K, P), on the CPU."""
-        return self._rows(self.state["weights"])
+        return self._rows(self.stacked["weights"])
 
     @property
     def buffers(self) -> Views:
         """Name → stacked (K, *shape), on the CPU."""
-        return {name: self._rows(node) for name, node in self.state["buffers"]["items"]}
+        named = {name: rows for name, rows in self.stacked.items() if name.startswith("buffer ")}
+        return {name.removeprefix("buffer "): self._rows(rows) for name, rows in named.items()}
 
-    def _rows(self, node: Node) -> Tensor:
-        rows = torch.cat(node["value"]).cpu()
+    def _rows(self, rows: Tensor) -> Tensor:
+        rows = rows.cpu()
         return rows if len(rows) > 1 else rows.expand(self.num_nodes, *rows.shape[1:])  # equal nodes may share one row
 
     def mean_weights(self) -> Tensor:
@@ -163,7 +161,7 @@ class Checkpoint:
             },
             "ledger": {**ledger, "events": torch.tensor(ledger["events"], dtype=torch.int64)},
         }
-        about = {name: getattr(self, name) for name in ("step", "settings", "state")}
+        about = {name: getattr(self, name) for name in ("step", "settings", "held", "stacked", "shared")}
         text, contents = packed({"format": FORMAT, **about, "history": record})
         with replacing(a_path("path", path)) as part:
             try:

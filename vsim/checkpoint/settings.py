@@ -9,20 +9,25 @@ import functools
 import hashlib
 import json
 import re
+import types
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from importlib.metadata import version
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vsim.checkpoint.tree import FIXED, tensors_of
+from vsim.checkpoint.tree import flat_bytes
 from vsim.cluster.randomness import GENERATORS
 from vsim.cluster.replicas import Replicas, kept_in_evaluation
 from vsim.cluster.state import described
 from vsim.strategy.base import Strategy
 
+_FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+FIXED = (*_FUNCTIONS, torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, PurePath, range, slice)
 _ARGUMENTS = (
     *("num_nodes", "batch_size", "minibatch_size", "seed", "shuffle"),
     *("autocast", "deterministic", "compile"),
@@ -59,7 +64,7 @@ def settings_of_run(run: Any) -> dict[str, Any]:
         **{f"frozen {name}": _digest(p) for name, p in replicas.frozen.items()},
         **{f"mode of {path}": "evaluation" for path in kept_in_evaluation(spec.model)},
         **run.strategy.settings,
-        **dict(_contents(spec.model, "module", set(map(id, tensors_of(spec.model).values())))),
+        **dict(_contents(spec.model, "module", set(map(id, (*spec.model.parameters(), *spec.model.buffers()))))),
     }
     return dict(json.loads(json.dumps(found)))  # as it will be read: tuples become lists
 
@@ -151,12 +156,6 @@ def _plain(text: str) -> str:
 
 def _hash(text: str | bytes) -> str:
     return hashlib.sha256(text if isinstance(text, bytes) else text.encode(errors="replace")).hexdigest()[:16]
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as bytes (n,); copy them only if they are not contiguous."""
-    flat = tensor.reshape(-1)  # an expanded scalar has a stride of 0
-    return (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def _digest(tensor: Tensor) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -22,16 +24,13 @@ class Stateful:
 
     Both set the attributes, which may be set again later. `keep_client` is `keep_stacked` for rows that belong to
     clients of a population. A value is a tensor, a number, a text, a random generator (of torch, NumPy or Python), an
-    optimizer, or a list, tuple, dict or set of these values. A stacked value may also be a list with an item for each
-    node held here. When a run moves between the simulator and processes, stacked values are cut or joined, and shared
-    values must be equal.
+    optimizer, a torch module, another object with `state_dict()` and `load_state_dict(state)`, or a list, tuple, dict
+    or set of these values. A stacked value may also be a list with an item for each node held here. When a run moves
+    between the simulator and processes, stacked values are cut or joined, and shared values must be equal.
 
-    Other attributes are saved as they are. When a run moves, undeclared numbers move with it; any other undeclared
-    value that has changed since the setup raises a `CheckpointError` that asks for a declaration. Tensors and
-    containers may be made at any time. Generators, optimizers, objects and views of the nodes' weights or gradients
-    must be made in the setup, because a resumed run fills existing ones. A value of another kind (an iterator, a file)
-    raises a `CheckpointError` when the run starts to save; override `state_dict` and `load_state_dict` to define its
-    state.
+    Tensors and containers may be made at any time. Generators, optimizers and objects must be made in the setup,
+    because a resumed run is set up first, and filled then. Other attributes are settings: a run with one that changes
+    cannot be saved; see `vsim.checkpoint.undeclared`.
 
     Attributes:
         derived: names of attributes that follow from the others, and are not saved.
@@ -69,17 +68,6 @@ class Stateful:
         vars(self).setdefault("_placements", {}).update(dict.fromkeys(values, placement))
         vars(self).update(values)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return name → state. Default: all attributes except the derived ones."""
-        hidden = (*self.derived, "_placements", "_of_clients")
-        return {name: value for name, value in vars(self).items() if name not in hidden}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`. Called after the setup for a run. Default: set all attributes."""
-        for name in self.state_dict().keys() - state.keys():
-            delattr(self, name)
-        vars(self).update(state)
-
 
 def placements_of(value: Any) -> dict[str, str]:
     """Return name → "stacked" or "shared" for the declared attributes of an object."""
@@ -101,6 +89,30 @@ def check_rows(value: Any, num_held: int) -> None:
 def of_clients(value: Any) -> frozenset[str]:
     """Return the names of the attributes of an object that belong to clients; see `Stateful.keep_client`."""
     return frozenset(vars(value).get("_of_clients", ())) if isinstance(value, Stateful) else frozenset()
+
+
+def owners(value: Any, seen: set[int] | None = None) -> Iterator[Stateful]:
+    """Yield a strategy and all its parts that declare state. Optimizers are declared by the parts that hold them."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Stateful) and id(value) not in seen:
+        seen.add(id(value))
+        yield value
+        for part in vars(value).values():
+            yield from owners(part, seen)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from owners(part, seen)
+
+
+def named_owners(strategy: Any) -> dict[str, Stateful]:
+    """Return name → part, for a strategy and its parts: names of classes, numbered from a class's second part on."""
+    found: dict[str, Stateful] = {}
+    counts: Counter[str] = Counter()
+    for owner in owners(strategy):
+        name = type(owner).__name__
+        counts[name] += 1
+        found[name if counts[name] == 1 else f"{name} {counts[name]}"] = owner
+    return found
 
 
 def with_extra_state(module: nn.Module) -> list[tuple[str, nn.Module]]:

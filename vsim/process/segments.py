@@ -80,7 +80,8 @@ class NodeRun(Run):
         nodes, copying = plan.machines(step), (plan.peer(step), *plan.joining(step))
         if len(copying) > 1 and meeting.node == copying[0]:
             meeting.call(copying, nodes, step)
-            tree = {"step": start.step, "state": start.state, "history": start.history.as_plain()}
+            of_state = {name: getattr(start, name) for name in ("step", "held", "stacked", "shared")}
+            tree = {**of_state, "history": start.history.as_plain()}
             meeting.passed_on((*packed(tree), self.minibatch_size), copying, step)
         if meeting.node not in nodes:
             raise Left
@@ -92,5 +93,5 @@ def joined(spec: RunSpec, meeting: Meeting, copying: Sequence[int], step: int) -
     """Return the options and minibatch size of a node that joins at a step; it starts from its peer's state."""
     text, contents, minibatch_size = meeting.passed_on(None, copying, step)
     tree = unpacked(text, contents)
-    start = Checkpoint(tree["step"], History.from_plain(tree["history"]), {}, tree["state"])
+    start = Checkpoint(**{**tree, "history": History.from_plain(tree["history"]), "settings": {}})
     return replace(spec, start=start, max_memory_usage=None), minibatch_size

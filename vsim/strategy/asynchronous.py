@@ -78,6 +78,7 @@ class AsynchronousStrategy(Strategy):
         cluster.collectives.ledger.clock = self.clock.facts
         nodes = range(cluster.num_nodes)
         self.keep_shared(outer_weights=cluster.weights[0].clone(), outer_optims=[], messages={}, version=0, waiting=[])
+        self.keep_shared(clock=self.clock)
         self.keep_stacked(
             taken=cluster.weights.clone(),
             losses=torch.full((len(nodes),), torch.nan, dtype=torch.float64),

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from vsim.cluster.cluster import Cluster
-from vsim.cluster.state import Stateful, of_clients, placements_of
+from vsim.cluster.state import of_clients, owners, placements_of
 from vsim.cluster.store import Store
 from vsim.strategy.base import Strategy
 
 
-class Clients(Stateful):
+class Clients:
     """The lasting state of N clients; the n clients of a round have rows in the strategy's tensors.
 
     A client that has not been drawn yet takes no memory.
@@ -30,8 +30,6 @@ class Clients(Stateful):
         TypeError: the strategy keeps state for each node, which a client would pass on to the next one in its row.
         ValueError: another run uses the folder. OSError: the disk is full.
     """
-
-    derived = ("_owners", "_first", "_files", "_store", "_claims")
 
     def __init__(self, strategy: Strategy, cluster: Cluster, store: Store | None = None, claims: bool = True) -> None:
         if strategy.is_per_node and cluster.plan is not None and cluster.plan.segment(1).steps:
@@ -125,16 +123,3 @@ def lasting(strategy: Strategy, placement: str) -> list[Tensor]:
     ]
     inside = [[*own.state.values()] if isinstance(own, Optimizer) else [own] for own in tree_leaves(values)]
     return [t for t in tree_leaves(inside) if isinstance(t, Tensor) and t.dim()]
-
-
-def owners(value: Any, seen: set[int] | None = None) -> Iterator[Stateful]:
-    """Yield a strategy and all its parts that declare state. Optimizers are declared by the parts that hold them."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Stateful) and id(value) not in seen:
-        seen.add(id(value))
-        yield value
-        for part in vars(value).values():
-            yield from owners(part, seen)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from owners(part, seen)

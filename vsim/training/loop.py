@@ -37,9 +37,6 @@ def train(ensemble: Ensemble) -> None:
     """
     try:
         with ensemble.interrupt:
-            for run in ensemble.training:
-                with naming(run.spec.label if len(ensemble.runs) > 1 else ""):
-                    resume.begin(run)
             for _ in steps(ensemble):
                 pass
             if ensemble.is_alone and ensemble.interrupt.requested:
@@ -72,6 +69,9 @@ def steps(ensemble: Ensemble) -> Iterator[int]:
 
 
 def _steps(ensemble: Ensemble) -> Iterator[int]:
+    for run in ensemble.training:
+        with naming(run.spec.label if len(ensemble.runs) > 1 else ""):
+            resume.begin(run)
     for run in (run for run in ensemble.training if run.spec.callbacks):
         with _own(ensemble, run), watching(run, ensemble.values):
             for callback in run.spec.callbacks:
@@ -98,6 +98,8 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
         for run in reached:
             run.trial_steps -= 1
             with _own(ensemble, run):
+                if run.trial_steps == 1 and run.is_to_be_moved:
+                    resume.check_declared(run)
                 saved &= resume.save_if_due(run, stops)
         _tell_ends(ensemble, reached)
         if ensemble.watch is not None:

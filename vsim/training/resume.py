@@ -3,66 +3,85 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from vsim.checkpoint.files import Checkpoint, packed, unpacked
 from vsim.checkpoint.folder import checkpoint_path, prune
 from vsim.checkpoint.settings import HORIZON, VERSIONS, differences, settings_of_run
-from vsim.checkpoint.tree import Restorer, Snapshot, cut, merged, objects_in
+from vsim.checkpoint.tree import Encoded, Filler, cut, encoded, joined, own_of
+from vsim.checkpoint.undeclared import Contents, changed, contents_of, line_for
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.optimizers import StackedOptimizer, parts_of, torch_optimizers
 from vsim.cluster.randomness import set_global_states
 from vsim.cluster.replicas import Replicas
-from vsim.cluster.state import CheckpointError, name_of
+from vsim.cluster.state import CheckpointError, Stateful, named_owners, placements_of
 from vsim.engine.objective import listed
 from vsim.private_torch import mark_stepped
 from vsim.records.history import History
 from vsim.training.callbacks import savable
-from vsim.training.clients import owners
 from vsim.training.run import Run
 
 
-def _roots(run: Run) -> dict[str, tuple[Any, str | None]]:
-    """Return name → (object, placement), in the order in which they are saved and restored."""
-    replicas, strategy = run.cluster.replicas, run.strategy
-    return {
-        "weights": (replicas.weights, "stacked"),
-        "buffers": (replicas.buffers, "stacked"),
-        "generator": (run.cluster.generator, "shared"),
-        "streams": (list(run.streams), "rows"),
-        "loss": (run.objective.loss_fn, "shared"),
-        "frozen": (run.cluster.frozen, "shared"),
-        "optimizer": (strategy.optim, "stacked"),
+def _state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return name → value of the run's state: of what has a row for each node, and of what is equal on all."""
+    cluster, strategy = run.cluster, run.strategy
+    stacked: dict[str, Any] = {
+        "weights": cluster.replicas.weights,
+        **{f"buffer {name}": buffer for name, buffer in cluster.replicas.buffers.items()},
+        "streams": list(run.streams),
+        "optimizer": strategy.optim,
+        "extra state": [(state,) for state in run.objective.extra_states(run.rows)],
+    }
+    shared: dict[str, Any] = {
+        "generator": cluster.generator,
+        "frozen": cluster.frozen,
         # If nodes have separate optimizers, their schedules are equal: save the first node's.
-        "schedules": ([own[0] for own in strategy.schedulers if own], "shared"),
-        "strategy": (strategy, None),
-        **({} if run.clients is None else {"clients": (run.clients, "shared")}),
-        **{f"callback {name}": (one, "shared") for name, one in savable(run.spec.callbacks).items()},
-        "extra state": (run.objective.extra_states(run.rows), "rows"),
+        "schedules": [own[0] for own in strategy.schedulers if own],
+        **({"loss": run.objective.loss_fn} if isinstance(run.objective.loss_fn, nn.Module) else {}),
+        **({} if run.clients is None else {"clients": run.clients}),
+        **{f"callback {name}": one for name, one in savable(run.spec.callbacks).items()},
     }
+    for name, owner, attribute, placement in _declared(run):
+        (stacked if placement == "stacked" else shared)[name] = getattr(owner, attribute)
+    return stacked, shared
 
 
-def _known(run: Run) -> dict[str, Any]:
-    cluster, replicas = run.cluster, run.cluster.replicas
-    return {
-        "cluster": cluster,
-        "collectives": cluster.collectives,
-        "ledger": run.ledger,
-        "replicas": replicas,
-        "stacked model": run.strategy.model,
-        **{name: getattr(replicas, name) for name in ("module", "frozen", "layout")},
-        **{f"layout[{i}]": columns for i, columns in enumerate(replicas.layout)},
-        "weights": replicas.weights,
-        "gradients": replicas.grads,
-    }
+def _declared(run: Run) -> Iterator[tuple[str, Stateful, str, str]]:
+    """Yield (name, part, attribute, placement) for all that the strategy and its parts declare."""
+    for part, owner in named_owners(run.strategy).items():
+        for attribute, placement in placements_of(owner).items():
+            yield f"{part}.{attribute}", owner, attribute, placement
+
+
+def _undeclared(run: Run) -> Contents:
+    cluster, strategy = run.cluster, run.strategy
+    replicas = cluster.replicas
+    known = (cluster, cluster.collectives, run.ledger, run.plan, replicas, replicas.module, cluster.generator)
+    memory = {"weights": replicas.weights, "gradients": replicas.grads, **replicas.buffers}
+    declared = [getattr(owner, attribute) for _, owner, attribute, _ in _declared(run)]
+    memory |= {str(i): t for i, t in enumerate(tree_leaves(declared)) if isinstance(t, Tensor)}
+    return contents_of(strategy, (*known, getattr(strategy, "model", None), strategy.optim), memory)
+
+
+def check_declared(run: Run) -> None:
+    """Raise a CheckpointError if attributes have changed that are not declared, which a checkpoint would not hold."""
+    parts, rows = named_owners(run.strategy), len(run.nodes)
+    if found := changed(run.undeclared, _undeclared(run)):
+        lines = (line_for(name, vars(parts[part]).get(name), rows) for part, name in found)
+        raise CheckpointError(
+            f"{listed([f'{part}.{name}' for part, name in found])} changed since the setup and is not declared, so that "
+            "no checkpoint would hold it, and no node would take it along. Where it is made, write "
+            f"{'; '.join(lines)}: keep_stacked for what has a row for each node, keep_shared for what is equal on all"
+        )
 
 
 def _settings(run: Run) -> dict[str, Any]:
@@ -74,10 +93,12 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def begin(run: Run) -> None:
-    """Take a snapshot before training, to report state that cannot be saved."""
+    """Note what the strategy does not declare, and find state that cannot be saved, before training."""
+    run.undeclared = _undeclared(run)
     if run.spec.saving is not None:
         _settings(run)  # in all processes
-        run.fixed = _snapshot(run).fixed if run.spec.saving.wanted else {}
+        if run.spec.saving.wanted:
+            _encoded(run)
 
 
 def save_if_due(run: Run, stops: bool) -> bool:
@@ -92,11 +113,7 @@ def save_if_due(run: Run, stops: bool) -> bool:
     try:
         if stops or run.is_saved:
             _save(run, saving.folder)
-    except CheckpointError as error:
-        if saving.wanted:
-            raise
-        warnings.warn(f"the interrupted run cannot be resumed: {error}", UserWarning, stacklevel=2)
-    except OSError as error:  # for instance, the disk is full; the run's state is intact
+    except (CheckpointError, OSError) as error:  # for instance, the disk is full; the run itself is intact
         warnings.warn(f"step {run.done} could not be saved, and training continues: {error}", UserWarning, stacklevel=2)
         return False
     return saving.wanted
@@ -143,40 +160,53 @@ def captured(run: Run, apart: bool = False) -> Checkpoint:
             f"the last run stopped in the middle of step {run.cluster.step}, so that nothing whole is left of it in "
             "memory; resume from a checkpoint that it saved, or start again"
         )
-    snapshot = _snapshot(run)
-    for path, what in snapshot.fixed.items():
-        if run.fixed and run.fixed.get(path) != what:
-            raise CheckpointError(
-                f"{path} is a {what} that was made after the setup, and could not be filled in a run that resumes; "
-                "make it in the setup, or hold tensors, numbers, lists and dicts instead"
-            )
-    state = snapshot.tree if run.is_alone or apart else _gathered(run, snapshot.tree)
-    return Checkpoint(run.done, history or History(), {} if apart else _settings(run), state)
+    stacked: dict[str, Encoded] = {}
+    shared: dict[str, Encoded] = {}
+    problem, held = "", [len(run.nodes)]
+    try:
+        check_declared(run)
+        stacked, shared = _encoded(run)
+    except CheckpointError as error:
+        problem = str(error)
+    if not run.is_alone and not apart:
+        held = [len(nodes) for nodes in run.cluster.collectives.ranges]
+        problem, stacked, shared = _gathered(run, problem, stacked, shared)
+    if problem:
+        raise CheckpointError(problem)
+    return Checkpoint(run.done, history or History(), {} if apart else _settings(run), held, stacked, shared)
 
 
-def _snapshot(run: Run) -> Snapshot:
-    roots = {**_roots(run), "process": (run.random_states, "shared")}
-    if not run.is_alone:  # one row for each node, so that the checkpoint tells which process held how many
-        roots["weights"] = run.cluster.weights, "stacked"
-    return Snapshot(roots, _known(run), len(run.streams))
+def _encoded(run: Run) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
+    stacked, shared = _state(run)
+    rows = len(run.nodes)
+    return (
+        {name: encoded(value, name, True, rows) for name, value in stacked.items()},
+        {name: encoded(value, name) for name, value in {**shared, "process": run.random_states}.items()},
+    )
 
 
-def _gathered(run: Run, tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree of all processes, in the first node's process. The other processes send their parts."""
+def _gathered(
+    run: Run, problem: str, stacked: dict[str, Encoded], shared: dict[str, Encoded]
+) -> tuple[str, dict[str, Encoded], dict[str, Encoded]]:
+    """Return the state of all processes, in the first node's process, and the first problem of a process, in all."""
     collectives = run.cluster.collectives
-    text, contents = packed(tree)
-    own = [json.loads(text), {digest: len(flat) for digest, flat in contents.items()}]
-    told = collectives.of_processes(own)
+    text, contents = packed([stacked, shared])
+    told = collectives.of_processes([problem, text, {digest: len(flat) for digest, flat in contents.items()}])
+    if problems := [one for one, *_ in told if one]:
+        return problems[0], {}, {}
     # Each content is sent once, by the first process that has it.
-    first = {d: (rank, n) for rank, (_, sizes) in reversed([*enumerate(told)]) for d, n in sizes.items()}
+    first = {d: (rank, n) for rank, (*_, sizes) in reversed([*enumerate(told)]) for d, n in sizes.items()}
     for digest, (rank, size) in first.items():
         flat = contents.get(digest, torch.empty(size, dtype=torch.uint8))
         flat = collectives.from_process(flat, rank)
         if 0 in run.nodes:
             contents[digest] = flat
     if 0 not in run.nodes:
-        return {}
-    return dict(unpacked(json.dumps({name: merged([own[name] for own, _ in told]) for name in tree}), contents))
+        return "", {}, {}
+    trees = [unpacked(own, contents) for _, own, _ in told]
+    held = [len(nodes) for nodes in collectives.ranges]
+    whole = ({n: joined([t[i][n] for t in trees], held, i == 0) for n in trees[0][i]} for i in range(2))
+    return "", *whole  # type: ignore[return-value]
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
@@ -219,37 +249,35 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _restore(run: Run, checkpoint: Checkpoint) -> None:
-    restorer, rows, moved = _restorer(run, checkpoint)
-    state, held, replicas = checkpoint.state, checkpoint.held, run.cluster.replicas
-    restored = {
-        name: restorer.root(cut(state[name], rows, held), live, name, placement)
-        for name, (live, placement) in _roots(run).items()
-        if name in state or not name.startswith(("callback ", "frozen"))  # new here, or not in an older checkpoint
-    }
-    run.cluster.frozen = restored.get("frozen", {})
-    pairs = [(replicas.weights, restored["weights"])]
-    pairs += [(buffer, restored["buffers"].get(name)) for name, buffer in replicas.buffers.items()]
-    if any(live is not found for live, found in pairs):
+    cluster, rows, held = run.cluster, _rows(run, checkpoint), checkpoint.held
+    filler = Filler(cluster.collectives, cluster.weights.device)
+    stacked, shared = _state(run)
+    filled = {}
+    for name, live in stacked.items():
+        filled[name] = filler.fill(cut(checkpoint.stacked[name], rows, held), live, name, True)
+    for name, live in shared.items():
+        if name in checkpoint.shared or not name.startswith("callback "):  # new here
+            filled[name] = filler.fill(own_of(checkpoint.shared[name], rows, held), live, name)
+    filler.check()
+    if any(filled[n] is not stacked[n] for n in stacked if n == "weights" or n.startswith("buffer ")):
         raise ValueError("weights or buffers have other shapes")
+    for name, owner, attribute, _ in _declared(run):
+        setattr(owner, attribute, filled[name])
+    cluster.frozen = filled["frozen"]
     for own in run.strategy.schedulers:
         for other in own[1:]:
             other.load_state_dict(copy.deepcopy(own[0].state_dict()))
-    run.objective.set_extra_states(run.rows, restored["extra state"])
-    if not moved:
-        states = restorer.root(cut(state["process"], rows, held), {}, "process", "shared")
-        set_global_states(states, replicas.weights.device)
+    run.objective.set_extra_states(run.rows, [state for (state,) in filled["extra state"]])
+    if held == [len(nodes) for nodes in cluster.collectives.ranges] and run.continues is None:  # as many processes
+        states = own_of(checkpoint.shared["process"], rows, held)
+        set_global_states(
+            Filler(cluster.collectives, torch.device("cpu")).fill(states, None, "process"), cluster.weights.device
+        )
 
 
-def _restorer(run: Run, checkpoint: Checkpoint) -> tuple[Restorer, list[int], bool]:
-    """Return a Restorer, the checkpoint's rows for the nodes of this process, and whether the rows have moved."""
-    held = checkpoint.held
-    if run.continues is None:
-        rows = list(run.cluster.replicas.nodes)
-        moved = held != [len(nodes) for nodes in run.cluster.collectives.ranges]
-    else:
-        rows = list(run.continues)
-        moved = rows != list(range(sum(held)))
-    return Restorer(_known(run), moved), rows, moved
+def _rows(run: Run, checkpoint: Checkpoint) -> list[int]:
+    """Return the checkpoint's rows for the nodes of this process."""
+    return list(run.cluster.replicas.nodes if run.continues is None else run.continues)
 
 
 def _check_same(run: Run, checkpoint: Checkpoint) -> None:
@@ -288,8 +316,10 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
         mark_stepped(optimizer)
     for scheduler in checkpoint.step * [*chain(*run.strategy.schedulers)]:
         scheduler.step()
-    restorer, rows, _ = _restorer(run, checkpoint)
-    _carry(run, checkpoint, restorer)
+    filler, rows = Filler(run.cluster.collectives, replicas.weights.device), _rows(run, checkpoint)
+    for name, owner, attribute, _ in _declared(run):
+        if attribute in owner.carried and name in checkpoint.shared:
+            setattr(owner, attribute, filler.fill(checkpoint.shared[name], getattr(owner, attribute), name))
     if len(checkpoint.weights) != run.cluster.num_nodes or run.plan is not None:
         return
     own = slice(replicas.nodes.start, replicas.nodes.stop)
@@ -299,31 +329,22 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
         if checkpoint.settings.get(name) == _settings(run).get(name)
     ]
     if "device" in alike:
-        restorer.root(cut(checkpoint.state["streams"], rows, checkpoint.held), run.streams, "streams", "rows")
+        filler.fill(cut(checkpoint.stacked["streams"], rows, checkpoint.held), list(run.streams), "streams", True)
     for name, buffer in checkpoint.buffers.items():
         replicas.buffers[name].copy_(buffer[own])
     if not replicas.shares_weights:
         replicas.weights.copy_(checkpoint.weights[own])
         if checkpoint.keeps_optimizer and len(alike) == 3:
-            _keep_state(run, cut(checkpoint.state["optimizer"], rows, checkpoint.held), restorer)
+            _keep_optimizer(run, cut(checkpoint.stacked["optimizer"], rows, checkpoint.held), filler)
 
 
-def _carry(run: Run, checkpoint: Checkpoint, restorer: Restorer) -> None:
-    """Restore attributes that a strategy's parts declare as `carried`, if the checkpoint has a part of that class."""
-    for owner in owners(run.strategy):
-        alike = [o for o in objects_in(checkpoint.state["strategy"]) if o["class"] == name_of(type(owner))]
-        for name in owner.carried if alike else ():
-            saved = dict(alike[0]["items"])[name]
-            setattr(owner, name, restorer.root(saved, getattr(owner, name), name, "shared"))
-
-
-def _keep_state(run: Run, state: Any, restorer: Restorer) -> None:
+def _keep_optimizer(run: Run, saved: Encoded, filler: Filler) -> None:
     """Restore the inner optimizers' state, or clear it if it does not fit, such as one row for all nodes."""
     optim = run.strategy.optim
     optimizers = torch_optimizers(optim)
     settings = copy.deepcopy([[{**group, "params": []} for group in o.param_groups] for o in optimizers])
     try:
-        restorer.root(state, optim, "optimizer", "stacked")
+        filler.fill(saved, optim, "optimizer", True)
         specs = run.strategy.optim_spec.parts(run.cluster.replicas.module)
         fits = all(_fits(part, spec) for part, (spec, _) in zip(parts_of(optim), specs, strict=False))
     except CheckpointError:

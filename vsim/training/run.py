@@ -17,6 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.data import Dataset
 
 from vsim.arguments import one_of
+from vsim.checkpoint.undeclared import Contents
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
@@ -72,7 +73,7 @@ class Run:
         starts: whether the run's first row is still to be reported; False in a resumed run.
         left_states: the states in which training left the process's random generators.
         settings: the settings that must be equal in a resumed run, once known; see `vsim.checkpoint.settings`.
-        fixed: path → kind of an object in the run's state that a resumed run cannot make.
+        undeclared: what the strategy does not declare, as training began; see `vsim.checkpoint.undeclared`.
         error: the error that ended this run; the others continue.
         stopped: whether this run was stopped before the others.
         concluded: whether its last step is reported and saved, and its callbacks know that it has ended.
@@ -111,7 +112,7 @@ class Run:
     starts: bool = True
     left_states: dict[str, Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    fixed: Mapping[str, str] = field(default_factory=dict)
+    undeclared: Contents = field(default_factory=dict)
     error: Exception | None = None
     stopped: bool = False
     concluded: bool = False
@@ -188,6 +189,11 @@ class Run:
         """Whether a checkpoint is due."""
         saving = self.spec.saving
         return saving is not None and saving.wanted and (self.is_over or _every(saving.interval, self.done))
+
+    @property
+    def is_to_be_moved(self) -> bool:
+        """Whether the run is to be saved, or its nodes come and go."""
+        return self.plan is not None or (self.spec.saving is not None and self.spec.saving.wanted)
 
     @property
     def random_states(self) -> dict[str, Any]:
