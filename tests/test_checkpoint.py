@@ -397,11 +397,11 @@ def other_dropout() -> nn.Module:
             r"step 7 is of another run: strategy\.communication_modules\[0\]\.H was 3 and is 4\. To start .* "
             r"fork: resume=load_checkpoint\('.*step-00000007\.safetensors'\)\.fork\(\)",
         ),
-        ({"strategy": DiLoCoStrategy(H=3, optim_spec=OptimSpec("adamw", lr=2e-2))}, r"lr'\] was 0\.01 and is 0\.02"),
-        ({"strategy": DiLoCoStrategy(H=3, optim_spec="sgd")}, r"optim_spec\.cls was .*AdamW and is .*SGD"),
+        ({"strategy": DiLoCoStrategy(H=3, optim_spec=OptimSpec("adamw", lr=2e-2))}, r"spec\.lr was 0\.01 and is 0\.02"),
+        ({"strategy": DiLoCoStrategy(H=3, optim_spec="sgd")}, r"optim_spec was .*AdamW and is .*SGD"),
         (
             {"trainer": trainer_of(data=lambda count=28, seed=0: images(count, seed))},
-            r"training data was \[29\] and is \[28\]",
+            r"train_dataset\[0\]\.examples was 29 and is 28",
         ),
         ({"trainer": trainer_of(other_dropout)}, r"module\.dropout was .*Dropout.*p=0\.3.* and is .*p=0\.1"),
         ({"trainer": trainer_of(small_mlp, vectors)}, r"parameter .* was \[\[.*\], 'torch\.float32'\] and is absent"),

@@ -34,9 +34,8 @@ from vsim.records.history import History
 from vsim.records.loggers import Logger, RunLog, check_run_name, folder_name
 from vsim.records.loggers.base import train_row
 from vsim.records.progress import StepReport
-from vsim.records.provenance import describe
 from vsim.saved import read_log
-from vsim.strategy import DeMoStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
+from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec
 
 STEPS = 6
 TRAIN = ["step", "examples_trained", "train_loss", "train_perplexity", "lr", "payload_bytes", "wire_bytes"]
@@ -187,28 +186,6 @@ def test_the_configuration() -> None:
 
 def print_nothing(step: int, loss: float) -> None:
     pass
-
-
-def test_any_argument_can_be_described() -> None:
-    class Odd:
-        __slots__ = ()
-
-        def __str__(self) -> str:
-            return "odd"
-
-    value = {1: [np.float64(0.5), np.int64(3), math.nan, Odd()], "t": torch.ones(3), "p": Path("a"), "f": print_nothing}
-    assert describe(value) == {
-        "1": [0.5, 3, "nan", "odd"],
-        "t": "Tensor",
-        "p": "a",
-        "f": "test_logger.print_nothing",
-    }
-    json.dumps(describe(DeMoStrategy(lr=0.1)), allow_nan=False)
-    loop: dict[str, Any] = {"class": "Ring"}
-    ring = type("Ring", (), {})()
-    ring.next = ring
-    json.dumps(describe(ring))
-    assert describe(ring)["class"] == loop["class"]
 
 
 def test_a_run_that_is_there_already_is_left_alone() -> None:

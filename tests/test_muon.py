@@ -26,7 +26,7 @@ from vsim.cluster.optimizers import JointOptimizers, NodeOptimizers, parts_of, t
 from vsim.cluster.replicas import Replicas
 from vsim.engine.memory import optimizer_bytes
 from vsim.models import GPT, MLP
-from vsim.records.provenance import describe
+from vsim.records.describe import describe
 from vsim.strategy import AloneStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 ADAMW = OptimSpec("adamw", lr=3e-3, betas=(0.9, 0.95))

@@ -33,13 +33,12 @@ from vsim.process import (
     world_rank,
 )
 from vsim.records.comparison import ComparedRun, Comparison, no_comparison
+from vsim.records.describe import Conditions, check_same_strategy, describe_problem
 from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
-from vsim.records.provenance import Conditions, check_same_strategy
 from vsim.records.sweep import Sweep
 from vsim.strategy.base import Strategy
 from vsim.strategy.configured import arguments_of, shown
 from vsim.trainer import Trainer
-from vsim.training.configuration import describe_problem
 from vsim.training.entries import Entries, Entry, copied_callbacks, saving_in
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Diverged

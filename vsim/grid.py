@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vsim.arguments import a_list, reject_unknown
-from vsim.records.provenance import describe
+from vsim.records.describe import describe
 from vsim.records.sweep import Point
 from vsim.strategy.base import Strategy, StrategyOptions
 

@@ -38,13 +38,14 @@ from vsim.process import (
     under_torchrun,
     world_rank,
 )
+from vsim.records.describe import describe_problem, describe_run
 from vsim.records.history import History
 from vsim.records.loggers import Logger, RunLog
 from vsim.records.progress import Recorder
 from vsim.shapes import check_apart
 from vsim.strategy.base import Strategy
+from vsim.strategy.configured import arguments_of
 from vsim.training.callbacks import Relay, telling_exit, with_hooks
-from vsim.training.configuration import describe_problem, describe_run
 from vsim.training.entries import for_elsewhere
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import steps, train
@@ -298,7 +299,7 @@ class Trainer:
     def config(
         self, options: Mapping[str, Any], started: datetime | None = None, problem: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the configuration of `fit(**options)`, as JSON can hold it; see `vsim.training.configuration`.
+        """Return the configuration of `fit(**options)`, as JSON can hold it; see `vsim.records.describe`.
 
         Args:
             started: when it began; default: now.
@@ -308,7 +309,7 @@ class Trainer:
         device = pick_device(self.device if given["device"] is None else given["device"])
         if problem is None:
             problem = describe_problem(self.model, self.train_dataset, self.val_dataset, self.loss_fn)
-        return describe_run(given, problem, device, options, started)
+        return describe_run(given, arguments_of(given["strategy"]), problem, device, options, started)
 
     def device_of(self, spec: RunSpec) -> torch.device:
         """Return where a run in the simulator computes."""

@@ -29,13 +29,13 @@ from vsim.checkpoint.folder import (
     is_checkpoint,
     step_of,
 )
-from vsim.checkpoint.settings import differences, layout_of
-from vsim.checkpoint.tree import Encoded, flat_bytes
+from vsim.checkpoint.tree import Encoded
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.reductions import reduce_rows
 from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
 from vsim.reading import regular
+from vsim.records.describe import CHANGED, differences, flat_bytes, layout_of
 from vsim.records.history import History
 from vsim.writing import replacing
 
@@ -49,7 +49,7 @@ class Checkpoint:
     Attributes:
         step: t, completed optimizer steps.
         history: the record of the run up to this step.
-        settings: argument → value for everything that determines the run; see `vsim.checkpoint.settings`.
+        settings: argument → description for everything that determines the run; see `vsim.records.describe`.
         held: the number of nodes that each process held.
         stacked, shared: name → encoded state, with a row for each node or equal on all; see `vsim.checkpoint.tree`.
         path: the file that the checkpoint was loaded from, if any.
@@ -173,13 +173,14 @@ class Checkpoint:
     def check_layout(self, replicas: Replicas) -> None:
         """Raise a CheckpointError if a model has other parameters or buffers than the checkpoint's."""
         layout = layout_of(replicas)
-        changes = list(differences({k: self.settings.get(k) for k in layout}, layout))
+        changes = list(differences({k: self.settings.get(k) for k in layout}, layout, CHANGED))
         if changes:
             raise CheckpointError(f"the checkpoint is of another model: {'; '.join(changes)}")
 
     def __repr__(self) -> str:
         where = f" from {self.path}" if self.path else ""
-        return f"Checkpoint(step {self.step}, {self.num_nodes} nodes, {self.settings.get('strategy', '')}{where})"
+        strategy = self.settings.get("strategy", {}).get("class", "")
+        return f"Checkpoint(step {self.step}, {self.num_nodes} nodes, {strategy}{where})"
 
 
 def _mean(rows: Tensor) -> Tensor:

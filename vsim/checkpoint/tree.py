@@ -36,6 +36,7 @@ from vsim.cluster.collectives import Collectives, Pending
 from vsim.cluster.optimizers import JointOptimizers
 from vsim.cluster.randomness import GENERATORS
 from vsim.cluster.state import CheckpointError, with_extra_state
+from vsim.records.describe import flat_bytes
 
 Encoded = Any  # see above
 _PLAIN = (type(None), bool, int, float, str)
@@ -315,12 +316,6 @@ _FILLED: dict[str, Any] = {
     "module": nn.Module,
     "object": object,
 }
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as bytes (n,); copy them only if they are not contiguous."""
-    flat = tensor.reshape(-1)  # an expanded scalar has a stride of 0
-    return (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def _with_rows(value: Tensor, like: Tensor) -> Tensor:

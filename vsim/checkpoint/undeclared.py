@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from vsim.checkpoint.tree import flat_bytes
 from vsim.cluster.randomness import GENERATORS
 from vsim.cluster.state import Stateful, named_owners, placements_of
+from vsim.records.describe import flat_bytes
 
 _HIDDEN = ("_placements", "_of_clients")
 Contents = dict[tuple[str, str], Any]

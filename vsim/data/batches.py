@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import bisect
 import copy
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,13 +18,11 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from vsim.arguments import a_function, is_factory, real_number, reject_unknown, retold, true_or_false, whole_number
-from vsim.cluster.randomness import EVALUATION, LOADER, derive_seed, generator, isolated
+from vsim.cluster.randomness import EVALUATION, LOADER, derive_seed, generator
 from vsim.data.order import Order, Uneven
 
 DatasetFactory = Callable[[int, int, bool], Dataset[Any]]
 Data = Dataset[Any] | DatasetFactory
-_OBJECTS = np.dtype(object)
-_SAMPLED = 8  # examples by which datasets are compared
 _VALIDATED = 2048  # validation examples by default, at most
 LOADER_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -85,10 +81,9 @@ class Batches:
         self._options = options
         self._seed = seed
 
-    @cached_property
-    def digests(self) -> list[int]:
-        """Numbers for the contents of the datasets; see `digest_of`."""
-        return self._of_all([digest_of(dataset) for dataset in self._datasets])
+    def of_datasets(self, number: Callable[[Dataset[Any]], int]) -> list[int]:
+        """Return a number for every node's dataset, or a single number for a shared dataset."""
+        return self._of_all([number(dataset) for dataset in self._datasets])
 
     @property
     def shared_in_memory(self) -> Dataset[Any] | None:
@@ -380,30 +375,6 @@ def fetch(dataset: Dataset[Any], indices: list[int], nodes: Sequence[int] = ()) 
     return examples
 
 
-def digest_of(dataset: Dataset[Any]) -> int:
-    """Return a number for the contents of a dataset, the same in every process, below 2⁶³.
-
-    It is of a few examples, spread evenly and fetched twice; 0 if they are not the same both times, or cannot be
-    fetched. The global random generators are left alone.
-    """
-    last, found = _length(dataset) - 1, set()
-    positions = sorted({i * last // (_SAMPLED - 1) for i in range(_SAMPLED)})
-    for _ in range(2):
-        with isolated(0, torch.device("cpu")), suppress(Exception):  # which training will raise
-            text = hashlib.sha256()
-            for path, leaf in tree_flatten_with_path(fetch(dataset, positions))[0]:
-                shape = tuple(getattr(leaf, "shape", ()))
-                text.update(f"{keystr(path)} {type(leaf).__name__} {shape}".encode())
-                if isinstance(leaf, Tensor):
-                    leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-                if isinstance(leaf, bool | int | float | str | bytes):
-                    text.update(repr(leaf).encode())
-                elif hasattr(leaf, "tobytes") and getattr(leaf, "dtype", None) is not _OBJECTS:  # arrays, images
-                    text.update(leaf.tobytes())
-            found.add(int.from_bytes(text.digest()[:8], "little") >> 1)
-    return found.pop() if len(found) == 1 else 0
-
-
 class ValidationExamples(NamedTuple):
     """The examples that runs are validated on.
 
@@ -493,8 +464,7 @@ class BatchSource(Protocol):
     epoch_steps: Tensor
     shard_sizes: Tensor
 
-    @property
-    def digests(self) -> list[int]: ...
+    def of_datasets(self, number: Callable[[Dataset[Any]], int]) -> list[int]: ...
 
     @property
     def num_rows(self) -> int: ...

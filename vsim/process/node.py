@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from vsim.arguments import is_factory
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import LOADER, drawing_from, generator, isolated
-from vsim.data.batches import OfNode, check_tensors, digest_of, loader_options, resolve
+from vsim.data.batches import OfNode, check_tensors, loader_options, resolve
 from vsim.data.order import Order
 from vsim.engine import Executor
 from vsim.engine.executor import check_depends, write_or_add
@@ -155,7 +154,7 @@ class NodeBatches:
         self._datasets = resolve(spec.train_dataset, everyone, whose, True, "train_dataset")
         self._dataset, self._own = self._datasets[0], is_factory(spec.train_dataset)
         self._collectives = collectives
-        lengths = self._of_all(len)  # type: ignore[arg-type]
+        lengths = self.of_datasets(len)  # type: ignore[arg-type]
         order = Order(lengths, everyone, spec.batch_size, spec.shuffle, spec.seed, drop_last)
         order.check()
         self.steps_per_epoch, self.epoch_steps = order.steps_per_epoch, order.epoch_steps
@@ -164,13 +163,8 @@ class NodeBatches:
 
     num_rows = 1
 
-    @cached_property
-    def digests(self) -> list[int]:
+    def of_datasets(self, number: Callable[[Dataset[Any]], int]) -> list[int]:
         """See `Batches`. All processes must ask at the same time."""
-        return self._of_all(digest_of)
-
-    def _of_all(self, number: Callable[[Dataset[Any]], int]) -> list[int]:
-        """Return a number for every node's dataset, or a single number for a shared dataset."""
         own = [number(dataset) for dataset in self._datasets]
         if self._all_here:
             return own

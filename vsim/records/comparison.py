@@ -24,10 +24,10 @@ from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
 from vsim.network.links import bits_per_second, seconds
 from vsim.network.timeline import seconds_on
+from vsim.records.describe import Conditions, Provenance, check_same_strategy, provenance
 from vsim.records.fronts import COSTS, Best, Front, amount, best_of, dominating, loss_within
 from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, time_axis
-from vsim.records.provenance import Conditions, Provenance, check_same_strategy, described
 from vsim.records.spent import Priced, Use, forming_bytes, forming_seconds, last, spent, until, unused, use
 from vsim.records.statistics import Crossing, differences, interval, ranking
 from vsim.records.tables import Marks, text_table
@@ -280,7 +280,7 @@ class Comparison(Mapping[str, ComparedRun]):
         calls = {name: own.get("call", "") for name, own in runs.items()}
         configs = [run.history.config for own in self._runs.values() for run in own if run.history.config]
         computed = dict.fromkeys(filter(None, (history.computed for history in self._all_histories())))
-        return described(calls, seeds, self.calls, configs, list(computed))
+        return provenance(calls, seeds, self.calls, configs, list(computed))
 
     def _titles(self, name: str) -> dict[str, Any]:
         """Return the titles of a row of the table: column → text."""

@@ -70,7 +70,7 @@ class History:
     Attributes:
         ledger: the record of communication; see `Ledger`.
         config: the configuration as JSON: every argument of `fit`, model, data, versions, machine and date; see
-            `vsim.training.configuration`. Empty until the run ends.
+            `vsim.records.describe`. Empty until the run ends.
         executor: the executor of the last step. executor_reason: why it was chosen.
         minibatch_size: examples per node at once; None: the whole batch.
 

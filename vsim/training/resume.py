@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from vsim.checkpoint.files import Checkpoint, packed, unpacked
 from vsim.checkpoint.folder import checkpoint_path, prune
-from vsim.checkpoint.settings import HORIZON, VERSIONS, differences, settings_of_run
 from vsim.checkpoint.tree import Encoded, Filler, cut, encoded, joined, own_of
 from vsim.checkpoint.undeclared import Contents, changed, contents_of, line_for
 from vsim.cluster.optim import OptimSpec
@@ -26,6 +25,7 @@ from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import CheckpointError, Stateful, named_owners, placements_of
 from vsim.engine.objective import listed
 from vsim.private_torch import mark_stepped
+from vsim.records.describe import CHANGED, HORIZON, VERSIONS, differences, settings_of_run
 from vsim.records.history import History
 from vsim.training.callbacks import savable
 from vsim.training.run import Run
@@ -283,7 +283,7 @@ def _rows(run: Run, checkpoint: Checkpoint) -> list[int]:
 def _check_same(run: Run, checkpoint: Checkpoint) -> None:
     saved, given = dict(checkpoint.settings), dict(_settings(run))
     (before, now), versions = ([side.pop(name, None) for side in (saved, given)] for name in (HORIZON, VERSIONS))
-    changes = list(differences(saved, given))
+    changes = list(differences(saved, given, CHANGED))
     if before != now:
         changes.append(
             f"the learning-rate schedule was over {before} steps and is over {now} (max_steps of the run, or the "
@@ -323,11 +323,11 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
     if len(checkpoint.weights) != run.cluster.num_nodes or run.plan is not None:
         return
     own = slice(replicas.nodes.start, replicas.nodes.stop)
-    alike = [
-        name
-        for name in ("device", "deterministic", "strategy.optim_spec.cls")
-        if checkpoint.settings.get(name) == _settings(run).get(name)
-    ]
+    before, now = (
+        {"device": s["device"], "deterministic": s["deterministic"], "optimizer": s["strategy"]["optim_spec"]["class"]}
+        for s in (checkpoint.settings, _settings(run))
+    )
+    alike = [name for name in now if before[name] == now[name]]
     if "device" in alike:
         filler.fill(cut(checkpoint.stacked["streams"], rows, checkpoint.held), list(run.streams), "streams", True)
     for name, buffer in checkpoint.buffers.items():

@@ -72,7 +72,7 @@ class Run:
         row: the history's row of the last step.
         starts: whether the run's first row is still to be reported; False in a resumed run.
         left_states: the states in which training left the process's random generators.
-        settings: the settings that must be equal in a resumed run, once known; see `vsim.checkpoint.settings`.
+        settings: the settings that must be equal in a resumed run, once known; see `vsim.records.describe`.
         undeclared: what the strategy does not declare, as training began; see `vsim.checkpoint.undeclared`.
         error: the error that ended this run; the others continue.
         stopped: whether this run was stopped before the others.

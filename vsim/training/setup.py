@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
 from vsim.arguments import encodable, is_factory, naming
-from vsim.checkpoint.settings import settings_of
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
@@ -44,6 +43,7 @@ from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
 from vsim.network import Compute, Network
 from vsim.network.event_clock import VirtualClock
+from vsim.records.describe import settings_of
 from vsim.records.history import COLUMNS, History
 from vsim.records.progress import Reporter
 from vsim.strategy.asynchronous import AsynchronousStrategy

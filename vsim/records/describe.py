@@ -1,0 +1,495 @@
+"""Describe a run as data that JSON can hold, and say in words how two descriptions differ.
+
+A record describes a run briefly. Two runs can be compared if their descriptions are equal except for the strategy, the
+seed, and settings that do not affect the losses, such as loggers and executors. A checkpoint describes everything that
+determines the run, which resumes if that description is the same. Functions are compared by their names, tensors and
+data by digests of some elements and examples.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import html
+import inspect
+import json
+import math
+import os
+import platform
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from enum import Enum
+from itertools import islice
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from vsim.arguments import is_factory
+from vsim.cluster.optim import OptimSpec
+from vsim.cluster.randomness import GENERATORS, isolated
+from vsim.cluster.replicas import Replicas, kept_in_evaluation
+from vsim.cluster.schedule import Schedule
+from vsim.network import Compute, Network
+from vsim.version import __version__
+
+# Described by a name or text.
+_FIXED = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, Enum, PurePath),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice),
+)
+# Deeper objects are described only by their class in a record.
+_DEPTH = 4
+# Longer texts and containers are described by a digest in a checkpoint.
+_LONG = 256
+# Most elements of a tensor that enter a digest, and examples of a dataset.
+_ELEMENTS, _EXAMPLES = 2**16, 8
+# The longest text of a value in words, and most differences that an error about a comparison names.
+_WIDTH, _NAMED = 80, 4
+
+
+def describe(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> Any:
+    """Describe `value` in a form that JSON can hold.
+
+    >>> describe(OptimSpec("sgd", lr=0.1))
+    {'class': 'SGD', 'lr': 0.1}
+    >>> describe((1, math.inf, torch.float32, math.sqrt))
+    [1, 'inf', 'torch.float32', 'math.sqrt']
+
+    Args:
+        depth: deeper objects are described only by their class.
+        seen: None describes briefly, as a record does. A set describes everything that determines a run, at any depth:
+            private attributes, modules by their parts, tensors by a digest. An object whose id is in the set is
+            described only by its class; ids of described objects are added.
+    """
+    brief = seen is None
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bytes) or (not brief and isinstance(value, str) and len(value) > _LONG):
+        return [len(value), _hash(value)]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, _FIXED) or (callable(value) and hasattr(value, "__qualname__")):
+        return _name(value)
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        if isinstance(value, Mapping):
+            found: Any = {_plain(str(key)): describe(item, depth, seen) for key, item in value.items()}
+        else:
+            found = [describe(item, depth, seen) for item in value]
+        if isinstance(value, set | frozenset):
+            found.sort(key=repr)
+        return found if brief or len(found) <= _LONG else [len(found), _hash(json.dumps(found))]
+    if isinstance(value, Tensor | np.ndarray) and seen is not None and id(value) not in seen:
+        return [list(value.shape), str(value.dtype), digest({"": value})]
+    if isinstance(value, Tensor | np.ndarray) or (brief and isinstance(value, nn.Module)):
+        return type(value).__qualname__
+    if brief and not hasattr(value, "__dict__"):
+        return _plain(str(value))
+    cls = value.cls if isinstance(value, OptimSpec) else type(value)
+    known = {"class": cls.__qualname__ if brief else _name(cls)}
+    if isinstance(value, OptimSpec | Network | Compute):
+        own = value.arguments if isinstance(value, OptimSpec) else value.as_plain()
+        return known | {name: describe(item, depth, seen) for name, item in own.items()}
+    if isinstance(value, nn.Module):
+        known["class"] += f"({_plain(value.extra_repr())})"
+    if id(value) in seen if seen is not None else depth == 0:
+        return known
+    if seen is not None:
+        seen.add(id(value))
+    return known | {name: describe(part, depth - 1, seen) for name, part in _parts(value, brief).items()}
+
+
+def _parts(value: Any, brief: bool) -> dict[str, Any]:
+    """Return name → part of an object; of a module its tensors, children and plain attributes."""
+    if isinstance(value, tuple(GENERATORS)):  # the state of a generator is not a setting
+        return {}
+    if isinstance(value, functools.partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    own: dict[str, Any] = getattr(value, "__dict__", {})
+    if isinstance(value, nn.Module):
+        plain = {n: v for n, v in own.items() if type(v) in (bool, int, float, str) and n[0] != "_" and n != "training"}
+        tensors = [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False)]
+        return {**plain, **dict(tensors), **dict(value.named_children())}
+    if isinstance(value, Schedule) and not brief:
+        return {**own, "kwargs": {**value.kwargs, "max_steps": None}}  # compared as HORIZON
+    return {name: part for name, part in own.items() if not (brief and name.startswith("_"))}
+
+
+def _name(value: Any) -> str:
+    """Return the name of a function or class, or the text of another constant; the same in every process."""
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    return _plain(f"{getattr(value, '__module__', None) or ''}.{name}".lstrip(".") if name else str(value))
+
+
+def _plain(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+
+
+# Digests --------------------------------------------------------------------------------------------------------------
+
+
+def _hash(text: str | bytes) -> str:
+    return hashlib.sha256(text if isinstance(text, bytes) else text.encode(errors="replace")).hexdigest()[:16]
+
+
+def digest(tensors: Mapping[str, Tensor | np.ndarray]) -> str:
+    """Return a digest of names, shapes, dtypes and evenly spaced elements."""
+    text = hashlib.sha256()
+    for name, tensor in tensors.items():
+        text.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + _content(tensor, _ELEMENTS))
+    return text.hexdigest()[:16]
+
+
+def digest_of(dataset: Any) -> int:
+    """Return a number for the contents of a dataset, the same in every process, below 2⁶³.
+
+    It is of a few examples, spread evenly and fetched twice; 0 if they are not the same both times, or cannot be
+    fetched. The global random generators are left alone.
+    """
+    last, found = len(dataset) - 1, set()
+    positions = sorted({i * last // (_EXAMPLES - 1) for i in range(_EXAMPLES)})
+    for _ in range(2):
+        with isolated(0, torch.device("cpu")), suppress(Exception):  # which training will raise
+            fetch_many = getattr(dataset, "__getitems__", None)
+            examples = list(fetch_many(positions)) if fetch_many else [dataset[i] for i in positions]
+            text = hashlib.sha256()
+            for path, leaf in tree_flatten_with_path(examples)[0]:
+                text.update(f"{keystr(path)} {type(leaf).__name__} {tuple(getattr(leaf, 'shape', ()))}".encode())
+                text.update(_content(leaf))
+            found.add(int.from_bytes(text.digest()[:8], "little") >> 1)
+    return found.pop() if len(found) == 1 else 0
+
+
+def _content(leaf: Any, most: float = math.inf) -> bytes:
+    """Return the bytes of a number, text, array or tensor (of `most` evenly spaced elements); else b""."""
+    if isinstance(leaf, bool | int | float | str | bytes):
+        return repr(leaf).encode(errors="replace")
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.device.type == "meta":
+            return b""
+        flat = leaf.detach().reshape(-1).resolve_conj().resolve_neg()
+        few = flat[:: max(1, math.ceil(len(flat) / most))].cpu()
+        return flat_bytes(few).numpy().tobytes()
+    holds_objects = getattr(getattr(leaf, "dtype", None), "hasobject", False)
+    return leaf.tobytes() if hasattr(leaf, "tobytes") and not holds_objects else b""  # arrays, images
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor as bytes (n,); copy them only if they are not contiguous."""
+    flat = tensor.reshape(-1)  # an expanded scalar has a stride of 0
+    return (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+
+
+# Differences ----------------------------------------------------------------------------------------------------------
+
+
+def differences(one: Any, other: Any, words: str = "{} is {} and {}", path: str = "") -> Iterator[str]:
+    """Yield the differences of two descriptions in words. An unknown digest equals every digest.
+
+    Of objects of different classes, only the classes are named.
+
+    >>> list(differences({"batch_size": 16, "model": {"class": "MLP"}}, {"batch_size": 8, "model": {"class": "MLP"}}))
+    ['batch_size is 16 and 8']
+    """
+    both = one, other
+    if all(isinstance(side, Mapping) for side in both) and (not path or one.get("class") == other.get("class")):
+        for name in dict.fromkeys([*one, *other]):
+            yield from differences(one.get(name), other.get(name), words, f"{path}.{name}" if path else str(name))
+    elif all(isinstance(side, list) for side in both) and len(one) == len(other) and not all(map(_is_short, both)):
+        for i, pair in enumerate(zip(one, other, strict=True)):
+            yield from differences(*pair, words, f"{path}[{i}]")
+    elif one != other and not (path.endswith(".digest") and None in both):
+        yield words.format(path, *map(_shown, both))
+
+
+def _is_short(items: list[Any]) -> bool:
+    return len(str(items)) <= _WIDTH and not any(isinstance(item, Mapping) for item in items)
+
+
+def _shown(value: Any) -> str:
+    text = "absent" if value is None else str(value.get("class", value) if isinstance(value, Mapping) else value)
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}…"
+
+
+# What a run that resumes must have in common with the saved one -------------------------------------------------------
+
+_ARGUMENTS = (
+    *("num_nodes", "batch_size", "minibatch_size", "seed", "shuffle", "autocast", "deterministic", "compile"),
+    *("compute", "network", "loss_fn", "participation"),
+)
+# Entries with their own rules for a resumed run.
+HORIZON = "steps of the learning-rate schedule"
+VERSIONS = "versions"
+# The words of `differences` between the saved run and the run that resumes.
+CHANGED = "{} was {} and is {}"
+
+
+def settings_of_run(run: Any) -> dict[str, Any]:
+    """Return argument → description for everything that determines a run, except its number of steps.
+
+    Args:
+        run: a `vsim.training.run.Run`.
+    """
+    spec, replicas, kwargs = run.spec, run.cluster.replicas, run.spec.dataloader_kwargs
+    found = {name: describe(getattr(spec, name), seen=set()) for name in _ARGUMENTS}
+    if found["participation"] is not None:
+        found["participation"].pop("store", None)
+    weights = [*spec.model.parameters(), *spec.model.buffers()]
+    data = zip(run.batches.lengths, run.batches.of_datasets(digest_of), strict=True)
+    return {
+        **found,
+        "train_dataset": [_sized(*own) for own in data],
+        "drop_last": bool(kwargs.get("drop_last", False)),
+        "collate_fn": describe(kwargs.get("collate_fn"), seen=set()),
+        "device": replicas.weights.device.type,
+        HORIZON: run.strategy.schedule.horizon(run.max_steps),
+        VERSIONS: {name: version for name, version in versions().items() if name in ("torch", "numpy")},
+        **layout_of(replicas),
+        **{f"frozen {name}": describe(p, seen=set()) for name, p in replicas.frozen.items()},
+        **{f"mode of {path}": "evaluation" for path in kept_in_evaluation(spec.model)},
+        "strategy": run.strategy.settings,
+        "module": describe(spec.model, seen=set(map(id, weights))),
+    }
+
+
+def settings_of(strategy: Any) -> dict[str, Any]:
+    """Return how a strategy was made. A run's own copy has kept this from before its setup."""
+    return vars(strategy).get("settings") or describe(strategy, seen=set())
+
+
+def layout_of(replicas: Replicas) -> dict[str, Any]:
+    """Return the shapes and dtypes of a model's weights and buffers, which a fork must share."""
+    return {
+        **{f"parameter {c.name}": [list(c.shape), str(replicas.weights.dtype)] for c in replicas.layout},
+        **{f"buffer {name}": [list(b.shape[1:]), str(b.dtype)] for name, b in replicas.buffers.items()},
+        "parameters": [c.name for c in replicas.layout],
+        "buffers": list(replicas.buffers),
+    }
+
+
+# What a record holds --------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """Return name → version of the software that a run's numbers depend on."""
+    return {
+        "vsim": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def describe_problem(model: nn.Module, train_dataset: Any, val_dataset: Any, loss_fn: Any) -> dict[str, Any]:
+    """Describe the problem that runs share: model and data, with digests of their contents, and loss function."""
+    parameters = dict(model.named_parameters())
+    about = {
+        "class": type(model).__qualname__,
+        "parameters": sum(p.numel() for p in parameters.values()),
+        "trainable_parameters": sum(p.numel() for p in parameters.values() if p.requires_grad),
+        "parameter_bytes": sum(p.nbytes for p in parameters.values()),
+        "shapes": {name: list(p.shape) for name, p in parameters.items()},
+        "digest": digest({**parameters, **dict(model.named_buffers())}),
+        **({"in_evaluation_mode": kept} if (kept := kept_in_evaluation(model)) else {}),
+    }
+    data = {"train_dataset": _described_data(train_dataset), "val_dataset": _described_data(val_dataset)}
+    return {"model": about, **data, "loss_fn": describe(loss_fn)}
+
+
+def _described_data(dataset: Any) -> Any:
+    """Describe a dataset by its size and digest.
+
+    A function that makes datasets is not called again: it is described by its name, and by the numbers, texts and
+    partitions that it uses.
+    """
+    if dataset is None:
+        return None
+    if not is_factory(dataset):
+        return {"class": type(dataset).__qualname__, **_sized(len(dataset), digest_of(dataset))}
+    dealt = getattr(dataset, "dataset", None)
+    if dealt is not None:  # a Partition
+        return {"partition": repr(dataset), **_described_data(dealt)}
+    return {"function": describe(dataset), **_used_by(dataset)}
+
+
+def _sized(examples: int, contents: int) -> dict[str, Any]:
+    return {"examples": examples, "digest": f"{contents:x}" if contents else None}
+
+
+def _used_by(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return name → number, text or partition among the variables that a function takes from where it was defined."""
+    try:
+        used = inspect.getclosurevars(function)
+    except (TypeError, ValueError):  # no function of Python, or one whose variables are not bound yet
+        return {}
+    return {
+        name: repr(value) if is_factory(value) else value
+        for name, value in sorted({**used.globals, **used.nonlocals}.items())
+        if isinstance(value, bool | int | float | str) or (is_factory(value) and hasattr(value, "dataset"))
+    }
+
+
+def describe_run(
+    arguments: Mapping[str, Any],
+    made_with: Mapping[str, Any],
+    problem: Mapping[str, Any],
+    device: torch.device | None = None,
+    given: Iterable[str] = (),
+    started: datetime | None = None,
+) -> dict[str, Any]:
+    """Return a run's configuration: every argument by its name, and problem, versions, machine and date.
+
+    A strategy is described by the call that makes it, the arguments of that call, its class and its attributes.
+
+    Args:
+        arguments: the arguments of `Trainer.fit`. made_with: those of its strategy. problem: see `describe_problem`.
+        device: the run's device. given: the arguments that differ from their defaults.
+        started: when the run began; default: now.
+    """
+    described = {name: describe(value) for name, value in arguments.items()}
+    if not isinstance(arguments.get("resume"), bool | str | Path | None):
+        described["resume"] = type(arguments["resume"]).__qualname__  # a Checkpoint: leave out its state
+    return {
+        **described,
+        "strategy": {"call": repr(arguments["strategy"]), "arguments": describe(made_with), **described["strategy"]},
+        **problem,
+        "given": sorted(given),
+        "versions": versions(),
+        "machine": {
+            "system": platform.platform(terse=True),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "device": None if device is None else str(device),
+        },
+        "started": (started or datetime.now()).astimezone().isoformat(timespec="seconds"),
+    }
+
+
+# What compared runs must have in common -------------------------------------------------------------------------------
+
+# Entries of a configuration that may differ between compared runs: the strategy and the seed, which are compared;
+# settings that change losses only by rounding; and settings that only record losses.
+_FREE = frozenset(
+    {
+        *("strategy", "seed", "given", "started", "versions", "machine", "compute", "network"),
+        *("executor", "compile", "deterministic", "chunk_size", "device", "devices", "backend"),
+        *("num_processes", "threads_per_process", "timeout_seconds"),
+        *("minibatch_size", "gradient_accumulation", "max_memory_usage"),
+        *("val_interval", "correlation_interval", "metrics", "client_val_dataset", "callbacks"),
+        *("train_loss_hook", "eval_loss_hook", "progress", "group"),
+        *("logger", "log_interval", "run_name", "wandb_project", "log_x_axis"),
+        *("save_dir", "resume", "checkpoint_interval"),
+    }
+)
+
+
+class Conditions:
+    """The conditions that the runs of a comparison share: model, data, nodes, steps and options.
+
+    Args:
+        varied: options that may differ, because a sweep varies them.
+    """
+
+    def __init__(self, varied: Iterable[str] = ()) -> None:
+        self._free = _FREE.union(varied)
+        self._first: tuple[str, dict[str, Any]] | None = None
+        self._weights: dict[int, tuple[str, Any]] = {}  # seed → a run with it, and the digest of its initial weights
+
+    def check(self, name: str, seed: int, config: Mapping[str, Any]) -> None:
+        """Add a run; raise a ValueError unless it can be compared with the earlier runs."""
+        if not config:
+            raise ValueError(
+                f"{name}, seed {seed} has no configuration, so that nothing says whether other runs fit it"
+            )
+        own = {key: value for key, value in config.items() if key not in self._free}
+        own["model"] = {**own["model"], "digest": None}  # it depends on the seed
+        self._first = self._first or (name, own)
+        found = list(differences(self._first[1], own))
+        known, weights = self._weights.setdefault(seed, (name, config["model"].get("digest")))
+        if weights != config["model"].get("digest"):
+            found.append(f"the initial weights of seed {seed} are others in {known}")
+        if found:
+            more = "; and more" if len(found) > _NAMED else ""
+            raise ValueError(f"{self._first[0]} and {name} do not fit together: {'; '.join(found[:_NAMED])}{more}")
+
+
+def check_same_strategy(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the strategies of two configurations differ."""
+    own, theirs = (config.get("strategy", {}) for config in (one, other))
+    if own == theirs:
+        return
+    calls = [str(strategy.get("call")) for strategy in (own, theirs)]
+    what = " and ".join(calls) if calls[0] != calls[1] else "; ".join(islice(differences(own, theirs), _NAMED))
+    raise ValueError(
+        f"two different strategies are called {name!r}: {what}; give one of them another name, as with "
+        f"comparison.renamed({{{name!r}: …}})"
+    )
+
+
+# What users see of a comparison ---------------------------------------------------------------------------------------
+
+
+class Provenance(dict[str, Any]):
+    """A description that is displayed as indented text, also in a notebook."""
+
+    def __repr__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+def _lines(content: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
+    indent = "  " * depth
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{name}:"
+            yield from _lines(value, depth + 1)
+        elif isinstance(value, list) and value and isinstance(value[0], str) and len(str(value)) > _WIDTH:
+            yield f"{indent}{name}:"
+            yield from (f"{indent}  {line}" for line in value)
+        else:
+            yield f"{indent}{name}: {value}"
+
+
+def provenance(
+    strategies: Mapping[str, str],
+    seeds: Any,
+    calls: Sequence[str],
+    configs: Sequence[Mapping[str, Any]],
+    computed: Sequence[str],
+) -> Provenance:
+    """Return a description of compared runs.
+
+    Args:
+        strategies: name → the call that makes the strategy. seeds: of the runs, or name → seeds.
+        calls: the calls that trained the runs. configs: the configurations of the runs, as far as known.
+        computed: the executors of the runs, each with the reason.
+    """
+    shared: dict[str, Any] = {}
+    for config in configs:
+        for name, value in config.items():
+            if value not in shared.setdefault(name, []):
+                shared[name].append(value)
+    own = {name: values[0] if len(values) == 1 else values for name, values in shared.items()}
+    for name in ("strategy", "seed"):
+        own.pop(name, None)
+    about = {name: own.pop(name, None) for name in ("model", "train_dataset", "val_dataset", "versions", "machine")}
+    if isinstance(about["model"], list):  # of several seeds
+        digests = [model["digest"] for model in about["model"]]
+        about["model"] = {**about["model"][0], "digest": digests}
+    started = shared.get("started", [])
+    own["started"] = " to ".join(dict.fromkeys(filter(None, [min(started, default=""), max(started, default="")])))
+    given = {name for config in configs for name in (*config.get("given", ()), "num_nodes", "started", "loss_fn")}
+    known = {name: own[name] for name in own if name in given} | about
+    known = {name: value for name, value in known.items() if value not in (None, "", [])}
+    known |= {"computed": list(computed)} if computed else {}
+    return Provenance({"strategies": dict(strategies), "seeds": seeds, **known, "calls": list(calls)})
