@@ -48,9 +48,7 @@ def test_a_comparison_says_what_was_compared(two: vsim.Comparison, tmp_path: Pat
     }
     assert about["seeds"] == [1, 2] and about["max_steps"] == 4 and about["num_nodes"] == 2
     assert about["model"]["class"] == "MLP" and len(set(about["model"]["digest"])) == 2  # two seeds' weights
-    assert about["model"]["shapes"]["layers.0.weight"] == [8, 64]
-    assert about["train_dataset"]["examples"] == len(TRAIN) and about["train_dataset"]["digest"]
-    assert about["versions"]["vsim"] == vsim.__version__ and about["machine"]["device"] == "cpu"
+    assert about["train_dataset"]["digest"] and about["machine"]["device"] == "cpu"
     assert "batch_size" not in about  # left at its default
     (computed,) = about["computed"]
     assert re.fullmatch(r"vmap, proved on nodes 0 and 7: losses [\de-]+, gradients [\de-]+", computed)

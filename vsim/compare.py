@@ -33,7 +33,7 @@ from vsim.process import (
     world_rank,
 )
 from vsim.records.comparison import ComparedRun, Comparison, no_comparison
-from vsim.records.describe import Conditions, check_same_strategy, describe_problem
+from vsim.records.describe import Conditions, describe_problem
 from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
 from vsim.records.sweep import Sweep
 from vsim.strategy.base import Strategy
@@ -318,7 +318,7 @@ def train_entries(
             config = partial(_config, trainer, own, started, problems)
             if extend is not None and fitting is not None:
                 fitting.check(name, seed, config())
-                if not _is_new(name, seed, config(), extend):
+                if not _is_new(name, seed, extend):
                     continue
             running.append(entry)
             configs[entry] = config
@@ -412,16 +412,9 @@ def _conditions_of(comparison: Comparison) -> Conditions:
     return found
 
 
-def _is_new(name: str, seed: int, config: Mapping[str, Any], extended: Comparison) -> bool:
-    """Whether a run is to be trained, because the comparison that is extended does not have it, or not to its end.
-
-    Raises:
-        ValueError: another strategy has its name there.
-    """
-    if name not in extended:
-        return True
-    runs = extended.runs(name)
-    check_same_strategy(name, runs[0].history.config, config)
+def _is_new(name: str, seed: int, extended: Comparison) -> bool:
+    """Whether a run is to be trained, because the comparison that is extended does not have it, or not to its end."""
+    runs = extended.runs(name) if name in extended else []
     return not any(run.seed == seed and (run.ended or run.diverged_at is not None) for run in runs)
 
 

@@ -24,7 +24,7 @@ from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
 from vsim.network.links import bits_per_second, seconds
 from vsim.network.timeline import seconds_on
-from vsim.records.describe import Conditions, Provenance, check_same_strategy, provenance
+from vsim.records.describe import Conditions, Provenance, provenance
 from vsim.records.fronts import COSTS, Best, Front, amount, best_of, dominating, loss_within
 from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, time_axis
@@ -249,8 +249,6 @@ class Comparison(Mapping[str, ComparedRun]):
         runs: dict[str, dict[int, ComparedRun]] = {}
         for _, name, run in pairs:
             own_runs = runs.setdefault(name, {})
-            if own_runs:
-                check_same_strategy(name, next(iter(own_runs.values())).history.config, run.history.config)
             if run.seed not in own_runs or (run.ended and not own_runs[run.seed].ended):
                 own_runs[run.seed] = run
         for name, by_seed in runs.items():

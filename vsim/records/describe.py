@@ -280,12 +280,8 @@ def layout_of(replicas: Replicas) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return name → version of the software that a run's numbers depend on."""
-    return {
-        "vsim": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
+    own = {"vsim": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    return own | {"python": platform.python_version()}
 
 
 def describe_problem(model: nn.Module, train_dataset: Any, val_dataset: Any, loss_fn: Any) -> dict[str, Any]:
@@ -392,7 +388,7 @@ _FREE = frozenset(
 
 
 class Conditions:
-    """The conditions that the runs of a comparison share: model, data, nodes, steps and options.
+    """What the runs of a comparison share: model, data, nodes, steps and options, and the strategy behind each name.
 
     Args:
         varied: options that may differ, because a sweep varies them.
@@ -402,6 +398,7 @@ class Conditions:
         self._free = _FREE.union(varied)
         self._first: tuple[str, dict[str, Any]] | None = None
         self._weights: dict[int, tuple[str, Any]] = {}  # seed → a run with it, and the digest of its initial weights
+        self._strategies: dict[str, Any] = {}
 
     def check(self, name: str, seed: int, config: Mapping[str, Any]) -> None:
         """Add a run; raise a ValueError unless it can be compared with the earlier runs."""
@@ -419,22 +416,21 @@ class Conditions:
         if found:
             more = "; and more" if len(found) > _NAMED else ""
             raise ValueError(f"{self._first[0]} and {name} do not fit together: {'; '.join(found[:_NAMED])}{more}")
-
-
-def check_same_strategy(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Raise a ValueError if the strategies of two configurations differ."""
-    own, theirs = (config.get("strategy", {}) for config in (one, other))
-    if own == theirs:
-        return
-    calls = [str(strategy.get("call")) for strategy in (own, theirs)]
-    what = " and ".join(calls) if calls[0] != calls[1] else "; ".join(islice(differences(own, theirs), _NAMED))
-    raise ValueError(
-        f"two different strategies are called {name!r}: {what}; give one of them another name, as with "
-        f"comparison.renamed({{{name!r}: …}})"
-    )
+        both = self._strategies.setdefault(name, config.get("strategy", {})), config.get("strategy", {})
+        if both[0] != both[1]:
+            calls = [str(strategy.get("call")) for strategy in both]
+            what = " and ".join(calls) if calls[0] != calls[1] else "; ".join(islice(differences(*both), _NAMED))
+            raise ValueError(
+                f"two different strategies are called {name!r}: {what}; give one of them another name, as with "
+                f"comparison.renamed({{{name!r}: …}})"
+            )
 
 
 # What users see of a comparison ---------------------------------------------------------------------------------------
+
+
+# Entries that are shown even if they were not given.
+_ALWAYS = frozenset({"num_nodes", "model", "train_dataset", "val_dataset", "loss_fn", "versions", "machine"})
 
 
 class Provenance(dict[str, Any]):
@@ -447,17 +443,15 @@ class Provenance(dict[str, Any]):
         return f"<pre>{html.escape(repr(self))}</pre>"
 
 
-def _lines(content: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
-    indent = "  " * depth
+def _lines(content: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     for name, value in content.items():
-        if isinstance(value, Mapping) and value:
-            yield f"{indent}{name}:"
-            yield from _lines(value, depth + 1)
-        elif isinstance(value, list) and value and isinstance(value[0], str) and len(str(value)) > _WIDTH:
-            yield f"{indent}{name}:"
-            yield from (f"{indent}  {line}" for line in value)
-        else:
-            yield f"{indent}{name}: {value}"
+        inner: list[str] = []
+        if isinstance(value, Mapping):
+            inner = [*_lines(value, f"{indent}  ")]
+        elif isinstance(value, list) and len(str(value)) > _WIDTH and isinstance(value[0], str):
+            inner = [f"{indent}  {line}" for line in value]
+        yield f"{indent}{name}:" if inner else f"{indent}{name}: {value}"
+        yield from inner
 
 
 def provenance(
@@ -474,22 +468,15 @@ def provenance(
         calls: the calls that trained the runs. configs: the configurations of the runs, as far as known.
         computed: the executors of the runs, each with the reason.
     """
-    shared: dict[str, Any] = {}
-    for config in configs:
-        for name, value in config.items():
-            if value not in shared.setdefault(name, []):
-                shared[name].append(value)
-    own = {name: values[0] if len(values) == 1 else values for name, values in shared.items()}
-    for name in ("strategy", "seed"):
-        own.pop(name, None)
-    about = {name: own.pop(name, None) for name in ("model", "train_dataset", "val_dataset", "versions", "machine")}
-    if isinstance(about["model"], list):  # of several seeds
-        digests = [model["digest"] for model in about["model"]]
-        about["model"] = {**about["model"][0], "digest": digests}
-    started = shared.get("started", [])
-    own["started"] = " to ".join(dict.fromkeys(filter(None, [min(started, default=""), max(started, default="")])))
-    given = {name for config in configs for name in (*config.get("given", ()), "num_nodes", "started", "loss_fn")}
-    known = {name: own[name] for name in own if name in given} | about
+    shared: dict[str, list[Any]] = {}
+    for name, value in (item for config in configs for item in config.items()):
+        if value not in shared.setdefault(name, []):
+            shared[name].append(value)
+    started, models = sorted(shared.pop("started", [])), shared.get("model", [])
+    if len(models) > 1:  # of several seeds
+        shared["model"] = [{**models[0], "digest": [model["digest"] for model in models]}]
+    given = _ALWAYS.union(*(config.get("given", ()) for config in configs)) - {"strategy", "seed"}
+    known = {name: values if len(values) > 1 else values[0] for name, values in shared.items() if name in given}
+    known |= {"started": " to ".join(dict.fromkeys(started[:1] + started[-1:])), "computed": list(computed)}
     known = {name: value for name, value in known.items() if value not in (None, "", [])}
-    known |= {"computed": list(computed)} if computed else {}
     return Provenance({"strategies": dict(strategies), "seeds": seeds, **known, "calls": list(calls)})
