@@ -17,7 +17,7 @@ import vsim
 from vsim import Compute, Network
 from vsim.cluster.participation import Sample
 from vsim.records.report.page import report
-from vsim.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
+from vsim.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
 
 NETWORK, COMPUTE = "200 Mbit/s, 50 ms", 0.8
 
@@ -112,6 +112,23 @@ def test_sliders_stand_where_asked_and_say_what_was_assumed() -> None:
     (page,) = held(comparison.report(network=regions, compute=1).html)
     assert not page["network"]["equal"]
     assert page["network"]["bandwidth"] == page["network"]["latency"] == 1
+
+
+@pytest.mark.parametrize("collective", ["ring", "tree", "server"])
+def test_the_cost_of_forming_a_model_follows_the_sliders(collective: str) -> None:
+    comparison = compared({"SPARTA": SPARTAStrategy(lr=1e-3)}, num_nodes=4, max_steps=6, val_interval=2)
+    links: Any = {"inside": "10 Gbit/s, 1 ms", "between": "200 Mbit/s, 80 ms", "collective": collective}
+    regions = Network.regions({"a": 1, "b": 3}, **links)
+    for network in (regions, Network("200 Mbit/s", "80 ms", collective=collective)):
+        (page,) = held(comparison.report(network=network, compute=1).html)
+        unit = 1.0 if network is regions else 1 / 2e8, 1.0 if network is regions else 0.08
+        ((seed,),) = (run["seeds"] for run in page["runs"])
+        own = np.array(seed["forming"]["planes"]).reshape(-1, 3)
+        for slower, later in ((1, 1), (1e3, 1), (1, 1e3), (0.1, 3)):
+            exact = network.scaled(np.array([slower]), np.array([later]))
+            found = (own @ [0, later * unit[1], slower * unit[0]]).max()
+            price = exact.seconds("all_reduce", network.kind(range(4)), comparison.allreduce_bytes)
+            assert found == pytest.approx(price.item(), rel=1e-3)
 
 
 def test_what_cannot_be_reported_is_an_error() -> None:

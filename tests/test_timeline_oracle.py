@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import heapq
 import itertools
 import math
 from collections import defaultdict
@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_timeline import MOMENTS, computes, ledgers
 
 from vsim import Compute, Ledger, Network, timeline
-from vsim.network.cost import ALGORITHMS
+from vsim.network.cost import ALGORITHMS, COLLECTIVES
 
 
 class Wires(NamedTuple):
@@ -60,21 +61,12 @@ class Wires(NamedTuple):
             up = [self.held(True, all_in), *(self.message(k, 0, S) for k in inward)]
             down = [self.held(False, all_out), *(self.message(0, k, back) for k in outward)]
             return max(up) + max(down)
-        if self.algorithm == "ring":
-            if collective == "broadcast":
-                return (n - 2) * self.ring(group, 0.0) + self.ring(group, S)
-            if collective == "all_gather":
-                return (n - 1) * self.ring(group, S)
-            return (2 if collective == "all_reduce" else 1) * (n - 1) * self.ring(group, S / n)
-        if self.algorithm == "tree" or collective == "broadcast":
-            up, down = self.climb(group, S, collective == "all_gather"), self.climb(group, S, False, down=True)
-            if collective == "broadcast":
-                return down
-            if collective == "reduce_scatter":  # back go parts, as they came in a gather
-                return up + self.climb(group, S / n, True, down=True)
-            return up + (self.climb(group, n * S, False, down=True) if collective == "all_gather" else down)
-        blocks = self.doubling(group, S if collective == "all_gather" else S / n)
-        return 2 * blocks if collective == "all_reduce" else blocks
+        if self.algorithm == "ring":  # in the order of the nodes' numbers
+            group = (*(k for k in sorted(group) if k >= group[0]), *(k for k in sorted(group) if k < group[0]))
+        if self.algorithm == "ring" and collective == "broadcast":  # of infinitely many pieces
+            chain = list(itertools.pairwise(group))
+            return sum(self.message(*link, 0) for link in chain) + max(self.line(*link, S) for link in chain)
+        return self.sent(messages(collective, self.algorithm, n), group, S)
 
     def to_each(self, group: Sequence[int], part: float, at_server: float) -> float:
         """One message after the other out of every line, and into it; or all parts to the server, and others back."""
@@ -87,36 +79,108 @@ class Wires(NamedTuple):
         down = [self.held(False, at_server), *(self.message(0, k, parts) for k in group)]
         return max(up) + max(down)
 
-    @functools.lru_cache  # noqa: B019 (a tuple)
-    def ring(self, group: tuple[int, ...], size: float) -> float:
-        """A message on the slowest link of the best of all rings of the nodes themselves."""
-        rings = ((group[0], *rest) for rest in itertools.permutations(group[1:]))
-        return min(
-            max(self.message(a, b, size) for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)) for ring in rings
-        )
+    def line(self, source: int, target: int, size: float) -> float:
+        return self.message(source, target, size) - self.message(source, target, 0)
 
-    def climb(self, group: Sequence[int], S: float, gathers: bool, down: bool = False) -> float:
-        """Up a tree (its sum or all that it has gathered), or down again, one round after the other."""
-        has, total, span = dict.fromkeys(range(len(group)), 1), 0.0, 1
-        while span < len(group):
-            pairs = [(p, p - span) for p in range(span, len(group), 2 * span)]
-            total += max(
-                self.message(*((group[b], group[a]) if down else (group[a], group[b])), S * (has[a] if gathers else 1))
-                for a, b in pairs
-            )
-            for a, b in pairs:
-                has[b] += has[a]
+    def sent(self, program: Program, group: Sequence[int], S: float) -> float:
+        """When the last message has arrived, if nodes that only know their own part of a program carry it out.
+
+        A node sends a message when it has all that it receives in earlier rounds and its line is free. The message
+        leaves the line, flies, and goes in over the line of its target, in the order of the rounds. `one_at_a_time`: a
+        node neither sends nor receives the next before this one has arrived.
+        """
+        rounds, one_at_a_time = program
+        todo: list[list[tuple[int, str, int, float]]] = [[] for _ in group]  # of every node: round, what, whom, bytes
+        for r, pairs in enumerate(rounds):
+            for a, b, share in pairs:
+                todo[a].append((r, "out", b, share * S))
+                todo[b].append((r, "in", a, share * S))
+        outward = [[act for act in own if act[1] == "out"] for own in todo]
+        inward = [[act for act in own if act[1] == "in"] for own in todo]
+        flying: dict[tuple[int, int, int], float] = {}  # source, target, round: bytes of what knocks at its target
+        busy: dict[tuple[str, int], bool] = defaultdict(bool)
+        events: list[tuple[float, int, str, int, int, int, float]] = []
+        number = itertools.count()
+
+        def act(now: float, k: int) -> None:
+            if one_at_a_time:
+                if todo[k] and not busy["all", k]:
+                    r, what, other, size = todo[k][0]
+                    if todo[other] and todo[other][0][0] == r and todo[other][0][2] == k and not busy["all", other]:
+                        a, b = (k, other) if what == "out" else (other, k)
+                        busy["all", a] = busy["all", b] = True
+                        end = now + self.message(group[a], group[b], size)
+                        heapq.heappush(events, (end, next(number), "both", a, b, r, size))
+                return
+            if outward[k] and not busy["out", k]:
+                r, _, other, size = outward[k][0]
+                if not any(receipt[0] < r for receipt in inward[k]):
+                    del outward[k][0]
+                    busy["out", k] = True
+                    link = group[k], group[other]
+                    heapq.heappush(events, (now + self.line(*link, size), next(number), "left", k, other, r, size))
+                    heapq.heappush(events, (now + self.message(*link, 0), next(number), "knocks", k, other, r, size))
+            if inward[k] and not busy["in", k]:
+                r, _, other, size = inward[k][0]
+                if (other, k, r) in flying:
+                    busy["in", k] = True
+                    end = now + self.line(group[other], group[k], size)
+                    heapq.heappush(events, (end, next(number), "arrived", other, k, r, size))
+
+        now = 0.0
+        for k in range(len(group)):
+            act(now, k)
+        while events:
+            now, _, what, a, b, r, size = heapq.heappop(events)
+            if what == "both":
+                busy["all", a] = busy["all", b] = False
+                del todo[a][0], todo[b][0]
+            elif what == "left":
+                busy["out", a] = False
+            elif what == "knocks":
+                flying[a, b, r] = size
+            else:
+                busy["in", b] = False
+                del inward[b][0]
+            for k in range(len(group)):
+                act(now, k)
+        assert not any(todo if one_at_a_time else [*outward, *inward])
+        return now
+
+
+Program = tuple[list[list[tuple[int, int, float]]], bool]
+
+
+def messages(collective: str, algorithm: str, n: int) -> Program:
+    """The rounds of messages, each (source, target, payloads), and whether nodes are at one message at a time."""
+    if algorithm == "ring":
+        times = 2 * (n - 1) if collective == "all_reduce" else n - 1
+        share = 1 if collective == "all_gather" else 1 / n
+        return [[(i, (i + 1) % n, share) for i in range(n)]] * times, False
+    if algorithm == "tree" or collective == "broadcast":
+        up, has, span = [], [1] * n, 1
+        while span < n:
+            up.append([(p, p - span, has[p]) for p in range(span, n, 2 * span)])
+            for p, other, _ in up[-1]:
+                has[other] += has[p]
             span *= 2
-        return total
+        down = [[(other, p, blocks) for p, other, blocks in pairs] for pairs in up[::-1]]
 
-    def doubling(self, group: Sequence[int], block: float) -> float:
-        """Every node passes on all blocks that it has, until each has all."""
-        n, has, total = len(group), 1, 0.0
-        while has < n:
-            sent = min(has, n - has)
-            total += max(self.message(group[p], group[(p + has) % n], sent * block) for p in range(n))
-            has += sent
-        return total
+        def times(pairs: list[list[tuple[int, int, int]]], one: float | None, block: float = 1) -> Any:
+            return [[(a, b, block * blocks if one is None else one) for a, b, blocks in own] for own in pairs]
+
+        whole = {"broadcast": [], "all_gather": times(up, None)}.get(collective, times(up, 1))
+        back = {"all_gather": times(down, n), "reduce_scatter": times(down, None, 1 / n)}
+        return [*whole, *back.get(collective, times(down, 1))], True
+    gather, has_all = [], 1
+    while has_all < n:  # every node passes on all blocks that it has
+        sent = min(has_all, n - has_all)
+        gather.append([(p, (p + has_all) % n, sent / (1 if collective == "all_gather" else n)) for p in range(n)])
+        has_all += sent
+    return [
+        *([] if collective == "all_gather" else gather[::-1]),
+        *([] if collective == "reduce_scatter" else gather),
+    ], False
 
 
 def simulated(ledger: Ledger, wires: Wires, own: Any, compute: Compute) -> tuple[list[float], list[float]]:
@@ -225,8 +289,8 @@ def networks(draw: Any, K: int) -> tuple[Network, Wires]:
         counts = [b - a for a, b in itertools.pairwise([0, *cuts, K])]
     n = len(counts)
     bits, delay = (
-        tuple(tuple(draw(st.sampled_from(values)) for _ in range(n)) for _ in range(n))
-        for values in ([1e5, 1e6, 3e6, 1e8], [0.0, 0.01, 0.3])
+        tuple(tuple(draw(st.sampled_from(values) | any_other) for _ in range(n)) for _ in range(n))
+        for values, any_other in (([1e5, 1e6, 3e6, 1e8], st.floats(1e5, 1e9)), ([0.0, 0.01, 0.3], st.floats(0, 1)))
     )
     place = tuple(itertools.chain.from_iterable([i] * count for i, count in enumerate(counts)))
     if kind == "alike":
@@ -257,3 +321,37 @@ def test_the_clock_is_what_nodes_and_lines_do(data: Any, ledger: Ledger) -> None
     seconds, stalls = simulated(ledger, wires, own, compute)
     np.testing.assert_allclose(line.seconds, seconds, rtol=1e-9)
     np.testing.assert_allclose(line.stalls, stalls, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=300)
+@given(st.data(), st.integers(2, 9), st.sampled_from(COLLECTIVES[:4]))
+def test_a_node_waits_for_what_it_needs(data: Any, n: int, collective: str) -> None:
+    network, wires = data.draw(networks(n))
+    group = tuple(data.draw(st.permutations(range(n)))[: data.draw(st.integers(2, n))])
+    kind = network.kind(group)
+    sizes = data.draw(st.lists(st.just(0.0) | st.floats(1e3, 1e8), min_size=1, max_size=3))
+    own = [wires.price(collective, group, S, (len(group),)) for S in sizes]
+    np.testing.assert_allclose(network.seconds(collective, kind, sizes), own, rtol=1e-9)
+    # All links changed by factors.
+    slower, later = data.draw(st.floats(0.1, 10)), data.draw(st.floats(0, 10))
+    changed = wires._replace(
+        bits=tuple(tuple(one / slower for one in row) for row in wires.bits),
+        delay=tuple(tuple(one * later for one in row) for row in wires.delay),
+        server=wires.server and wires.server / slower,
+    )
+    others = [changed.price(collective, group, S, (len(group),)) for S in sizes]
+    scaled = network.scaled(np.array([1.0, slower]), np.array([1.0, later]))
+    np.testing.assert_allclose(scaled.seconds(collective, kind, sizes), [own, others], rtol=1e-9)
+
+
+def test_pieces_of_a_broadcast_flow_through_a_chain() -> None:
+    bits, delay = (
+        ((1e9, 1e6, 1e9), (1e9, 1e9, 4e5), (2e6, 1e9, 1e9)),
+        ((0.0, 0.2, 9.0), (9.0, 0.0, 0.3), (0.1, 9.0, 0.0)),
+    )
+    wires, pieces = Wires(bits, delay, (0, 1, 2), "ring", None), 200
+    network = Network.between(bits, delay)
+    for group in ([0, 1, 2], [1, 2, 0], [2, 0, 1]):
+        rounds = [[(hop, hop + 1, 1 / pieces) for hop in (0, 1) if 0 <= r - hop < pieces] for r in range(pieces + 1)]
+        sent = wires.sent((rounds, False), group, 1e6)
+        assert network.seconds("broadcast", network.kind(group), 1e6) == pytest.approx(sent, rel=0.01)

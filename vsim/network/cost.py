@@ -1,8 +1,7 @@
-"""The cost of collectives: the rounds of messages that make them up, and the best ring where links differ."""
+"""The cost of collectives: the rounds of messages that make them up, and their seconds where links differ."""
 
 from __future__ import annotations
 
-import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,12 +17,12 @@ class Round(NamedTuple):
     """Rounds that follow each other and cost the same; the messages of a round travel at once.
 
     Attributes:
-        times: number of rounds. share: size of a message, in payloads.
-        pairs: (2, m) sources and targets, as places in the group; None: around a ring, which the network chooses.
+        times: number of rounds. share: size of a message, in payloads: of all, or (m,) of every pair.
+        pairs: (2, m) sources and targets, as places in the group; None: around the ring, from each to the next.
     """
 
     times: int
-    share: float
+    share: float | Floats
     pairs: NDArray[np.int64] | None = None
 
 
@@ -55,11 +54,9 @@ def rounds(collective: str, n: int, algorithm: str) -> tuple[Round, ...]:
     if algorithm == "tree":
         whole, parts = {"all_reduce": (1.0, 1.0), "all_gather": (n, n), "reduce_scatter": (1.0, 1 / n)}[collective]
         gathers, scatters = collective == "all_gather", collective == "reduce_scatter"
-        up = [Round(1, min(span, n - span) if gathers else whole, p) for span, p in zip(spans, inward, strict=True)]
-        down = [
-            Round(1, min(span, n - span) * parts if scatters else parts, p)
-            for span, p in zip(spans[::-1], outward, strict=True)
-        ]
+        below = [np.minimum(span, n - first - span) for first, span in zip(firsts, spans, strict=True)]  # of a subtree
+        up = [Round(1, own if gathers else whole, p) for own, p in zip(below, inward, strict=True)]
+        down = [Round(1, own * parts if scatters else parts, p) for own, p in zip(below[::-1], outward, strict=True)]
         return (*up, *down)
     places = np.arange(n)
     further = [(min(span, n - span), np.stack([places, (places + span) % n])) for span in spans]
@@ -92,74 +89,33 @@ def ways(collective: str, n: int) -> tuple[Way, ...]:
     return there if collective == "push" else (*there, Way(False, slice(None), back[collective]))
 
 
-# The best ring where links differ: a ring is as fast as its slowest link ----------------------------------------------
-
-# The exact search keeps at most this many sets of visits.
-_MOST_VISITS = 2**8
+# Where links differ, a node waits for the messages that it needs, and not for the slowest link of a round ------------
 
 
-def slowest_on_best_ring(
-    latency: Floats, seconds_per_byte: Floats, message_bytes: Floats, nodes: NDArray[np.int64] | None = None
-) -> Floats:
-    """Return the seconds of a message on the slowest link of the best ring, for several message sizes (E,): (E,).
+def ring_seconds(latency: Floats, seconds: Floats, links: NDArray[np.int64], times: int) -> Floats:
+    """Return when the last of a ring's nodes has its last message, in a collective of `times` rounds.
 
-    A ring may visit a place as often as it has nodes. The search is exact for up to 8 nodes, and for up to 4 places
-    whose inner links are the fastest: there n − 1 visits are enough, and the remaining nodes follow in a row. Of 5
-    places each is visited at most twice, of 6 to 8 once. Beyond that, return the better of two rings, one built for
-    short messages and one for long ones, by insertion: take the places with the poorest links first, and put each where
-    the slower of its two links is fastest; then move each place twice if that helps.
+    A node passes on what came in the round before, once it has arrived and the node's line is free:
+
+        sent(i, r + 1) = max(sent(i − 1, r) + latency(i − 1) + seconds(i − 1), sent(i, r) + seconds(i))
+
+    The last message thus ends a longest path of `times` rounds, of which each either goes to the next link or stays for
+    the line. It is best to stay at the slowest link that the path visits, and to begin, or end, with a run of equal
+    links.
 
     Args:
-        latency, seconds_per_byte: (n, n) from place to place, n at least 2; on the diagonal between nodes of one place.
-        message_bytes: (E,).
-        nodes: (n,) number of nodes at each place; default: one.
+        latency, seconds: (P, …) of a message on the links of every run; seconds are of the line.
+        links: (P,) number of links in every run; together they are the ring.
     """
-    nodes = np.ones(len(latency), dtype=np.int64) if nodes is None else nodes
-    candidates = range(int(min(nodes.max(), _MOST_VISITS)), 0, -1)
-    most = next((m for m in candidates if np.prod(np.minimum(nodes, m) + 1.0) <= _MOST_VISITS), 1)
-    visits = np.minimum(nodes, most)
-    if len(nodes) <= _MOST_VISITS.bit_length() - 1:
-        slowest = _exact(latency[..., None] + seconds_per_byte[..., None] * message_bytes, visits.tolist())
-    else:
-        links = [(ring, np.roll(ring, -1)) for ring in map(_inserted, (latency, seconds_per_byte))]
-        slowest = np.minimum(*((latency[own] + seconds_per_byte[own] * message_bytes[:, None]).max(1) for own in links))
-    inner = np.flatnonzero(nodes > visits)
-    inside = latency[inner, inner] + seconds_per_byte[inner, inner] * message_bytes[:, None]
-    return np.maximum(slowest, inside.max(1, initial=0))
-
-
-def _exact(cost: Floats, visits: list[int]) -> Floats:
-    """Search all rings with these numbers of visits; `cost` is (n, n, E)."""
-    # By the number of visits of every place and the last place: the slowest link of the best such path from place 0.
-    paths = {((1, *[0] * (len(visits) - 1)), 0): np.zeros(cost.shape[2])}
-    for visited in itertools.product(range(1, visits[0] + 1), *(range(most + 1) for most in visits[1:])):
-        for j, times in enumerate(visited):
-            before = (*visited[:j], times - 1, *visited[j + 1 :])
-            steps = [np.maximum(paths[before, i], cost[i, j]) for i in range(len(visits)) if (before, i) in paths]
-            if steps:
-                paths[visited, j] = np.minimum.reduce(steps)
-    whole = [np.maximum(paths[tuple(visits), j], cost[j, 0]) for j in range(len(visits)) if (tuple(visits), j) in paths]
-    return np.minimum.reduce(whole)
-
-
-def _inserted(cost: Floats) -> NDArray[np.int64]:
-    """Build a ring by insertion."""
-
-    def inserted(ring: NDArray[np.int64], place: int) -> NDArray[np.int64]:
-        slower = np.maximum(cost[ring, place], cost[place, np.roll(ring, -1)])
-        return np.insert(ring, int(slower.argmin()) + 1, place)
-
-    def links(ring: NDArray[np.int64]) -> list[float]:
-        slowest_first: list[float] = np.sort(cost[ring, np.roll(ring, -1)])[::-1].tolist()
-        return slowest_first
-
-    nearest = np.where(np.eye(len(cost), dtype=bool), np.inf, cost).min(1)
-    order = np.argsort(-nearest, kind="stable")
-    ring = order[:1]
-    for place in order[1:]:
-        ring = inserted(ring, place)
-    for place in np.tile(order, 2):
-        other = inserted(ring[ring != place], place)
-        if links(other) < links(ring):
-            ring = other
-    return ring
+    last: Floats = np.zeros(seconds.shape)
+    shape = -1, *[1] * (seconds.ndim - 1)
+    for way in (1, -1):
+        total, slowest, left = np.zeros(seconds.shape), np.zeros(seconds.shape), np.full(len(links), times)
+        for i in range(2 * len(links)):  # a collective has less than two laps
+            run = np.roll(np.arange(len(links))[::way], -i)
+            more = np.minimum(links[run], left)
+            left = left - more
+            total = total + more.reshape(shape) * (latency[run] + seconds[run])
+            slowest = np.maximum(slowest, seconds[run])
+            last = np.maximum(last, total + left.reshape(shape) * slowest)
+    return last.max(0)

@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vsim.arguments import a_text, known_keywords, naming, one_of, real_number, whole_number
-from vsim.network.cost import ALGORITHMS, COLLECTIVES, rounds, slowest_on_best_ring, ways
+from vsim.network.cost import ALGORITHMS, COLLECTIVES, ring_seconds, rounds, ways
 
 Floats = NDArray[np.float64]
 Link = str | tuple[float | str, float | str]
 Crowd = tuple[tuple[int, int], ...]
+# Of prices of several calls, at most this many numbers are held at a time.
+_NUMBERS = 1 << 22
 # Every node takes some arrays' entries and some Python; more are a typing error or a job for another tool.
 MOST_NODES = 10**6
 
@@ -301,16 +303,22 @@ class Network:
             raise ValueError(f"the network has {self.num_nodes} nodes, and the run {num_nodes}")
 
     def kind(self, group: Sequence[int]) -> Hashable:
-        """Return what the price of a collective of these nodes depends on: their number, or their places."""
+        """Return what the price of a collective of these nodes depends on: their number, or their places.
+
+        A ring goes through the nodes in the order of their numbers, from the first of the group.
+        """
         if len(set(group)) < len(group):
             raise ValueError(f"a group has every node once, got {list(group)}")
         if self._place is None:
             return len(group)
         if not 0 <= min(group, default=0) <= max(group, default=0) < len(self._place):
             raise ValueError(f"nodes must be from 0 to {len(self._place) - 1}, got {list(group)}")
-        places = self._place[list(group)].tolist()
-        # The best ring does not depend on the order of its nodes.
-        return tuple(sorted(places) if self.collective == "ring" and len(group) > 2 else places)
+        nodes = list(group)
+        if self.collective == "ring" and len(group) > 2:
+            nodes.sort()
+            first = nodes.index(group[0])
+            nodes = nodes[first:] + nodes[:first]
+        return tuple(self._place[nodes].tolist())
 
     def seconds(self, collective: str, kind: Hashable, payload_bytes: ArrayLike, crowd: Crowd = ()) -> Floats:
         """Return how long a collective takes once all nodes of its group are ready.
@@ -339,14 +347,15 @@ class Network:
             return total
         if collective == "all_to_all":
             return self._to_each(places, payload / len(places))
-        for times, share, pairs in rounds(collective, len(places), self.collective):
-            if pairs is None:
-                total += times * self._around(places, share * payload)
-            else:
-                # Of many pairs only those matter whose links differ.
-                sources, targets = pairs[:, :1] * 0 if self._place is None else np.unique(places[pairs], axis=1)
-                total += times * self._messages(sources, targets, share * payload)
-        return total
+        if self._place is None:  # the rounds of equal links end together
+            own = places[:1]
+            for times, share, _ in rounds(collective, len(places), self.collective):
+                total += times * self._messages(own, own, np.max(share) * payload)
+            return total
+        many = max(1, _NUMBERS // (self.alternatives * len(places)))  # sizes at once
+        last = self._around if self.collective == "ring" and collective != "send" else self._in_rounds
+        own = [last(collective, places, payload[i : i + many]) for i in range(0, len(payload), many)]
+        return np.concatenate([total[..., :0], *own], -1)
 
     def _places(self, kind: Hashable) -> NDArray[np.int64]:
         """Return the places of the nodes of a group, in order."""
@@ -377,15 +386,44 @@ class Network:
         out, into = (others * cost).sum(-2).max(-2), (others.swapaxes(0, 1) * cost).sum(-3).max(-2)
         return np.maximum(out, into)
 
-    def _around(self, places: NDArray[np.int64], size: Floats) -> Floats:
-        """Return the seconds of messages that travel at the same time around the best ring."""
-        there, nodes = np.unique(places, return_counts=True)
-        if len(there) == 1:
-            return self._messages(there, there, size)
-        latency, bits = (own[..., there[:, None], there] for own in (self._latency, self._bits))
-        if bits.ndim == 2:
-            return slowest_on_best_ring(latency, 8 / bits, size, nodes)
-        return np.stack([slowest_on_best_ring(*own, size, nodes) for own in zip(latency, 8 / bits, strict=True)])
+    def _around(self, collective: str, places: NDArray[np.int64], payload: Floats) -> Floats:
+        """Return the seconds of a collective around the ring through places, from each to the next."""
+        links = np.stack([places, np.roll(places, -1)])
+        starts = np.flatnonzero((links != np.roll(links, 1, axis=1)).any(0))  # of runs of equal links
+        starts = starts if len(starts) else np.zeros(1, dtype=np.int64)
+        count = np.diff(starts, append=starts[0] + len(places))
+        if collective == "broadcast":  # a chain, which the last link would close
+            count[-1] -= 1
+            starts, count = starts[count > 0], count[count > 0]
+        link = ..., *links[:, starts]
+        latency, bits = (np.moveaxis(own[link], -1, 0)[..., None] for own in (self._latency, self._bits))  # (P, …, 1)
+        if collective == "broadcast":  # in small pieces: the slowest link never stands still
+            return np.tensordot(count, latency, 1) + (8 * payload / bits).max(0)
+        ((times, share, _),) = rounds(collective, len(places), "ring")
+        return ring_seconds(latency, 8 * share * payload / bits, count, times)
+
+    def _in_rounds(self, collective: str, places: NDArray[np.int64], payload: Floats) -> Floats:
+        """Return the seconds of messages between pairs, where every node waits for what it needs.
+
+        In a tree a node is at one message at a time, until it has arrived. Otherwise it sends to one node while it
+        receives from another: a message waits for what its source receives in earlier rounds, for the source's line,
+        and, underway, for the target's.
+        """
+        in_tree = collective == "broadcast" or self.collective == "tree"
+        has, sent = np.zeros((2, *self._bits.shape[:-2], len(places), len(payload)))
+        for _, share, pairs in rounds(collective, len(places), self.collective):
+            assert pairs is not None
+            (source, target), link = pairs, (..., *places[pairs])
+            latency = self._latency[link][..., None]
+            seconds = 8 * np.multiply.outer(share, payload) / self._bits[link][..., None]
+            if in_tree:
+                start = np.maximum(has[..., source, :], has[..., target, :])
+                has[..., source, :] = has[..., target, :] = start + latency + seconds
+            else:
+                start = np.maximum(has[..., source, :], sent[..., source, :])
+                sent[..., source, :] = start + seconds
+                has[..., target, :] = np.maximum(start + latency, has[..., target, :]) + seconds
+        return has.max(-2)
 
     def _through_server(self, collective: str, places: NDArray[np.int64], payload: Floats, crowd: Crowd) -> Floats:
         total = np.zeros((*self._bits.shape[:-2], len(payload)))

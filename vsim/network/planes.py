@@ -79,8 +79,8 @@ def planes(ledger: Record, network: Network, compute: Compute, steps: Sequence[i
         steps: the steps whose times are asked for.
 
     Raises:
-        ValueError: the clock is not a maximum of few planes: the best ring changes with the network, or the parts in
-            which a message is sent depend on which node waits.
+        ValueError: the clock is not a maximum of few planes: the parts in which a message is sent depend on which node
+            waits.
     """
     chosen = sorted({int(step) for step in steps})
     mean = float(compute.node_seconds.mean())

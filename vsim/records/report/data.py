@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from vsim.cluster.ledger import Event, Ledger
 from vsim.network import Compute, Network, timeline
 from vsim.network.clock import Clock, Span
 from vsim.network.planes import Planes, planes
@@ -19,7 +20,7 @@ from vsim.network.timeline import around_first_event
 from vsim.records.cache import Cache
 from vsim.records.history import History
 from vsim.records.plots import Y_LABELS, Look, rounds
-from vsim.records.spent import forming_bytes, forming_seconds
+from vsim.records.spent import forming_bytes
 from vsim.records.statistics import ranking
 from vsim.records.tables import ON_DEMAND
 
@@ -223,10 +224,11 @@ class _Page:
 
     def _forming(self, history: History) -> dict[str, Any]:
         """Return what the all-reduce that forms a mean of nodes costs: bytes on the wire, and time as planes."""
-        size, network = self.comparison.allreduce_bytes, self.network.in_units()
-        latency, bits = (network.scaled(np.array([i]), np.array([a])) for a, i in ((1.0, 0.0), (0.0, 1.0)))
-        by = [float(forming_seconds(history, one, size).ravel()[0]) for one in (latency, bits)]
-        return {"planes": _rounded([0.0, *by]), "wire": forming_bytes(history, "wire", size)}
+        size, ledger = self.comparison.allreduce_bytes, Ledger(history.ledger.num_nodes)
+        ledger.steps = 1
+        ledger.record(Event(1, 1, "weights", "all_reduce", "weights", size, (range(history.num_nodes),)))
+        (own,) = planes(ledger, self.network, Compute(1.0), [1]).planes
+        return {"planes": _rounded((own * [0, 1, 1]).ravel()), "wire": forming_bytes(history, "wire", size)}
 
     def _ledger(self, history: History, measured: NDArray[np.float64]) -> int:
         """Return the place of a run's ledger among the ledgers of the page."""
