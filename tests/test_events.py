@@ -288,6 +288,26 @@ def test_the_totals_are_sums_over_nodes_and_events(recorded: list[Event]) -> Non
     assert [list(map(type, event)) for event in read] == [list(map(type, event)) for event in ledger]
 
 
+def test_calls_that_join_the_message_before() -> None:
+    ledger, rows = Ledger(3), torch.ones(3, 2)
+    collectives = StackedCollectives(ledger)
+    with collectives.joined():
+        collectives.all_reduce(rows, "sum", label="nothing before")
+        collectives.all_reduce(rows, "sum", label="joined")
+        collectives.all_gather(rows, label="another collective")
+        collectives.all_reduce(rows, "sum", among=[0, 1], label="of other nodes")
+    collectives.all_reduce(rows, "sum", among=[0, 1], label="outside")
+    with collectives.joined():
+        collectives.all_reduce(rows, "sum", among=[0, 1], label="joined")
+        collectives.start("all_reduce", rows, "sum", among=[0, 1], delay=1, label="due later")
+        collectives.step = 1
+        collectives.all_reduce(rows, "sum", among=[0, 1], label="at another step")
+    assert [(event.label, event.joined) for event in ledger if event.joined] == [("joined", True)] * 2
+    read = Ledger.from_plain(json.loads(json.dumps(ledger.as_plain())), 3)
+    assert list(read) == list(ledger)
+    assert ledger.by_label()["joined"] == 16 and ledger.total_wire_bytes == sum(e.total_wire_bytes for e in ledger)
+
+
 def test_events_of_all_nodes_cost_nothing_for_each_node() -> None:
     """A thousand events of ten thousand nodes; every node's number written out would be 50 megabytes."""
     ledger = Ledger(10_000)

@@ -23,8 +23,11 @@ from vsim.strategy import (
     AloneStrategy,
     CommunicationModule,
     DeMoStrategy,
+    DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    FedNovaStrategy,
+    ScaffoldStrategy,
     SimpleReduceStrategy,
     SPARTAStrategy,
     Strategy,
@@ -297,6 +300,24 @@ class SentAhead(CommunicationModule):
     def communicate(self, cluster: Cluster) -> None:
         if cluster.step % 2 == 0:
             cluster.collectives.start("all_reduce", cluster.weights, "mean", delay=2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "messages"),
+    [
+        # A ring of four: six messages of a quarter, so 6 a + 1.5 s for each s of payload; P is one second.
+        (ScaffoldStrategy(H=2), [0, 2, 0, 2]),
+        (DESLOCStrategy(H=1, H_m=2, H_v=4), [1, 2, 1, 3]),
+        (DESLOCStrategy(H=3, H_m=2, H_v=2), [0, 2, 1, 2]),  # moments alone, too
+        (FedNovaStrategy(H=4, average="mean"), [0, 0, 0, 1.01]),
+    ],
+)
+def test_what_is_sent_together_pays_latency_once(strategy: Strategy, messages: list[float]) -> None:
+    options: dict[str, Any] = {"model": nn.Linear(10, 10, bias=False), "num_nodes": 4, "max_steps": 4, "compute": 1.0}
+    line = price(strategy, network=Network(3200, 0.1), **options)
+    by_hand = [1 + (6 * 0.1 + 1.5 * seconds if seconds else 0) for seconds in messages]
+    assert np.diff(line.seconds) == pytest.approx(by_hand)
+    assert line.ledger.payload_bytes == pytest.approx(400 * sum(messages))
 
 
 def test_what_is_due_later_needs_its_bandwidth() -> None:

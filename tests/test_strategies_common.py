@@ -515,7 +515,7 @@ TABLE = [
         "FedNova",
         FedNovaStrategy,
         {"H": 3},
-        in_order(every(3, "all_reduce", "steps", 4), every(3, "all_reduce", "normalized moves", 4 * P)),
+        in_order(every(3, "all_reduce", "normalized moves", 4 * P), every(3, "all_reduce", "steps", 4)),
         {"H": {"H": 2}, "average": {"H": 3, "average": "mean"}},
         equal_after=[3, 6],
     ),

@@ -104,6 +104,7 @@ class Collectives(ABC):
         self.step, self.moment = 0, "weights"
         self.label = ""
         self._billed = True
+        self._joins = False
         self._delay = 0
 
     def attend(self, active: Sequence[int]) -> None:
@@ -322,6 +323,19 @@ class Collectives(ABC):
         finally:
             self._billed = before
 
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Bill the calls of a block as part of the message before: all bytes count, and its latency is paid once.
+
+        The call before must be of the same step and moment, collective, nodes and delay; otherwise a message begins.
+        Processes send the parts one after another.
+        """
+        before, self._joins = self._joins, True
+        try:
+            yield
+        finally:
+            self._joins = before
+
     def _one_group(self, among: Nodes) -> Sequence[int]:
         if among is None:
             return range(self.num_nodes)
@@ -364,7 +378,11 @@ class Collectives(ABC):
                     stacklevel=4,
                 )
         due = self.step + self._delay
-        self.ledger.record(Event(self.step, due, self.moment, collective, label, payload_bytes, taking_part))
+        event = Event(self.step, due, self.moment, collective, label, payload_bytes, taking_part)
+        if self._joins and len(self.ledger):
+            before = self.ledger[-1]._replace(label=label, payload_bytes=payload_bytes, joined=False)
+            event = event._replace(joined=before == event)
+        self.ledger.record(event)
 
     def _named(self, group: Sequence[int]) -> Sequence[int]:
         """Return nodes as the ledger numbers them."""

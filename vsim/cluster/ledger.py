@@ -36,6 +36,7 @@ class Event(NamedTuple):
         payload_bytes: bytes that one node hands in.
         groups: the groups of nodes that took part, separately and in parallel. In a broadcast, the first node of each
             group is the source.
+        joined: whether the message of the event before takes it along, and its latency is not paid again.
     """
 
     step: int
@@ -45,6 +46,7 @@ class Event(NamedTuple):
     label: str
     payload_bytes: float
     groups: Groups
+    joined: bool = False
 
     @property
     def wire_bytes(self) -> float:
@@ -178,7 +180,7 @@ class Ledger(Sequence[Event]):
         events = []
         for event in self._events:
             groups = None if event.groups == self.everyone else [list(map(int, group)) for group in event.groups]
-            kind = json.dumps([*event[2:-1], groups])
+            kind = json.dumps([*event[2:6], groups, *([True] if event.joined else [])])
             events.append([event.step, event.due, kinds.setdefault(kind, len(kinds))])
         kinds_of = [json.loads(kind) for kind in kinds]
         clocked = {} if self.clock is None else {"clock": self.clock, "seconds": self.seconds}
@@ -195,9 +197,9 @@ class Ledger(Sequence[Event]):
         ledger = cls(countable("num_nodes", num_nodes, "nodes", BYTES_OF_A_CLIENT))
         ledger.steps = countable("steps", plain["steps"], "steps", BYTES_OF_A_STEP, at_least=0)
         kinds = []
-        for *facts, groups in plain["kinds"]:
+        for moment, collective, label, payload, groups, *joined in plain["kinds"]:
             those = ledger.everyone if groups is None else tuple(map(tuple, groups))
-            kinds.append(event := Event._make([0, 0, *facts, those]))
+            kinds.append(event := Event(0, 0, moment, collective, label, payload, those, bool(joined)))
             real_number("payload_bytes", event.payload_bytes, at_least=0)
             if groups is not None and not all(0 <= node < num_nodes for group in those for node in group):
                 raise ValueError(f"a group of {event.label!r} has other nodes than 0 to {num_nodes - 1}")

@@ -58,6 +58,21 @@ class Span(NamedTuple):
         return start, end
 
 
+def _messages(ledger: Record) -> Iterator[Any]:
+    """Iterate over events, with those that are one message as one event."""
+    message = None
+    for event in ledger:
+        if event.joined and message is not None:
+            payload, label = message.payload_bytes + event.payload_bytes, f"{message.label}, {event.label}"
+            message = message._replace(payload_bytes=payload, label=label)
+        else:
+            if message is not None:
+                yield message
+            message = event
+    if message is not None:
+        yield message
+
+
 class _Groups:
     """The groups of an event that have something to send."""
 
@@ -135,7 +150,7 @@ class Clock:
         known: dict[tuple[int, str], tuple[object, _Groups]] = {}  # the groups are held, so that no other has their id
         prices: dict[tuple[str, Hashable, Crowd], dict[float, Floats]] = {}
         planned = []
-        for event in ledger:
+        for event in _messages(ledger):
             key = id(event.groups), event.collective
             if key not in known:
                 groups = _Groups(event.groups, event.collective, self.network, self.num_nodes)

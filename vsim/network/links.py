@@ -354,8 +354,8 @@ class Network:
             return total
         many = max(1, _NUMBERS // (self.alternatives * len(places)))  # sizes at once
         last = self._around if self.collective == "ring" and collective != "send" else self._in_rounds
-        own = [last(collective, places, payload[i : i + many]) for i in range(0, len(payload), many)]
-        return np.concatenate([total[..., :0], *own], -1)
+        found = [last(collective, places, payload[i : i + many]) for i in range(0, len(payload), many)]
+        return np.concatenate([total[..., :0], *found], -1)
 
     def _places(self, kind: Hashable) -> NDArray[np.int64]:
         """Return the places of the nodes of a group, in order."""

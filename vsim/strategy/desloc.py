@@ -37,7 +37,8 @@ class StateAverage(CommunicationModule):
         sizes = [tensor.numel() for tensor in nodes[0]]
         flat = [[tensor.reshape(-1) for tensor in node] for node in nodes]
         rows = torch.stack([own[0] if len(own) == 1 else torch.cat(own) for own in flat])  # (R, P)
-        mean = cluster.collectives.all_reduce(rows, "mean", label=self.name)
+        with cluster.collectives.joined():  # what is due in the same step
+            mean = cluster.collectives.all_reduce(rows, "mean", label=self.name)
         parts = [part.view_as(tensor) for part, tensor in zip(mean.split(sizes), nodes[0], strict=True)]
         torch._foreach_copy_([tensor for node in nodes for tensor in node], parts * len(nodes))
 
@@ -61,8 +62,8 @@ class DESLOCStrategy(Strategy):
         H_v: of the second moment; default 6 H. K_v in the paper.
         options: see `Strategy`.
 
-    Payload: P entries at each averaging, P · (1/H + 1/H_m + 1/H_v) a step. AMSGrad's maximum of the second moments is
-    averaged as they are, for as much again.
+    Payload: P entries at each averaging, P · (1/H + 1/H_m + 1/H_v) a step, in one message where averagings meet.
+    AMSGrad's maximum of the second moments is averaged as they are, for as much again.
 
     Raises:
         TypeError: the inner optimizer keeps none of the moments, or not the one that a period is given for; or it is

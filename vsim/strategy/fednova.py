@@ -41,8 +41,10 @@ class NormalizedAverage(CommunicationModule):
     def sync(self, cluster: Cluster) -> None:
         moves = (cluster.weights - self.outer_weights).div_(self.steps.clamp(min=1))  # (R, P), of a step
         shares = self.average.weights(cluster)
-        steps = cluster.collectives.all_reduce(self.steps, "mean", label="steps", weights=shares)  # (1,)
-        self.outer_weights.add_(steps * self.average(moves, cluster, "normalized moves"))
+        moved = self.average(moves, cluster, "normalized moves")
+        with cluster.collectives.joined():
+            steps = cluster.collectives.all_reduce(self.steps, "mean", label="steps", weights=shares)  # (1,)
+        self.outer_weights.add_(steps * moved)
         cluster.weights.copy_(self.outer_weights)
         self.steps.zero_()
 
@@ -64,7 +66,7 @@ class FedNovaStrategy(Strategy):
         average: how moves of a step become one, and what p_k are; see `vsim.strategy.average`. Default: by examples.
         options: see `Strategy`.
 
-    Payload: all weights and 4 bytes every H steps, or what `average` sends in place of the weights.
+    Payload: all weights and 4 bytes every H steps, in one message, or what `average` sends in place of the weights.
 
     Deviations from the paper: moves are divided by τ_k, as for plain SGD, whatever the inner optimizer is. For momentum
     and proximal terms the paper has other divisors.

@@ -49,7 +49,8 @@ class ControlVariates(CommunicationModule):
 
     def attend(self, cluster: Cluster) -> None:
         if cluster.plan is not None and cluster.plan.renews:  # clients who have got φ, and not c
-            cluster.collectives.pull(self.variate, cluster.weights, label="pull of control variates")
+            with cluster.collectives.joined():
+                cluster.collectives.pull(self.variate, cluster.weights, label="pull of control variates")
         else:
             share_of_joining(self.variates, self.variate, cluster, "control variates")
 
@@ -68,7 +69,8 @@ class ControlVariates(CommunicationModule):
         moved = (self.outer_weights - cluster.weights).div_(torch.where(known, self.rates, 1.0))  # (R, P)
         changes = moved.sub_(self.variate * known)
         mean = cluster.collectives.all_reduce(cluster.weights, "mean", label="weights")
-        mean_change = cluster.collectives.all_reduce(changes, "mean", label="control variates")
+        with cluster.collectives.joined():
+            mean_change = cluster.collectives.all_reduce(changes, "mean", label="control variates")
         self.variates.add_(changes)
         self.variate.add_(mean_change, alpha=cluster.num_nodes / cluster.population)
         self.outer_weights.lerp_(mean, self.server_lr)
@@ -100,8 +102,8 @@ class ScaffoldStrategy(Strategy):
     Joining and absent nodes share N·c less the others' c_k equally: with a peer's c_k, c would no longer be the mean,
     and the error would stay in every step.
 
-    Payload: twice all weights every H steps, for the weights and for the changes of the control variates. A cohort that
-    is drawn again pulls c with the weights; where nodes join, all add up their c_k once.
+    Payload: twice all weights every H steps, for the weights and for the changes of the control variates, in one
+    message. A cohort that is drawn again pulls c with the weights; where nodes join, all add up their c_k once.
 
     Raises:
         TypeError: the inner optimizer is another: with momentum, say, what a node has moved is not its mean gradient.
