@@ -129,6 +129,20 @@ def test_without_values_the_same_is_sent(row: common.Row) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:DCTTopK")
+def test_a_dry_run_takes_one_step_where_all_are_known_to_be_alike() -> None:
+    class LessLater(DeMoStrategy):
+        def before_optimizer(self) -> None:
+            if self.cluster.step != 3:
+                super().before_optimizer()
+
+    options: dict[str, Any] = {"model": common.model(), "num_nodes": 4, "max_steps": 5, **ON_A_NETWORK}
+    quick, whole = (price(made, **options).ledger for made in (DeMoStrategy(), LessLater()))
+    assert DeMoStrategy()._repeats and not LessLater()._repeats and quick.steps == whole.steps
+    assert [event for event in quick if event.step != 3] == list(whole)
+    assert {event.step for event in quick} == set(range(1, 6))
+
+
 def test_a_trillion_parameters_on_ten_thousand_nodes_take_little_memory() -> None:
     code = """
 import resource, time

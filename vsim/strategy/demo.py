@@ -66,6 +66,10 @@ class DeMoStrategy(Strategy):
         super().setup(cluster)
         self.momentum.setup(cluster)
 
+    @property
+    def _repeats(self) -> bool:
+        return type(self) is DeMoStrategy and not self.communication_modules
+
     def before_optimizer(self) -> None:
         super().before_optimizer()  # clips: what the optimizer sees are signs
         cluster = self.cluster
