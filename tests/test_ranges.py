@@ -199,23 +199,13 @@ class Undeclared(FedAvgStrategy):
 
 
 @pytest.mark.slow
-def test_undeclared_state_resumes_in_equal_ranges_only(tmp_path: Path) -> None:
-    run: dict[str, Any] = {"strategy": Undeclared(H=2), "num_nodes": 4, "batch_size": 4, "progress": False}
-    Trainer(small_mlp(), vectors()).fit(**run, max_steps=3, save_dir=tmp_path, **in_processes(2))
-    Trainer(small_mlp(), vectors()).fit(**run, max_steps=6, resume=tmp_path, **in_processes(2))
-    for options in (in_processes(4), {}):
-        with pytest.raises(CheckpointError, match="kept"):
-            Trainer(small_mlp(), vectors()).fit(**run, max_steps=6, resume=tmp_path, **options)
-
-
-@pytest.mark.slow
-def test_a_comparison_that_cannot_resume_raises(tmp_path: Path) -> None:
-    """Its records are in the folder, so there is nothing to return."""
+@pytest.mark.parametrize("options", [in_processes(2), {}], ids=["processes", "simulator"])
+def test_a_comparison_ends_after_a_step_if_a_strategy_does_not_declare_its_state(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     run: dict[str, Any] = {"strategies": {"A": Undeclared(H=2), "B": FedAvgStrategy(H=2)}, "save_dir": tmp_path}
-    compared(**run, max_steps=3, **in_processes(2))
-    for options in (in_processes(4), {}):
-        with pytest.raises(CheckpointError, match="kept"):
-            compared(**run, max_steps=6, resume=True, **options)
+    with pytest.raises(CheckpointError, match=r"Undeclared\.kept .* write self\.keep_stacked\(kept=…\)"):
+        compared(**run, max_steps=3, **options)
 
 
 # Comparisons ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from vsim.cluster.collectives import Pending
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.optimizers import JointOptimizers, NodeOptimizers
 from vsim.cluster.stacked import StackedCollectives
-from vsim.cluster.state import Stateful, named_owners, of_clients, placements_of
+from vsim.cluster.state import Stateful, of_clients, owners, placements_of
 
 K = 3
 COLLECTIVES = StackedCollectives(Ledger(K))
@@ -278,7 +278,7 @@ def test_parts_are_named_by_class_and_declare_placements() -> None:
     whole.parts = [first, (second, first)]  # type: ignore[attr-defined]
     first.keep_shared(number=1)
     first.keep_client(variate=rows())
-    assert named_owners(whole) == {"Part": whole, "Part 2": first, "Part 3": second}
+    assert owners(whole) == {"Part": whole, "Part 2": first, "Part 3": second}
     assert placements_of(first) == {"number": "shared", "variate": "stacked"} and of_clients(first) == {"variate"}
     with pytest.raises(ValueError, match=r"keep_stacked\(scale=…\): a scalar tensor has no row"):
         first.keep_stacked(scale=torch.ones(()))

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from vsim.cluster.randomness import GENERATORS
-from vsim.cluster.state import Stateful, named_owners, placements_of
+from vsim.cluster.state import Stateful, owners, placements_of
 from vsim.records.describe import flat_bytes
 
 _HIDDEN = ("_placements", "_of_clients")
@@ -46,7 +46,7 @@ def contents_of(strategy: Stateful, known: Iterable[Any], memory: Mapping[str, T
     Args:
         known: objects that belong to the run, such as the cluster. memory: tensors whose views are no state.
     """
-    parts = named_owners(strategy)
+    parts = owners(strategy)
     names = {id(own): f"known {i}" for i, own in enumerate(known)} | {id(own): name for name, own in parts.items()}
     of_memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in memory.items()}
     found: Contents = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -91,27 +90,23 @@ def of_clients(value: Any) -> frozenset[str]:
     return frozenset(vars(value).get("_of_clients", ())) if isinstance(value, Stateful) else frozenset()
 
 
-def owners(value: Any, seen: set[int] | None = None) -> Iterator[Stateful]:
-    """Yield a strategy and all its parts that declare state. Optimizers are declared by the parts that hold them."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Stateful) and id(value) not in seen:
-        seen.add(id(value))
-        yield value
-        for part in vars(value).values():
-            yield from owners(part, seen)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from owners(part, seen)
+def owners(strategy: Any) -> dict[str, Stateful]:
+    """Return name → part, for a strategy and all its parts that declare state, in lists and tuples, too.
 
-
-def named_owners(strategy: Any) -> dict[str, Stateful]:
-    """Return name → part, for a strategy and its parts: names of classes, numbered from a class's second part on."""
+    Names are those of classes, numbered from a class's second part on.
+    """
     found: dict[str, Stateful] = {}
     counts: Counter[str] = Counter()
-    for owner in owners(strategy):
-        name = type(owner).__name__
-        counts[name] += 1
-        found[name if counts[name] == 1 else f"{name} {counts[name]}"] = owner
+    coming = [strategy]
+    while coming:
+        part = coming.pop()
+        if isinstance(part, list | tuple):
+            coming += reversed(part)
+        elif isinstance(part, Stateful) and not any(part is known for known in found.values()):
+            name = type(part).__name__
+            counts[name] += 1
+            found[name if counts[name] == 1 else f"{name} {counts[name]}"] = part
+            coming += reversed(vars(part).values())
     return found
 
 

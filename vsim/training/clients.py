@@ -37,7 +37,7 @@ class Clients:
                 f"{type(strategy).__name__} defines step(), in which it communicates and steps its optimizer; with "
                 "Sample(epochs=…) clients that have done their epochs rest between the two"
             )
-        self._owners = list(owners(strategy))
+        self._owners = list(owners(strategy).values())
         odd = [
             f"{type(o).__name__}.{name}"
             for o in self._owners
@@ -119,7 +119,10 @@ class Clients:
 def lasting(strategy: Strategy, placement: str) -> list[Tensor]:
     """Return the tensors that a strategy and its parts have declared as "stacked" or "shared"."""
     values = [
-        getattr(o, name) for o in owners(strategy) for name, where in placements_of(o).items() if where == placement
+        getattr(o, name)
+        for o in owners(strategy).values()
+        for name, where in placements_of(o).items()
+        if where == placement
     ]
     inside = [[*own.state.values()] if isinstance(own, Optimizer) else [own] for own in tree_leaves(values)]
     return [t for t in tree_leaves(inside) if isinstance(t, Tensor) and t.dim()]

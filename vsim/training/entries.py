@@ -267,7 +267,8 @@ class Entries:
             try:
                 launch(replace(self, entries=entries), receive)
             except Exception as error:
-                if not losses:
+                little = isinstance(error, CheckpointError) and all(len(e.history) <= 2 for e in self.entries)
+                if not losses or little:  # what the first step found
                     raise
                 for entry in self.entries:
                     if not entry.has_outcome:

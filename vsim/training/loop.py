@@ -17,6 +17,7 @@ from vsim.arguments import naming, retold
 from vsim.cluster.frozen import clear_gradients, skipping
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import global_states
+from vsim.cluster.state import CheckpointError
 from vsim.data.batches import Uneven, sizes_of
 from vsim.engine.machine import moved, repeating, synchronize
 from vsim.engine.objective import explained
@@ -240,7 +241,7 @@ class _own(AbstractContextManager[None]):
 
 def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
     """Remove a run while the others continue; raise the error if it is alone, or if nothing would be lost."""
-    nothing_lost = ensemble.ends_early and run.done == 0
+    nothing_lost = ensemble.ends_early and (run.done == 0 or isinstance(error, CheckpointError))
     if not ensemble.tolerant or not (isinstance(error, Diverged) or (ensemble.is_alone and not nothing_lost)):
         raise error  # with several processes, others may not have this error
     run.error = error

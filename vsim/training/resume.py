@@ -22,7 +22,7 @@ from vsim.cluster.optim import OptimSpec
 from vsim.cluster.optimizers import StackedOptimizer, parts_of, torch_optimizers
 from vsim.cluster.randomness import set_global_states
 from vsim.cluster.replicas import Replicas
-from vsim.cluster.state import CheckpointError, Stateful, named_owners, placements_of
+from vsim.cluster.state import CheckpointError, Stateful, owners, placements_of
 from vsim.engine.objective import listed
 from vsim.private_torch import mark_stepped
 from vsim.records.describe import CHANGED, HORIZON, VERSIONS, differences, settings_of_run
@@ -57,7 +57,7 @@ def _state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _declared(run: Run) -> Iterator[tuple[str, Stateful, str, str]]:
     """Yield (name, part, attribute, placement) for all that the strategy and its parts declare."""
-    for part, owner in named_owners(run.strategy).items():
+    for part, owner in owners(run.strategy).items():
         for attribute, placement in placements_of(owner).items():
             yield f"{part}.{attribute}", owner, attribute, placement
 
@@ -74,7 +74,7 @@ def _undeclared(run: Run) -> Contents:
 
 def check_declared(run: Run) -> None:
     """Raise a CheckpointError if attributes have changed that are not declared, which a checkpoint would not hold."""
-    parts, rows = named_owners(run.strategy), len(run.nodes)
+    parts, rows = owners(run.strategy), len(run.nodes)
     if found := changed(run.undeclared, _undeclared(run)):
         lines = (line_for(name, vars(parts[part]).get(name), rows) for part, name in found)
         raise CheckpointError(
