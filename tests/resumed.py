@@ -62,6 +62,7 @@ def assert_same_run(ours: Trainer, theirs: Trainer) -> None:
     np.testing.assert_array_equal(ours.history.node_losses, theirs.history.node_losses)
     assert list(ours.ledger) == list(theirs.ledger)
     assert ours.ledger.wire_bytes == theirs.ledger.wire_bytes
+    assert ours.ledger.attendance == theirs.ledger.attendance
     finals = [trainer.final.state_dict() for trainer in (ours, theirs)]  # type: ignore[attr-defined]
     assert finals[0].keys() == finals[1].keys()
     assert all(torch.equal(a, b) for a, b in zip(finals[0].values(), finals[1].values(), strict=True))
